@@ -1,0 +1,155 @@
+"""Every option of the project, once: flags, JSON schema and the documentation's tables are generated from here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from dataclasses import dataclass, field, fields
+from typing import Any, Mapping
+
+from dfa_megatron.errors import UnsupportedError
+
+SCHEDULES = ("auto", "ring", "balanced", "balanced_shared", "zigzag")
+LAYOUTS = ("contiguous", "boundary", "zigzag")
+KERNELS = ("auto", "reference", "cpu", "cudnn", "aten")
+REMAT = ("auto", "on", "off")
+WIRE_DTYPES = ("input", "float32")
+VERIFY = ("once", "always", "off")
+
+
+def _option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistAttentionConfig:
+    """The options of one distributed attention; a field means what the user wrote.
+
+    Raises:
+        UnsupportedError: a value is of the wrong type or not among its choices; the nearest known one is named.
+    """
+
+    schedule: str = _option(
+        "auto",
+        "Who computes which block at which step. ring: every rank computes its own rows. balanced: DISTFLASHATTN as "
+        "published. balanced_shared: the same with the idle slot of an even number of ranks filled. zigzag: needs the "
+        "zigzag layout. auto: the cheapest of those that the mask and the layout allow.",
+        SCHEDULES,
+    )
+    layout: str = _option(
+        "contiguous",
+        "Which tokens a rank holds. contiguous: one slice, in order (the data are sliced by this package). boundary: the "
+        "framework's data stay zigzag, hidden states are exchanged before the first layer and after the last. zigzag: "
+        "the framework's data stay zigzag and attention works on them as they are.",
+        LAYOUTS,
+    )
+    kernel: str = _option(
+        "auto", "Which kernel computes a block. auto: the fastest that can do the request on this device.", KERNELS
+    )
+    remat: str = _option(
+        "auto",
+        "Rematerialization-aware checkpointing: keep attention's output and lse, recompute the rest of the layer. auto: "
+        "on where full recomputation was asked for.",
+        REMAT,
+    )
+    deterministic: bool = _option(False, "The same gradients to the bit from run to run; may be slower.")
+    wire_dtype: str = _option(
+        "input",
+        "The dtype of partial outputs and gradients on the wire. input: that of q. float32: larger messages, no rounding "
+        "between ranks.",
+        WIRE_DTYPES,
+    )
+    verify: str = _option(
+        "once",
+        "When ranks compare what they are about to run. once: for every new plan. always: at every call (for debugging: "
+        "it waits for all ranks). off: never.",
+        VERIFY,
+    )
+    agreement_timeout: float = _option(
+        120.0, "Seconds that a rank waits for the others to prepare the same plan before it says who is missing."
+    )
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value, choices = getattr(self, spec.name), spec.metadata["choices"]
+            kind = type(spec.default)
+            if kind is float and type(value) is int:
+                object.__setattr__(self, spec.name, value := float(value))
+            if type(value) is not kind:
+                raise UnsupportedError(
+                    f"{spec.name}={value!r}", f"it must be of type {kind.__name__}", f"for example {spec.default!r}"
+                )
+            if choices and value not in choices:
+                raise UnsupportedError(f"{spec.name}={value!r}", "there is no such value", _nearest(value, choices))
+        if self.agreement_timeout <= 0:
+            raise UnsupportedError(f"agreement_timeout={self.agreement_timeout}", "it must be positive", "seconds above 0")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> DistAttentionConfig:
+        """Build from a mapping (JSON, YAML); an unknown key is an error that names the nearest known one."""
+        known = tuple(spec.name for spec in fields(cls))
+        for key in values:
+            if key not in known:
+                raise UnsupportedError(f"the key {key!r}", "no option has that name", _nearest(str(key), known))
+        return cls(**values)
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser, prefix: str = "--dfa-") -> argparse.ArgumentParser:
+        """Add one argument group with a flag for every field."""
+        group = parser.add_argument_group("dfa", "distributed attention (dfa_megatron)")
+        for spec in fields(cls):
+            flag = prefix + spec.name.replace("_", "-")
+            help_text = f"{spec.metadata['help']} Default: {spec.default}."
+            if isinstance(spec.default, bool):
+                group.add_argument(flag, action=argparse.BooleanOptionalAction, default=spec.default, help=help_text)
+            else:
+                group.add_argument(
+                    flag, type=type(spec.default), choices=spec.metadata["choices"], default=spec.default, help=help_text
+                )
+        return parser
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> DistAttentionConfig:
+        """Read the fields that `add_arguments` put on a namespace; a field whose flag is missing keeps its default."""
+        return cls(**{s.name: getattr(args, f"dfa_{s.name}") for s in fields(cls) if hasattr(args, f"dfa_{s.name}")})
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """A JSON schema (draft 2020-12) of the mapping that `from_mapping` takes."""
+        names = {str: "string", bool: "boolean", float: "number"}
+        properties: dict[str, Any] = {}
+        for spec in fields(cls):
+            entry: dict[str, Any] = {
+                "type": names[type(spec.default)],
+                "default": spec.default,
+                "description": spec.metadata["help"],
+            }
+            if spec.metadata["choices"]:
+                entry["enum"] = list(spec.metadata["choices"])
+            properties[spec.name] = entry
+        return {
+            "$schema": "https://json-schema.org/draft/2020-12/schema",
+            "title": "dfa_megatron distributed attention",
+            "type": "object",
+            "additionalProperties": False,
+            "properties": properties,
+        }
+
+    @classmethod
+    def markdown_table(cls) -> str:
+        """The options as the table that the documentation prints."""
+        rows = ["| option | default | values | meaning |", "|---|---|---|---|"]
+        for spec in fields(cls):
+            choices = ", ".join(spec.metadata["choices"]) if spec.metadata["choices"] else type(spec.default).__name__
+            rows.append(f"| `{spec.name}` | `{spec.default}` | {choices} | {spec.metadata['help']} |")
+        return "\n".join(rows)
+
+    def replace(self, **changes: Any) -> DistAttentionConfig:
+        """A copy with some fields changed, validated again."""
+        return dataclasses.replace(self, **changes)
+
+
+def _nearest(value: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
+    return (f"perhaps {close[0]!r}; " if close else "") + "one of " + ", ".join(known)

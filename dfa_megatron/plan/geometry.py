@@ -1,0 +1,122 @@
+"""Geometry of attention: a mask is a set of disjoint tiles, and a tile is a rectangle cut by a diagonal band."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+UNBOUNDED = 1 << 60
+"""A diagonal bound that never binds."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """The half-open range of token positions lo <= i < hi."""
+
+    lo: int
+    hi: int
+
+    def __len__(self) -> int:
+        return max(0, self.hi - self.lo)
+
+    def __and__(self, other: Span) -> Span:
+        return Span(max(self.lo, other.lo), min(self.hi, other.hi))
+
+    def shift(self, by: int) -> Span:
+        """The same range, `by` positions later."""
+        return Span(self.lo + by, self.hi + by)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Band:
+    """The window of one kernel call in flash-attn's convention: aligned to the bottom right, -1 means no bound.
+
+    Row i of q_len sees column j of kv_len when -left <= j - i - (kv_len - q_len) <= right.
+    """
+
+    left: int
+    right: int
+
+    @property
+    def is_full(self) -> bool:
+        """No pair is masked."""
+        return self.left < 0 and self.right < 0
+
+
+FULL = Band(-1, -1)
+CAUSAL = Band(-1, 0)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Tile:
+    """The pairs (i, j) with i in q, j in kv and lo <= j - i <= hi, all in global token positions."""
+
+    q: Span
+    kv: Span
+    lo: int = -UNBOUNDED
+    hi: int = UNBOUNDED
+
+    def shrink(self) -> Tile | None:
+        """The smallest equal tile, or None where no pair is left.
+
+        No row or column of it is wholly masked, and a bound that never binds is unbounded, so two tiles that hold the
+        same pairs are equal after this.
+        """
+        q0, q1, k0, k1 = self.q.lo, self.q.hi, self.kv.lo, self.kv.hi
+        if q0 >= q1 or k0 >= k1 or self.lo > self.hi:
+            return None
+        q0, q1 = max(q0, k0 - self.hi), min(q1, k1 - self.lo)
+        if q0 >= q1:
+            return None
+        k0, k1 = max(k0, q0 + self.lo), min(k1, q1 + self.hi)
+        if k0 >= k1:
+            return None
+        lo = self.lo if self.lo > k0 - (q1 - 1) else -UNBOUNDED
+        hi = self.hi if self.hi < (k1 - 1) - q0 else UNBOUNDED
+        return Tile(Span(q0, q1), Span(k0, k1), lo, hi)
+
+    def restrict(self, q: Span, kv: Span) -> Tile | None:
+        """The part of this tile inside q x kv, shrunk."""
+        return Tile(self.q & q, self.kv & kv, self.lo, self.hi).shrink()
+
+    def __and__(self, other: Tile) -> Tile | None:
+        """The pairs that both tiles hold."""
+        return Tile(self.q & other.q, self.kv & other.kv, max(self.lo, other.lo), min(self.hi, other.hi)).shrink()
+
+    def shift(self, q: int, kv: int) -> Tile:
+        """The same pairs with the rows moved by q positions and the columns by kv."""
+        lo = self.lo if self.lo == -UNBOUNDED else self.lo + kv - q
+        hi = self.hi if self.hi == UNBOUNDED else self.hi + kv - q
+        return Tile(self.q.shift(q), self.kv.shift(kv), lo, hi)
+
+    @property
+    def area(self) -> int:
+        """The number of pairs, in closed form."""
+        rows, columns = len(self.q), len(self.kv)
+        if not rows or not columns or self.lo > self.hi:
+            return 0
+        offset = self.q.lo - self.kv.lo
+        full = rows * columns
+        below_hi = full if self.hi == UNBOUNDED else _pairs_up_to(rows, columns, self.hi + offset)
+        below_lo = 0 if self.lo == -UNBOUNDED else _pairs_up_to(rows, columns, self.lo - 1 + offset)
+        return below_hi - below_lo
+
+    @property
+    def band(self) -> Band:
+        """This tile as a kernel's window over exactly its rows and columns."""
+        offset = (self.kv.lo - self.q.lo) + len(self.kv) - len(self.q)
+        left = -1 if self.lo == -UNBOUNDED else offset - self.lo
+        right = -1 if self.hi == UNBOUNDED else self.hi - offset
+        return Band(left, right)
+
+
+def _pairs_up_to(rows: int, columns: int, diagonal: int) -> int:
+    """How many (a, b), 0 <= a < rows, 0 <= b < columns, have b - a <= diagonal."""
+
+    def columns_up_to(last: int) -> int:  # sum of clamp(y, 0, columns) for y <= last
+        if last <= 0:
+            return 0
+        if last <= columns:
+            return last * (last + 1) // 2
+        return columns * (columns + 1) // 2 + (last - columns) * columns
+
+    return columns_up_to(rows + diagonal) - columns_up_to(diagonal)
