@@ -1,0 +1,38 @@
+"""What this process has done so far: kernel calls, whole attentions, messages and bytes. Tests and reports count with it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+
+@dataclass(slots=True)
+class Counters:
+    """Plain counts since the last reset; one instance per process (`COUNTERS`)."""
+
+    attention_forwards: int = 0
+    """Distributed forwards that ran (a replay is not one)."""
+    attention_backwards: int = 0
+    replays: int = 0
+    """Attentions that a checkpoint region's recompute took from its frame instead of running them."""
+    kernel_forwards: int = 0
+    kernel_backwards: int = 0
+    forward_messages: int = 0
+    """Messages this rank sent in distributed forwards."""
+    backward_messages: int = 0
+    forward_bytes: int = 0
+    """Bytes this rank sent in distributed forwards."""
+    backward_bytes: int = 0
+    remat_bytes: int = 0
+    """Bytes of (out, lse) that frames have recorded."""
+
+    def reset(self) -> None:
+        """Start again from nothing."""
+        for spec in fields(self):
+            setattr(self, spec.name, 0)
+
+    def snapshot(self) -> dict[str, int]:
+        """The counts now, as a plain dictionary."""
+        return asdict(self)
+
+
+COUNTERS = Counters()
