@@ -1,0 +1,184 @@
+"""The plan language: blocks say who computes what and when, transfers move chunks or accumulators between ranks.
+
+The rules (R):
+
+- R1 A transfer of step s carries what its source held before s's compute, overlaps s's compute, and is usable from s+1.
+- R2 A block of step s reads home chunks, or chunks landed before s.
+- R3 Transferring a *write* name (out, dq, dkv) moves the accumulator: the source is empty afterwards and the destination
+  folds what lands. An accumulator that is at home stays there.
+- R4 At the end every accumulator is at home and holds every needed (q, kv) pair exactly once; nothing is stranded.
+- R5 Each rank posts one batch per step in one global order, one message per peer. No deadlock, by induction on the step.
+
+A plan is pure data: no tensor, no process group, no stream and no kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from dfa_megatron.errors import PlanError
+from dfa_megatron.plan.geometry import Span, Tile
+from dfa_megatron.plan.layout import Layout
+from dfa_megatron.plan.mask import Mask
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Block:
+    """At `step`, `rank` computes the pairs of (q_chunk, kv_chunk) that the mask holds."""
+
+    step: int
+    rank: int
+    q_chunk: int
+    kv_chunk: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Transfer:
+    """At `step`, `what` of `chunk` goes from src to dst: one record per message part, so a send has its receive."""
+
+    step: int
+    src: int
+    dst: int
+    what: str
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What one block reads and writes: names for its q side and its kv side; a side that is not written is empty."""
+
+    name: str
+    read_q: str
+    read_kv: str
+    write_q: str
+    write_kv: str
+
+    @property
+    def reads(self) -> tuple[tuple[str, str], ...]:
+        """(side, name) of what a block reads."""
+        return ("q", self.read_q), ("kv", self.read_kv)
+
+    @property
+    def writes(self) -> tuple[tuple[str, str], ...]:
+        """(side, name) of what a block writes."""
+        return tuple((side, name) for side, name in (("q", self.write_q), ("kv", self.write_kv)) if name)
+
+    @property
+    def write_names(self) -> tuple[str, ...]:
+        """The names of accumulators."""
+        return tuple(name for _, name in self.writes)
+
+
+FORWARD = Phase("forward", read_q="q", read_kv="kv", write_q="out", write_kv="")
+BACKWARD = Phase("backward", read_q="qdo", read_kv="kv", write_q="dq", write_kv="dkv")
+PHASES = {phase.name: phase for phase in (FORWARD, BACKWARD)}
+
+
+def chunk_of(block: Block, side: str) -> int:
+    """The block's chunk on its q or kv side."""
+    return block.q_chunk if side == "q" else block.kv_chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One phase of a distributed attention: everything that happens on every rank, as data."""
+
+    mask: Mask
+    layout: Layout
+    phase: Phase
+    blocks: tuple[Block, ...]
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks take part."""
+        return self.layout.ranks
+
+    @property
+    def steps(self) -> int:
+        """How many steps there are, those with transfers only counted in."""
+        return 1 + max((record.step for record in (*self.blocks, *self.transfers)), default=-1)
+
+    def tiles(self, block: Block) -> tuple[Tile, ...]:
+        """The pairs of a block as tiles in global positions."""
+        return self.mask.restrict(self.layout.chunks[block.q_chunk], self.layout.chunks[block.kv_chunk])
+
+    @property
+    def digest(self) -> str:
+        """A short hash of everything in the plan; equal digests are equal plans."""
+        return hashlib.sha256(to_text(self).encode()).hexdigest()[:16]
+
+
+def needed_pairs(mask: Mask, layout: Layout) -> set[tuple[int, int]]:
+    """The (q_chunk, kv_chunk) pairs in which the mask holds at least one token pair."""
+    everything = range(len(layout.chunks))
+    return {(q, kv) for q in everything for kv in everything if mask.restrict(layout.chunks[q], layout.chunks[kv])}
+
+
+def to_text(plan: Plan) -> str:
+    """The plan as text that people can read and `from_text` can parse."""
+    tiles = [[t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi] for t in plan.mask.tiles]
+    lines = [
+        f"plan {plan.phase.name} ranks={plan.ranks} steps={plan.steps}",
+        "mask " + json.dumps({"name": plan.mask.name, "length": plan.mask.length, "tiles": tiles}),
+        "chunks " + " ".join(f"{c.lo}:{c.hi}@{home}" for c, home in zip(plan.layout.chunks, plan.layout.home)),
+    ]
+    for step in range(plan.steps):
+        lines.append(f"step {step}")
+        lines += [f"  block {b.rank} {b.q_chunk} {b.kv_chunk}" for b in sorted(plan.blocks) if b.step == step]
+        lines += [f"  move {t.src} {t.dst} {t.what} {t.chunk}" for t in sorted(plan.transfers) if t.step == step]
+    return "\n".join(lines) + "\n"
+
+
+
+
+
+def from_text(text: str) -> Plan:
+    """Parse what `to_text` wrote; blocks and transfers come back sorted.
+
+    Raises:
+        PlanError: a line is not of the language; the message quotes it.
+    """
+    phase, mask, layout, step = None, None, None, -1
+    blocks: list[Block] = []
+    transfers: list[Transfer] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            match line.split(maxsplit=1)[0], line.split():
+                case "plan", words:
+                    phase = PHASES[words[1]]
+                case "mask", _:
+                    mask = _parse_mask(json.loads(line.split(maxsplit=1)[1]))
+                case "chunks", words:
+                    layout = _parse_layout(words[1:])
+                case "step", [_, value]:
+                    step = int(value)
+                case "block", [_, rank, q_chunk, kv_chunk]:
+                    blocks.append(Block(step, int(rank), int(q_chunk), int(kv_chunk)))
+                case "move", [_, src, dst, what, chunk]:
+                    transfers.append(Transfer(step, int(src), int(dst), what, int(chunk)))
+                case _:
+                    raise ValueError("unknown record")
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise PlanError(f"line {number} of the plan's text cannot be read: {line!r} ({error})") from error
+    if phase is None or mask is None or layout is None:
+        raise PlanError("the plan's text lacks its plan, mask or chunks line")
+    return Plan(mask, layout, phase, tuple(sorted(blocks)), tuple(sorted(transfers)))
+
+
+def _parse_mask(value: dict[str, Any]) -> Mask:
+    tiles = tuple(Tile(Span(a, b), Span(c, d), lo, hi) for a, b, c, d, lo, hi in value["tiles"])
+    return Mask(str(value["name"]), int(value["length"]), tiles)
+
+
+def _parse_layout(words: list[str]) -> Layout:
+    spans, homes = [], []
+    for word in words:
+        span, home = word.split("@")
+        lo, hi = span.split(":")
+        spans.append(Span(int(lo), int(hi)))
+        homes.append(int(home))
+    return Layout(tuple(spans), tuple(homes))
