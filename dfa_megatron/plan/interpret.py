@@ -1,0 +1,90 @@
+"""The loop: one generator runs a rank's program over an algebra, whatever the values are.
+
+With sets of tiles it is the checker, with clocks the simulator, with tensors handed over in memory all ranks in one process,
+and with tensors over a network the runtime. What is verified is what runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, Generator, Protocol, Sequence
+
+from dfa_megatron.plan.program import Call, Fold, Message, Program, Step
+
+
+class Algebra(Protocol):
+    """The values of one rank, and what a step does to them."""
+
+    def begin(self, step: int) -> None:
+        """A step starts; what is received in it may be overwritten from now on."""
+        ...
+
+    def open(self, buffer: int) -> None:
+        """Set an accumulator to the identity of its fold."""
+        ...
+
+    def compute(self, call: Call) -> None:
+        """Run one kernel call and fold its results into its writes."""
+        ...
+
+    def fold(self, fold: Fold) -> None:
+        """Fold a landed partial into an accumulator."""
+        ...
+
+    def end(self, step: int) -> None:
+        """The step's compute and folds are issued."""
+        ...
+
+
+Event = tuple[str, int, Step]
+"""("post" or "land", the step's number, the step)."""
+
+
+def rank_loop(program: Program, algebra: Algebra) -> Generator[Event, None, None]:
+    """Run one rank. The driver moves the messages: it starts them at "post" and finishes them at "land"."""
+    for number, step in enumerate(program.steps):
+        algebra.begin(number)
+        yield "post", number, step
+        for buffer in step.opens:
+            algebra.open(buffer)
+        for call in step.calls:
+            algebra.compute(call)
+        yield "land", number, step
+        for fold in step.folds:
+            algebra.fold(fold)
+        algebra.end(number)
+
+
+class HandOver(Protocol):
+    """An algebra whose messages can be handed over inside one process."""
+
+    def take(self, step: int, message: Message) -> Any:
+        """The payload of a message this rank sends, as it is before the step's compute."""
+        ...
+
+    def land(self, step: int, message: Message, payload: Any) -> None:
+        """Put a received payload where the message says."""
+        ...
+
+
+def run_together(programs: Sequence[Program], algebras: Sequence[Any]) -> None:
+    """Run all ranks in lockstep in this process, handing each payload over.
+
+    Raises:
+        KeyError: a message is received that nobody sent (a plan that was lowered from one text cannot do that).
+    """
+    loops = [rank_loop(program, algebra) for program, algebra in zip(programs, algebras)]
+    events: dict[int, Event] = {rank: event for rank, loop in enumerate(loops) if (event := next(loop, None))}
+    while events:
+        wire: dict[tuple[int, int], Any] = defaultdict()
+        for rank, (_, number, step) in events.items():
+            for message in step.sends:
+                wire[rank, message.peer] = algebras[rank].take(number, message)
+        for rank in events:
+            next(loops[rank])
+        for rank, (_, number, step) in events.items():
+            for message in step.receives:
+                algebras[rank].land(number, message, wire.pop((message.peer, rank)))
+        if wire:
+            raise KeyError(f"messages that nobody received: {sorted(wire)}")
+        events = {rank: event for rank in events if (event := next(loops[rank], None))}

@@ -1,0 +1,71 @@
+"""Slots: buffers that never live at the same time share memory, so that the peak does not grow with the ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Iterable, Sequence
+
+from dfa_megatron.plan.program import Buffer
+
+
+class Lifetimes:
+    """When each buffer is first touched, last read or written by compute, and last moved by a message."""
+
+    def __init__(self) -> None:
+        self._begin: dict[int, int] = {}
+        self._computed: dict[int, int] = defaultdict(lambda: -1)
+        self._moved: dict[int, int] = defaultdict(lambda: -1)
+        self._written: dict[int, int] = defaultdict(lambda: -1)
+        self._sent_after: dict[int, int] = defaultdict(lambda: -1)
+
+    def begin(self, buffer: int, step: int) -> None:
+        """The buffer is in use from this step on; the first call counts."""
+        self._begin.setdefault(buffer, step)
+
+    def computed(self, buffer: int, step: int) -> None:
+        """Compute (a kernel call or a fold) reads the buffer in this step."""
+        self._computed[buffer] = max(self._computed[buffer], step)
+
+    def written(self, buffer: int, step: int) -> None:
+        """Compute writes the buffer in this step."""
+        self._written[buffer] = max(self._written[buffer], step)
+        self.computed(buffer, step)
+
+    def moved(self, buffer: int, step: int) -> None:
+        """A message of this step is sent from, or lands in, the buffer."""
+        self._moved[buffer] = max(self._moved[buffer], step)
+
+    def sent_after_write(self, buffer: int, step: int) -> None:
+        """This step's message carries what compute wrote into the buffer so far."""
+        self._sent_after[step] = max(self._sent_after[step], self._written[buffer])
+
+    def opened_at(self, step: int) -> list[int]:
+        """The accumulators and other buffers whose life begins in this step."""
+        return [buffer for buffer, begin in self._begin.items() if begin == step]
+
+    def interval(self, buffer: int) -> tuple[int, int]:
+        """First and last step of the buffer's life."""
+        return self._begin[buffer], max(self._computed[buffer], self._moved[buffer], self._begin[buffer])
+
+    def after(self, step: int, landing: Iterable[int], slots: dict[int, int]) -> int:
+        """The last step whose compute must be over before this step's messages move."""
+        latest = self._sent_after[step]
+        for buffer in landing:
+            for other, slot in slots.items():
+                if slot == slots[buffer] and other != buffer and self._begin[other] < step:
+                    latest = max(latest, self._computed[other])
+        return latest
+
+
+def assign_slots(buffers: Sequence[Buffer], lives: Lifetimes, home: int) -> dict[int, int]:
+    """Give each buffer but the first `home` a slot: the one of its shape that has been free longest, or a new one."""
+    slots: dict[int, int] = {}
+    free_from: dict[int, int] = {}
+    shapes: dict[int, tuple[bool, tuple[tuple[str, int], ...]]] = {}
+    for number in sorted(range(home, len(buffers)), key=lambda number: (lives.interval(number), number)):
+        begin, end = lives.interval(number)
+        shape = (buffers[number].accumulates, buffers[number].parts)
+        usable = [slot for slot, busy_to in free_from.items() if shapes[slot] == shape and busy_to < begin]
+        slot = min(usable, key=lambda slot: (free_from[slot], slot)) if usable else len(free_from)
+        slots[number], free_from[slot], shapes[slot] = slot, end, shape
+    return slots
