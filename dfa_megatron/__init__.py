@@ -1,0 +1,62 @@
+"""DISTFLASHATTN for Megatron-Core and DeepSpeed: exact attention over a sequence sharded across ranks.
+
+The public names are loaded on first use, so that `import dfa_megatron` costs nothing and planning needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "DistAttentionConfig": "dfa_megatron.config",
+    "DistFlashAttention": "dfa_megatron.attention",
+    "check_plan": "dfa_megatron.plan.check",
+    "dist_flash_attn_func": "dfa_megatron.attention",
+    "dist_flash_attn_varlen_func": "dfa_megatron.attention",
+    "draw": "dfa_megatron.plan.draw",
+    "local_positions": "dfa_megatron.packing",
+    "make_plan": "dfa_megatron.plan.choose",
+    "shard_sequence": "dfa_megatron.packing",
+    "simulate": "dfa_megatron.plan.cost",
+    "unshard_sequence": "dfa_megatron.packing",
+}
+
+if TYPE_CHECKING:
+    from dfa_megatron.attention import DistFlashAttention, dist_flash_attn_func, dist_flash_attn_varlen_func
+    from dfa_megatron.config import DistAttentionConfig
+    from dfa_megatron.packing import local_positions, shard_sequence, unshard_sequence
+    from dfa_megatron.plan.check import check_plan
+    from dfa_megatron.plan.choose import make_plan
+    from dfa_megatron.plan.cost import simulate
+    from dfa_megatron.plan.draw import draw
+
+__all__ = [
+    "DistAttentionConfig",
+    "DistFlashAttention",
+    "__version__",
+    "check_plan",
+    "dist_flash_attn_func",
+    "dist_flash_attn_varlen_func",
+    "draw",
+    "local_positions",
+    "make_plan",
+    "shard_sequence",
+    "simulate",
+    "unshard_sequence",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,1 @@
+"""The command `dfa-megatron`: look at plans without starting a run."""

@@ -1,0 +1,38 @@
+"""The entry point of `dfa-megatron`: one module per sub-command, and one line instead of a traceback for a user error."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from dfa_megatron import __version__
+from dfa_megatron.errors import DistAttentionError
+
+_COMMANDS = {"plan": "dfa_megatron.cli.plan"}
+"""Each module has `add_parser(subparsers)`, which sets `run`, a function of the parsed arguments, as a default."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every sub-command."""
+    parser = argparse.ArgumentParser(prog="dfa-megatron", description="Distributed attention: schedules on paper.")
+    parser.add_argument("--version", action="version", version=f"dfa-megatron {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in _COMMANDS.values():
+        importlib.import_module(module).add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; returns the exit status: 0, or 2 for a request that cannot be served."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args) or 0)
+    except (DistAttentionError, OSError) as error:
+        print(f"dfa-megatron {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
