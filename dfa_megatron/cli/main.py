@@ -1,4 +1,4 @@
-"""The entry point of `dfa-megatron`: one module per sub-command, and one line instead of a traceback for a user error."""
+"""The entry point of `dfa-megatron`: one module per sub-command; a user error is one line, not a traceback."""
 
 from __future__ import annotations
 

@@ -1,0 +1,167 @@
+"""The import directions: the table that docs/architecture.md draws, compared with what every module really imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dfa_megatron
+
+PACKAGE = Path(dfa_megatron.__file__).parent
+
+GROUND = {"config", "errors"}
+"""Importable by all; they import the standard library only."""
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "config": set(),
+    "plan": set(),
+    "kernels": {"plan"},
+    "runtime": {"kernels", "plan"},
+    "remat": {"runtime", "kernels", "plan"},
+    "attention": {"remat", "runtime", "kernels", "plan"},
+    "packing": {"runtime", "kernels", "plan"},
+    "megatron": {"attention", "packing", "remat", "runtime", "kernels", "plan"},
+    "huggingface": {"attention", "packing", "remat", "runtime", "kernels", "plan"},
+    "deepspeed": {"huggingface", "attention", "packing", "remat", "runtime", "kernels", "plan"},
+    "launch": {"megatron"},
+    "cli": {"deepspeed", "huggingface", "megatron", "attention", "packing", "remat", "runtime", "kernels", "plan"},
+}
+"""What each part may import of this package, beside itself, the ground and the package's own lazy names."""
+
+OUTSIDE: dict[str, set[str]] = {
+    "errors": set(),
+    "config": set(),
+    "plan": set(),
+    "cli": set(),
+    "launch": set(),
+    "kernels": {"torch", "triton", "flash_attn", "flash_attn_interface", "cutlass"},
+    "runtime": {"torch"},
+    "remat": {"torch"},
+    "attention": {"torch"},
+    "packing": {"torch"},
+    "megatron": {"torch", "megatron", "packaging", "transformer_engine"},
+    "huggingface": {"torch", "transformers"},
+    "deepspeed": {"torch", "deepspeed", "transformers"},
+}
+"""Packages outside the standard library that each part may import."""
+
+LAZY_ONLY = {"cli": {"torch"}}
+"""Packages that a part may import inside functions only, where they are not in its row above."""
+
+NOWHERE = {"testing"}
+"""Parts that may import everything and that nothing imports."""
+
+
+def part_of(module: str) -> str:
+    """`dfa_megatron.plan.ir` belongs to `plan`; the package itself is the part ''."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports(path: Path, module: str) -> Iterator[tuple[str, bool, int]]:
+    """Every imported module with whether it is imported when the file is, and its line; typing-only imports count."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside_functions = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        at_top = id(node) not in inside_functions
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, at_top, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: a relative import hides its direction"
+            base = node.module or ""
+            if base == "dfa_megatron":  # `from dfa_megatron import plan` and `from dfa_megatron import draw` both end here
+                yield from ((f"dfa_megatron.{alias.name}", at_top, node.lineno) for alias in node.names)
+            else:
+                yield base, at_top, node.lineno
+
+
+def wrong_imports(module: str, path: Path) -> list[str]:
+    part = part_of(module)
+    found = []
+    for target, at_top, line in imports(path, module):
+        root = target.split(".")[0]
+        if root == "dfa_megatron":
+            other = part_of(target)
+            allowed = {part, ""} | GROUND | MAY_IMPORT.get(part, set())
+            if part in GROUND:
+                allowed = {part} | ({"errors"} if part == "config" else set())
+            is_public_name = other in dfa_megatron.__all__
+            if (part in NOWHERE and other != "") or is_public_name:
+                continue
+            if other in NOWHERE or other not in allowed:
+                found.append(f"{module}:{line} imports {target}: {part or 'the package'} may not use {other}")
+        elif root not in sys.stdlib_module_names and part not in NOWHERE:
+            allowed = OUTSIDE.get(part, set()) | (LAZY_ONLY.get(part, set()) if not at_top else set())
+            if root not in allowed:
+                found.append(f"{module}:{line} imports {root}, which {part or 'the package'} may not use")
+    return found
+
+
+@pytest.mark.parametrize(("module", "path"), [*modules()], ids=[name for name, _ in modules()])
+def test_a_module_imports_only_what_its_part_may(module: str, path: Path) -> None:
+    if module == "dfa_megatron":
+        pytest.skip("the package itself names the homes of its lazy names; the tests below look at it")
+    assert part_of(module) in MAY_IMPORT | {name: set() for name in NOWHERE}, f"{module} has no row in the table"
+    assert wrong_imports(module, path) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("dfa_megatron.plan.ir", "import torch"),
+        ("dfa_megatron.plan.ir", "from dfa_megatron.runtime.counters import COUNTERS"),
+        ("dfa_megatron.runtime.wire", "from dfa_megatron.attention import dist_flash_attn_func"),
+        ("dfa_megatron.runtime.wire", "from dfa_megatron import testing"),
+        ("dfa_megatron.attention", "def f():\n    import megatron.core"),
+        ("dfa_megatron.config", "from dfa_megatron.plan.geometry import Span"),
+        ("dfa_megatron.errors", "from dfa_megatron.config import DistAttentionConfig"),
+        ("dfa_megatron.cli.plan", "import torch"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path: Path, module: str, line: str) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(line + "\n")
+    assert len(wrong_imports(module, path)) == 1
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_planning_leaves_torch_unloaded() -> None:
+    names = [name for name, _ in modules() if part_of(name) == "plan" or part_of(name) in GROUND]
+    listed = ", ".join(names)
+    assert run(f"import sys, {listed}; print('torch' in sys.modules, 'numpy' in sys.modules)") == "False False"
+
+
+def test_the_package_imports_without_megatron_and_deepspeed() -> None:
+    blocked = "megatron", "deepspeed", "transformers", "triton", "transformer_engine", "matplotlib"
+    code = f"""
+import sys
+for name in {blocked}:
+    sys.modules[name] = None  # any import of it now raises ImportError
+import dfa_megatron
+print('torch' in sys.modules)
+for name in dfa_megatron.__all__:
+    getattr(dfa_megatron, name)
+"""
+    assert run(code) == "False"
