@@ -1,0 +1,76 @@
+"""Distributed attention in Megatron-Core, through its public hooks only.
+
+In a script of Megatron's:   --context-parallel-size 8 --cp-comm-type dfa --spec dfa_megatron.megatron get_spec
+                             (Megatron-Core up to 0.18: --spec dfa_megatron.megatron SPEC)
+In a loop of your own:       dfa_ify(spec, config, options) for the model, shard_batch(batch, cp_group, options) for the data
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    raise ImportError(
+        "dfa_megatron.megatron needs Megatron-Core, which is not installed: pip install 'dfa_megatron[megatron]' or "
+        "pip install megatron-core"
+    )
+
+if TYPE_CHECKING:
+    from dfa_megatron.megatron.batch import declare_batch_layout, shard_batch
+    from dfa_megatron.megatron.core_attention import DistributedCoreAttention
+    from dfa_megatron.megatron.flags import add_dfa_arguments, options_of
+    from dfa_megatron.megatron.layer import DistributedAttentionLayer
+    from dfa_megatron.megatron.spec import dfa_ify
+
+    SPEC: Any
+
+__all__ = [
+    "DistributedAttentionLayer",
+    "DistributedCoreAttention",
+    "SPEC",
+    "add_dfa_arguments",
+    "declare_batch_layout",
+    "dfa_ify",
+    "get_spec",
+    "options_of",
+    "shard_batch",
+]
+
+_HOME = {
+    "DistributedAttentionLayer": "layer",
+    "DistributedCoreAttention": "core_attention",
+    "add_dfa_arguments": "flags",
+    "declare_batch_layout": "batch",
+    "dfa_ify": "spec",
+    "options_of": "flags",
+    "shard_batch": "batch",
+}
+
+
+def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
+    """The spec for Megatron's `--spec dfa_megatron.megatron get_spec` (Megatron-Core 0.19 and later); see spec.py."""
+    from dfa_megatron.megatron.spec import get_spec as make
+
+    return make(model_cfg, vp_stage=vp_stage)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SPEC":
+        # Kept, because Megatron reads vars(module); and never an ImportError, because Megatron logs that and goes on with
+        # its own attention.
+        try:
+            from dfa_megatron.megatron.spec import spec_from_args
+
+            globals()["SPEC"] = spec_from_args()
+        except ImportError as error:
+            raise RuntimeError(f"dfa_megatron.megatron SPEC cannot be made: {error}") from error
+        return globals()["SPEC"]
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

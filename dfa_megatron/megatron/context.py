@@ -1,0 +1,71 @@
+"""What the layers of one model share: the options, the exchange between layouts, the rotary tables, lines logged once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.megatron.batch import check_declared
+from dfa_megatron.megatron.exchange import Relayout, TableCache
+
+logger = logging.getLogger("dfa_megatron.megatron")
+
+
+class AttentionContext:
+    """Travels in the `params` of the layer specs that `dfa_ify` makes; Megatron may copy a spec, all copies share this."""
+
+    def __init__(self, options: DistAttentionConfig) -> None:
+        self.options = options
+        self.tables = TableCache()
+        self._relayouts: dict[tuple[Any, ...], Relayout] = {}
+        self._said: set[str] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
+        return self
+
+    def relayout(self, groups: Any, *, sequence_parallel: bool) -> Relayout:
+        """The exchange over the groups of a Megatron ProcessGroupCollection; the same object for the same groups."""
+        tp, tp_cp = (groups.tp, groups.tp_cp) if sequence_parallel else (None, None)
+        key = (groups.cp, tp, tp_cp)
+        if key not in self._relayouts:
+            self._relayouts[key] = Relayout(*key)
+        return self._relayouts[key]
+
+    def say_once(self, key: str, message: str, *args: Any, level: int = logging.INFO) -> None:
+        """Log a line the first time its key is used, on global rank 0."""
+        if key not in self._said and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.log(level, message, *args)
+        self._said.add(key)
+
+    def check_batch(self, cp_group: dist.ProcessGroup) -> None:
+        """Refuse a batch that was sliced for another layout than the one the layers work in."""
+        if "batch" not in self._said:
+            check_declared(cp_group, self.options.layout)
+            self._said.add("batch")
+
+    def report_kept(self, layer: Any, hidden_states: torch.Tensor) -> None:
+        """Say once what rematerialization keeps of a layer until its backward pass."""
+        if "kept" in self._said:
+            return
+        rows, batch, hidden = hidden_states.shape
+        config, tp = layer.config, dist.get_world_size(layer.tp_group)
+        if config.sequence_parallel:
+            rows *= tp
+        heads = config.num_attention_heads // tp
+        out = rows * batch * heads * (getattr(config, "v_head_dim", None) or config.kv_channels)
+        mib = {
+            "the layer's input": hidden_states.numel() * hidden_states.element_size() / 2**20,
+            "attention's output": out * hidden_states.element_size() / 2**20,
+            "its lse": rows * batch * heads * 4 / 2**20,
+        }
+        self.say_once(
+            "kept",
+            "dfa: rematerialization keeps %.2f MiB per layer and micro-batch on each rank (%s) and recomputes the rest of "
+            "the layer; attention and its messages run once",
+            sum(mib.values()),
+            ", ".join(f"{name} {size:.2f}" for name, size in mib.items()),
+        )

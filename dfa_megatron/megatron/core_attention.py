@@ -1,0 +1,167 @@
+"""Distributed attention for the `core_attention` slot of a Megatron attention layer; it has no parameters.
+
+Shapes, as Megatron hands them over: query (seq / CP, batch, heads / TP, head_dim), key and value (seq / CP, batch,
+kv_heads / TP, head_dim); the result is (seq / CP, batch, heads / TP * head_dim). Grouped heads are not expanded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.refusals import check_config
+
+COMM_TYPES = (None, "dfa", "p2p")
+"""Values of Megatron's --cp-comm-type that mean this class; p2p is Megatron's default."""
+
+
+class DistributedCoreAttention(torch.nn.Module):
+    """Causal self-attention over the sequence that the ranks of `pg_collection.cp` hold together (one rank works too).
+
+    Built by Megatron by keyword; see megatron.core.transformer.attention.CoreAttentionBuilder.
+
+    Raises:
+        UnsupportedError: for every request that this class would not honour.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        *,
+        options: DistAttentionConfig,
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        check_config(config, options)
+        _check_construction(attn_mask_type, attention_type, attention_dropout, cp_comm_type, others)
+        if pg_collection is None:
+            from megatron.core.process_groups_config import ProcessGroupCollection
+
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self.config = config
+        self.layer_number = layer_number
+        self.options = options
+        self.cp_group = pg_collection.cp
+        self.cp_comm_type = cp_comm_type
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.deterministic = options.deterministic or bool(getattr(config, "deterministic_mode", False))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Attention of this rank's rows over all rows before them."""
+        from dfa_megatron.attention import dist_flash_attn_func
+
+        check_call(attention_mask, attention_bias, packed_seq_params)
+        _check_mask_type(attn_mask_type)
+        _refuse_unknown(others)
+        if query.dim() != 4 or query.shape[0] != key.shape[0]:
+            raise UnsupportedError(
+                f"attention of {query.shape[0]} rows over {key.shape[0]}",
+                "there is no key cache: every rank holds as many queries as keys",
+                "training and evaluation on whole sequences",
+            )
+        # Views only: the function takes any strides.
+        out = dist_flash_attn_func(
+            query.transpose(0, 1),
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            group=self.cp_group,
+            causal=True,
+            softmax_scale=self.softmax_scale,
+            deterministic=self.deterministic,
+            schedule=self.options.schedule,
+            layout="zigzag" if self.options.layout == "zigzag" else "contiguous",
+            kernel=self.options.kernel,
+            wire_dtype=self.options.wire_dtype,
+            verify=self.options.verify,
+            agreement_timeout=self.options.agreement_timeout,
+        )
+        return out.transpose(0, 1).flatten(2)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        return f"schedule={self.options.schedule}, layout={self.options.layout}, kernel={self.options.kernel}"
+
+
+def check_call(attention_mask: Any, attention_bias: Any, packed_seq_params: Any, inference_context: Any = None) -> None:
+    """Refuse what can only be seen at the call."""
+    if attention_mask is not None:
+        raise UnsupportedError(
+            "an attention_mask tensor",
+            "attention is causal by construction and would ignore the tensor",
+            "attention_mask=None, which in Megatron's scripts is --no-create-attention-mask-in-dataloader",
+        )
+    if attention_bias is not None:
+        raise UnsupportedError("attention_bias", "the block kernels take no bias", "rotary or learned positions")
+    if packed_seq_params is not None:
+        raise UnsupportedError(
+            "packed_seq_params", "packed documents are not handled yet", "one document per row, or none marked"
+        )
+    if inference_context is not None:
+        raise UnsupportedError(
+            "an inference context", "there is no key cache", "training and evaluation on whole sequences"
+        )
+
+
+def _check_construction(
+    attn_mask_type: Any,
+    attention_type: str,
+    attention_dropout: float | None,
+    cp_comm_type: str | None,
+    others: dict[str, Any],
+) -> None:
+    _check_mask_type(attn_mask_type)
+    if attention_type != "self":
+        raise UnsupportedError(
+            f"attention_type={attention_type!r}", "queries and keys must come from one sequence", "self-attention"
+        )
+    if attention_dropout:
+        raise UnsupportedError(
+            f"attention_dropout={attention_dropout}", "the block kernels drop nothing inside the softmax", "0.0"
+        )
+    if cp_comm_type not in COMM_TYPES:
+        raise UnsupportedError(
+            f"cp_comm_type={cp_comm_type!r}",
+            "that is another distributed attention",
+            "--cp-comm-type dfa, or leave it out",
+        )
+    _refuse_unknown(others)
+
+
+def _check_mask_type(attn_mask_type: Any) -> None:
+    if attn_mask_type is not None and getattr(attn_mask_type, "name", None) != "causal":
+        raise UnsupportedError(
+            f"attn_mask_type={getattr(attn_mask_type, 'name', attn_mask_type)!r}",
+            "only causal attention is done",
+            "a layer spec whose self_attention has params={'attn_mask_type': AttnMaskType.causal}",
+        )
+
+
+def _refuse_unknown(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if value is not None and name != "name":
+            raise UnsupportedError(
+                f"the argument {name}={value!r} of core attention", "its meaning is not known here", "leaving it unset"
+            )

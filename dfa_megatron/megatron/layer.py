@@ -1,0 +1,115 @@
+"""A mixin over any Megatron TransformerLayer: rematerialization around the layer, and the exchange of hidden states.
+
+Shapes: hidden_states (seq / CP [/ TP under sequence parallelism], batch, hidden).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.context import AttentionContext
+from dfa_megatron.megatron.core_attention import check_call
+from dfa_megatron.megatron.recompute import checkpoint_of, take_over
+from dfa_megatron.megatron.refusals import check_config
+
+
+class DistributedAttentionLayer:
+    """What a layer does beside its own forward; always the first base of a class made by `layer_class`.
+
+    - Rematerialization: the layer runs inside Megatron's own checkpoint; its attention's output and lse are recorded in
+      the first pass and replayed in the recompute, so attention and its messages never run twice.
+    - Layout `boundary`: hidden states go from zigzag to contiguous before global layer 1 and back after the last one.
+    - Layouts `boundary` and `contiguous`: the rotary table, which Megatron slices in zigzag order, goes the same way once.
+    """
+
+    def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
+        context = distributed_attention
+        check_config(config, context.options)
+        asked = take_over(config, context)
+        super().__init__(config, *args, **kwargs)
+        self._dfa = context
+        local_layer = kwargs.get("layer_number", 1)
+        self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
+        self._dfa_permuted = config.context_parallel_size > 1 and context.options.layout != "zigzag"
+        layer: Any = self
+        exchanges = self._dfa_permuted and context.options.layout == "boundary"
+        if self._dfa_permuted and (kwargs.get("is_mtp_layer") or layer.layer_number > config.num_layers):
+            raise UnsupportedError(
+                "this layer as a multi-token prediction layer",
+                "after the last decoder layer tokens are in zigzag order again",
+                "Megatron's own layer spec in get_gpt_mtp_block_spec, or --dfa-layout zigzag",
+            )
+        self._dfa_first = exchanges and layer.layer_number == 1
+        self._dfa_last = exchanges and layer.layer_number == config.num_layers
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        context: torch.Tensor | None = None,
+        context_mask: torch.Tensor | None = None,
+        rotary_pos_emb: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As TransformerLayer.forward, with the same result."""
+        layer: Any = self
+        check_call(
+            attention_mask, kwargs.get("attention_bias"), kwargs.get("packed_seq_params"), kwargs.get("inference_context")
+        )
+        if layer.layer_number == 1:
+            self._dfa.check_batch(layer.pg_collection.cp)
+        if self._dfa_permuted:
+            if kwargs.get("padding_mask") is not None and self._dfa.options.layout == "boundary":
+                raise UnsupportedError(
+                    "padding_mask in the boundary layout", "it would stay in zigzag order", "--dfa-layout zigzag"
+                )
+            tables = self._dfa.relayout(layer.pg_collection, sequence_parallel=False)
+            rotary_pos_emb = self._dfa.tables.contiguous(rotary_pos_emb, tables)
+        kwargs.update(context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
+        if self._dfa_first:
+            hidden_states = self._dfa_exchange()(hidden_states, "zigzag", "contiguous")
+        hidden_states, context = self._dfa_body(hidden_states, context, kwargs)
+        if self._dfa_last:
+            hidden_states = self._dfa_exchange()(hidden_states, "contiguous", "zigzag")
+        return hidden_states, context
+
+    def _dfa_exchange(self) -> Any:
+        layer: Any = self
+        return self._dfa.relayout(layer.pg_collection, sequence_parallel=layer.config.sequence_parallel)
+
+    def _dfa_body(self, hidden_states: torch.Tensor, context: torch.Tensor | None, kwargs: dict[str, Any]) -> Any:
+        layer: Any = self
+
+        def body(hidden_states: torch.Tensor, context: torch.Tensor | None) -> Any:
+            return super(DistributedAttentionLayer, layer).forward(hidden_states, context=context, **kwargs)  # type: ignore[misc]
+
+        # A re-entrant checkpoint of an input without gradient would cut the layer's own parameters off.
+        if not (self._dfa_remat and layer.training and torch.is_grad_enabled() and hidden_states.requires_grad):
+            return body(hidden_states, context)
+        from dfa_megatron.remat import remat_checkpoint
+
+        self._dfa.report_kept(layer, hidden_states)
+        checkpoint = checkpoint_of(layer.config, layer.tp_group)
+        return remat_checkpoint(body, hidden_states, context, checkpoint=checkpoint)
+
+
+@functools.cache
+def layer_class(base: type) -> type:
+    """The subclass of a Megatron TransformerLayer class with `DistributedAttentionLayer` mixed in, made once per base.
+
+    Raises:
+        UnsupportedError: base is not a TransformerLayer class.
+    """
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    if issubclass(base, DistributedAttentionLayer):
+        return base
+    if not issubclass(base, TransformerLayer):
+        raise UnsupportedError(
+            f"the layer class {base.__name__}", "it is not a megatron.core TransformerLayer", "a spec of TransformerLayer"
+        )
+    return type(f"DistributedAttention{base.__name__}", (DistributedAttentionLayer, base), {"__module__": __name__})

@@ -1,0 +1,200 @@
+"""Everything that Megatron-Core can be asked for beside core attention and that would go wrong silently: refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One combination of Megatron's TransformerConfig and our options that is refused."""
+
+    applies: Callable[[Any, DistAttentionConfig], bool]
+    what: str
+    """May name the config's fields: '{field}'."""
+    why: str
+    instead: str
+
+
+def _get(config: Any, name: str, default: Any = None) -> Any:
+    return getattr(config, name, default)
+
+
+def _on(name: str) -> Callable[[Any, DistAttentionConfig], bool]:
+    return lambda config, options: bool(_get(config, name))
+
+
+def _recompute_modules(config: Any) -> list[str]:
+    return list(_get(config, "recompute_modules") or ())
+
+
+def _permuted(config: Any, options: DistAttentionConfig) -> bool:
+    """Inside the layers tokens are not where Megatron believes them to be."""
+    return bool(_get(config, "context_parallel_size", 1) > 1) and options.layout != "zigzag"
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c, o: bool(_get(c, "attention_dropout", 0.0)),
+        "attention_dropout={attention_dropout}",
+        "the block kernels drop nothing inside the softmax",
+        "--attention-dropout 0.0 (dropout elsewhere, --hidden-dropout, works)",
+    ),
+    Refusal(
+        lambda c, o: _get(c, "window_size") is not None,
+        "window_size={window_size}",
+        "the layer adapter asks for full causal attention only",
+        "no --window-size",
+    ),
+    Refusal(
+        lambda c, o: _get(c, "softmax_type", "vanilla") != "vanilla",
+        "softmax_type={softmax_type!r}",
+        "partial results are merged as plain softmax",
+        "--softmax-type vanilla",
+    ),
+    Refusal(_on("qk_clip"), "qk_clip", "it needs the largest logit of every head", "no --qk-clip"),
+    Refusal(
+        _on("log_max_attention_logit"),
+        "log_max_attention_logit",
+        "it needs the largest logit of every head",
+        "no --log-max-attention-logit",
+    ),
+    Refusal(
+        lambda c, o: bool(_get(c, "fp8_dot_product_attention") or _get(c, "fp8_multi_head_attention")),
+        "attention in fp8",
+        "the block kernels compute in the input's 16- or 32-bit dtype",
+        "fp8 for the linear layers only",
+    ),
+    Refusal(
+        lambda c, o: _get(c, "recompute_granularity") == "selective" and "core_attn" in _recompute_modules(c),
+        "selective recomputation of core_attn",
+        "it would run the distributed attention, messages included, a second time",
+        "--recompute-granularity full (attention is then kept and the rest recomputed), or selective without core_attn",
+    ),
+    Refusal(
+        lambda c, o: _get(c, "recompute_granularity") == "selective" and o.remat == "on",
+        "remat='on' together with selective recomputation",
+        "a layer would be recomputed inside its own recomputation",
+        "--recompute-granularity full, or remat='auto'",
+    ),
+    Refusal(
+        lambda c, o: bool(
+            _get(c, "cuda_graph_impl", "none") not in ("none", None)
+            or _get(c, "enable_cuda_graph")
+            or _get(c, "external_cuda_graph")
+        ),
+        "CUDA graphs",
+        "messages between ranks inside a captured layer are not tested",
+        "--cuda-graph-impl none",
+    ),
+    Refusal(
+        _on("overlap_moe_expert_parallel_comm"),
+        "overlap_moe_expert_parallel_comm",
+        "it calls the parts of a layer directly, past rematerialization and past the exchange of hidden states",
+        "no --overlap-moe-expert-parallel-comm",
+    ),
+    Refusal(
+        lambda c, o: _get(c, "experimental_attention_variant") is not None or _get(c, "linear_attention_freq") is not None,
+        "an experimental attention variant",
+        "it is not softmax attention over the whole sequence",
+        "standard attention layers",
+    ),
+    Refusal(
+        _on("hybrid_context_parallel"),
+        "hybrid_context_parallel",
+        "every sequence must be spread over the whole context-parallel group",
+        "no --hybrid-context-parallel",
+    ),
+    Refusal(
+        lambda c, o: bool(_get(c, "hierarchical_context_parallel_sizes")),
+        "hierarchical_context_parallel_sizes",
+        "the schedule runs over one flat context-parallel group",
+        "no --hierarchical-context-parallel-sizes",
+    ),
+    Refusal(_on("use_kitchen_attention"), "use_kitchen_attention", "this class computes attention itself", "leave it off"),
+    Refusal(_on("batch_invariant_mode"), "batch_invariant_mode", "the block kernels do not promise it", "leave it off"),
+    Refusal(_on("flash_decode"), "flash_decode", "it is for inference", "training and evaluation without a key cache"),
+    Refusal(
+        lambda c, o: _get(c, "transformer_impl") == "inference_optimized",
+        "transformer_impl='inference_optimized'",
+        "it is for inference",
+        "--transformer-impl local or transformer_engine",
+    ),
+    Refusal(
+        lambda c, o: bool(_get(c, "fine_grained_activation_offloading")) and "core_attn" in (_get(c, "offload_modules") or ()),
+        "offloading core_attn",
+        "attention keeps its tensors for the backward pass itself",
+        "--offload-modules without core_attn",
+    ),
+    Refusal(
+        lambda c, o: bool(_get(c, "cpu_offloading")) and o.remat == "on",
+        "cpu_offloading together with remat='on'",
+        "Megatron does not combine offloading with recomputation",
+        "one of the two",
+    ),
+    Refusal(
+        lambda c, o: _get(c, "num_microbatches_with_partial_activation_checkpoints") is not None and o.remat != "off",
+        "num_microbatches_with_partial_activation_checkpoints",
+        "rematerialization recomputes the same layers in every micro-batch",
+        "leave it off, or remat='off'",
+    ),
+    Refusal(
+        _on("heterogeneous_block_specs"),
+        "heterogeneous_block_specs",
+        "each layer has a config of its own, so recomputation cannot be taken over in one place",
+        "layers that share one config",
+    ),
+    Refusal(
+        lambda c, o: _permuted(c, o) and bool(_get(c, "multi_latent_attention")),
+        "multi-latent attention in this layout",
+        "it makes its own rotary table inside the layer, in zigzag order",
+        "--dfa-layout zigzag",
+    ),
+    Refusal(
+        lambda c, o: _permuted(c, o) and _get(c, "mrope_section") is not None,
+        "multimodal rotary embeddings in this layout",
+        "their table changes with every micro-batch",
+        "--dfa-layout zigzag",
+    ),
+    Refusal(
+        lambda c, o: _permuted(c, o) and bool(_get(c, "is_hybrid_model")),
+        "a hybrid model in this layout",
+        "its other layers rely on Megatron's zigzag order",
+        "--dfa-layout zigzag",
+    ),
+    Refusal(
+        lambda c, o: o.layout == "contiguous" and _permuted(c, o) and bool(_get(c, "mtp_num_layers")),
+        "multi-token prediction in the contiguous layout",
+        "Megatron shifts its labels assuming zigzag order",
+        "--dfa-layout boundary or zigzag",
+    ),
+    Refusal(
+        lambda c, o: (o.schedule == "zigzag") != (o.layout == "zigzag") and "zigzag" in (o.schedule,),
+        "the zigzag schedule in this layout",
+        "its ranks must hold zigzag chunks inside the layers",
+        "--dfa-layout zigzag, or another schedule",
+    ),
+)
+
+
+def check_config(config: Any, options: DistAttentionConfig) -> None:
+    """Refuse what would otherwise be silently wrong.
+
+    Args:
+        config: Megatron's TransformerConfig; a field that its version does not have counts as unset.
+
+    Raises:
+        UnsupportedError: naming the field, why it is refused and what works.
+    """
+    for refusal in REFUSALS:
+        if refusal.applies(config, options):
+            raise UnsupportedError(refusal.what.format(**_Fields(config)), refusal.why, refusal.instead)
+
+
+class _Fields(dict[str, Any]):
+    def __init__(self, config: Any) -> None:
+        super().__init__(vars(config))

@@ -1,0 +1,142 @@
+"""Puts distributed attention into any Megatron layer spec, and answers Megatron's `--spec dfa_megatron.megatron get_spec`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.context import AttentionContext
+from dfa_megatron.megatron.core_attention import DistributedCoreAttention
+from dfa_megatron.megatron.flags import global_args, options_of
+from dfa_megatron.megatron.layer import layer_class
+from dfa_megatron.megatron.norm import SequenceParallelNorm
+from dfa_megatron.megatron.refusals import check_config
+
+
+def dfa_ify(
+    spec: Any,
+    config: Any = None,
+    options: DistAttentionConfig | None = None,
+    *,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> Any:
+    """A copy of a Megatron spec whose layers run distributed attention; the given spec is not changed.
+
+        spec = dfa_ify(get_gpt_layer_local_spec(), config, DistAttentionConfig(layout="contiguous", remat="on"))
+        model = GPTModel(config, spec, vocab_size, max_sequence_length, ...)
+        batch = shard_batch(batch, parallel_state.get_context_parallel_group(), options)
+        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+    Args:
+        spec: a layer spec (ModuleSpec of a TransformerLayer) or TransformerBlockSubmodules, for instance of a model with
+            experts in some layers; with Transformer Engine's modules or Megatron's own.
+        config: the TransformerConfig, checked now rather than when the model is built. Needed for sequence parallelism
+            without Transformer Engine and Apex, where the norms are replaced as well (see norm.py).
+        options: the defaults of DistAttentionConfig where None. layout="contiguous" wants batches from `shard_batch`.
+        vp_stage, pp_rank: which part of the model, as for Megatron's get_num_layers_to_build; only where the final norm
+            is replaced.
+
+    Returns:
+        The same kind of spec, except that a layer spec becomes TransformerBlockSubmodules where the final norm has to be
+        replaced. GPTModel takes both.
+
+    Raises:
+        UnsupportedError: the spec or the config asks for something that would be silently wrong.
+    """
+    options = DistAttentionConfig() if options is None else options
+    if config is not None:
+        check_config(config, options)
+    context = AttentionContext(options)
+    if isinstance(spec, TransformerBlockSubmodules):
+        block = copy.copy(spec)
+        block.layer_specs = [_layer(layer, config, context) for layer in spec.layer_specs or []]
+        block.layer_norm = _norm(spec.layer_norm, config)
+        return block
+    layer = _layer(spec, config, context)
+    final_norm = transformer_block.LayerNormImpl
+    if _norm(final_norm, config) is final_norm:
+        return layer
+    layers = get_num_layers_to_build(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=_norm(final_norm, config))
+
+
+def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
+    attention = getattr(getattr(spec, "submodules", None), "self_attention", None)
+    if not isinstance(spec, ModuleSpec) or not hasattr(getattr(attention, "submodules", None), "core_attention"):
+        raise UnsupportedError(
+            f"a spec of type {type(spec).__name__}",
+            "it has no submodules.self_attention.submodules.core_attention to replace",
+            "the spec of one TransformerLayer, or TransformerBlockSubmodules of such",
+        )
+    layer = copy.deepcopy(spec)
+    layer.module = layer_class(layer.module)
+    layer.params = {**(layer.params or {}), "distributed_attention": context}
+    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
+        module=DistributedCoreAttention, params={"options": context.options}
+    )
+    for slot in ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"):
+        setattr(layer.submodules, slot, _norm(getattr(layer.submodules, slot), config))
+    return layer
+
+
+def _norm(norm: Any, config: Any) -> Any:
+    """Megatron's PyTorch norm refuses sequence parallelism; ours stands in for it there and nowhere else."""
+    stands_in = config is not None and config.sequence_parallel and norm is WrappedTorchNorm
+    return SequenceParallelNorm if stands_in else norm
+
+
+def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
+    """For `--spec dfa_megatron.megatron get_spec` (Megatron-Core 0.19 and later): Megatron's default spec, with ours in it.
+
+    Options come from the `--dfa-*` flags where the script has them (see flags.py); otherwise the layout is boundary,
+    which needs nothing of the script.
+
+    Args:
+        model_cfg: Megatron's GPTModelConfig.
+        vp_stage: the virtual pipeline stage that is being built.
+    """
+    from megatron.training.models.gpt import default_layer_spec
+
+    if getattr(getattr(model_cfg, "attention_backend", None), "name", None) == "local":
+        raise UnsupportedError(
+            "--attention-backend local", "Megatron would put its own attention in place of this one", "leaving it out"
+        )
+    given = [model_cfg, vp_stage] if "vp_stage" in inspect.signature(default_layer_spec).parameters else [model_cfg]
+    return dfa_ify(default_layer_spec(*given), model_cfg.transformer, options_of(), vp_stage=vp_stage)
+
+
+def spec_from_args() -> Any:
+    """For `--spec dfa_megatron.megatron SPEC` (Megatron-Core up to 0.18, whose scripts take an object, not a function).
+
+    Raises:
+        UnsupportedError: outside a Megatron script, or a model whose default spec is not one layer for all.
+    """
+    args = global_args()
+    if args is None:
+        raise UnsupportedError(
+            "SPEC outside a Megatron script", "it is made from Megatron's global arguments", "dfa_ify(spec, config, options)"
+        )
+    if args.num_experts or args.sequence_parallel and transformer_block.LayerNormImpl is WrappedTorchNorm:
+        raise UnsupportedError(
+            "SPEC for this model",
+            "its spec needs the model's config, which these versions do not hand over",
+            "dfa_ify in a model provider of your own, or Megatron-Core 0.19 and get_spec",
+        )
+    shared = dict(
+        qk_layernorm=args.qk_layernorm, multi_latent_attention=args.multi_latent_attention, qk_l2_norm=args.qk_l2_norm
+    )
+    if args.transformer_impl == "transformer_engine":
+        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**shared)
+    else:
+        layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization=args.normalization, **shared)
+    return dfa_ify(layer, None, options_of(args))
