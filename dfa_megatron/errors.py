@@ -35,3 +35,7 @@ class DisagreementError(DistAttentionError, RuntimeError):
 
 class ExecutionError(DistAttentionError, RuntimeError):
     """A step of a distributed attention failed; the message shows the plan's grid with the failing cell marked."""
+
+
+class RematError(DistAttentionError, RuntimeError):
+    """The recompute of a checkpointed region cannot use what its first pass kept; the message says why and what to do."""
