@@ -1,0 +1,59 @@
+"""Run one rank's program over a transport, and show where in the plan an error happened."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import torch
+
+from dfa_megatron.errors import ExecutionError
+from dfa_megatron.plan.interpret import rank_loop
+from dfa_megatron.plan.program import Step
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.tensors import Tensors
+from dfa_megatron.runtime.transport import Parcel, Transport
+
+
+def execute(algebra: Tensors, transport: Transport, picture: Callable[[int], str]) -> None:
+    """Run the algebra's program to its end.
+
+    Args:
+        algebra: this rank's memory.
+        transport: moves the messages.
+        picture: the plan's grid with a step of this rank marked, for the error message.
+
+    Raises:
+        ExecutionError: anything went wrong in a step; the group must be considered lost.
+    """
+    staging = torch.empty(algebra.staging_bytes(), dtype=torch.uint8, device=algebra.device)
+    transport.start()
+    number = 0
+    try:
+        for kind, number, step in rank_loop(algebra.program, algebra):
+            if kind == "post":
+                if number:
+                    transport.computed(number - 1)
+                receives = [(message.peer, algebra.incoming(message)) for message in step.receives]
+                transport.post(step.after, lambda step=step: _pack(algebra, step, staging), receives)  # type: ignore[misc]
+            else:
+                transport.land()
+    except Exception as error:
+        place = f"rank {algebra.program.rank}, step {number} of a distributed {algebra.program.phase.name}"
+        raise ExecutionError(f"{place} failed: {error}\n{picture(number)}") from error
+
+
+def _pack(algebra: Tensors, step: Step, staging: torch.Tensor) -> list[Parcel]:
+    """A step's messages as bytes; those that need packing share the staging memory."""
+    parcels, at = [], 0
+    for message in step.sends:
+        flat = algebra.outgoing(message, staging[at:])
+        if flat.data_ptr() == staging.data_ptr() + at:
+            at += flat.numel()
+        parcels.append((message.peer, flat))
+        if algebra.forward:
+            COUNTERS.forward_messages += 1
+            COUNTERS.forward_bytes += flat.numel()
+        else:
+            COUNTERS.backward_messages += 1
+            COUNTERS.backward_bytes += flat.numel()
+    return parcels

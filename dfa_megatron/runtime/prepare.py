@@ -1,0 +1,181 @@
+"""Preparing an attention: plan it, check it, lower it, choose the kernel, and agree on all of it; once per new request."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from dfa_megatron import kernels
+from dfa_megatron.errors import DistAttentionError, UnsupportedError
+from dfa_megatron.kernels.api import BlockKernel, Form, Need, accumulator_dtype, form_of
+from dfa_megatron.plan.check import check
+from dfa_megatron.plan.choose import make_plan
+from dfa_megatron.plan.grid import grid
+from dfa_megatron.plan.program import Program
+from dfa_megatron.plan.schedules import AttentionPlan
+from dfa_megatron.runtime.agree import Facts, agree
+from dfa_megatron.runtime.channel import Channel, channel, group_size
+from dfa_megatron.runtime.request import Request, from_text
+from dfa_megatron.runtime.wire import Format
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_KEPT = 64
+"""Prepared attentions kept per process; the least recently used goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything that running one attention needs beside its tensors."""
+
+    request: Request
+    plan: AttentionPlan
+    forward: Program
+    backward: Program
+    kernel: BlockKernel
+    format: Format
+    channel: Channel | None
+
+    def picture(self, phase: str, step: int) -> str:
+        """The grid of a phase with a step of this rank marked."""
+        plan = self.plan.forward if phase == "forward" else self.plan.backward
+        return grid(plan, mark=(step, self.forward.rank))
+
+
+@lru_cache(maxsize=128)
+def planned(request: Request, ranks: int, local_length: int) -> tuple[AttentionPlan, tuple[Program, ...], tuple[Program, ...]]:
+    """The checked plan of a request and its programs for every rank, forward and backward.
+
+    Raises:
+        UnsupportedError: no schedule serves the request.
+    """
+    plan = make_plan(request.mask(ranks * local_length), ranks, schedule=request.schedule, layout=request.layout)
+    return plan, tuple(check(plan.forward)), tuple(check(plan.backward))
+
+
+def forms_of(*programs: tuple[Program, ...]) -> frozenset[Form]:
+    """The forms of every kernel call of any rank."""
+    return frozenset(
+        form_of(call.band, call.q.rows, call.kv.rows)
+        for phase in programs
+        for program in phase
+        for step in program.steps
+        for call in step.calls
+    )
+
+
+def build(
+    request: Request, ranks: int, rank: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, over: Channel | None = None
+) -> Prepared:
+    """Prepare without asking the other ranks.
+
+    Raises:
+        UnsupportedError: the tensors do not fit together, or nothing serves the request.
+    """
+    _refuse_tensors(q, k, v)
+    plan, forward, backward = planned(request, ranks, q.shape[1])
+    need = Need(
+        device=q.device.type,
+        dtype=q.dtype,
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        forms=forms_of(forward, backward),
+        deterministic=request.deterministic,
+        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+    )
+    kernel = kernels.select(request.kernel, need)
+    wire = q.dtype if request.wire_dtype == "input" else accumulator_dtype(q.dtype)
+    format = Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, kernel.reads)
+    return Prepared(request, plan, forward[rank], backward[rank], kernel, format, over)
+
+
+_prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
+
+
+def prepare(text: str, group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Prepared:
+    """The prepared attention of a request over a named group; ranks compare theirs the first time, or always if asked.
+
+    Raises:
+        UnsupportedError: nothing serves the request.
+        DisagreementError: the ranks ask for different things, or one of them refused.
+    """
+    request = from_text(text)
+    size = group_size(group)
+    over = channel(group, q.device, request.agreement_timeout) if size > 1 else None
+    key = (text, group, id(over), q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
+    prepared = _prepared.get(key)
+    if prepared is not None:
+        _prepared.move_to_end(key)
+        if request.verify == "always" and over is not None:
+            agree(_facts(prepared, q, k, v), over.side)
+        return prepared
+    prepared = _build_and_agree(request, over, q, k, v)
+    _prepared[key] = prepared
+    if len(_prepared) > _KEPT:
+        _prepared.popitem(last=False)
+    return prepared
+
+
+def _build_and_agree(
+    request: Request, over: Channel | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Prepared:
+    """Build, and let every rank know of an error on any: nobody is left waiting."""
+    rank, size = (over.rank, over.size) if over else (0, 1)
+    compare = over is not None and request.verify != "off"
+    try:
+        prepared = build(request, size, rank, q, k, v, over)
+    except DistAttentionError as error:
+        if compare and over is not None:
+            try:
+                agree({"error": str(error)}, over.side)
+            except DistAttentionError:
+                pass  # this rank's own reason is the clearer one
+        raise
+    if compare and over is not None:
+        agree(_facts(prepared, q, k, v), over.side)
+    return prepared
+
+
+def _facts(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Facts:
+    from dfa_megatron import __version__
+
+    facts = {f"request.{name}": repr(getattr(prepared.request, name)) for name in Request.__dataclass_fields__}
+    facts |= {f"shape of {name}": str(tuple(x.shape)) for name, x in (("q", q), ("k", k), ("v", v))}
+    facts |= {
+        "dtype": str(q.dtype),
+        "device": q.device.type,
+        "plan": f"{prepared.plan.schedule}, digest {prepared.plan.digest}",
+        "kernel": prepared.kernel.name,
+        "wire": str(prepared.format.wire),
+        "torch": torch.__version__,
+        "dfa_megatron": __version__,
+    }
+    return facts
+
+
+def _refuse_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise UnsupportedError(shapes, "each must have 4 dimensions", "(batch, local_seq, heads, head_dim)")
+    if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3]):
+        raise UnsupportedError(
+            shapes,
+            "they do not fit together",
+            "one batch and local_seq for all, one kv_heads for k and v, one head_dim for q and k",
+        )
+    if 0 in q.shape or 0 in v.shape:
+        raise UnsupportedError(shapes, "nothing may be empty", "at least one token, head and channel per rank")
+    if q.shape[2] % k.shape[2]:
+        raise UnsupportedError(
+            f"{q.shape[2]} heads with {k.shape[2]} kv_heads", "heads must be a multiple of kv_heads", "for example equal counts"
+        )
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        raise UnsupportedError(
+            f"dtypes {q.dtype}, {k.dtype}, {v.dtype}", "all three must be one floating-point dtype", ", ".join(map(str, DTYPES))
+        )
+    if not q.device == k.device == v.device:
+        raise UnsupportedError(f"devices {q.device}, {k.device}, {v.device}", "all three must be on one device", str(q.device))

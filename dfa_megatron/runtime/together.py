@@ -1,0 +1,38 @@
+"""All ranks of a distributed attention in one process: the same plan, programs, kernels and wire format, without a network."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+
+from dfa_megatron.plan.interpret import run_together
+from dfa_megatron.runtime.prepare import Prepared, build
+from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.run import backward_algebra, forward_algebra
+
+Shards = Sequence[torch.Tensor]
+
+
+def prepare_together(request: Request, q: Shards, k: Shards, v: Shards) -> list[Prepared]:
+    """Prepare every rank; shard r is what rank r would hold."""
+    return [build(request, len(q), rank, q[rank], k[rank], v[rank]) for rank in range(len(q))]
+
+
+def forward_together(prepared: Sequence[Prepared], q: Shards, k: Shards, v: Shards) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(out, lse) of every rank."""
+    algebras = [forward_algebra(p, q[rank], k[rank], v[rank]) for rank, p in enumerate(prepared)]
+    run_together([p.forward for p in prepared], algebras)
+    return [(out.to(q[0].dtype), lse) for out, lse in (algebra.result("out") for algebra in algebras)]
+
+
+def backward_together(
+    prepared: Sequence[Prepared], dout: Shards, q: Shards, k: Shards, v: Shards, out: Shards, lse: Shards
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(dq, dk, dv) of every rank."""
+    algebras = [
+        backward_algebra(p, dout[rank], q[rank], k[rank], v[rank], out[rank], lse[rank]) for rank, p in enumerate(prepared)
+    ]
+    run_together([p.backward for p in prepared], algebras)
+    results = [(*algebra.result("dq"), *algebra.result("dkv")) for algebra in algebras]
+    return [(dq.to(q[0].dtype), dk.to(q[0].dtype), dv.to(q[0].dtype)) for dq, dk, dv in results]
