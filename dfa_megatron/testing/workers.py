@@ -1,0 +1,220 @@
+"""Run a function on every rank of a gloo group of fresh processes, and end all of them whatever happens.
+
+Processes come from a fork server. Call `preload` before its first use, and it imports torch once for all: a group then
+starts in a fraction of a second. Functions, arguments and results travel by pickle between a test and the processes it
+started itself.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.machinery import ModuleSpec
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_GRACE = 3.0
+"""Seconds that the other ranks are given to report, after one has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What one worker has to do; everything in it is plain."""
+
+    rank: int
+    world_size: int
+    store: str
+    timeout: float
+    environment: dict[str, str]
+    path: list[str]
+    module: str
+    file: str | None
+    call: bytes
+
+
+def preload(*modules: str) -> None:
+    """Have the fork server import torch and these modules; no effect once it runs (`run_ranks` starts it)."""
+    names = ["torch", "torch.distributed", __name__, *modules]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(names)
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call function(rank, world_size, *args) on every rank of a new default gloo group, one process and thread each.
+
+    Args:
+        function: defined at the top level of a module. Workers see the environment variables and sys.path of now.
+        timeout: seconds until all processes are killed.
+
+    Returns:
+        What each rank returned, by rank. Tensors arrive as copies.
+
+    Raises:
+        AssertionError: a rank raised (with its traceback), died, or did not end in time (with its stack).
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        workers: list[_Worker] = []
+        try:
+            for job in _jobs(world_size, function, args, timeout, folder):
+                workers.append(_Worker(job, folder))
+            _collect(workers, time.monotonic() + timeout)
+            _assert_all_well(workers, timeout)
+        finally:
+            for worker in workers:
+                worker.end()
+    return [worker.value for worker in workers]
+
+
+def _jobs(
+    world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, folder: str
+) -> Iterable[_Job]:
+    module = sys.modules[function.__module__]
+    call = pickle.dumps((function, args))
+    for rank in range(world_size):
+        yield _Job(
+            rank=rank,
+            world_size=world_size,
+            store=os.path.join(folder, "store"),
+            timeout=timeout,
+            environment=dict(os.environ),
+            path=list(sys.path),
+            module=module.__name__,
+            file=getattr(module, "__file__", None),
+            call=call,
+        )
+
+
+class _Worker:
+    """One rank's process, as the test sees it."""
+
+    def __init__(self, job: _Job, folder: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.rank = job.rank
+        self.value: Any = None
+        self.failure: str | None = None
+        self.done = False
+        self.stack = Path(folder, f"stack-{job.rank}")
+        self.pipe, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=_serve, args=(job, theirs, str(self.stack)), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def receive(self) -> None:
+        """Take the result; a pipe that closed without one means that the process died."""
+        self.done = True
+        try:
+            succeeded, payload = pickle.loads(self.pipe.recv_bytes())  # noqa: S301 (from our own process)
+        except (EOFError, ConnectionResetError):
+            self.process.join(1.0)
+            self.failure = f"the process died with exit code {self.process.exitcode}"
+            return
+        if succeeded:
+            self.value = payload
+        else:
+            self.failure = payload
+
+    def where(self) -> str:
+        """The stacks of a process that does not answer."""
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.2)
+        return self.stack.read_text() if self.stack.exists() else ""
+
+    def end(self) -> None:
+        """Make sure that no process is left."""
+        if not self.done or self.failure is not None:
+            self.process.kill()
+        self.process.join(_GRACE)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.pipe.close()
+
+
+def _collect(workers: list[_Worker], deadline: float) -> None:
+    """Receive until every rank has answered or the deadline has passed; a failure brings the deadline near."""
+    while pending := [worker for worker in workers if not worker.done]:
+        ready = wait([worker.pipe for worker in pending], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return
+        for worker in pending:
+            if worker.pipe in ready:
+                worker.receive()
+                if worker.failure is not None:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+
+
+def _assert_all_well(workers: list[_Worker], timeout: float) -> None:
+    failed = [worker for worker in workers if worker.failure is not None]
+    silent = [worker for worker in workers if not worker.done]
+    if not failed and not silent:
+        return
+    when = "after another rank had failed" if failed else f"within {timeout:g} s"
+    reports = [f"rank {worker.rank} failed:\n{worker.failure}" for worker in failed]
+    reports += [f"rank {worker.rank} did not end {when}. Its stack:\n{worker.where()}" for worker in silent]
+    raise AssertionError("\n".join(reports))
+
+
+def _serve(job: _Job, pipe: Connection, stack: str) -> None:
+    """The body of a worker process."""
+    os.environ.update(job.environment)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with open(stack, "w") as report:
+        faulthandler.register(signal.SIGUSR1, file=report, all_threads=True)
+        try:
+            answer = pickle.dumps((True, _call(job)))
+        except BaseException:  # noqa: BLE001 (also a SystemExit has to reach the test)
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)
+        pipe.close()
+
+
+def _call(job: _Job) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    sys.path[:] = job.path
+    _import(job.module, job.file)
+    function, args = pickle.loads(job.call)  # noqa: S301 (from the test that started us)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{job.store}",
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout),
+    )
+    result = function(job.rank, job.world_size, *args)
+    if dist.is_initialized():
+        dist.barrier()  # a rank that left early would tear down connections that others still read from
+        dist.destroy_process_group()
+    return result
+
+
+def _import(name: str, file: str | None) -> ModuleType:
+    """Import a module by name or, where its folder is on no path (pytest's importlib mode), from its file."""
+    if name in sys.modules:
+        return sys.modules[name]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        spec: ModuleSpec | None = importlib.util.spec_from_file_location(name, file) if file else None
+        if spec is None or spec.loader is None:
+            raise
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,119 @@
+"""The worker pool: results by rank, failures with their traceback, and no process left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.testing.workers import run_ranks
+
+
+@dataclass(frozen=True)
+class Box:
+    """A type of this module, to travel both ways."""
+
+    value: torch.Tensor
+
+
+def total(rank: int, world_size: int, box: Box) -> Any:
+    value = box.value + rank
+    dist.all_reduce(value)
+    return {"rank": rank, "box": Box(value), "threads": torch.get_num_threads(), "size": dist.get_world_size()}
+
+
+def fail_on(rank: int, world_size: int, bad: int) -> None:
+    if rank == bad:
+        raise ZeroDivisionError(f"rank {rank} of {world_size} cannot")
+    dist.barrier()
+
+
+def die_on(rank: int, world_size: int, bad: int) -> int:
+    if rank == bad:
+        os._exit(7)
+    return os.getpid()
+
+
+def hang_on(rank: int, world_size: int, bad: int) -> None:
+    while rank == bad:
+        time.sleep(0.05)
+
+
+def environment(rank: int, world_size: int, name: str) -> tuple[str | None, list[str]]:
+    return os.environ.get(name), sys.path
+
+
+def leave_at_once(rank: int, world_size: int) -> None:
+    sys.exit(3)
+
+
+def pass_on(rank: int, world_size: int) -> torch.Tensor:
+    """A ring of point-to-point messages; rank 0 has nothing left to do long before the last."""
+    value = torch.full((1000,), float(rank))
+    if rank:
+        dist.recv(value, rank - 1)
+    if rank + 1 < world_size:
+        dist.send(value, rank + 1)
+    return value
+
+
+def no_children_left() -> bool:
+    return not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_results_come_back_by_rank(world_size: int) -> None:
+    results = run_ranks(world_size, total, Box(torch.arange(4.0)))
+    want = world_size * torch.arange(4.0) + sum(range(world_size))
+    assert [result["rank"] for result in results] == list(range(world_size))
+    assert all(torch.equal(result["box"].value, want) for result in results)
+    assert all(result["threads"] == 1 and result["size"] == world_size for result in results)
+    assert no_children_left()
+
+
+def test_a_rank_that_ends_early_breaks_no_connection() -> None:
+    assert all(value.eq(0).all() for value in run_ranks(3, pass_on))
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_failing_rank_is_named_with_its_traceback(bad: int) -> None:
+    with pytest.raises(AssertionError, match=rf"rank {bad} failed:(.|\n)*ZeroDivisionError: rank {bad} of 2 cannot"):
+        run_ranks(2, fail_on, bad, timeout=20)
+    assert no_children_left()
+
+
+def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
+    with pytest.raises(AssertionError, match=r"rank 1 failed:\nthe process died with exit code 7"):
+        run_ranks(2, die_on, 1, timeout=20)
+    assert no_children_left()
+
+
+def test_a_rank_that_exits_is_a_failure() -> None:
+    with pytest.raises(AssertionError, match="SystemExit: 3"):
+        run_ranks(1, leave_at_once)
+
+
+def test_a_rank_that_hangs_is_killed_and_its_stack_shown() -> None:
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=r"rank 1 did not end within 4 s(.|\n)*hang_on"):
+        run_ranks(2, hang_on, 1, timeout=4)
+    assert time.monotonic() - start < 20
+    assert no_children_left()
+
+
+def test_workers_see_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_VARIABLE_OF_THIS_TEST", "seen")
+    assert run_ranks(1, environment, "A_VARIABLE_OF_THIS_TEST") == [("seen", sys.path)]
+
+
+def test_a_function_that_cannot_travel_is_refused_before_anything_starts() -> None:
+    with pytest.raises((AttributeError, TypeError, ValueError), match="pickle|local"):
+        run_ranks(2, lambda rank, world_size: None)
+    assert no_children_left()
