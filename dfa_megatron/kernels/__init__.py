@@ -1,0 +1,85 @@
+"""Block kernels: the registry, the choice of one for a need, and the reasons why the others were refused."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.api import BlockKernel, Need
+from dfa_megatron.kernels.aten import AtenFlashKernel
+from dfa_megatron.kernels.cpu import CpuKernel
+from dfa_megatron.kernels.cudnn import CudnnKernel
+from dfa_megatron.kernels.reference import ReferenceKernel
+
+logger = logging.getLogger(__name__)
+
+KERNELS: Mapping[str, BlockKernel] = MappingProxyType(
+    {kernel.name: kernel for kernel in (CudnnKernel(), AtenFlashKernel(), CpuKernel(), ReferenceKernel())}
+)
+"""Every kernel by name, the one to prefer first."""
+
+
+def get(name: str) -> BlockKernel:
+    """The kernel of that name.
+
+    Raises:
+        UnsupportedError: there is none; the nearest known name is given.
+    """
+    if name in KERNELS:
+        return KERNELS[name]
+    near = difflib.get_close_matches(name, KERNELS, n=1, cutoff=0.4)
+    hint = f"perhaps {near[0]!r}; " if near else ""
+    raise UnsupportedError(f"kernel={name!r}", "there is no such kernel", f"{hint}one of auto, {', '.join(KERNELS)}")
+
+
+def select(name: str, need: Need) -> BlockKernel:
+    """The kernel of that name, or for "auto" the first that does not refuse the need. The choice is logged once.
+
+    Raises:
+        UnsupportedError: the named kernel refuses (its reason, and which kernels would do), or every kernel does.
+    """
+    wanted = list(KERNELS) if name == "auto" else [get(name).name]
+    refused: dict[str, str] = {}
+    for candidate in wanted:
+        why = KERNELS[candidate].refusal(need)
+        if why is None:
+            _log_choice(name, candidate, _describe(need), tuple(refused.items()))
+            return KERNELS[candidate]
+        refused[candidate] = why
+    if name == "auto":
+        reasons = "; ".join(f"{kernel}: {why}" for kernel, why in refused.items())
+        raise UnsupportedError(f"attention for {_describe(need)}", reasons, "another dtype, device or head_dim")
+    would_do = [kernel for kernel in KERNELS if KERNELS[kernel].refusal(need) is None]
+    instead = "kernel=" + " or ".join(repr(kernel) for kernel in would_do) if would_do else "no kernel as it stands"
+    raise UnsupportedError(f"kernel={name!r} for {_describe(need)}", refused[name], instead)
+
+
+def explain(need: Need) -> str:
+    """A table of every kernel, the one to prefer first: usable for the need, or why not."""
+    lines = [f"kernels for {_describe(need)}"]
+    for name, kernel in KERNELS.items():
+        why = kernel.refusal(need)
+        lines.append(f"  {name:<10} {'usable' if why is None else 'refused: ' + why}")
+    return "\n".join(lines)
+
+
+def _describe(need: Need) -> str:
+    head_dim = f"head_dim {need.head_dim}" + (f" and {need.head_dim_v}" if need.head_dim_v != need.head_dim else "")
+    forms = "+".join(form for form in ("full", "causal", "band") if form in need.forms)
+    capability = "" if need.capability is None else " {}.{}".format(*need.capability)
+    heads = f"{need.heads} heads" + (f" on {need.kv_heads}" if need.kv_heads != need.heads else "")
+    dtype = str(need.dtype).removeprefix("torch.")
+    deterministic = ", deterministic" if need.deterministic else ""
+    return f"{dtype} on {need.device}{capability}, {heads}, {head_dim}, {forms} blocks{deterministic}"
+
+
+@functools.lru_cache(maxsize=256)
+def _log_choice(asked: str, chosen: str, described: str, refused: tuple[tuple[str, str], ...]) -> None:
+    """Cached, so that one choice is one line however many layers make it."""
+    reasons = "".join(f"; {kernel} refused: {why}" for kernel, why in refused)
+    fallback = asked == "auto" and chosen == "reference"
+    logger.log(logging.WARNING if fallback else logging.INFO, "kernel %s for %s%s", chosen, described, reasons)

@@ -1,0 +1,130 @@
+"""The aten kernel: FlashAttention-2 as built into PyTorch, for any band."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import torch
+
+from dfa_megatron.kernels.api import Need, Saved
+from dfa_megatron.kernels.bands import backward_by_pieces, cut_tall, forward_by_pieces, tile_of
+from dfa_megatron.kernels.gpu import build_refusal, capability_text, deterministic_algorithms, gpu_refusal
+from dfa_megatron.kernels.operators import AtenOperator
+from dfa_megatron.kernels.strides import dense, vectorised
+from dfa_megatron.plan.geometry import Band
+
+_INPUTS = (
+    "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
+    "dropout_p", "is_causal", "scale", "window_size_left", "window_size_right",
+)  # fmt: skip
+_FORWARD = AtenOperator("_flash_attention_forward", (*_INPUTS, "return_debug_mask"), results=2)
+_BACKWARD = AtenOperator(
+    "_flash_attention_backward",
+    (*_INPUTS, "grad_out", "out", "logsumexp", "rng_state|philox_seed", "unused|philox_offset"),
+    results=3,
+)
+
+
+class AtenFlashKernel:
+    """bfloat16 and float16 on CUDA from Ampere on; grouped heads natively; deterministic on request.
+
+    Its window is aligned to the bottom right like `Band` (flash_api.cpp). Calls are shrunk first, since it gives an lse
+    of +inf for a row that sees nothing, and cut where rows outnumber columns (see `cut_tall`).
+    """
+
+    name = "aten"
+    reads: Literal["delta", "out"] = "out"
+
+    def refusal(self, need: Need) -> str | None:
+        """See `BlockKernel.refusal`."""
+        if why := gpu_refusal(need):
+            return why
+        if need.head_dim != need.head_dim_v:
+            return f"it needs head_dim ({need.head_dim}) and head_dim_v ({need.head_dim_v}) to be equal"
+        if need.head_dim > 256:
+            return f"head_dim {need.head_dim} is over 256"
+        if need.head_dim > 192 and need.capability is not None and (8, 6) <= need.capability <= (8, 9):
+            return f"its backward has no head_dim over 192 on compute capability {capability_text(need)}"
+        return build_refusal() or _build_refusal() or _FORWARD.refusal() or _BACKWARD.refusal()
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Band, softmax_scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `BlockKernel.forward`."""
+        pieces = list(cut_tall(tile_of(band, q.shape[1], k.shape[1])))
+        return forward_by_pieces(pieces, q, k, v, functools.partial(_piece_forward, softmax_scale))
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        saved: Saved,
+        *,
+        band: Band,
+        softmax_scale: float,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `BlockKernel.backward`; reads `saved.out`."""
+        pieces = list(cut_tall(tile_of(band, q.shape[1], k.shape[1])))
+        piece_backward = functools.partial(_piece_backward, softmax_scale, deterministic)
+        return backward_by_pieces(pieces, dout, q, k, v, saved, piece_backward)
+
+
+def _piece_forward(
+    softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
+) -> tuple[torch.Tensor, torch.Tensor]:
+    results = _FORWARD(
+        query=vectorised(q), key=vectorised(k), value=vectorised(v), return_debug_mask=False,
+        **_common(q, k, band, softmax_scale),
+    )  # fmt: skip
+    return results[0], results[1]
+
+
+def _piece_backward(
+    softmax_scale: float,
+    deterministic: bool,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    saved: Saved,
+    band: Band,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    assert saved.out is not None, "the aten kernel reads out"
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # the dropout's random state
+    with deterministic_algorithms(deterministic):
+        dq, dk, dv = _BACKWARD(
+            grad_out=dense(dout),
+            query=vectorised(q),
+            key=vectorised(k),
+            value=vectorised(v),
+            out=dense(saved.out),
+            logsumexp=dense(saved.lse),  # read by its address, strides unseen
+            rng_state=unused,
+            unused=unused,
+            **_common(q, k, band, softmax_scale),
+        )
+    return dq, dk, dv
+
+
+def _common(q: torch.Tensor, k: torch.Tensor, band: Band, softmax_scale: float) -> dict[str, Any]:
+    """What forward and backward share; without cumulative lengths q, k and v are (batch, length, heads, head_dim)."""
+    return {
+        "cum_seq_q": None,
+        "cum_seq_k": None,
+        "max_q": q.shape[1],
+        "max_k": k.shape[1],
+        "dropout_p": 0.0,
+        "is_causal": band.left < 0 and band.right == 0,
+        "scale": softmax_scale,
+        "window_size_left": band.left if band.left >= 0 else None,
+        "window_size_right": band.right if band.right >= 0 else None,
+    }
+
+
+def _build_refusal() -> str | None:
+    built = torch.backends.cuda.is_flash_attention_available()
+    return None if built else f"PyTorch {torch.__version__} is built without FlashAttention"

@@ -1,0 +1,58 @@
+"""What every GPU kernel refuses for the same reasons, and determinism for the length of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.deterministic
+
+from dfa_megatron.kernels.api import Need
+
+
+def gpu_refusal(need: Need) -> str | None:
+    """Why no kernel of PyTorch's CUDA build serves the need, or None."""
+    if torch.device(need.device).type != "cuda":
+        return f"it runs on CUDA, not on {need.device}"
+    if need.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes bfloat16 and float16, not {need.dtype}"
+    if need.heads % need.kv_heads:
+        return f"heads ({need.heads}) must be a multiple of kv_heads ({need.kv_heads})"
+    if need.head_dim % 8 or need.head_dim_v % 8:
+        return f"head_dim ({need.head_dim}) and head_dim_v ({need.head_dim_v}) must be multiples of 8"
+    if need.capability is None or need.capability < (8, 0):
+        return f"it needs compute capability 8.0 (Ampere) or newer, not {capability_text(need)}"
+    return None
+
+
+def build_refusal() -> str | None:
+    """Why this PyTorch has no CUDA kernels, or None."""
+    return None if torch.version.cuda else f"PyTorch {torch.__version__} is built without CUDA"
+
+
+def capability_text(need: Need) -> str:
+    """The compute capability as people write it."""
+    return "an unknown one" if need.capability is None else "{}.{}".format(*need.capability)
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """Ask PyTorch's operators for their deterministic algorithm inside, and leave its settings as they were.
+
+    The settings are the process's: another thread may run deterministically too meanwhile, which is slower, not wrong.
+    """
+    before = torch.get_deterministic_debug_mode()
+    if not wanted or before == 2:
+        yield
+        return
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        settings.fill_uninitialized_memory = fill
