@@ -1,0 +1,148 @@
+"""One rank's training: Megatron's own pipeline schedule over batches that are sliced to this rank's tokens."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt.errors import UserError
+from gpt.flags import Sizes
+from gpt.text import Tokens, sample
+
+from dfa_megatron import DistAttentionConfig
+from dfa_megatron.errors import DistAttentionError
+from dfa_megatron.runtime.counters import COUNTERS
+
+Step = dict[str, float]
+"""What a step came to: step, loss, grad_norm, lr, tokens_per_second, seconds since the start."""
+
+
+def join(sizes: Sizes) -> torch.device:
+    """Join the process group: NCCL with one GPU per rank, or gloo on CPU."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        from dfa_megatron.testing.megatron_cpu import use_cpu
+
+        use_cpu()
+    from megatron.core import parallel_state
+
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    parallel_state.initialize_model_parallel(sizes.tensor, sizes.pipeline, context_parallel_size=sizes.context)
+    return device
+
+
+def train(
+    args: argparse.Namespace,
+    sizes: Sizes,
+    options: DistAttentionConfig,
+    tokens: Tokens,
+    device: torch.device,
+    tell: Callable[[Step], None],
+) -> None:
+    """Train for `--train-iters` steps and tell about each; every rank calls this.
+
+    Raises:
+        UserError: the loss is no longer a number.
+    """
+    from gpt.model import build
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    trainer = build(args, sizes, options, tokens.vocabulary)
+    batches = _batches(args, sizes, options, tokens, device)
+    forward_backward = get_forward_backward_func()
+    COUNTERS.reset()
+    start = before = time.perf_counter()
+    for step in range(1, args.train_iters + 1):
+        trainer.model.zero_grad_buffer()
+        trainer.optimizer.zero_grad()
+        losses = forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=trainer.model,
+            num_microbatches=sizes.micro_batches,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=False,
+        )
+        rate = trainer.optimizer.param_groups[0]["lr"]
+        _, grad_norm, _ = trainer.optimizer.step()
+        trainer.scheduler.step(1)
+        loss = _mean_loss(losses, device)
+        now = time.perf_counter()
+        if not math.isfinite(loss):
+            raise UserError(f"the loss of step {step} is {loss}: lower --lr {args.lr:g} or raise --lr-warmup-iters")
+        per_step = args.micro_batch_size * sizes.micro_batches * sizes.data * args.seq_length
+        tell(
+            {
+                "step": step,
+                "loss": loss,
+                "grad_norm": float(grad_norm),
+                "lr": float(rate),
+                "tokens_per_second": per_step / (now - before),
+                "seconds": now - start,
+            }
+        )
+        before = now
+
+
+def _batches(
+    args: argparse.Namespace, sizes: Sizes, options: DistAttentionConfig, tokens: Tokens, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """This rank's micro-batches: whole sequences by data-parallel rank, their tokens by context-parallel rank."""
+    from megatron.core import parallel_state
+
+    from dfa_megatron.megatron import shard_batch
+
+    group = parallel_state.get_context_parallel_group()
+    size, mine = args.micro_batch_size, parallel_state.get_data_parallel_rank()
+    micro_batch = 0
+    while True:
+        first = (micro_batch * sizes.data + mine) * size
+        whole = sample(tokens, args.seq_length, seed=args.seed, indices=range(first, first + size))
+        sharded = shard_batch(whole, group, options)
+        yield {name: None if value is None else value.to(device) for name, value in sharded.items()}
+        micro_batch += 1
+
+
+def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """Megatron's forward_step_func: the output of this pipeline stage, and the loss as a function of it."""
+    batch = next(batches)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+    def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        mask = batch["loss_mask"].flatten()
+        total, count = (losses.float().flatten() * mask).sum(), mask.sum().int()
+        return total, count, {"sum and count": torch.stack([total.detach(), count.float()])}
+
+    return output, loss_of
+
+
+def _mean_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
+    """The mean over all tokens of the step, on every rank; stages before the last have no losses to add."""
+    total = torch.zeros(2, device=device)
+    for loss in losses or []:
+        total += loss["sum and count"]
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def gather_counters(device: torch.device) -> list[dict[str, int]]:
+    """What every rank has counted, in the order of ranks; every rank calls this."""
+    mine = COUNTERS.snapshot()
+    row = torch.tensor(list(mine.values()), dtype=torch.int64, device=device)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return [dict(zip(mine, (int(value) for value in other.tolist()), strict=True)) for other in rows]
+
+
+EXPECTED = (UserError, DistAttentionError)
+"""Errors that are told as one line."""

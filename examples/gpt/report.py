@@ -1,0 +1,156 @@
+"""What rank 0 tells: a progress bar, a log in JSON lines, a picture of the loss, and what the run kept, ran and moved."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpt.flags import Sizes
+from gpt.loop import Step
+from gpt.text import Tokens
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dfa_megatron import DistAttentionConfig
+
+LAST_STEPS = 10
+"""The final loss is the mean of so many last steps: each step sees another piece of text."""
+
+
+class Report:
+    """Lives on rank 0 for one run and writes into one folder: log.jsonl, loss.png, summary.txt."""
+
+    def __init__(
+        self, args: argparse.Namespace, sizes: Sizes, options: DistAttentionConfig, tokens: Tokens, device: torch.device
+    ) -> None:
+        self.args, self.sizes, self.options = args, sizes, options
+        self.folder = Path(args.save_report or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.steps: list[Step] = []
+        self._log = (self.folder / "log.jsonl").open("w", encoding="utf-8")
+        self._console = Console()
+        place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self._console.print(
+            f"{tokens.name}: {len(tokens):,} tokens. {args.num_layers} layers, hidden {args.hidden_size}, "
+            f"{args.num_attention_heads} heads, sequences of {args.seq_length:,} tokens, "
+            f"{args.seq_length // sizes.context:,} per rank. Ranks: {sizes.context_name}, {place}, "
+            f"{'bfloat16' if sizes.bf16 else 'float32'}.",
+            highlight=False,
+        )
+        self._write({"event": "start", "data": tokens.name, "device": place, **vars(args)})
+        self._bar = Progress(
+            TextColumn("loss {task.fields[loss]:.3f}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("train", total=args.train_iters, loss=float("nan"), speed=0.0)
+        self._bar.start()
+
+    def tell(self, step: Step) -> None:
+        """Log one step and move the bar; without a terminal, a line now and then."""
+        self.steps.append(step)
+        self._write({"event": "step", **step})
+        self._bar.update(self._task, completed=step["step"], loss=step["loss"], speed=step["tokens_per_second"])
+        number = int(step["step"])
+        if not self._console.is_terminal and (number % self.args.log_interval == 0 or number in (1, self.args.train_iters)):
+            left = step["seconds"] / number * (self.args.train_iters - number)
+            self._console.print(
+                f"step {number}/{self.args.train_iters}  loss {step['loss']:.3f}  "
+                f"{step['tokens_per_second']:,.0f} tokens/s  {left:.0f} s left",
+                highlight=False,
+            )
+
+    def finish(self, counters: list[dict[str, int]]) -> None:
+        """Write the summary and the picture; `counters` are those of every rank."""
+        self._bar.stop()
+        self._write({"event": "end", "final_loss": self.final_loss, "counters": counters})
+        text = "\n".join([*self._summary(), "", self._grid(), "", *self._kept(counters[0]), "", *self._moved(counters)])
+        (self.folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
+        draw_loss(self.steps, self.folder / "loss.png", title=f"{self.sizes.context} ranks share each sequence")
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(f"\n{self.folder}: loss.png, log.jsonl, summary.txt", highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Give the terminal back and close the log; safe to call twice."""
+        self._bar.stop()
+        self._log.close()
+
+    @property
+    def final_loss(self) -> float:
+        """The mean loss of the last steps."""
+        last = [step["loss"] for step in self.steps[-LAST_STEPS:]]
+        return sum(last) / len(last)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._log.write(json.dumps(record) + "\n")
+        self._log.flush()
+
+    def _summary(self) -> list[str]:
+        first, last = self.steps[0], self.steps[-1]
+        later = self.steps[1:] or self.steps
+        speed = sum(step["tokens_per_second"] for step in later) / len(later)
+        return [
+            f"loss {first['loss']:.3f} -> {self.final_loss:.3f} (mean of the last {min(LAST_STEPS, len(self.steps))} of "
+            f"{len(self.steps)} steps) in {last['seconds']:.0f} s, {speed:,.0f} tokens/s"
+        ]
+
+    def _grid(self) -> str:
+        from dfa_megatron import draw, make_plan
+        from dfa_megatron.plan.mask import causal
+
+        layout = "zigzag" if self.options.layout == "zigzag" else "contiguous"
+        plan = make_plan(
+            causal(self.args.seq_length), self.sizes.context, schedule=self.options.schedule, layout=layout
+        )
+        return f"schedule: {plan}\n{draw(plan, style='text')}"
+
+    def _kept(self, counters: dict[str, int]) -> list[str]:
+        calls = len(self.steps) * self.sizes.micro_batches * self.args.num_layers // self.sizes.pipeline
+        forwards, replays = counters["attention_forwards"], counters["replays"]
+        lines = [
+            f"attention ran {forwards} times for {calls} layers x micro-batches of this rank: {forwards / calls:.2f} each"
+        ]
+        if replays:
+            mib = counters["remat_bytes"] / replays / 2**20
+            lines.append(
+                f"kept per layer and micro-batch: attention's out and lse, {mib:.2f} MiB on a rank; everything else of the "
+                f"layer was recomputed, and attention was taken from what was kept {replays} times"
+            )
+        else:
+            lines.append("nothing was recomputed: every layer kept all that its backward pass needs")
+        return lines
+
+    def _moved(self, counters: list[dict[str, int]]) -> list[str]:
+        steps = len(self.steps)
+        lines = ["sent by attention, MiB per step:", "rank  forward  backward  messages"]
+        for rank, row in enumerate(counters):
+            messages = (row["forward_messages"] + row["backward_messages"]) / steps
+            forward, backward = (row[f"{phase}_bytes"] / steps / 2**20 for phase in ("forward", "backward"))
+            lines.append(f"{rank:4d} {forward:8.2f} {backward:9.2f} {messages:9.1f}")
+        return lines
+
+
+def draw_loss(steps: list[Step], path: Path, *, title: str) -> None:
+    """Draw the loss of every step, and its running mean over the last steps, as a PNG."""
+    from matplotlib.figure import Figure
+
+    numbers = [step["step"] for step in steps]
+    losses = [step["loss"] for step in steps]
+    means = [sum(losses[max(0, at - LAST_STEPS + 1) : at + 1]) / min(at + 1, LAST_STEPS) for at in range(len(losses))]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(numbers, losses, color="#9db8d9", linewidth=1, label="each step")
+    axes.plot(numbers, means, color="#1f4e8c", linewidth=2, label=f"mean of {LAST_STEPS} steps")
+    axes.annotate(f"{means[-1]:.2f}", (numbers[-1], means[-1]), xytext=(4, 6), textcoords="offset points", color="#1f4e8c")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,147 @@
+"""Text as tokens: Python's own manual, any text file byte by byte, or an indexed dataset of Megatron's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from gpt.errors import UserError
+
+BYTES = 256
+
+
+class Tokens(Protocol):
+    """A long row of tokens."""
+
+    name: str
+    vocabulary: int
+
+    def __len__(self) -> int: ...
+
+    def window(self, start: int, length: int) -> torch.Tensor:
+        """Tokens start <= i < start + length, int64."""
+        ...
+
+
+class ByteText:
+    """A text in memory, one token per byte."""
+
+    vocabulary = BYTES
+
+    def __init__(self, name: str, text: bytes) -> None:
+        self.name = name
+        self._bytes = np.frombuffer(text, dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def window(self, start: int, length: int) -> torch.Tensor:
+        """Bytes start <= i < start + length, int64."""
+        return torch.from_numpy(self._bytes[start : start + length].astype(np.int64))
+
+
+class IndexedTokens:
+    """The documents of Megatron's indexed dataset (PREFIX.bin, PREFIX.idx) end to end, read from disk as needed."""
+
+    def __init__(self, prefix: str, vocabulary: int) -> None:
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        self.name, self.vocabulary = prefix, vocabulary
+        self._documents: Any = IndexedDataset(prefix)
+        self._ends = np.cumsum(self._documents.sequence_lengths, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def window(self, start: int, length: int) -> torch.Tensor:
+        """Tokens start <= i < start + length, int64; pieces of as many documents as it takes.
+
+        Raises:
+            UserError: a token is outside the vocabulary.
+        """
+        pieces: list[np.ndarray[Any, Any]] = []
+        document, stop = int(np.searchsorted(self._ends, start, side="right")), start + length
+        while start < stop:
+            end = min(stop, int(self._ends[document]))
+            begin = int(self._ends[document - 1]) if document else 0
+            pieces.append(self._documents.get(document, offset=start - begin, length=end - start))
+            start, document = end, document + 1
+        tokens = np.concatenate(pieces).astype(np.int64)
+        if tokens.min() < 0 or tokens.max() >= self.vocabulary:
+            raise UserError(f"{self.name} holds token {tokens.max()}, outside --vocab-size {self.vocabulary}")
+        return torch.from_numpy(tokens)
+
+
+def open_tokens(data: str | None, *, vocab_size: int | None, seq_length: int) -> Tokens:
+    """Open what `--data` names.
+
+    Raises:
+        UserError: nothing is there, it is empty, or it is shorter than one sequence and the token after it.
+    """
+    tokens = _manual() if data is None else _named(data, vocab_size)
+    if vocab_size is not None and vocab_size < tokens.vocabulary:
+        raise UserError(f"--vocab-size {vocab_size} is too small: text is read as {BYTES} different bytes")
+    if len(tokens) == 0:
+        raise UserError(f"{tokens.name} is empty")
+    if len(tokens) < seq_length + 1:
+        raise UserError(
+            f"{tokens.name} has {len(tokens):,} tokens, fewer than one sequence needs: "
+            f"--seq-length {seq_length:,} and the token after it; give a longer text or a smaller --seq-length"
+        )
+    return tokens
+
+
+def _manual() -> Tokens:
+    """The language reference that CPython ships for `help()`: half a megabyte of English prose, no download."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as missing:
+        raise UserError("this Python comes without its manual (pydoc_data); name a text with --data FILE") from missing
+    return ByteText("Python's language reference", "\n\n".join(topics.values()).encode())
+
+
+def _named(data: str, vocab_size: int | None) -> Tokens:
+    path, halves = Path(data), (Path(data + ".bin"), Path(data + ".idx"))
+    if path.is_file():
+        return ByteText(data, path.read_bytes())
+    if path.is_dir():
+        raise UserError(f"--data {data} is a directory; name a text file or the prefix of an indexed dataset")
+    there = [half for half in halves if half.is_file()]
+    if not there:
+        raise UserError(f"--data {data}: there is no such text file, and no indexed dataset {halves[0]}, {halves[1]}")
+    if len(there) == 1:
+        missing = halves[1] if there[0] == halves[0] else halves[0]
+        raise UserError(f"--data {data}: {there[0]} is there, but not {missing}")
+    for half in halves:
+        if half.stat().st_size == 0:
+            raise UserError(f"{half} is empty")
+    if vocab_size is None:
+        raise UserError("an indexed dataset does not say how large its vocabulary is: add --vocab-size N")
+    return IndexedTokens(data, vocab_size)
+
+
+def sample(tokens: Tokens, seq_length: int, *, seed: int, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+    """A batch of whole sequences, the same on every rank that asks for the same indices.
+
+    Returns:
+        tokens, labels, position_ids int64 and loss_mask float32, each (len(indices), seq_length).
+    """
+    starts = [_place(seed, index, len(tokens) - seq_length) for index in indices]
+    rows = torch.stack([tokens.window(start, seq_length + 1) for start in starts])
+    return {
+        "tokens": rows[:, :-1].contiguous(),
+        "labels": rows[:, 1:].contiguous(),
+        "position_ids": torch.arange(seq_length).expand(len(starts), -1).contiguous(),
+        "loss_mask": torch.ones(len(starts), seq_length),
+    }
+
+
+def _place(seed: int, index: int, places: int) -> int:
+    """A number below `places` that depends on seed and index only, whatever the number of ranks."""
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % places

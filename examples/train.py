@@ -1,0 +1,96 @@
+"""Trains a Megatron-Core GPT on text with distributed attention, on the GPUs of this machine or on two CPU ranks.
+
+    python examples/train.py --nproc-per-node 4 --seq-length 8192
+    python -m torch.distributed.run --nnodes ... --nproc-per-node 8 examples/train.py --bf16 --data my_prefix --vocab-size 50304
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+IS_RANK = "RANK" in os.environ
+if IS_RANK:  # die of Ctrl-C at once, even inside a collective; whoever launched the ranks says so
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+# Megatron says on every rank that it falls back from Apex and Transformer Engine, which this example does without.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+
+from gpt.errors import USER_ERROR_STATUS, UserError
+from gpt.flags import parse_flags, settle
+from gpt.launch import INTERRUPTED_STATUS, launch, ranks_here
+from gpt.text import open_tokens
+
+from dfa_megatron import DistAttentionConfig
+from dfa_megatron.errors import DistAttentionError
+
+
+def main(argv: list[str]) -> int:
+    """Be the launcher, or one rank where torchrun has started this; returns the exit status."""
+    import torch
+
+    args = parse_flags(argv)
+    ranks = int(os.environ["WORLD_SIZE"]) if IS_RANK else ranks_here(args.nproc_per_node)
+    # Everything that can be seen to be wrong is wrong on every rank, before one of them waits for another.
+    options = DistAttentionConfig.from_args(args)
+    sizes = settle(args, ranks, cuda=torch.cuda.is_available())
+    tokens = open_tokens(args.data, vocab_size=args.vocab_size, seq_length=args.seq_length)
+    if not IS_RANK:
+        _need("megatron.core", "matplotlib", "rich")
+        folder = args.save_report or os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))
+        return launch(__file__, ranks, [*argv, "--save-report", folder])
+
+    import torch.distributed as dist
+    from gpt.loop import gather_counters, join, train
+    from gpt.report import Report
+
+    device = join(sizes)
+    report = Report(args, sizes, options, tokens, device) if dist.get_rank() == 0 else None
+    try:
+        train(args, sizes, options, tokens, device, report.tell if report else lambda step: None)
+        counters = gather_counters(device)
+        if report:
+            report.finish(counters)
+    finally:
+        if report:
+            report.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def _need(*packages: str) -> None:
+    """Say which package is missing now, rather than on every rank later."""
+    from importlib.util import find_spec
+
+    for package in packages:
+        parent = package.split(".")[0]
+        if find_spec(parent) is None or find_spec(package) is None:
+            raise UserError(f"{package} is missing: pip install 'dfa-megatron[megatron,examples]'")
+
+
+def _tell(error: Exception) -> int:
+    """One line for an error that most often all ranks have: rank 0 says it, another only if rank 0 does not end them."""
+    if IS_RANK and os.environ["RANK"] != "0":
+        time.sleep(2.0)
+    print(f"{Path(__file__).name}: {error}", file=sys.stderr, flush=True)
+    return USER_ERROR_STATUS
+
+
+if __name__ == "__main__":
+    try:
+        status = main(sys.argv[1:])
+    except (UserError, DistAttentionError) as error:
+        status = _tell(error)
+    except KeyboardInterrupt:  # before the ranks were started
+        print("interrupted", file=sys.stderr)
+        status = INTERRUPTED_STATUS
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if IS_RANK and status:
+        os._exit(status)  # no waiting for peers that may be inside a collective
+    sys.exit(status)
