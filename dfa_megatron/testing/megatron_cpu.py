@@ -9,7 +9,8 @@ Every patch is a function below whose docstring names the Megatron-Core code tha
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -31,7 +32,8 @@ def use_cpu() -> None:
         )
     if getattr(torch.cuda, _MARK, False):
         return
-    for patch in (_current_device, _generators, _moves_to_cuda, _literal_cuda_devices, _synchronize, _streams):
+    devices = (_current_device, _moves_to_cuda, _literal_cuda_devices, _tensor_types)
+    for patch in (*devices, _generators, _synchronize, _streams):
         patch()
     _put(torch.cuda, _MARK, True)
 
@@ -78,6 +80,18 @@ def _literal_cuda_devices() -> None:
 
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
         _put(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _tensor_types() -> None:
+    """megatron/core/optimizer/clip_grads.py asserts that a gradient's `.type()` is "torch.cuda.FloatTensor"."""
+    real = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return real(self, dtype, *args, **kwargs)
+        return str(real(self)).replace("torch.", "torch.cuda.", 1)
+
+    _put(torch.Tensor, "type", type_name)
 
 
 def _synchronize() -> None:
