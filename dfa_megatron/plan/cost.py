@@ -1,0 +1,280 @@
+"""What a plan costs: bytes per rank, and a timeline of its programs on a machine, from the loop run over clocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Sequence
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.grid import cell
+from dfa_megatron.plan.hardware import H200_NVLINK, Hardware
+from dfa_megatron.plan.interpret import run_together
+from dfa_megatron.plan.ir import Block, Phase, Plan
+from dfa_megatron.plan.lower import lower_all
+from dfa_megatron.plan.network import Network, Wire
+from dfa_megatron.plan.program import Call, Fold, Message, Program
+from dfa_megatron.plan.schedules import AttentionPlan
+
+Kind = Literal["compute", "send", "receive", "wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The sizes of one attention that its plan does not fix.
+
+    Args:
+        batch: sequences that are attended to at once.
+        heads, kv_heads: of q, and of k and v; kv_heads divides heads.
+        head_dim, head_dim_v: of q and k, and of v and out (None: the same).
+        bytes_per_element: of q, k, v, dout and out.
+        accumulator_bytes: of lse and delta.
+        payload: what a helped pair's backward sends beside q, dout and lse.
+        wire_bytes: of partial outputs and gradients while they travel; None is bytes_per_element.
+
+    Raises:
+        UnsupportedError: a size is not positive, or kv_heads does not divide heads.
+    """
+
+    batch: int = 1
+    heads: int = 32
+    kv_heads: int = 32
+    head_dim: int = 128
+    head_dim_v: int | None = None
+    bytes_per_element: int = 2
+    accumulator_bytes: int = 4
+    payload: Literal["delta", "out"] = "out"
+    wire_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "kv_heads", "head_dim", "value_dim", "bytes_per_element", "partial_bytes"):
+            if getattr(self, name) <= 0:
+                raise UnsupportedError(f"{name}={getattr(self, name)}", "it must be positive", "1 or more")
+        if self.heads % self.kv_heads:
+            why = "heads must be a multiple of kv_heads"
+            raise UnsupportedError(f"{self.heads} heads with {self.kv_heads} kv_heads", why, "for example equal counts")
+        if self.payload not in ("delta", "out"):
+            raise UnsupportedError(f"payload={self.payload!r}", "there is no such payload", "delta, out")
+
+    @property
+    def value_dim(self) -> int:
+        """The head dimension of v and out."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes per element of a partial result on the wire."""
+        return self.bytes_per_element if self.wire_bytes is None else self.wire_bytes
+
+    def flops_per_pair(self, phase: Phase) -> int:
+        """Floating-point operations of one (query, key) pair over all heads: 2 products forward, 5 backward."""
+        qk, pv = self.head_dim, self.value_dim
+        products = qk + pv if phase.name == "forward" else 3 * qk + 2 * pv
+        return 2 * self.batch * self.heads * products
+
+
+def bytes_of(name: str, tokens: int, shape: AttentionShape) -> int:
+    """Bytes on the wire of `tokens` rows of a name, without the padding between its fields.
+
+    q | k, v | out, lse | q, dout, lse, and delta or out | dq | dk, dv: the fields of the runtime's wire format.
+    """
+    dim, dim_v, element, partial = shape.head_dim, shape.value_dim, shape.bytes_per_element, shape.partial_bytes
+    statistic = shape.heads * shape.accumulator_bytes
+    match name:
+        case "q":
+            row = shape.heads * dim * element
+        case "kv":
+            row = shape.kv_heads * (dim + dim_v) * element
+        case "out":
+            row = shape.heads * dim_v * partial + statistic
+        case "qdo":
+            memory = statistic if shape.payload == "delta" else shape.heads * dim_v * element
+            row = shape.heads * (dim + dim_v) * element + statistic + memory
+        case "dq":
+            row = shape.heads * dim * partial
+        case "dkv":
+            row = shape.kv_heads * (dim + dim_v) * partial
+        case _:
+            raise ValueError(f"no name {name!r} travels: q, kv, out, qdo, dq, dkv do")
+    return shape.batch * tokens * row
+
+
+def bytes_sent(plan: AttentionPlan | Plan, shape: AttentionShape) -> tuple[int, ...]:
+    """Bytes that each rank sends."""
+    return _bytes(plan, shape, "src")
+
+
+def bytes_received(plan: AttentionPlan | Plan, shape: AttentionShape) -> tuple[int, ...]:
+    """Bytes that each rank receives."""
+    return _bytes(plan, shape, "dst")
+
+
+def _bytes(plan: AttentionPlan | Plan, shape: AttentionShape, end: str) -> tuple[int, ...]:
+    total = [0] * plan.ranks
+    for phase in phases_of(plan):
+        for transfer in phase.transfers:
+            tokens = len(phase.layout.chunks[transfer.chunk])
+            total[getattr(transfer, end)] += bytes_of(transfer.what, tokens, shape)
+    return tuple(total)
+
+
+def phases_of(plan: AttentionPlan | Plan) -> tuple[Plan, ...]:
+    """The phases in the order in which they run."""
+    return (plan,) if isinstance(plan, Plan) else (plan.forward, plan.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that occupies a rank from `start` to `end`, in seconds. `peer` is the other end of a message, or -1."""
+
+    rank: int
+    kind: Kind
+    phase: str
+    step: int
+    start: float
+    end: float
+    label: str
+    peer: int = -1
+    nbytes: int = 0
+    blocks: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A simulated run. busy: seconds of compute per rank; what is left of the makespan is idle."""
+
+    makespan: float
+    busy: tuple[float, ...]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    events: tuple[Event, ...]
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Seconds per rank in which nothing is computed."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def utilisation(self) -> float:
+        """The share of all ranks' time that is compute."""
+        return sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 1.0
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all ranks' time that is not."""
+        return 1.0 - self.utilisation
+
+    def then(self, after: Timeline) -> Timeline:
+        """This run and then the other, which starts when every rank is done."""
+        late = self.makespan
+        moved = [
+            Event(e.rank, e.kind, e.phase, e.step, e.start + late, e.end + late, e.label, e.peer, e.nbytes, e.blocks)
+            for e in after.events
+        ]
+        return Timeline(
+            late + after.makespan,
+            tuple(a + b for a, b in zip(self.busy, after.busy)),
+            tuple(a + b for a, b in zip(self.sent, after.sent)),
+            tuple(a + b for a, b in zip(self.received, after.received)),
+            (*self.events, *moved),
+        )
+
+
+def simulate(
+    plan: AttentionPlan | Plan, shape: AttentionShape | None = None, hardware: Hardware = H200_NVLINK
+) -> Timeline:
+    """Run a plan over clocks: the programs, the loop and the order are those of a real run.
+
+    Each rank has a compute queue and a communication queue. A step's batch starts when the previous one is over, the compute
+    it must wait for (`Step.after`) is over, and the other end is as far; a rank sends one message at a time and receives one
+    at a time. A step lands when the whole batch has. Not modelled: what moving bytes takes from the kernel beside it, and the
+    memory traffic of a fold. Both phases of an AttentionPlan run one after the other.
+
+    Raises:
+        PlanError: the plan breaks a rule of the language.
+    """
+    shape = shape or AttentionShape()
+    timelines = [simulate_programs(phase, lower_all(phase), shape, hardware) for phase in phases_of(plan)]
+    return timelines[0] if len(timelines) == 1 else timelines[0].then(timelines[1])
+
+
+def simulate_programs(
+    plan: Plan, programs: Sequence[Program], shape: AttentionShape, hardware: Hardware
+) -> Timeline:
+    """`simulate` for one phase that is lowered already."""
+    network = Network(hardware)
+    clocks = [_Clocks(plan, program, shape, hardware, network) for program in programs]
+    run_together(programs, clocks)
+    return Timeline(
+        max((clock.wire.done for clock in clocks), default=0.0),
+        tuple(clock.busy for clock in clocks),
+        bytes_sent(plan, shape),
+        bytes_received(plan, shape),
+        tuple(event for clock in clocks for event in clock.events),
+    )
+
+
+class _Clocks:
+    """The algebra whose values are times: one rank's compute queue, and its end of the network."""
+
+    def __init__(
+        self, plan: Plan, program: Program, shape: AttentionShape, hardware: Hardware, network: Network
+    ) -> None:
+        self.plan, self.program, self.shape, self.hardware, self.network = plan, program, shape, hardware, network
+        self.wire = Wire()
+        network.wires.append(self.wire)
+        forward = plan.phase.name == "forward"
+        rate = hardware.flops_forward if forward else hardware.flops_backward
+        self.seconds_per_pair = shape.flops_per_pair(plan.phase) / rate
+        self.busy = 0.0
+        self.step = 0
+        self.ended: list[float] = []
+        self.events: list[Event] = []
+
+    def begin(self, step: int) -> None:
+        """Post the step's batch as soon as the compute it depends on is over."""
+        self.step = step
+        after = self.program.steps[step].after
+        self.wire.post(self.ended[after] if after >= 0 else 0.0)
+
+    def open(self, buffer: int) -> None:
+        """Free of charge beside a kernel call."""
+
+    def compute(self, call: Call) -> None:
+        """One kernel call on the compute queue."""
+        label = cell(self.plan, list(call.blocks))
+        self._work(self.hardware.launch_overhead + call.area * self.seconds_per_pair, label, call.blocks)
+
+    def fold(self, fold: Fold) -> None:
+        """A fold costs its launch."""
+        if self.hardware.launch_overhead:
+            self._work(self.hardware.launch_overhead, f"fold {fold.source.name}", ())
+
+    def end(self, step: int) -> None:
+        """What waits for this step's compute may go from here on."""
+        self.ended.append(self.wire.done)
+
+    def take(self, step: int, message: Message) -> int:
+        """Queue a message; its size is its payload."""
+        nbytes = sum(bytes_of(name, rows, self.shape) for name, rows in message.signature)
+        self.network.send(self.program.rank, message.peer, nbytes)
+        return nbytes
+
+    def land(self, step: int, message: Message, payload: int) -> None:
+        """Deliver the batches of all ranks, once per step, and note both ends of this message."""
+        for rank, start, end in self.network.deliver():
+            self._note_wait(rank, start, end)
+        start, end = self.network.times[message.peer, self.program.rank]
+        label = "+".join(name for name, _ in message.signature)
+        phase, me = self.plan.phase.name, self.program.rank
+        self.events.append(Event(me, "receive", phase, step, start, end, label, message.peer, payload))
+        self.events.append(Event(message.peer, "send", phase, step, start, end, label, me, payload))
+
+    def _note_wait(self, rank: int, start: float, end: float) -> None:
+        self.events.append(Event(rank, "wait", self.plan.phase.name, self.step, start, end, "wait"))
+
+    def _work(self, seconds: float, label: str, blocks: tuple[Block, ...]) -> None:
+        start, self.wire.done = self.wire.done, self.wire.done + seconds
+        self.busy += seconds
+        self.events.append(
+            Event(self.program.rank, "compute", self.plan.phase.name, self.step, start, self.wire.done, label, blocks=blocks)
+        )
