@@ -114,6 +114,6 @@ def test_workers_see_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_function_that_cannot_travel_is_refused_before_anything_starts() -> None:
-    with pytest.raises((AttributeError, TypeError, ValueError), match="pickle|local"):
+    with pytest.raises((AttributeError, TypeError, ValueError), match=r"pickle|local"):
         run_ranks(2, lambda rank, world_size: None)
     assert no_children_left()

@@ -1,0 +1,194 @@
+"""From whole sequences to the tokens of a rank and back, by layout: tokens, labels, positions, hidden states.
+
+Gradients follow torch.distributed's convention: the objective is the *sum* of the losses of the group's ranks.
+
+    shard    no message; a rank's gradient is that of its own tokens, zero elsewhere
+    unshard  all-gather forward, reduce-scatter (sum) backward; every rank has to run the backward
+
+So where each rank has the loss of its own tokens, all is exact as it stands, and so it is where one rank alone has the
+loss (the others run the backward of zero times theirs). Where every rank computes the *same* loss on an unsharded
+tensor, gradients are P times those of that loss: average them over the group, as data parallelism does.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.plan.layout import Layout, by_name
+
+Group = dist.ProcessGroup | str | None
+"""A process group, its name, or None for the default group (a single rank if torch.distributed is not initialised)."""
+
+
+def shard_sequence(
+    x: torch.Tensor,
+    *,
+    group: Group = None,
+    layout: str = "contiguous",
+    dim: int = 1,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The tokens of this rank, in local order, as a tensor of its own (x itself in a group of one).
+
+    Args:
+        x: any dtype and shape; dimension `dim` is the whole sequence, the same on every rank (which is not checked).
+        group: the ranks that share the sequence, in the order of their tokens.
+        layout: "contiguous", or "zigzag" (chunks r and 2P-1-r of 2P).
+        cu_seqlens: reserved for packed documents.
+
+    Raises:
+        UnsupportedError: a length that does not divide among the ranks (names the next that does), an unknown layout, a
+            process that is not in the group, or cu_seqlens.
+    """
+    rank, size, _ = _membership(group)
+    dim = _sequence_dim(x, dim, cu_seqlens)
+    whole = by_name(layout, x.shape[dim], size)
+    return x if size == 1 else _part(x, whole, rank, dim)
+
+
+def unshard_sequence(
+    x: torch.Tensor,
+    *,
+    group: Group = None,
+    layout: str = "contiguous",
+    dim: int = 1,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The whole sequence on every rank, in global order (x itself in a group of one): the inverse of `shard_sequence`.
+
+    A collective call forward and, where a gradient is needed, backward. Shapes are compared first, which makes the host
+    wait; it is not meant for the inner loop of training, where the whole sequence fits on no rank.
+
+    Args:
+        x: any dtype and shape; dimension `dim` is the local sequence, as long on every rank.
+        group, layout, cu_seqlens: as for `shard_sequence`.
+
+    Raises:
+        UnsupportedError: as for `shard_sequence`.
+        DisagreementError: shapes, dtypes, `dim` or `layout` differ between ranks; on every rank.
+    """
+    _, size, members = _membership(group)
+    dim = _sequence_dim(x, dim, cu_seqlens)
+    if size == 1:
+        by_name(layout, x.shape[dim], size)
+        return x
+    assert members is not None
+    _compare(x, dim, layout, members)
+    whole = by_name(layout, x.shape[dim] * size, size)
+    result: torch.Tensor = _Unshard.apply(x, whole, dim, members)  # type: ignore[no-untyped-call]
+    return result
+
+
+def local_positions(
+    length: int, *, group: Group = None, layout: str = "contiguous", device: torch.device | str | None = None
+) -> torch.Tensor:
+    """The global position of every local token, int64 (length / P,), for position embeddings and RoPE.
+
+    Args:
+        length: tokens of the whole sequence.
+        group, layout: as for `shard_sequence`.
+
+    Raises:
+        UnsupportedError: as for `shard_sequence`.
+    """
+    rank, size, _ = _membership(group)
+    whole = by_name(layout, length, size)
+    spans = [whole.chunks[chunk] for chunk in whole.of(rank)]
+    return torch.cat([torch.arange(span.lo, span.hi, device=device) for span in spans])
+
+
+class _Unshard(torch.autograd.Function):
+    """All-gather into global order; its gradient sums over ranks in the accumulator dtype, in rank order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, whole: Layout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.whole, ctx.dim, ctx.group = whole, dim, group
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather([_bytes(part) for part in parts], _bytes(x), group=group)
+        shape = list(x.shape)
+        shape[dim] = whole.length
+        out = x.new_empty(shape)
+        for rank, part in enumerate(parts):
+            at = whole.offsets(whole.of(rank))
+            for chunk in whole.of(rank):
+                span = whole.chunks[chunk]
+                out.narrow(dim, span.lo, len(span)).copy_(part.narrow(dim, at[chunk], len(span)))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        ranks = range(ctx.group.size())
+        theirs = torch.stack([_part(grad, ctx.whole, rank, ctx.dim) for rank in ranks])
+        mine = torch.empty_like(theirs)
+        dist.all_to_all_single(_bytes(mine), _bytes(theirs), group=ctx.group)
+        wide = accumulator_dtype(grad.dtype) if grad.dtype.is_floating_point else grad.dtype
+        return mine.sum(0, dtype=wide).to(grad.dtype), None, None, None
+
+
+def _part(x: torch.Tensor, whole: Layout, rank: int, dim: int) -> torch.Tensor:
+    """The tokens of one rank, copied."""
+    spans = [whole.chunks[chunk] for chunk in whole.of(rank)]
+    return torch.cat([x.narrow(dim, span.lo, len(span)) for span in spans], dim)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as uint8: backends differ in the dtypes they carry, none refuses bytes."""
+    return x.view(-1).view(torch.uint8)
+
+
+def _membership(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
+    """This process's rank in the group, the group's size, and the group (None for a single rank without one)."""
+    if isinstance(group, str):
+        group = _resolve_process_group(group) if group else None  # type: ignore[arg-type]
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return 0, 1, None
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise UnsupportedError(
+            f"global rank {dist.get_rank()} sharding over a group that it is not in",
+            "it has no tokens of that sequence",
+            "a group that contains this rank",
+        )
+    members = dist.group.WORLD if group is None else group
+    return rank, dist.get_world_size(group), members
+
+
+def _sequence_dim(x: torch.Tensor, dim: int, cu_seqlens: torch.Tensor | None) -> int:
+    """`dim` counted from the front, after the checks that need no layout."""
+    if cu_seqlens is not None:
+        raise UnsupportedError("cu_seqlens", "packed documents are not sharded yet", "cu_seqlens=None")
+    if not -x.dim() <= dim < x.dim():
+        raise UnsupportedError(
+            f"dim={dim} of a tensor with {x.dim()} dimensions",
+            "there is no such dimension",
+            f"-{x.dim()} to {x.dim() - 1}",
+        )
+    return dim % x.dim()
+
+
+def _compare(x: torch.Tensor, dim: int, layout: str, group: dist.ProcessGroup) -> None:
+    """Every rank brings the same: an all-gather of other sizes would hang or mix up memory."""
+    rest = zlib.crc32(f"{x.dtype} {dim} {layout} {x.dim()}".encode())
+    shape = (*x.shape, *(0,) * 8)[:8]
+    facts = torch.tensor((rest, *shape), dtype=torch.int64, device=x.device)
+    everyone = [torch.empty_like(facts) for _ in range(group.size())]
+    dist.all_gather(everyone, facts, group=group)
+    rows = torch.stack(everyone).tolist()
+    if any(row != rows[0] for row in rows):
+        shapes = [tuple(row[1 : 1 + x.dim()]) for row in rows]
+        different = [rank for rank, row in enumerate(rows) if row[0] != rows[group.rank()][0]]
+        others = f"; dtype, dim or layout differ from this rank's on ranks {different}" if different else ""
+        raise DisagreementError(
+            f"the ranks of the group bring different parts of a sequence: shapes by rank {shapes}{others}. "
+            f"This rank has {x.dtype}, dim={dim}, layout={layout!r}"
+        )

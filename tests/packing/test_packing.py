@@ -1,0 +1,200 @@
+"""Sharding and its inverse: every layout, dtype, dimension and group, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.packing import local_positions, shard_sequence, unshard_sequence
+from dfa_megatron.testing.workers import run_ranks
+
+LAYOUTS = ("contiguous", "zigzag")
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+
+
+def brute_force(layout: str, length: int, ranks: int, rank: int) -> list[int]:
+    """The positions a rank holds, written down as the layouts are described."""
+    if layout == "contiguous":
+        return list(range(rank * length // ranks, (rank + 1) * length // ranks))
+    piece = length // (2 * ranks)
+    return [p for chunk in (rank, 2 * ranks - 1 - rank) for p in range(chunk * piece, (chunk + 1) * piece)]
+
+
+def sample(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(shape, generator=generator) * 200).to(dtype)
+
+
+def round_trips(rank: int, world_size: int) -> None:
+    length = 12 * world_size
+    for seed, dtype in enumerate(DTYPES):
+        for layout in LAYOUTS:
+            for dim in (0, 1, -1):
+                shape = [2, 3, 5]
+                shape[dim] = length
+                whole = sample(tuple(shape), dtype, seed)
+                local = shard_sequence(whole, layout=layout, dim=dim)
+                here = torch.tensor(brute_force(layout, length, world_size, rank))
+                assert torch.equal(local, whole.index_select(dim, here))
+                assert torch.equal(local_positions(length, layout=layout), here)
+                back = unshard_sequence(local.transpose(0, 2).contiguous().transpose(0, 2), layout=layout, dim=dim)
+                assert torch.equal(back, whole)
+                assert back.dtype == dtype
+
+
+def own_memory(rank: int, world_size: int) -> bool:
+    whole = torch.zeros(1, 4 * world_size)
+    local = shard_sequence(whole)
+    local.fill_(1)
+    return bool(whole.eq(0).all())
+
+
+def gradients(rank: int, world_size: int, layout: str) -> dict[str, torch.Tensor]:
+    """Gradients of a nonlinear loss of the whole under three conventions, all of which should give the dense one."""
+    x = sample((2, 4 * world_size, 3), torch.float64, world_size) / 100
+    weight = sample((2, 4 * world_size, 3), torch.float64, 50 + world_size)
+
+    def loss_of(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (w * (t * t.roll(1, dims=1)).sin()).sum()
+
+    dense = x.clone().requires_grad_()
+    loss_of(dense, weight).backward()
+
+    same = x.clone().requires_grad_()  # every rank has the same loss, gradients are averaged
+    loss_of(unshard_sequence(shard_sequence(same, layout=layout), layout=layout), weight).backward()
+    assert same.grad is not None
+    elsewhere = torch.ones(4 * world_size, dtype=torch.bool)
+    elsewhere[local_positions(4 * world_size, layout=layout)] = False
+    assert same.grad[:, elsewhere].eq(0).all()
+    dist.all_reduce(same.grad)
+
+    one = x.clone().requires_grad_()  # one rank has the loss
+    last = float(rank == world_size - 1)
+    (last * loss_of(unshard_sequence(shard_sequence(one, layout=layout), layout=layout), weight)).backward()
+    dist.all_reduce(one.grad)
+
+    mine = x.clone().requires_grad_()  # each rank has the loss of its own tokens
+    whole = unshard_sequence(shard_sequence(mine, layout=layout), layout=layout)
+    terms = weight * (whole * whole.roll(1, dims=1)).sin()
+    shard_sequence(terms, layout=layout).sum().backward()
+    dist.all_reduce(mine.grad)
+    return {"dense": dense.grad, "same": same.grad / world_size, "one": one.grad, "mine": mine.grad}
+
+
+def half_gradients(rank: int, world_size: int) -> torch.Tensor:
+    """Sums of many bfloat16 gradients that would be off if they were added in bfloat16."""
+    local = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    (unshard_sequence(local) * (256.0 if rank == 0 else 1.0)).sum().backward()
+    assert local.grad is not None
+    return local.grad.float()
+
+
+def sub_groups(rank: int, world_size: int) -> None:
+    """Two groups of two whose group ranks are not the global ranks, used at the same time."""
+    groups = [dist.new_group([3, 1]), dist.new_group([0, 2])]
+    mine = groups[0] if rank in (1, 3) else groups[1]
+    other = groups[1] if mine is groups[0] else groups[0]
+    whole = sample((1, 8, 2), torch.float32, rank % 2)
+    for layout in LAYOUTS:
+        here = brute_force(layout, 8, 2, dist.get_rank(mine))
+        for group in (mine, mine.group_name):
+            local = shard_sequence(whole, group=group, layout=layout)
+            assert torch.equal(local, whole[:, here])
+            assert torch.equal(unshard_sequence(local, group=group, layout=layout), whole)
+            assert local_positions(8, group=group, layout=layout).tolist() == here
+    with pytest.raises(UnsupportedError, match="a group that it is not in"):
+        shard_sequence(whole, group=other)
+
+
+def disagreements(rank: int, world_size: int) -> list[str]:
+    """What this rank is told for each way to differ; the group works on afterwards."""
+    told = []
+    cases: list[tuple[torch.Tensor, dict[str, Any]]] = [
+        (torch.zeros(1, 2 + 2 * rank), {}),
+        (torch.zeros(1, 2, dtype=torch.float32 if rank else torch.float64), {}),
+        (torch.zeros(2, 2), {"dim": rank % 2}),
+        (torch.zeros(1, 2), {"layout": LAYOUTS[rank % 2]}),
+        (torch.zeros((1, 2) if rank else (1, 2, 1)), {}),
+    ]
+    for x, options in cases:
+        with pytest.raises(DisagreementError) as caught:
+            unshard_sequence(x, **options)
+        told.append(str(caught.value))
+    assert torch.equal(unshard_sequence(torch.full((1, 1), float(rank))), torch.arange(float(world_size))[None])
+    return told
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_unshard_inverts_shard_for_every_layout_dtype_and_dimension(ranks: int) -> None:
+    run_ranks(ranks, round_trips)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_are_those_of_the_dense_loss_in_every_convention(ranks: int, layout: str) -> None:
+    for result in run_ranks(ranks, gradients, layout):
+        for convention in ("same", "one", "mine"):
+            torch.testing.assert_close(result[convention], result["dense"], rtol=1e-13, atol=1e-13)
+
+
+def test_gradients_in_half_precision_are_summed_in_float32() -> None:
+    # 256 + 1 + 1 + 1 is 259, nearest bfloat16 260; adding one at a time in bfloat16 stays at 256
+    assert all(grad.eq(260).all() for grad in run_ranks(4, half_gradients))
+
+
+def test_group_ranks_decide_not_global_ranks() -> None:
+    run_ranks(4, sub_groups)
+
+
+def test_ranks_that_differ_are_all_told_how() -> None:
+    for told in run_ranks(2, disagreements):
+        assert "shapes by rank [(1, 2), (1, 4)]" in told[0]
+        assert all("differ from this rank's on ranks" in text for text in told[1:])
+
+
+def test_a_shard_does_not_keep_the_whole_alive() -> None:
+    assert all(run_ranks(2, own_memory))
+
+
+def test_without_torch_distributed_there_is_one_rank() -> None:
+    x = torch.randn(2, 6, 3, requires_grad=True)
+    for layout in LAYOUTS:
+        assert shard_sequence(x, layout=layout) is x
+        assert unshard_sequence(x, layout=layout) is x
+        assert local_positions(6, layout=layout).tolist() == list(range(6))
+
+
+def refusals(rank: int, world_size: int) -> None:
+    with pytest.raises(UnsupportedError, match=r"multiple of 3.*for example 12"):
+        shard_sequence(torch.zeros(1, 10))
+    with pytest.raises(UnsupportedError, match=r"multiple of 6.*for example 12"):
+        shard_sequence(torch.zeros(1, 9), layout="zigzag")
+    with pytest.raises(UnsupportedError, match=r"multiple of 6.*for example 12"):
+        local_positions(9, layout="zigzag")
+    with pytest.raises(UnsupportedError, match=r"multiple of 6.*for example 12"):
+        unshard_sequence(torch.zeros(1, 3), layout="zigzag")
+    with pytest.raises(UnsupportedError, match="no such layout"):
+        shard_sequence(torch.zeros(1, 9), layout="spiral")
+    with pytest.raises(UnsupportedError, match="cu_seqlens"):
+        shard_sequence(torch.zeros(1, 9), cu_seqlens=torch.tensor([0, 9]))
+    with pytest.raises(UnsupportedError, match="cu_seqlens"):
+        unshard_sequence(torch.zeros(1, 9), cu_seqlens=torch.tensor([0, 9]))
+    with pytest.raises(UnsupportedError, match="dim=2 of a tensor with 2 dimensions"):
+        shard_sequence(torch.zeros(1, 9), dim=2)
+
+
+def test_what_cannot_be_sharded_is_refused_with_what_works() -> None:
+    run_ranks(3, refusals)

@@ -1,0 +1,100 @@
+"""The reference is attention as PyTorch has it, and the comparison lets no wrong value through."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dfa_megatron.testing.compare import assert_close, band_mask, dense_attention
+
+
+def inputs(seed: int, heads: int, kv_heads: int, q_len: int = 7, kv_len: int = 7) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, q_len, heads, 8), (2, kv_len, kv_heads, 8), (2, kv_len, kv_heads, 5)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+def test_dense_attention_and_its_gradients_are_those_of_pytorch(heads: int, kv_heads: int, causal: bool) -> None:
+    leaves = inputs(heads, heads, kv_heads)
+    out, lse = dense_attention(*leaves, causal=causal, softmax_scale=0.3)
+    q, k, v = (t.transpose(1, 2) for t in leaves)
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3, enable_gqa=True).transpose(1, 2)
+    assert_close(out, want, tolerance=1e-14)
+    weight = torch.randn_like(out)
+    got = torch.autograd.grad((out * weight).sum(), leaves)
+    for a, b in zip(got, torch.autograd.grad((want * weight).sum(), leaves), strict=True):
+        assert_close(a, b, tolerance=1e-13)
+    scores = 0.3 * q @ k.repeat_interleave(heads // kv_heads, 1).mT
+    if causal:
+        scores = scores.masked_fill(~torch.ones(7, 7, dtype=torch.bool).tril(), -math.inf)
+    assert_close(lse, scores.logsumexp(-1), tolerance=1e-14)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (2, 0), (0, 3), (-1, 2), (1, -1)])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 5), (3, 6), (6, 3), (1, 4)])
+def test_windows_are_aligned_to_the_bottom_right(window: tuple[int, int], q_len: int, kv_len: int) -> None:
+    left, right = window
+    mask = band_mask(q_len, kv_len, window_size=window)
+    for row in range(q_len):
+        for column in range(kv_len):
+            diagonal = (kv_len - 1 - column) - (q_len - 1 - row)  # 0 on the diagonal that ends in the last corner
+            assert bool(mask[row, column]) == ((left < 0 or diagonal <= left) and (right < 0 or -diagonal <= right))
+
+
+def test_rows_that_see_nothing_have_out_zero_lse_minus_infinity_and_gradient_zero() -> None:
+    leaves = inputs(5, 2, 1)
+    visible = torch.ones(7, 7, dtype=torch.bool)
+    visible[[1, 4]] = False
+    out, lse = dense_attention(*leaves, visible=visible)
+    assert out[:, [1, 4]].eq(0).all()
+    assert lse[..., [1, 4]].eq(-math.inf).all()
+    (out.sum() + lse.masked_fill(lse.isinf(), 0).sum()).backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+    assert leaves[0].grad[:, [1, 4]].eq(0).all()
+
+
+def test_kv_heads_that_do_not_divide_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"kv_heads \(3\) must divide heads \(4\)"):
+        dense_attention(*inputs(0, 4, 3))
+
+
+def test_the_element_that_is_farthest_off_is_named() -> None:
+    want = torch.arange(1.0, 13.0).view(3, 4)
+    got = want.clone()
+    got[2, 1] += 0.5
+    got[0, 0] += 0.1
+    with pytest.raises(AssertionError, match=r"dq: relative distance 2\.0\d\de-02.*at \(2, 1\): 10\.5, wanted 10$"):
+        assert_close(got, want, tolerance=1e-3, name="dq")
+    assert_close(got, want, tolerance=0.03)
+
+
+@pytest.mark.parametrize("nan_in", ["got", "want", "both"])
+def test_nan_never_passes(nan_in: str) -> None:
+    got, want = torch.ones(4), torch.ones(4)
+    for name, values in (("got", got), ("want", want)):
+        if nan_in in (name, "both"):
+            values[2] = math.nan
+    with pytest.raises(AssertionError, match=r"at \(2,\) is NaN"):
+        assert_close(got, want, tolerance=math.inf)
+
+
+def test_infinities_must_be_in_the_same_places() -> None:
+    want = torch.tensor([1.0, -math.inf, 2.0])
+    assert_close(want.clone(), want, tolerance=0)
+    for got in (torch.tensor([1.0, 0.0, 2.0]), torch.tensor([1.0, math.inf, 2.0]), torch.tensor([-math.inf] * 3)):
+        with pytest.raises(AssertionError, match="wanted"):
+            assert_close(got, want, tolerance=1e9)
+
+
+def test_shapes_must_be_equal_and_zeros_are_compared_absolutely() -> None:
+    with pytest.raises(AssertionError, match="shape"):
+        assert_close(torch.zeros(1, 3), torch.zeros(3), tolerance=1)
+    assert_close(torch.full((2,), 1e-9), torch.zeros(2), tolerance=1e-8)
+    with pytest.raises(AssertionError):
+        assert_close(torch.full((2,), 1e-3), torch.zeros(2), tolerance=1e-8)
+    assert_close(torch.zeros(0, 3), torch.zeros(0, 3), tolerance=0)
