@@ -94,7 +94,7 @@ def _attend(
     return out, lse
 
 
-@lru_cache(maxsize=256)
+@torch.compiler.assume_constant_result  # a compiler must not trace the printing of JSON
 def _request_text(
     softmax_scale: float,
     causal: bool,
@@ -108,18 +108,25 @@ def _request_text(
     verify: str,
     agreement_timeout: float,
 ) -> str:
-    return Request(
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(left, right),
-        schedule=schedule,
-        layout=layout,
-        kernel=kernel,
-        deterministic=deterministic,
-        wire_dtype=wire_dtype,
-        verify=verify,
-        agreement_timeout=agreement_timeout,
-    ).to_text()
+    return _printed(
+        Request(
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=(left, right),
+            schedule=schedule,
+            layout=layout,
+            kernel=kernel,
+            deterministic=deterministic,
+            wire_dtype=wire_dtype,
+            verify=verify,
+            agreement_timeout=agreement_timeout,
+        )
+    )
+
+
+@lru_cache(maxsize=256)
+def _printed(request: Request) -> str:
+    return request.to_text()
 
 
 def dist_flash_attn_varlen_func(

@@ -169,11 +169,16 @@ class Tensors:
         for number, buffer in enumerate(self.program.buffers):
             if number in self.views or number in self.adopts:
                 continue
-            key = buffer.slot if buffer.slot is not None else -1 - number
-            if key not in self.flat:
+            if buffer.slot is None:
+                # A result of the call: a tensor of its own per field, so that none keeps another's memory alive.
+                ((name, rows),) = buffer.parts
+                shapes = [(f.shape(self.format.batch, rows), f.dtype) for f in self.format.fields(name, buffer.accumulates)]
+                self.views[number] = {name: tuple(torch.empty(s, dtype=d, device=self.device) for s, d in shapes)}
+                continue
+            if buffer.slot not in self.flat:
                 size = self.format.nbytes(buffer.parts, buffer.accumulates)
-                self.flat[key] = torch.empty(size, dtype=torch.uint8, device=self.device)
-            self.views[number] = self.format.buffer_views(self.flat[key], buffer)
+                self.flat[buffer.slot] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self.views[number] = self.format.buffer_views(self.flat[buffer.slot], buffer)
 
     def _fields(self, region: Region) -> Fields:
         fields = self.views[region.buffer][region.name]
