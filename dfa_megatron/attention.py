@@ -94,7 +94,7 @@ def _attend(
     return out, lse
 
 
-@torch.compiler.assume_constant_result  # a compiler must not trace the printing of JSON
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]  # JSON is not traceable
 def _request_text(
     softmax_scale: float,
     causal: bool,
@@ -166,7 +166,9 @@ class DistFlashAttention(nn.Module):
         self.group_name = group_name(group)
         self.options = options
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """See `dist_flash_attn_func`."""
         return dist_flash_attn_func(q, k, v, group=self.group_name, **self.options)  # type: ignore[arg-type]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Mapping
+from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
 
@@ -83,7 +84,9 @@ class DistAttentionConfig:
             if choices and value not in choices:
                 raise UnsupportedError(f"{spec.name}={value!r}", "there is no such value", _nearest(value, choices))
         if self.agreement_timeout <= 0:
-            raise UnsupportedError(f"agreement_timeout={self.agreement_timeout}", "it must be positive", "seconds above 0")
+            raise UnsupportedError(
+                f"agreement_timeout={self.agreement_timeout}", "it must be positive", "seconds above 0"
+            )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> DistAttentionConfig:
@@ -105,7 +108,11 @@ class DistAttentionConfig:
                 group.add_argument(flag, action=argparse.BooleanOptionalAction, default=spec.default, help=help_text)
             else:
                 group.add_argument(
-                    flag, type=type(spec.default), choices=spec.metadata["choices"], default=spec.default, help=help_text
+                    flag,
+                    type=type(spec.default),
+                    choices=spec.metadata["choices"],
+                    default=spec.default,
+                    help=help_text,
                 )
         return parser
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 
 from dfa_megatron.runtime.transport import GlooTransport, NcclTransport, Transport
 
@@ -45,7 +45,13 @@ def group_name(group: dist.ProcessGroup | str | None) -> str:
 
 def group_size(name: str) -> int:
     """How many ranks a named group has."""
-    return _resolve_process_group(name).size() if name else 1
+    return _resolve(name).size() if name else 1
+
+
+def _resolve(name: str) -> dist.ProcessGroup:
+    """The process group of that name; operators can take names, but no groups."""
+    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
+    return group
 
 
 def channel(name: str, device: torch.device, timeout: float) -> Channel:
@@ -54,7 +60,7 @@ def channel(name: str, device: torch.device, timeout: float) -> Channel:
     The communicators are made from the group's own ranks only, so groups that other ranks belong to need not take part, and
     every rank makes them in the order in which it first uses its groups.
     """
-    group = _resolve_process_group(name)
+    group = _resolve(name)
     known = _channels.get((name, device.type))
     if known is not None and known[0] is group:
         return known[1]

@@ -102,7 +102,7 @@ class Replay(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         gradients = attention_backward(dout, q, k, v, out, lse, ctx.request, ctx.group)
         return (*gradients, None, None, None, None)

@@ -45,7 +45,9 @@ class Prepared:
 
 
 @lru_cache(maxsize=128)
-def planned(request: Request, ranks: int, local_length: int) -> tuple[AttentionPlan, tuple[Program, ...], tuple[Program, ...]]:
+def planned(
+    request: Request, ranks: int, local_length: int
+) -> tuple[AttentionPlan, tuple[Program, ...], tuple[Program, ...]]:
     """The checked plan of a request and its programs for every rank, forward and backward.
 
     Raises:
@@ -67,7 +69,13 @@ def forms_of(*programs: tuple[Program, ...]) -> frozenset[Form]:
 
 
 def build(
-    request: Request, ranks: int, rank: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, over: Channel | None = None
+    request: Request,
+    ranks: int,
+    rank: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    over: Channel | None = None,
 ) -> Prepared:
     """Prepare without asking the other ranks.
 
@@ -171,11 +179,17 @@ def _refuse_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise UnsupportedError(shapes, "nothing may be empty", "at least one token, head and channel per rank")
     if q.shape[2] % k.shape[2]:
         raise UnsupportedError(
-            f"{q.shape[2]} heads with {k.shape[2]} kv_heads", "heads must be a multiple of kv_heads", "for example equal counts"
+            f"{q.shape[2]} heads with {k.shape[2]} kv_heads",
+            "heads must be a multiple of kv_heads",
+            "for example equal counts",
         )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         raise UnsupportedError(
-            f"dtypes {q.dtype}, {k.dtype}, {v.dtype}", "all three must be one floating-point dtype", ", ".join(map(str, DTYPES))
+            f"dtypes {q.dtype}, {k.dtype}, {v.dtype}",
+            "all three must be one floating-point dtype",
+            ", ".join(map(str, DTYPES)),
         )
     if not q.device == k.device == v.device:
-        raise UnsupportedError(f"devices {q.device}, {k.device}, {v.device}", "all three must be on one device", str(q.device))
+        raise UnsupportedError(
+            f"devices {q.device}, {k.device}, {v.device}", "all three must be on one device", str(q.device)
+        )

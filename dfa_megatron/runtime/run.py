@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from dfa_megatron.kernels.api import accumulator_dtype
@@ -35,7 +37,9 @@ def backward_algebra(
     return _algebra(prepared, prepared.backward, {"qdo": (q, dout, lse, memory), "kv": (k, v)})
 
 
-def run_forward(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(
+    prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's rows: out in q's dtype, lse in the accumulator's."""
     COUNTERS.attention_forwards += 1
     algebra = forward_algebra(prepared, q, k, v)
@@ -84,7 +88,7 @@ class _Nobody:
     def start(self) -> None:
         pass
 
-    def post(self, after: int, sends: object, receives: list[Parcel]) -> None:
+    def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
         assert not receives
 
     def land(self) -> None:

@@ -172,7 +172,9 @@ class Tensors:
             if buffer.slot is None:
                 # A result of the call: a tensor of its own per field, so that none keeps another's memory alive.
                 ((name, rows),) = buffer.parts
-                shapes = [(f.shape(self.format.batch, rows), f.dtype) for f in self.format.fields(name, buffer.accumulates)]
+                shapes = [
+                    (f.shape(self.format.batch, rows), f.dtype) for f in self.format.fields(name, buffer.accumulates)
+                ]
                 self.views[number] = {name: tuple(torch.empty(s, dtype=d, device=self.device) for s, d in shapes)}
                 continue
             if buffer.slot not in self.flat:
@@ -222,6 +224,7 @@ def _written_once(program: Program) -> frozenset[int]:
     whole = {
         write.region.buffer
         for write in writes
-        if write.fresh and Span(write.region.lo, write.region.hi) == Span(0, program.buffers[write.region.buffer].parts[0][1])
+        if write.fresh
+        and Span(write.region.lo, write.region.hi) == Span(0, program.buffers[write.region.buffer].parts[0][1])
     }
     return frozenset(buffer for buffer in whole if count[buffer] == 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -19,7 +19,9 @@ def prepare_together(request: Request, q: Shards, k: Shards, v: Shards) -> list[
     return [build(request, len(q), rank, q[rank], k[rank], v[rank]) for rank in range(len(q))]
 
 
-def forward_together(prepared: Sequence[Prepared], q: Shards, k: Shards, v: Shards) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def forward_together(
+    prepared: Sequence[Prepared], q: Shards, k: Shards, v: Shards
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(out, lse) of every rank."""
     algebras = [forward_algebra(p, q[rank], k[rank], v[rank]) for rank, p in enumerate(prepared)]
     run_together([p.forward for p in prepared], algebras)
@@ -31,7 +33,8 @@ def backward_together(
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(dq, dk, dv) of every rank."""
     algebras = [
-        backward_algebra(p, dout[rank], q[rank], k[rank], v[rank], out[rank], lse[rank]) for rank, p in enumerate(prepared)
+        backward_algebra(p, dout[rank], q[rank], k[rank], v[rank], out[rank], lse[rank])
+        for rank, p in enumerate(prepared)
     ]
     run_together([p.backward for p in prepared], algebras)
     results = [(*algebra.result("dq"), *algebra.result("dkv")) for algebra in algebras]

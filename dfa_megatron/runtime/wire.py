@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Sequence
+from typing import Literal
 
 import torch
 
@@ -68,7 +69,12 @@ class Format:
                 return Field("out", self.heads, self.head_dim_v, partial), Field("lse", self.heads, 0, statistic)
             case "qdo":
                 memory = Field("delta", self.heads, 0, statistic) if self.reads == "delta" else row
-                return q, Field("dout", self.heads, self.head_dim_v, self.dtype), Field("lse", self.heads, 0, statistic), memory
+                return (
+                    q,
+                    Field("dout", self.heads, self.head_dim_v, self.dtype),
+                    Field("lse", self.heads, 0, statistic),
+                    memory,
+                )
             case "dq":
                 return (Field("dq", self.heads, self.head_dim, partial),)
             case "dkv":
@@ -82,7 +88,7 @@ class Format:
         """Bytes of a buffer with these (name, rows) parts."""
         return _places(self, tuple(parts), accumulates)[1]
 
-    def views(self, flat: torch.Tensor, parts: Sequence[tuple[str, int]], accumulates: bool = False) -> "Views":
+    def views(self, flat: torch.Tensor, parts: Sequence[tuple[str, int]], accumulates: bool = False) -> Views:
         """The tensors that lie in a flat buffer of bytes, by name."""
         out: Views = {}
         for name, field, rows, start in _places(self, tuple(parts), accumulates)[0]:
@@ -91,7 +97,7 @@ class Format:
             out[name] = (*out.get(name, ()), view)
         return out
 
-    def buffer_views(self, flat: torch.Tensor, buffer: Buffer) -> "Views":
+    def buffer_views(self, flat: torch.Tensor, buffer: Buffer) -> Views:
         """The tensors of a program's buffer in the memory of its slot."""
         return self.views(flat, buffer.parts, buffer.accumulates)
 
