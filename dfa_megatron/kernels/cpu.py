@@ -49,9 +49,8 @@ class CpuKernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Band, softmax_scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `BlockKernel.forward`."""
-        compute = accumulator_dtype(q.dtype)
         piece_forward = functools.partial(_piece_forward, softmax_scale)
-        out, lse = forward_by_pieces(_pieces(band, q, k), q.to(compute), k.to(compute), v.to(compute), piece_forward)
+        out, lse = forward_by_pieces(_pieces(band, q, k), _wide(q), _wide(k), _wide(v), piece_forward)
         return out.to(q.dtype), lse
 
     def backward(
@@ -68,11 +67,10 @@ class CpuKernel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `BlockKernel.backward`; reads `saved.out`. One thread owns a head, so it is deterministic."""
         assert saved.out is not None, "the cpu kernel reads out"
-        compute = accumulator_dtype(q.dtype)
         piece_backward = functools.partial(_piece_backward, softmax_scale)
-        wide = Saved(lse=saved.lse, out=saved.out.to(compute))
+        wide = Saved(lse=saved.lse, out=_wide(saved.out))
         dq, dk, dv = backward_by_pieces(
-            _pieces(band, q, k), dout.to(compute), q.to(compute), k.to(compute), v.to(compute), wide, piece_backward
+            _pieces(band, q, k), _wide(dout), _wide(q), _wide(k), _wide(v), wide, piece_backward
         )
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -123,6 +121,12 @@ def _piece_backward(
     if group > 1:
         dk, dv = (torch.unflatten(x, 1, (k.shape[2], group)).sum(2) for x in (dk, dv))
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """x in the accumulator dtype, its last dimension contiguous: the operator reads rows and never asks for that stride."""
+    x = x.to(accumulator_dtype(x.dtype))
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _pieces(band: Band, q: torch.Tensor, k: torch.Tensor) -> list[Tile]:

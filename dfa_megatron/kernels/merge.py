@@ -16,10 +16,10 @@ def open_(acc_out: torch.Tensor, acc_lse: torch.Tensor) -> None:
 def merge_(acc_out: torch.Tensor, acc_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Merge the partial (out, lse) into the accumulator (acc_out, acc_lse), in place.
 
-    acc_out (batch, rows, heads, head_dim) and acc_lse (batch, heads, rows) in float32 or float64, views allowed; out and
-    lse have their shapes, in any dtype. A side whose lse is -inf weighs exactly 0, and -inf on both sides leaves 0 and
-    -inf. NaN is passed on, never hidden. Source: the online softmax (Milakov and Gimelshein 2018) in normalised form,
-    O += sigmoid(L' - L) (O' - O), L = log(exp L + exp L').
+    acc_out (batch, rows, heads, head_dim) and acc_lse (batch, heads, rows) in float32 or float64, views allowed; out
+    and lse have their shapes, in any dtype. A side whose lse is -inf weighs exactly 0, and -inf on both sides leaves 0
+    and -inf. NaN is passed on, never hidden. Source: the online softmax (Milakov and Gimelshein 2018) in normalised
+    form, O += sigmoid(L' - L) (O' - O), L = log(exp L + exp L').
     """
     lse = lse.to(acc_lse.dtype)
     gap = (lse - acc_lse).masked_fill_(lse == -math.inf, -math.inf)  # -inf - -inf would be NaN

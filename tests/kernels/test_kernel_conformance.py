@@ -1,0 +1,365 @@
+"""One suite for every kernel: out, lse and the three gradients of a block against dense attention in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from dfa_megatron import kernels
+from dfa_megatron.kernels.api import BlockKernel, Form, Need, Saved, accumulator_dtype, form_of
+from dfa_megatron.kernels.merge import merge_, open_
+from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
+from dfa_megatron.testing.compare import assert_close, dense_attention
+
+TARGETS = [("reference", "cpu"), ("cpu", "cpu"), ("reference", "cuda"), ("cudnn", "cuda"), ("aten", "cuda")]
+ROUND_ONCE = ("reference", "cpu")
+"""Kernels that compute 16-bit inputs in float32 and round at the end."""
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2.5e-3, torch.float16: 3.5e-4}
+COARSE = {torch.bfloat16: (5e-3, 1.2e-2), torch.float16: (7e-4, 1.6e-3)}
+"""(out, gradients) for kernels that multiply 16-bit probabilities."""
+
+
+@dataclass(frozen=True)
+class Case:
+    q_len: int
+    kv_len: int
+    band: Band = FULL
+    heads: int = 3
+    kv_heads: int = 3
+    head_dim: int = 32
+    head_dim_v: int = 0
+    batch: int = 2
+
+    def __str__(self) -> str:
+        band = "full" if self.band.is_full else f"band{self.band.left},{self.band.right}"
+        head_dim = f"{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else "")
+        return f"{self.q_len}x{self.kv_len}-{band}-h{self.heads}:{self.kv_heads}-d{head_dim}-b{self.batch}"
+
+
+SHAPES = [
+    Case(64, 64),
+    Case(40, 72),
+    Case(130, 33),
+    Case(1, 5),
+    Case(7, 1),
+    Case(600, 520, heads=1, kv_heads=1, batch=1),
+    Case(64, 64, CAUSAL),
+    Case(129, 129, CAUSAL),
+    Case(1, 1, CAUSAL),
+    Case(300, 300, CAUSAL, heads=4, kv_heads=2, head_dim=64, batch=1),
+]
+BANDS = [
+    Case(48, 48, Band(9, 0)),
+    Case(48, 48, Band(0, 0)),
+    Case(48, 48, Band(5, 3)),
+    Case(48, 48, Band(-1, 7)),
+    Case(48, 48, Band(7, -1)),
+    Case(48, 48, Band(0, -1)),
+    Case(32, 80, CAUSAL),
+    Case(32, 80, Band(20, 4)),
+    Case(32, 80, Band(-1, 4)),
+    Case(32, 80, Band(40, -1)),
+    Case(80, 32, CAUSAL),
+    Case(80, 32, Band(12, 6)),
+    Case(80, 32, Band(-1, 40)),
+    Case(80, 32, Band(20, -1)),
+    Case(80, 8, Band(12, 70)),
+    Case(80, 8, Band(50, 60)),
+    Case(80, 1, Band(50, 60)),
+    Case(20, 50, Band(100, 100)),
+    Case(700, 900, Band(200, 0), heads=2, kv_heads=1, batch=1),
+    Case(48, 64, Band(11, 3), heads=6, kv_heads=2),
+]
+HEADS = [
+    Case(40, 56, heads=8, kv_heads=2),
+    Case(40, 56, heads=6, kv_heads=1),
+    Case(40, 40, CAUSAL, heads=6, kv_heads=3),
+    Case(24, 24, CAUSAL, heads=33, kv_heads=33, batch=1),
+    Case(24, 24, heads=33, kv_heads=11, batch=1),
+    Case(24, 24, heads=1, kv_heads=1),
+]
+HEAD_DIMS = [Case(40, 40, CAUSAL, head_dim=d) for d in (8, 40, 64, 80, 96, 128, 192, 256)] + [
+    Case(40, 40, head_dim=17),
+    Case(40, 56, head_dim=33, heads=4, kv_heads=2),
+    Case(40, 40, CAUSAL, head_dim=100),
+    Case(40, 40, CAUSAL, head_dim=192, head_dim_v=128),
+    Case(40, 56, head_dim=24, head_dim_v=40),
+]
+CASES = SHAPES + BANDS + HEADS + HEAD_DIMS
+
+every_target = pytest.mark.parametrize(("name", "device"), TARGETS, ids=[f"{name} on {device}" for name, device in TARGETS])
+every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def usable(name: str, device: str, dtype: torch.dtype, *cases: Case, deterministic: bool = False) -> BlockKernel:
+    """The kernel, or a skip with its own reason."""
+    forms: frozenset[Form] = frozenset(form_of(case.band, case.q_len, case.kv_len) for case in cases)
+    present = torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability() if device == "cuda" and present else None
+    if device == "cuda" and not present:
+        capability = (9, 0)
+    case = cases[0]
+    need = Need(
+        device=device,
+        dtype=dtype,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        head_dim_v=case.head_dim_v or case.head_dim,
+        forms=forms,
+        deterministic=deterministic,
+        capability=capability,
+    )
+    kernel = kernels.get(name)
+    if (why := kernel.refusal(need)) is not None:
+        pytest.skip(f"{name}: {why}")
+    if device == "cuda" and not present:
+        pytest.skip("no CUDA device")
+    return kernel
+
+
+@dataclass
+class Problem:
+    """Inputs in a dtype, and what float64 makes of exactly these inputs."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    scale: float
+    out: torch.Tensor
+    lse: torch.Tensor
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def problem(case: Case, dtype: torch.dtype, device: str, *, gain: float = 1.0) -> Problem:
+    """Fresh inputs, seeded by what they are for."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{case}{dtype}{gain}".encode()))
+    head_dim_v = case.head_dim_v or case.head_dim
+
+    def draw(length: int, heads: int, head_dim: int) -> torch.Tensor:
+        values = torch.randn(case.batch, length, heads, head_dim, generator=generator, dtype=torch.float64)
+        return values.to(dtype).to(device)
+
+    q = draw(case.q_len, case.heads, case.head_dim) * gain
+    k = draw(case.kv_len, case.kv_heads, case.head_dim)
+    v = draw(case.kv_len, case.kv_heads, head_dim_v)
+    dout = draw(case.q_len, case.heads, head_dim_v)
+    scale = 0.7 / math.sqrt(case.head_dim)
+    q64, k64, v64 = leaves = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
+    out, lse = dense_attention(q64, k64, v64, window_size=(case.band.left, case.band.right), softmax_scale=scale)
+    gradients = torch.autograd.grad(out, leaves, dout.double())
+    return Problem(q, k, v, dout, scale, out.detach(), lse.detach(), gradients)
+
+
+def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Saved:
+    """What the kernel reads, and nothing else."""
+    if kernel.reads == "out":
+        return Saved(lse=lse, out=out)
+    wide = accumulator_dtype(out.dtype)
+    return Saved(lse=lse, delta=(dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2))
+
+
+def check(name: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], dtype: torch.dtype) -> None:
+    """Compare (out, lse, dq, dk, dv) with float64 in relative Frobenius norms."""
+    exact = name in ROUND_ONCE or dtype not in COARSE
+    out_tolerance, gradient_tolerance = (TOLERANCE[dtype],) * 2 if exact else COARSE[dtype]
+    lse_tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    tolerances = (out_tolerance, lse_tolerance, *(gradient_tolerance,) * 3)
+    for label, g, w, tolerance in zip(("out", "lse", "dq", "dk", "dv"), got, want, tolerances, strict=True):
+        assert g.dtype == (accumulator_dtype(dtype) if label == "lse" else dtype), label
+        if not w.any():  # one key a row: its probability is 1 whatever the score, and dq and dk are rounding alone
+            tolerance *= want[0].norm().item()
+        assert_close(g, w, tolerance=tolerance, name=label)
+
+
+def run(kernel: BlockKernel, p: Problem, band: Band, deterministic: bool = False) -> tuple[torch.Tensor, ...]:
+    out, lse = kernel.forward(p.q, p.k, p.v, band=band, softmax_scale=p.scale)
+    saved = saved_for(kernel, p.dout, out, lse)
+    gradients = kernel.backward(
+        p.dout, p.q, p.k, p.v, saved, band=band, softmax_scale=p.scale, deterministic=deterministic
+    )
+    return out, lse, *gradients
+
+
+@every_target
+@every_dtype
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_block_is_what_dense_float64_attention_says(name: str, device: str, dtype: torch.dtype, case: Case) -> None:
+    kernel = usable(name, device, dtype, case)
+    p = problem(case, dtype, device)
+    check(name, run(kernel, p, case.band), (p.out, p.lse, *p.gradients), dtype)
+
+
+def as_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values as a view of differently laid out memory."""
+    b, s, h, d = x.shape
+    if layout == "sbhd":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "bhsd":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "slice of fused":
+        memory = x.new_full((b, s, h, 3 * d), math.nan)
+        memory[..., d : 2 * d] = x
+        return memory[..., d : 2 * d]
+    if layout == "rows of longer":
+        memory = x.new_full((b, s + 5, h, d), math.nan)
+        memory[:, 3:-2] = x
+        return memory[:, 3:-2]
+    if layout == "last dimension strided":
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+    assert layout == "misaligned"
+    memory = x.new_full((x.numel() + 1,), math.nan)
+    memory[1:] = x.flatten()
+    return memory[1:].view(x.shape)
+
+
+LAYOUTS = ["sbhd", "bhsd", "slice of fused", "rows of longer", "last dimension strided", "misaligned"]
+
+
+@every_target
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "case",
+    [Case(40, 56), Case(40, 40, CAUSAL, heads=6, kv_heads=2), Case(56, 40, Band(9, 4)), Case(40, 40, CAUSAL, batch=1)],
+    ids=str,
+)
+def test_strided_views_give_the_same_numbers(name: str, device: str, layout: str, case: Case) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    kernel = usable(name, device, dtype, case)
+    p = problem(case, dtype, device)
+    want = (p.out, p.lse, *p.gradients)
+    viewed = dataclasses.replace(p, **{field: as_layout(getattr(p, field), layout) for field in ("q", "k", "v", "dout")})
+    check(name, run(kernel, viewed, case.band), want, dtype)
+    out, lse = kernel.forward(p.q, p.k, p.v, band=case.band, softmax_scale=p.scale)
+    saved = saved_for(kernel, p.dout, as_layout(out, layout), lse.transpose(1, 2).contiguous().transpose(1, 2))
+    gradients = kernel.backward(
+        p.dout, p.q, p.k, p.v, saved, band=case.band, softmax_scale=p.scale, deterministic=False
+    )
+    check(name, (out, lse, *gradients), want, dtype)
+
+
+@every_target
+@every_dtype
+@pytest.mark.parametrize(
+    "case", [Case(70, 30, CAUSAL), Case(70, 30, Band(2, 3)), Case(600, 20, CAUSAL, heads=4, kv_heads=2)], ids=str
+)
+def test_rows_that_see_nothing_give_zero_and_minus_infinity(
+    name: str, device: str, dtype: torch.dtype, case: Case
+) -> None:
+    kernel = usable(name, device, dtype, case)
+    p = problem(case, dtype, device)
+    out, lse, dq, dk, dv = run(kernel, p, case.band)
+    blind = p.lse[0, 0] == -math.inf
+    assert blind.sum() >= 30
+    assert (out[:, blind] == 0).all()
+    assert (lse[:, :, blind] == -math.inf).all()
+    assert (dq[:, blind] == 0).all()
+    check(name, (out, lse, dq, dk, dv), (p.out, p.lse, *p.gradients), dtype)
+
+
+WHOLE = slice(0, None)
+LONG_ROWS = {
+    "two full blocks": (
+        Case(48, 104, heads=4, kv_heads=2),
+        [(WHOLE, slice(0, 40), FULL), (WHOLE, slice(40, 104), FULL)],
+    ),
+    "a full and a causal block": (
+        Case(48, 96, CAUSAL),
+        [(WHOLE, slice(0, 48), FULL), (WHOLE, slice(48, 96), CAUSAL)],
+    ),
+    "a window over three blocks": (
+        Case(40, 120, Band(55, 0), heads=2, kv_heads=1),
+        [
+            (slice(0, 15), slice(25, 40), Band(0, -1)),
+            (WHOLE, slice(40, 80), Band(15, -1)),
+            (WHOLE, slice(80, 120), CAUSAL),
+        ],
+    ),
+    "a block that some rows do not see": (
+        Case(64, 96, CAUSAL),
+        [(WHOLE, slice(0, 40), Band(-1, 56)), (WHOLE, slice(40, 96), CAUSAL)],
+    ),
+}
+
+
+@every_target
+@every_dtype
+@pytest.mark.parametrize("rows", list(LONG_ROWS))
+def test_blocks_of_a_longer_row_sum_to_its_gradient(name: str, device: str, dtype: torch.dtype, rows: str) -> None:
+    """The contract that distribution rests on: forward per block and merge, backward with the global lse and out."""
+    case, blocks = LONG_ROWS[rows]
+    lengths = [(len(range(case.q_len)[r]), c.stop - c.start) for r, c, _ in blocks]
+    calls = [dataclasses.replace(case, q_len=q, kv_len=kv, band=b[2]) for (q, kv), b in zip(lengths, blocks, strict=True)]
+    kernel = usable(name, device, dtype, *calls)
+    p = problem(case, dtype, device)
+    wide = accumulator_dtype(dtype)
+    acc_out = torch.empty(p.dout.shape, dtype=wide, device=device)
+    acc_lse = torch.empty(p.lse.shape, dtype=wide, device=device)
+    open_(acc_out, acc_lse)
+    for r, c, band in blocks:
+        out, lse = kernel.forward(p.q[:, r], p.k[:, c], p.v[:, c], band=band, softmax_scale=p.scale)
+        merge_(acc_out[:, r], acc_lse[:, :, r], out, lse)
+    out = acc_out.to(dtype)
+    dq = torch.zeros(p.q.shape, dtype=wide, device=device)
+    dk, dv = torch.zeros_like(p.k, dtype=wide), torch.zeros_like(p.v, dtype=wide)
+    for r, c, band in blocks:
+        dout = p.dout[:, r]
+        saved = saved_for(kernel, dout, out[:, r], acc_lse[:, :, r])
+        gradients = kernel.backward(
+            dout, p.q[:, r], p.k[:, c], p.v[:, c], saved, band=band, softmax_scale=p.scale, deterministic=False
+        )
+        for acc, where, gradient in zip((dq, dk, dv), (r, c, c), gradients, strict=True):
+            acc[:, where] += gradient
+    check(name, (out, acc_lse, dq.to(dtype), dk.to(dtype), dv.to(dtype)), (p.out, p.lse, *p.gradients), dtype)
+
+
+@every_target
+@every_dtype
+@pytest.mark.parametrize("case", [Case(64, 64), Case(64, 64, CAUSAL), Case(64, 64, Band(9, 9))], ids=str)
+def test_large_logits_do_not_overflow(name: str, device: str, dtype: torch.dtype, case: Case) -> None:
+    kernel = usable(name, device, dtype, case)
+    p = problem(case, dtype, device, gain=400.0)
+    assert p.lse.abs().max() > 500
+    out, lse, *gradients = run(kernel, p, case.band)
+    assert_close(out, p.out, tolerance={torch.float64: 1e-11, torch.float32: 1e-3}.get(dtype, 8e-3), name="out")
+    assert_close(lse, p.lse, tolerance=1e-12 if dtype == torch.float64 else 1e-6, name="lse")
+    for label, got, want in zip(("dq", "dk", "dv"), gradients, p.gradients, strict=True):
+        assert got.isfinite().all(), label
+        if dtype == torch.float64:
+            assert_close(got, want, tolerance=1e-9, name=label)
+
+
+@every_target
+@pytest.mark.parametrize("case", [Case(384, 384, CAUSAL, heads=4, kv_heads=2), Case(384, 640, Band(90, 5))], ids=str)
+def test_deterministic_gradients_have_equal_bits(name: str, device: str, case: Case) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    kernel = usable(name, device, dtype, case, deterministic=True)
+    p = problem(case, dtype, device)
+    mode = torch.get_deterministic_debug_mode()
+    first = run(kernel, p, case.band, deterministic=True)
+    assert torch.get_deterministic_debug_mode() == mode
+    for _ in range(3):
+        again = run(kernel, p, case.band, deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@every_target
+def test_inputs_are_left_as_they_were(name: str, device: str) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    case = Case(40, 40, CAUSAL)
+    kernel = usable(name, device, dtype, case)
+    p = problem(case, dtype, device)
+    before = [x.clone() for x in (p.q, p.k, p.v, p.dout)]
+    out, lse = kernel.forward(p.q, p.k, p.v, band=case.band, softmax_scale=p.scale)
+    saved = saved_for(kernel, p.dout, out, lse)
+    kept = [x.clone() for x in (saved.lse, saved.delta, saved.out) if x is not None]
+    kernel.backward(p.dout, p.q, p.k, p.v, saved, band=case.band, softmax_scale=p.scale, deterministic=False)
+    after = [p.q, p.k, p.v, p.dout, *(x for x in (saved.lse, saved.delta, saved.out) if x is not None)]
+    assert all(torch.equal(a, b) for a, b in zip([*before, *kept], after, strict=True))
