@@ -1,0 +1,25 @@
+"""The reference run that every parallel run is compared with: Megatron-Core's own attention on one rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the worker processes import tests.megatron.harness by name
+
+from dfa_megatron.testing.workers import preload, run_ranks  # noqa: E402
+from tests.megatron import harness  # noqa: E402
+
+# Importing a GPT model takes seconds: once in the fork server, not in every rank of every test.
+preload("megatron.core.parallel_state", "megatron.core.models.gpt.gpt_model", "megatron.core.distributed")
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Path of the losses and first gradients of one rank with Megatron's own attention."""
+    path = str(tmp_path_factory.mktemp("megatron") / "reference.pt")
+    run_ranks(1, harness.save_reference, path, timeout=120)
+    return path

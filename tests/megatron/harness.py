@@ -1,0 +1,330 @@
+"""A tiny real GPTModel trained by Megatron-Core's real schedules on real text, with weights that no topology can change."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Iterator
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.megatron_cpu import use_cpu
+
+LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 64, 4, 2, 128
+SEQUENCE, BATCH, MICRO_BATCHES, STEPS, VOCABULARY = 48, 2, 2, 30, 256
+LEARNING_RATE = 2e-3
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How many ranks of what; sequence parallelism goes with tp > 1."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    vp: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.cp
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    options: DistAttentionConfig | None
+    """None: Megatron's own attention (one rank only)."""
+    recompute: tuple[str, int] | None = None
+    """--recompute-granularity full with this method and number of layers."""
+    dropout: float = 0.0
+    steps: int = STEPS
+    config: tuple[tuple[str, Any], ...] = ()
+
+
+def case(layout: str = "contiguous", remat: str = "off", **changes: Any) -> Case:
+    """A case by its two usual options; remat "on" comes from Megatron's flag, as users ask for it."""
+    recompute = ("uniform", 1) if remat == "auto" else None
+    given = {"recompute": recompute, **changes}
+    return Case(DistAttentionConfig(layout=layout, remat=remat), **given)
+
+
+@dataclass
+class Run:
+    """What a rank saw of a training run."""
+
+    losses: list[float]
+    """Mean loss of the global batch at every step; empty but on the last pipeline stage."""
+    gradients: dict[str, torch.Tensor]
+    """Of the first step, by global parameter name: this rank's shard, averaged as Megatron averages."""
+    shards: dict[str, tuple[int, int]]
+    """How each of them is cut over tensor-parallel ranks: (dimension, pieces)."""
+    counts: dict[str, int]
+    """COUNTERS after the first step."""
+
+
+@cache
+def text() -> torch.Tensor:
+    """English prose that every CPython carries, as bytes."""
+    from pydoc_data.topics import topics
+
+    return torch.frombuffer(bytearray("".join(topics.values()).encode()), dtype=torch.uint8).long()
+
+
+def micro_batch(step: int, micro: int) -> dict[str, torch.Tensor]:
+    """The global micro-batch, (batch, sequence) each."""
+    start = (step * MICRO_BATCHES + micro) * BATCH * (SEQUENCE + 1)
+    rows = text()[start : start + BATCH * (SEQUENCE + 1)].view(BATCH, SEQUENCE + 1)
+    return {
+        "tokens": rows[:, :-1].contiguous(),
+        "labels": rows[:, 1:].contiguous(),
+        "loss_mask": torch.ones(BATCH, SEQUENCE),
+        "position_ids": torch.arange(SEQUENCE).expand(BATCH, -1).contiguous(),
+    }
+
+
+def start(topology: Topology) -> None:
+    """Make the process groups; the process must have a default group already."""
+    use_cpu()
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        topology.tp, topology.pp, topology.vp, context_parallel_size=topology.cp
+    )
+    seed()
+
+
+def seed() -> None:
+    """The same random state at the start of every run."""
+    from megatron.core import tensor_parallel
+
+    torch.manual_seed(7)
+    tensor_parallel.get_cuda_rng_tracker().reset()
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+
+
+def make_config(topology: Topology, wanted: Case, **changes: Any) -> Any:
+    """The TransformerConfig of the tiny model."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    method, layers = wanted.recompute or (None, None)
+    fields: dict[str, Any] = dict(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        ffn_hidden_size=FFN,
+        use_cpu_initialization=True,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        attention_dropout=0.0,
+        hidden_dropout=wanted.dropout,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vp,
+        context_parallel_size=topology.cp,
+        sequence_parallel=topology.tp > 1,
+        cp_comm_type="dfa" if wanted.options is not None else None,
+        recompute_granularity="full" if wanted.recompute else None,
+        recompute_method=method,
+        recompute_num_layers=layers,
+        # gloo's isend may still read an output that Megatron has already given back.
+        deallocate_pipeline_outputs=topology.vp is None,
+        overlap_p2p_comm=topology.vp is not None,
+        batch_p2p_comm=topology.vp is None,
+    )
+    fields.update(wanted.config)
+    fields.update(changes)
+    return TransformerConfig(**fields)
+
+
+def make_model(config: Any, options: DistAttentionConfig | None, vp_stage: int | None = None) -> Any:
+    """One model chunk with the harness's weights."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from dfa_megatron.megatron import dfa_ify
+
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if options is not None:
+        spec = dfa_ify(spec, config, options, vp_stage=vp_stage)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        vp_stage=vp_stage,
+    )
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(weight(global_name(model, name), parameter, config.tensor_model_parallel_size))
+    return model
+
+
+def global_name(model: Any, name: str) -> str:
+    """A parameter's name with the layer's number in the whole model."""
+    parts = name.split(".")
+    if "layers" in parts:
+        place = parts.index("layers") + 1
+        parts[place] = str(model.decoder.layers[int(parts[place])].layer_number - 1)
+    return ".".join(parts)
+
+
+def weight(name: str, parameter: torch.Tensor, tp: int) -> torch.Tensor:
+    """The initial value, made whole from the name alone and then cut as the parameter is."""
+    from megatron.core import parallel_state
+
+    shape = list(parameter.shape)
+    dimension = getattr(parameter, "partition_dim", -1)
+    cut = tp > 1 and getattr(parameter, "tensor_model_parallel", False)
+    if cut:
+        shape[dimension] *= tp
+    generator = torch.Generator().manual_seed(int(hashlib.sha256(name.encode()).hexdigest()[:12], 16))
+    whole = torch.randn(shape, generator=generator) * 0.05
+    if "norm" in name and name.endswith("weight"):
+        whole += 1
+    return whole.chunk(tp, dimension)[parallel_state.get_tensor_model_parallel_rank()] if cut else whole
+
+
+def train(topology: Topology, wanted: Case) -> Run:
+    """Train from the harness's weights; the process groups must stand (see `start`)."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    seed()
+    config = make_config(topology, wanted)
+    stages = range(topology.vp) if topology.vp else [None]
+    chunks = [make_model(config, wanted.options, stage) for stage in stages]
+    names = {id(p): global_name(chunk, name) for chunk in chunks for name, p in chunk.named_parameters()}
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    models = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+    config.finalize_model_grads_func = finalize_model_grads
+    parameters = [p for model in models for p in model.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE, eps=1e-6)
+    run = Run([], {}, {}, {})
+    COUNTERS.reset()
+    for step in range(wanted.steps):
+        for model in models:
+            model.train()
+            model.zero_grad_buffer()
+        reduced = get_forward_backward_func()(
+            forward_step_func=forward_step(wanted),
+            data_iterator=[batches(wanted, step) for _ in models] if topology.vp else batches(wanted, step),
+            model=models if topology.vp else models[0],
+            num_microbatches=MICRO_BATCHES,
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+            forward_only=False,
+        )
+        if step == 0:
+            run.counts = COUNTERS.snapshot()
+            for p in parameters:
+                run.gradients[names[id(p)]] = p.main_grad.clone()
+                cut = topology.tp > 1 and getattr(p, "tensor_model_parallel", False)
+                run.shards[names[id(p)]] = (getattr(p, "partition_dim", 0), topology.tp) if cut else (0, 1)
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            total = torch.stack([entry["loss"] for entry in reduced]).sum(0)
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+            run.losses.append((total[0] / total[1]).item())
+        for p in parameters:
+            p.grad = p.main_grad
+        optimizer.step()
+    return run
+
+
+def batches(wanted: Case, step: int) -> Iterator[dict[str, torch.Tensor | None]]:
+    """This rank's micro-batches of a step."""
+    from megatron.core import parallel_state
+
+    from dfa_megatron.megatron import shard_batch
+
+    for micro in range(MICRO_BATCHES):
+        whole = micro_batch(step, micro)
+        if wanted.options is None:
+            yield dict(whole)
+        else:
+            yield shard_batch(whole, parallel_state.get_context_parallel_group(), wanted.options)
+
+
+def forward_step(wanted: Case) -> Any:
+    """Megatron's forward_step_func: the model's output and a function that makes the loss of it."""
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), 1).bool() if wanted.options is None else None
+
+    def step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
+        batch = next(iterator)
+        output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+
+        def loss(output: torch.Tensor, **_: Any) -> Any:
+            total, tokens = (output.float() * batch["loss_mask"]).sum(), batch["loss_mask"].sum()
+            return total, tokens.int(), {"loss": torch.stack([total.detach(), tokens])}
+
+        return output, loss
+
+    return step
+
+
+def save_reference(rank: int, world_size: int, path: str) -> None:
+    """Megatron's own attention and checkpointing on one rank; path gets its losses and first gradients."""
+    start(Topology())
+    run = train(Topology(), Case(options=None))
+    torch.save({"losses": run.losses, "gradients": run.gradients}, path)
+
+
+def check_cases(rank: int, world_size: int, topology: Topology, cases: list[tuple[Case, dict[str, int]]], path: str) -> None:
+    """Train every case and compare it with the reference; each with the counts that its first step must show."""
+    start(topology)
+    reference = torch.load(path, weights_only=True)
+    for wanted, counts in cases:
+        run = train(topology, wanted)
+        compare(run, reference, f"{topology} {wanted} on rank {rank}")
+        for name, count in counts.items():
+            assert run.counts[name] == count, f"{topology} {wanted}: {name} is {run.counts[name]}, not {count}"
+
+
+def check_same_dropout(rank: int, world_size: int, topology: Topology) -> None:
+    """With dropout in the layers, rematerialization changes nothing, to the bit, and dropout does drop."""
+    start(topology)
+    plain, rematerialized, megatrons = (
+        train(topology, case(remat=remat, recompute=recompute, dropout=0.1, steps=2))
+        for remat, recompute in (("off", None), ("auto", ("uniform", 1)), ("off", ("uniform", 1)))
+    )
+    assert rematerialized.counts["replays"] > 0
+    assert plain.losses == rematerialized.losses == megatrons.losses
+    for name, gradient in plain.gradients.items():
+        assert torch.equal(gradient, rematerialized.gradients[name]), f"{topology}: {name}"
+    undropped = train(topology, case(steps=1))
+    assert undropped.losses != plain.losses[:1] or not plain.losses
+
+
+def compare(run: Run, reference: dict[str, Any], where: str) -> None:
+    """First loss and every gradient within 1e-5 (of the gradient's largest entry), all losses within 1e-4."""
+    from megatron.core import parallel_state
+
+    assert bool(run.losses) == parallel_state.is_pipeline_last_stage(ignore_virtual=True), where
+    for step, (loss, expected) in enumerate(zip(run.losses, reference["losses"])):
+        limit = 1e-5 if step == 0 else 1e-4
+        assert abs(loss - expected) <= limit, f"{where}: loss {loss} at step {step}, {expected} on one rank"
+    assert run.gradients, where
+    for name, gradient in run.gradients.items():
+        expected = reference["gradients"][name]
+        largest = expected.abs().max()
+        dimension, pieces = run.shards[name]
+        expected = expected.chunk(pieces, dimension)[parallel_state.get_tensor_model_parallel_rank() if pieces > 1 else 0]
+        error = (gradient - expected).abs().max() / largest
+        assert error <= 1e-5, f"{where}: the gradient of {name} is off by {error:.2e}"

@@ -1,0 +1,90 @@
+"""Training with distributed attention equals Megatron-Core's own attention on one rank, whatever the topology."""
+
+from __future__ import annotations
+
+import pytest
+
+from dfa_megatron.testing.workers import run_ranks
+from tests.megatron import harness
+from tests.megatron.harness import Case, Topology, case
+
+FULL = ("uniform", 1)
+"""--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
+
+
+def expected(topology: Topology, wanted: Case) -> dict[str, int]:
+    """What the first step of a case must count on every rank: each attention runs once per layer and micro-batch."""
+    assert wanted.options is not None
+    layers = harness.LAYERS // topology.pp
+    attentions = layers * harness.MICRO_BATCHES
+    full = wanted.recompute is not None
+    if wanted.options.remat == "off":
+        return {"attention_forwards": attentions * (2 if full else 1), "replays": 0, "remat_bytes": 0}
+    replays = attentions
+    if wanted.options.remat == "auto" and wanted.recompute is not None and wanted.recompute[0] == "block":
+        chunks = topology.vp or 1
+        replays = min(wanted.recompute[1], layers // chunks) * chunks * harness.MICRO_BATCHES
+    rows = harness.SEQUENCE // topology.cp * harness.BATCH * harness.HEADS // topology.tp
+    kept = rows * (harness.HIDDEN // harness.HEADS + 1) * 4  # out and lse, float32
+    return {"attention_forwards": attentions, "replays": replays, "remat_bytes": replays * kept}
+
+
+def check(topology: Topology, cases: list[Case], reference: str) -> None:
+    run_ranks(
+        topology.ranks,
+        harness.check_cases,
+        topology,
+        [(wanted, expected(topology, wanted)) for wanted in cases],
+        reference,
+        timeout=170,
+    )
+
+
+BOTH_LAYOUTS = [case(layout, remat) for layout in ("contiguous", "boundary") for remat in ("off", "auto")]
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology(cp=2),
+        Topology(cp=3),
+        Topology(cp=4),
+        Topology(tp=2, cp=2),
+        Topology(pp=2, cp=2),
+    ],
+    ids=["cp2", "cp3", "cp4", "tp2-cp2-sequence-parallel", "pp2-cp2"],
+)
+def test_both_layouts_with_and_without_remat_train_like_one_rank(topology: Topology, reference: str) -> None:
+    check(topology, BOTH_LAYOUTS, reference)
+
+
+def test_interleaved_pipeline_trains_like_one_rank(reference: str) -> None:
+    check(Topology(pp=2, vp=2, cp=2), [case("boundary", "auto", steps=3)], reference)
+
+
+def test_one_rank_runs_the_same_class(reference: str) -> None:
+    check(Topology(), [case("contiguous", "auto", steps=5), case("boundary", steps=2)], reference)
+
+
+def test_zigzag_layout_trains_like_one_rank_without_any_exchange(reference: str) -> None:
+    check(Topology(cp=3), [case("zigzag"), case("zigzag", "auto", steps=3)], reference)
+
+
+def test_what_is_recomputed_follows_the_flags(reference: str) -> None:
+    check(
+        Topology(cp=2),
+        [
+            case(remat="off", recompute=FULL, steps=2),  # Megatron's own: every attention runs twice
+            case("boundary", remat="off", recompute=FULL, steps=2),
+            case(remat="auto", recompute=("block", 3), steps=2),
+            case(remat="auto", recompute=("uniform", 2), steps=2),  # taken as 1
+            case(remat="on", recompute=None, steps=2),
+            case("boundary", remat="on", recompute=("block", 1), steps=2),
+        ],
+        reference,
+    )
+
+
+@pytest.mark.parametrize("topology", [Topology(cp=2), Topology(tp=2, cp=2)], ids=["cp2", "tp2-cp2-sequence-parallel"])
+def test_dropout_elsewhere_is_the_same_with_remat(topology: Topology) -> None:
+    run_ranks(topology.ranks, harness.check_same_dropout, topology, timeout=120)
