@@ -39,7 +39,7 @@ def dist_flash_attn_func(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of this rank's queries over the whole sequence.
 
-    Names and keywords follow flash-attn. The sequence has P * local_seq tokens; every rank calls with as many of its own.
+    Names and keywords follow flash-attn. The sequence has P * local_seq tokens; every rank holds as many of them.
 
     Args:
         q: (batch, local_seq, heads, head_dim), float64, float32, bfloat16 or float16.

@@ -40,7 +40,7 @@ class DistAttentionConfig:
     )
     layout: str = _option(
         "contiguous",
-        "Which tokens a rank holds. contiguous: one slice, in order (the data are sliced by this package). boundary: the "
+        "Which tokens a rank holds. contiguous: one slice, in order (this package slices the data). boundary: the "
         "framework's data stay zigzag, hidden states are exchanged before the first layer and after the last. zigzag: "
         "the framework's data stay zigzag and attention works on them as they are.",
         LAYOUTS,
@@ -50,21 +50,21 @@ class DistAttentionConfig:
     )
     remat: str = _option(
         "auto",
-        "Rematerialization-aware checkpointing: keep attention's output and lse, recompute the rest of the layer. auto: "
-        "on where full recomputation was asked for.",
+        "Rematerialization-aware checkpointing: keep attention's output and lse, recompute the rest of the layer. "
+        "auto: on where full recomputation was asked for.",
         REMAT,
     )
     deterministic: bool = _option(False, "The same gradients to the bit from run to run; may be slower.")
     wire_dtype: str = _option(
         "input",
-        "The dtype of partial outputs and gradients on the wire. input: that of q. float32: larger messages, no rounding "
-        "between ranks.",
+        "The dtype of partial outputs and gradients on the wire. input: that of q. float32: larger messages, no "
+        "rounding between ranks.",
         WIRE_DTYPES,
     )
     verify: str = _option(
         "once",
-        "When ranks compare what they are about to run. once: for every new plan. always: at every call (for debugging: "
-        "it waits for all ranks). off: never.",
+        "When ranks compare what they are about to run. once: for every new plan. always: at every call (for "
+        "debugging: it waits for all ranks). off: never.",
         VERIFY,
     )
     agreement_timeout: float = _option(

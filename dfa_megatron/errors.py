@@ -38,4 +38,4 @@ class ExecutionError(DistAttentionError, RuntimeError):
 
 
 class RematError(DistAttentionError, RuntimeError):
-    """The recompute of a checkpointed region cannot use what its first pass kept; the message says why and what to do."""
+    """A recompute cannot use what the first pass of its region kept; the message says why and what to do."""

@@ -1,7 +1,7 @@
-"""The contract of a block kernel: attention over one (q rows x kv rows x band), and its gradient given the global lse.
+"""The contract of a block kernel: attention over one (q rows x kv rows x band), and its gradient given the lse.
 
-Shapes: q, out, dout, dq (batch, q_len, heads, head_dim); k, dk (batch, kv_len, kv_heads, head_dim); v, dv (batch, kv_len,
-kv_heads, head_dim_v), and out has v's head_dim; lse, delta (batch, heads, q_len). Tensors may be strided views.
+Shapes: q, out, dout, dq (batch, q_len, heads, head_dim); k, dk (batch, kv_len, kv_heads, head_dim); v, dv (batch,
+kv_len, kv_heads, head_dim_v), and out has v's head_dim; lse, delta (batch, heads, q_len). Tensors may be strided views.
 """
 
 from __future__ import annotations

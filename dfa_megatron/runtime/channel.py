@@ -57,8 +57,8 @@ def _resolve(name: str) -> dist.ProcessGroup:
 def channel(name: str, device: torch.device, timeout: float) -> Channel:
     """The channel of a named group; the first call for a group must be made by all of its ranks.
 
-    The communicators are made from the group's own ranks only, so groups that other ranks belong to need not take part, and
-    every rank makes them in the order in which it first uses its groups.
+    The communicators are made from the group's own ranks only, so other ranks need not take part, and every rank makes
+    them in the order in which it first uses its groups.
     """
     group = _resolve(name)
     known = _channels.get((name, device.type))

@@ -1,4 +1,4 @@
-"""What this process has done so far: kernel calls, whole attentions, messages and bytes. Tests and reports count with it."""
+"""What this process has done so far: kernel calls, attentions, messages and bytes, for tests and reports."""
 
 from __future__ import annotations
 

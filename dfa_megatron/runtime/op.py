@@ -1,4 +1,4 @@
-"""The distributed attention as operators of torch.library: compilers trace through it, checkpointing policies see it."""
+"""The distributed attention as operators of torch.library, for compilers and checkpointing policies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's rows of a sequence sharded over a named group.
 
-    q (batch, local_seq, heads, head_dim); k, v with kv_heads; out like q with v's head_dim; lse (batch, heads, local_seq) in
-    float32, float64 for float64. `request` is `Request.to_text()`. lse carries no gradient.
+    q (batch, local_seq, heads, head_dim); k, v with kv_heads; out like q with v's head_dim; lse (batch, heads, local_seq)
+    in float32, float64 for float64. `request` is `Request.to_text()`. lse carries no gradient.
     """
     out, lse = run_forward(prepare(request, group, q, k, v), q, k, v)
     return out.contiguous(), lse.contiguous()
@@ -94,6 +94,7 @@ class Replay(torch.autograd.Function):
         request: str,
         group: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) as they were."""
         COUNTERS.replays += 1
         out, lse = out.detach(), lse.detach()
         ctx.request, ctx.group = request, group
@@ -103,6 +104,7 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        """The operator's backward."""
         q, k, v, out, lse = ctx.saved_tensors
         gradients = attention_backward(dout, q, k, v, out, lse, ctx.request, ctx.group)
         return (*gradients, None, None, None, None)

@@ -1,7 +1,8 @@
-"""Preparing an attention: plan it, check it, lower it, choose the kernel, and agree on all of it; once per new request."""
+"""Preparing an attention: plan, check, lower, choose the kernel, and agree on all of it; once per new request."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
@@ -97,8 +98,8 @@ def build(
     )
     kernel = kernels.select(request.kernel, need)
     wire = q.dtype if request.wire_dtype == "input" else accumulator_dtype(q.dtype)
-    format = Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, kernel.reads)
-    return Prepared(request, plan, forward[rank], backward[rank], kernel, format, over)
+    sizes = Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, kernel.reads)
+    return Prepared(request, plan, forward[rank], backward[rank], kernel, sizes, over)
 
 
 _prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
@@ -138,10 +139,8 @@ def _build_and_agree(
         prepared = build(request, size, rank, q, k, v, over)
     except DistAttentionError as error:
         if compare and over is not None:
-            try:
+            with contextlib.suppress(DistAttentionError):  # this rank's own reason is the clearer one
                 agree({"error": str(error)}, over.side)
-            except DistAttentionError:
-                pass  # this rank's own reason is the clearer one
         raise
     if compare and over is not None:
         agree(_facts(prepared, q, k, v), over.side)

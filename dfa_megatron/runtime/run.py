@@ -29,7 +29,7 @@ def backward_algebra(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> Tensors:
-    """The memory of one rank's backward; delta = rowsum(dout * out) is computed here, once, in the accumulator's dtype."""
+    """The memory of one rank's backward; delta = rowsum(dout * out) is computed once, in the accumulator's dtype."""
     memory = out
     if prepared.format.reads == "delta":
         high = accumulator_dtype(q.dtype)

@@ -19,8 +19,8 @@ Fields = tuple[torch.Tensor, ...]
 class Tensors:
     """One rank's memory and arithmetic for one run of one program.
 
-    Everything is allocated before the first step: slots for what travels, accumulators for what is at home. Only a kernel's
-    own outputs are allocated inside the loop (PyTorch's operators offer no other way).
+    Everything is allocated before the first step: slots for what travels, accumulators for what is at home. Only a
+    kernel's own outputs are allocated inside the loop (PyTorch's operators offer no other way).
 
     Args:
         program: what will run.
@@ -117,7 +117,7 @@ class Tensors:
             (regions,) = [part for part in message.parts if part[0].name == name]
             at = 0
             for region in regions:
-                for target, source in zip(targets, self._fields(region)):
+                for target, source in zip(targets, self._fields(region), strict=True):
                     rows_of(target, at, at + region.rows).copy_(source)
                 at += region.rows
         return flat
@@ -160,7 +160,7 @@ class Tensors:
             parts = self.program.buffers[number].parts
             flat = torch.empty(self.format.nbytes(parts), dtype=torch.uint8, device=self.device)
             self.views[number] = self.format.views(flat, parts)
-            for target, source in zip(self.views[number][name], fields):
+            for target, source in zip(self.views[number][name], fields, strict=True):
                 target.copy_(source)
             self.flat[-1 - number] = flat
 
@@ -194,12 +194,12 @@ class Tensors:
             return
         target = self._fields(region)
         if write.fresh:
-            for into, value in zip(target, partial):
+            for into, value in zip(target, partial, strict=True):
                 into.copy_(value)
         elif self.forward:
             merge_(*target, *partial)
         else:
-            for into, value in zip(target, partial):
+            for into, value in zip(target, partial, strict=True):
                 into.add_(value)
 
     def _whole(self, message: Message) -> torch.Tensor | None:

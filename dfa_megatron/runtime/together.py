@@ -1,4 +1,4 @@
-"""All ranks of a distributed attention in one process: the same plan, programs, kernels and wire format, without a network."""
+"""All ranks of a distributed attention in one process: the same plan, kernels and wire format, no network."""
 
 from __future__ import annotations
 

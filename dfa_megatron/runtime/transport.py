@@ -20,7 +20,7 @@ class Transport(Protocol):
         ...
 
     def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
-        """Start one step's batch once the compute of step `after` is over; `sends` packs, on the transport's own queue."""
+        """Start a step's batch once the compute of step `after` is over; `sends` packs, on the transport's queue."""
         ...
 
     def land(self) -> None:
@@ -67,8 +67,8 @@ class GlooTransport:
 class NcclTransport:
     """Point-to-point over NCCL on a communicator and a stream of its own; the host waits for nothing.
 
-    The communication stream waits for the compute that wrote what is sent, or read what is overwritten (`free`); the compute
-    stream waits for the batch (`filled`). Both are events, recorded per step.
+    The communication stream waits for the compute that wrote what is sent, or read what is overwritten (`free`); the
+    compute stream waits for the batch (`filled`). Both are events, recorded per step.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
