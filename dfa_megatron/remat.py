@@ -223,7 +223,7 @@ def remat_checkpoint(fn: Callable[..., Any], *args: Any, checkpoint: Callable[..
 
 def selective_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Policy for PyTorch's selective activation checkpointing: keep our attention's outputs, recompute the rest."""
-    name: str = operator.name() if isinstance(operator, torch._ops.OpOverload) else ""  # type: ignore[no-untyped-call]
+    name: str = operator.name() if isinstance(operator, torch._ops.OpOverload) else ""
     return CheckpointPolicy.MUST_SAVE if name in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -233,7 +233,7 @@ def selective_context_fn() -> Contexts:
     In eager mode prefer `context_fn`: a dispatch mode sees every operator of the region, which costs host time, and it
     does not bear a recompute that differs from the first pass, such as ZeRO-3's gathering of parameters.
     """
-    contexts: Contexts = create_selective_checkpoint_contexts(selective_policy)  # type: ignore[no-untyped-call]
+    contexts: Contexts = create_selective_checkpoint_contexts(selective_policy)
     return contexts
 
 

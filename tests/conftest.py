@@ -21,6 +21,13 @@ def pytest_configure() -> None:
     workers.preload(*(("megatron.core.parallel_state",) if megatron else ()))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """@pytest.mark.gpu needs one GPU, @pytest.mark.gpu(n) needs n."""
+    marker = item.get_closest_marker("gpu")
+    if marker is not None and torch.cuda.device_count() < (needed := marker.args[0] if marker.args else 1):
+        pytest.skip(f"needs {needed} CUDA devices")
+
+
 @pytest.fixture
 def nan_memory() -> Iterator[None]:
     """Uninitialised memory is NaN in this test (not in the processes it starts: there, enter the context manager)."""

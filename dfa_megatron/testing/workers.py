@@ -1,4 +1,4 @@
-"""Run a function on every rank of a gloo group of fresh processes, and end all of them whatever happens.
+"""Run a function on every rank of a process group made of fresh processes, and end all of them whatever happens.
 
 Processes come from a fork server. Call `preload` before its first use, and it imports torch once for all: a group then
 starts in a fraction of a second. Functions, arguments and results travel by pickle between a test and the processes it
@@ -38,6 +38,7 @@ class _Job:
     world_size: int
     store: str
     timeout: float
+    cuda: bool
     environment: dict[str, str]
     path: list[str]
     module: str
@@ -51,12 +52,15 @@ def preload(*modules: str) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(names)
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Call function(rank, world_size, *args) on every rank of a new default gloo group, one process and thread each.
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, cuda: bool = False
+) -> list[Any]:
+    """Call function(rank, world_size, *args) on every rank of a new default group, one process and CPU thread each.
 
     Args:
         function: defined at the top level of a module. Workers see the environment variables and sys.path of now.
         timeout: seconds until all processes are killed.
+        cuda: give each rank a GPU as its current device, and NCCL for tensors there. CPU tensors always go by gloo.
 
     Returns:
         What each rank returned, by rank. Tensors arrive as copies.
@@ -67,7 +71,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         workers: list[_Worker] = []
         try:
-            for job in _jobs(world_size, function, args, timeout, folder):
+            for job in _jobs(world_size, function, args, timeout, cuda, folder):
                 workers.append(_Worker(job, folder))
             _collect(workers, time.monotonic() + timeout)
             _assert_all_well(workers, timeout)
@@ -78,7 +82,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 
 def _jobs(
-    world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, folder: str
+    world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, cuda: bool, folder: str
 ) -> Iterable[_Job]:
     module = sys.modules[function.__module__]
     call = pickle.dumps((function, args))
@@ -88,6 +92,7 @@ def _jobs(
             world_size=world_size,
             store=os.path.join(folder, "store"),
             timeout=timeout,
+            cuda=cuda,
             environment=dict(os.environ),
             path=list(sys.path),
             module=module.__name__,
@@ -190,8 +195,10 @@ def _call(job: _Job) -> Any:
     sys.path[:] = job.path
     _import(job.module, job.file)
     function, args = pickle.loads(job.call)  # noqa: S301 (from the test that started us)
+    if job.cuda:
+        torch.cuda.set_device(job.rank)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if job.cuda else "gloo",
         init_method=f"file://{job.store}",
         rank=job.rank,
         world_size=job.world_size,

@@ -102,6 +102,20 @@ def half_gradients(rank: int, world_size: int) -> torch.Tensor:
     return local.grad.float()
 
 
+def on_gpus(rank: int, world_size: int) -> None:
+    x = sample((2, 8 * world_size, 3), torch.float32, 1)
+    for layout in LAYOUTS:
+        leaf = x.cuda().requires_grad_()
+        local = shard_sequence(leaf, layout=layout)
+        whole = unshard_sequence(local, layout=layout)
+        assert torch.equal(whole.cpu(), x)
+        (whole * (rank + 1)).sum().backward()
+        here = local_positions(8 * world_size, layout=layout, device="cuda")
+        assert leaf.grad is not None
+        assert leaf.grad[:, here].eq(sum(range(1, world_size + 1))).all()
+        assert leaf.grad.count_nonzero() == local.numel()
+
+
 def sub_groups(rank: int, world_size: int) -> None:
     """Two groups of two whose group ranks are not the global ranks, used at the same time."""
     groups = [dist.new_group([3, 1]), dist.new_group([0, 2])]
@@ -163,6 +177,11 @@ def test_ranks_that_differ_are_all_told_how() -> None:
     for told in run_ranks(2, disagreements):
         assert "shapes by rank [(1, 2), (1, 4)]" in told[0]
         assert all("differ from this rank's on ranks" in text for text in told[1:])
+
+
+@pytest.mark.gpu(2)
+def test_gpus_shard_and_unshard_over_nccl() -> None:
+    run_ranks(2, on_gpus, cuda=True)
 
 
 def test_a_shard_does_not_keep_the_whole_alive() -> None:

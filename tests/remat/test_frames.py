@@ -75,6 +75,8 @@ class OwnReentrant(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
         ctx.run, ctx.rng = run, torch.get_rng_state()
+        ctx.devices = [x.device] if x.is_cuda else []
+        ctx.device_rng = [torch.cuda.get_rng_state(device) for device in ctx.devices]
         ctx.save_for_backward(x)
         with torch.no_grad():
             return run(x)
@@ -83,8 +85,10 @@ class OwnReentrant(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         (x,) = ctx.saved_tensors
         x = x.detach().requires_grad_()
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.random.fork_rng(devices=ctx.devices), torch.enable_grad():
             torch.set_rng_state(ctx.rng)
+            for device, state in zip(ctx.devices, ctx.device_rng, strict=True):
+                torch.cuda.set_rng_state(state, device)
             out = ctx.run(x)
         torch.autograd.backward(out, grad)
         return None, x.grad
@@ -453,3 +457,23 @@ def test_a_region_without_attention_may_be_backwarded_twice() -> None:
         loss.backward(retain_graph=True)
         loss.backward()
         assert torch.equal(x.grad, torch.full_like(x, 4 * (1 - torch.tensor(1.0).double().tanh() ** 2)))
+
+
+@pytest.mark.gpu
+@front
+def test_frames_work_on_a_gpu_whose_backward_runs_in_another_thread(front: Any) -> None:
+    layers = [layer.cuda() for layer in make(3, 71, attentions=2, dropout=0.3)]
+
+    def gradients(how: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(10)
+        x = leaf = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, device="cuda", requires_grad=True)
+        for layer in layers:
+            layer.zero_grad()
+            x = how(layer, x)
+        x.square().sum().backward()
+        return [leaf.grad, *(p.grad.clone() for layer in layers for p in layer.parameters())]
+
+    want = gradients(direct)
+    Attention.ran = 0
+    assert_same_bits(gradients(front), want)
+    assert Attention.ran == 6
