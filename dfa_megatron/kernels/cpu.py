@@ -124,7 +124,7 @@ def _piece_backward(
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """x in the accumulator dtype, its last dimension contiguous: the operator reads rows and never asks for that stride."""
+    """x in the accumulator dtype, its last dimension contiguous: the operator takes that for granted, unchecked."""
     x = x.to(accumulator_dtype(x.dtype))
     return x if x.stride(-1) == 1 else x.contiguous()
 

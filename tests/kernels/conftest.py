@@ -1,4 +1,4 @@
-"""Memory that nobody has written is NaN in every kernel test, in Python's allocations and in those of PyTorch's C++ code."""
+"""Memory that nobody has written is NaN in every kernel test, allocated by Python or inside PyTorch."""
 
 from __future__ import annotations
 

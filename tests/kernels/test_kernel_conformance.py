@@ -93,7 +93,9 @@ HEAD_DIMS = [Case(40, 40, CAUSAL, head_dim=d) for d in (8, 40, 64, 80, 96, 128, 
 ]
 CASES = SHAPES + BANDS + HEADS + HEAD_DIMS
 
-every_target = pytest.mark.parametrize(("name", "device"), TARGETS, ids=[f"{name} on {device}" for name, device in TARGETS])
+every_target = pytest.mark.parametrize(
+    ("name", "device"), TARGETS, ids=[f"{name} on {device}" for name, device in TARGETS]
+)
 every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
@@ -235,7 +237,9 @@ def test_strided_views_give_the_same_numbers(name: str, device: str, layout: str
     kernel = usable(name, device, dtype, case)
     p = problem(case, dtype, device)
     want = (p.out, p.lse, *p.gradients)
-    viewed = dataclasses.replace(p, **{field: as_layout(getattr(p, field), layout) for field in ("q", "k", "v", "dout")})
+    viewed = dataclasses.replace(
+        p, **{field: as_layout(getattr(p, field), layout) for field in ("q", "k", "v", "dout")}
+    )
     check(name, run(kernel, viewed, case.band), want, dtype)
     out, lse = kernel.forward(p.q, p.k, p.v, band=case.band, softmax_scale=p.scale)
     saved = saved_for(kernel, p.dout, as_layout(out, layout), lse.transpose(1, 2).contiguous().transpose(1, 2))
@@ -296,7 +300,9 @@ def test_blocks_of_a_longer_row_sum_to_its_gradient(name: str, device: str, dtyp
     """The contract that distribution rests on: forward per block and merge, backward with the global lse and out."""
     case, blocks = LONG_ROWS[rows]
     lengths = [(len(range(case.q_len)[r]), c.stop - c.start) for r, c, _ in blocks]
-    calls = [dataclasses.replace(case, q_len=q, kv_len=kv, band=b[2]) for (q, kv), b in zip(lengths, blocks, strict=True)]
+    calls = [
+        dataclasses.replace(case, q_len=q, kv_len=kv, band=b[2]) for (q, kv), b in zip(lengths, blocks, strict=True)
+    ]
     kernel = usable(name, device, dtype, *calls)
     p = problem(case, dtype, device)
     wide = accumulator_dtype(dtype)

@@ -1,0 +1,106 @@
+"""Bands: the pieces of a call hold exactly its pairs, and every kernel that takes bands takes any of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dfa_megatron import kernels
+from dfa_megatron.kernels.api import Saved
+from dfa_megatron.kernels.bands import cut_rows, cut_tall, tile_of, visible
+from dfa_megatron.plan.geometry import Band, Tile
+from dfa_megatron.testing.compare import assert_close, band_mask, dense_attention
+
+bounds = st.one_of(st.just(-1), st.integers(0, 60))
+bands = st.builds(Band, left=bounds, right=bounds)
+lengths = st.integers(1, 40)
+
+
+def pairs(tile: Tile, q_len: int, kv_len: int, window: torch.Tensor) -> torch.Tensor:
+    """The window of a piece, put at its place in the call."""
+    seen = torch.zeros(q_len, kv_len, dtype=torch.int64)
+    seen[tile.q.lo : tile.q.hi, tile.kv.lo : tile.kv.hi] = window
+    return seen
+
+
+def window_of(tile: Tile) -> torch.Tensor:
+    seen = visible(tile.band, len(tile.q), len(tile.kv), torch.device("cpu"))
+    return torch.ones(len(tile.q), len(tile.kv), dtype=torch.bool) if seen is None else seen
+
+
+def flash_attention_2_window(band: Band, q_len: int, kv_len: int) -> torch.Tensor:
+    """The pairs that FlashAttention-2 sees, bounds as flash_api.cpp reads them (mha_fwd, set_params_fprop)."""
+    left = -1 if band.left >= kv_len else band.left
+    right = -1 if band.right >= kv_len else band.right
+    if left < 0 and right < 0:
+        return torch.ones(q_len, kv_len, dtype=torch.bool)
+    left, right = (kv_len if bound < 0 else bound for bound in (left, right))
+    distance = torch.arange(kv_len)[None] - torch.arange(q_len)[:, None] - (kv_len - q_len)
+    return (distance >= -left) & (distance <= right)
+
+
+@settings(max_examples=200, deadline=None)
+@given(bands, lengths, lengths, st.integers(1, 50))
+def test_cut_rows_hold_every_pair_once_and_no_empty_row(band: Band, q_len: int, kv_len: int, rows: int) -> None:
+    pieces = list(cut_rows(tile_of(band, q_len, kv_len), rows))
+    held = sum((pairs(piece, q_len, kv_len, window_of(piece)) for piece in pieces), torch.zeros(q_len, kv_len))
+    assert torch.equal(held.bool(), band_mask(q_len, kv_len, window_size=(band.left, band.right)))
+    assert held.max() <= 1
+    assert all(len(piece.q) <= rows and window_of(piece).any(1).all() for piece in pieces)
+
+
+@settings(max_examples=500, deadline=None)
+@given(bands, lengths, lengths)
+def test_flash_attention_2_reads_the_cut_bands_as_they_are_meant(band: Band, q_len: int, kv_len: int) -> None:
+    pieces = list(cut_tall(tile_of(band, q_len, kv_len)))
+    held = torch.zeros(q_len, kv_len, dtype=torch.int64)
+    for piece in pieces:
+        held += pairs(piece, q_len, kv_len, flash_attention_2_window(piece.band, len(piece.q), len(piece.kv)))
+        assert window_of(piece).any(1).all()
+    assert torch.equal(held, band_mask(q_len, kv_len, window_size=(band.left, band.right)).long())
+    assert len(pieces) <= 3
+
+
+def test_an_uncut_tall_band_would_be_misread() -> None:
+    """Why `cut_tall` exists: a right bound of kv_len or more is dropped although it hides pairs."""
+    band, q_len, kv_len = Band(-1, 8), 10, 2
+    right = band_mask(q_len, kv_len, window_size=(band.left, band.right))
+    assert not torch.equal(flash_attention_2_window(band, q_len, kv_len), right)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@settings(max_examples=60, deadline=None)
+@given(
+    bands, lengths, lengths, st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]), st.integers(1, 2), st.integers(0, 999)
+)
+def test_any_band_is_exact_in_float64(
+    name: str, band: Band, q_len: int, kv_len: int, heads: tuple[int, int], batch: int, seed: int
+) -> None:
+    kernel = kernels.get(name)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int, heads: int) -> torch.Tensor:
+        return torch.randn(batch, length, heads, 8, generator=generator, dtype=torch.float64)
+
+    q, k, v, dout = draw(q_len, heads[0]), draw(kv_len, heads[1]), draw(kv_len, heads[1]), draw(q_len, heads[0])
+    leaves = tuple(x.clone().requires_grad_() for x in (q, k, v))
+    want_out, want_lse = dense_attention(*leaves, window_size=(band.left, band.right), softmax_scale=0.4)
+    want = torch.autograd.grad(want_out, leaves, dout)
+    out, lse = kernel.forward(q, k, v, band=band, softmax_scale=0.4)
+    assert_close(out, want_out, tolerance=1e-12, name="out")
+    assert_close(lse, want_lse, tolerance=1e-12, name="lse")
+    saved = Saved(lse=lse, delta=(dout * out).sum(-1).transpose(1, 2), out=out)
+    got = kernel.backward(dout, q, k, v, saved, band=band, softmax_scale=0.4, deterministic=False)
+    for label, g, w in zip(("dq", "dk", "dv"), got, want, strict=True):
+        error = (g - w).norm() / max(w.norm(), dout.norm())  # a row with one key has dq 0 but for rounding
+        assert error <= 1e-13, f"{label} is off by {error}"
+
+
+@pytest.mark.parametrize("bound", [(-1, -1), (0, 0), (3, -1), (-1, 3)])
+def test_visible_is_the_band_mask(bound: tuple[int, int]) -> None:
+    seen = visible(Band(*bound), 5, 9, torch.device("cpu"))
+    want = band_mask(5, 9, window_size=bound)
+    assert torch.equal(want if seen is None else seen, want)
+    assert (seen is None) == (bound == (-1, -1))

@@ -1,0 +1,255 @@
+"""Choosing a kernel: the first that does not refuse, with reasons and versions, and no GPU asked at import."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dfa_megatron import kernels
+from dfa_megatron.config import KERNELS as CONFIG_NAMES
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels import cudnn, gpu
+from dfa_megatron.kernels.api import BlockKernel, Need, Saved
+from dfa_megatron.kernels.cudnn import CudnnKernel
+from dfa_megatron.kernels.operators import AtenOperator
+from dfa_megatron.kernels.strides import dense, vectorised
+from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
+
+ON_CPU = Need(
+    device="cpu",
+    dtype=torch.float32,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    head_dim_v=64,
+    forms=frozenset({"full", "causal"}),
+)
+ON_HOPPER = dataclasses.replace(ON_CPU, device="cuda", dtype=torch.bfloat16, capability=(9, 0))
+
+
+@pytest.fixture
+def hopper_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PyTorch says of itself in a CUDA build, so that the refusals behind it can be read on any machine."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+def test_every_kernel_keeps_the_contract_and_has_its_name_in_the_options() -> None:
+    assert all(isinstance(kernel, BlockKernel) for kernel in kernels.KERNELS.values())
+    assert ("auto", *sorted(kernels.KERNELS)) == ("auto", *sorted(set(CONFIG_NAMES) - {"auto"}))
+    assert list(kernels.KERNELS) == ["cudnn", "aten", "cpu", "reference"]
+    assert {name: kernel.reads for name, kernel in kernels.KERNELS.items()} == {
+        "cudnn": "out",
+        "aten": "out",
+        "cpu": "out",
+        "reference": "delta",
+    }
+
+
+def test_auto_takes_the_fused_kernel_on_cpu_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    kernels._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="dfa_megatron.kernels"):
+        assert kernels.select("auto", ON_CPU).name == "cpu"
+        assert kernels.select("auto", ON_CPU).name == "cpu"
+    (record,) = caplog.records
+    assert "kernel cpu" in record.message
+    assert "cudnn refused: it runs on CUDA" in record.message
+
+
+def test_falling_back_to_the_reference_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    kernels._log_choice.cache_clear()
+    uneven = dataclasses.replace(ON_CPU, head_dim_v=32)
+    with caplog.at_level(logging.INFO, logger="dfa_megatron.kernels"):
+        assert kernels.select("auto", uneven).name == "reference"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "cpu refused: it needs head_dim (64) and head_dim_v (32) to be equal" in record.message
+
+
+@pytest.mark.usefixtures("hopper_build")
+def test_auto_prefers_cudnn_and_leaves_it_for_what_it_cannot_do() -> None:
+    assert kernels.select("auto", ON_HOPPER).name == "cudnn"
+    banded = dataclasses.replace(ON_HOPPER, forms=frozenset({"full", "band"}))
+    assert kernels.select("auto", banded).name == "aten"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, deterministic=True)).name == "aten"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=256, head_dim_v=256)).name == "aten"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=192, head_dim_v=128)).name == "cudnn"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=100, head_dim_v=100)).name == "reference"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float32)).name == "reference"
+
+
+@pytest.mark.usefixtures("hopper_build")
+def test_cudnn_honours_pytorchs_own_deterministic_switch() -> None:
+    torch.set_deterministic_debug_mode("error")
+    assert kernels.select("auto", ON_HOPPER).name == "aten"
+
+
+@pytest.mark.usefixtures("hopper_build")
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("cudnn", {"device": "cpu"}, "runs on CUDA, not on cpu"),
+        ("cudnn", {"dtype": torch.float32}, "not torch.float32"),
+        ("cudnn", {"forms": frozenset({"band"})}, "no sliding window"),
+        ("cudnn", {"deterministic": True}, "not deterministic"),
+        ("cudnn", {"head_dim": 36, "head_dim_v": 36}, "multiples of 8"),
+        ("cudnn", {"head_dim": 256, "head_dim_v": 256}, "over 128"),
+        ("cudnn", {"head_dim": 192, "head_dim_v": 128, "capability": (8, 0)}, "over 128 on compute capability 8.0"),
+        ("cudnn", {"capability": (7, 5)}, "8.0 (Ampere) or newer, not 7.5"),
+        ("cudnn", {"heads": 7}, "multiple of kv_heads"),
+        ("aten", {"head_dim_v": 32}, "to be equal"),
+        ("aten", {"head_dim": 264, "head_dim_v": 264}, "over 256"),
+        ("aten", {"head_dim": 224, "head_dim_v": 224, "capability": (8, 9)}, "over 192 on compute capability 8.9"),
+        ("aten", {"capability": None}, "an unknown one"),
+        ("cpu", {}, "runs on CPU, not on cuda"),
+        ("cpu", {"device": "cpu", "dtype": torch.float8_e4m3fn}, "not torch.float8_e4m3fn"),
+        ("cpu", {"device": "cpu", "heads": 7}, "multiple of kv_heads"),
+        ("reference", {"dtype": torch.int32}, "not torch.int32"),
+        ("reference", {"dtype": torch.float8_e5m2}, "not torch.float8_e5m2"),
+        ("reference", {"kv_heads": 3}, "multiple of kv_heads"),
+    ],
+)
+def test_a_refusal_says_why(name: str, changes: dict[str, object], reason: str) -> None:
+    why = kernels.get(name).refusal(dataclasses.replace(ON_HOPPER, **changes))
+    assert why is not None
+    assert reason in why
+
+
+@pytest.mark.usefixtures("hopper_build")
+def test_an_old_cudnn_and_an_odd_environment_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    assert "cuDNN 9.10.2" in str(CudnnKernel().refusal(ON_HOPPER))
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    assert "AVOID_RECOMPILE" in str(CudnnKernel().refusal(ON_HOPPER))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
+    assert "finds no cuDNN" in str(CudnnKernel().refusal(ON_HOPPER))
+
+
+def test_a_build_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    for name in ("cudnn", "aten"):
+        assert f"PyTorch {torch.__version__} is built without CUDA" == kernels.get(name).refusal(ON_HOPPER)
+
+
+def test_a_named_kernel_that_refuses_says_which_would_do() -> None:
+    with pytest.raises(UnsupportedError, match="it runs on CUDA, not on cpu") as error:
+        kernels.select("cudnn", ON_CPU)
+    assert error.value.instead == "kernel='cpu' or 'reference'"
+
+
+def test_an_unknown_kernel_names_the_known_ones() -> None:
+    with pytest.raises(UnsupportedError, match="perhaps 'cudnn'; one of auto, cudnn, aten, cpu, reference"):
+        kernels.select("cuddn", ON_CPU)
+    with pytest.raises(UnsupportedError):
+        kernels.get("auto")
+
+
+def test_a_need_that_no_kernel_serves_lists_every_reason() -> None:
+    with pytest.raises(UnsupportedError) as error:
+        kernels.select("auto", dataclasses.replace(ON_CPU, dtype=torch.int32))
+    assert all(f"{name}: " in error.value.why for name in kernels.KERNELS)
+    with pytest.raises(UnsupportedError, match="no kernel as it stands"):
+        kernels.select("cpu", dataclasses.replace(ON_CPU, dtype=torch.int32))
+
+
+def test_explain_lists_every_kernel_with_its_reason() -> None:
+    text = kernels.explain(dataclasses.replace(ON_CPU, head_dim_v=32, deterministic=True))
+    lines = text.splitlines()
+    assert lines[0] == (
+        "kernels for float32 on cpu, 8 heads on 2, head_dim 64 and 32, full+causal blocks, deterministic"
+    )
+    assert [line.split()[0] for line in lines[1:]] == list(kernels.KERNELS)
+    assert lines[3].endswith("refused: it needs head_dim (64) and head_dim_v (32) to be equal")
+    assert lines[4].split() == ["reference", "usable"]
+
+
+def test_importing_the_kernels_asks_nothing_of_a_gpu() -> None:
+    code = (
+        "import torch\n"
+        "def ask(*a, **k): raise SystemExit('a GPU was asked at import')\n"
+        "torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = ask\n"
+        "torch.backends.cudnn.version = torch.cuda.get_device_capability = ask\n"
+        "import dfa_megatron.kernels\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+def test_an_operator_that_changed_is_refused_with_the_version_found() -> None:
+    version = torch.__version__
+    assert AtenOperator("_no_such_attention", (), results=1).refusal() == (
+        f"PyTorch {version} has no operator aten::_no_such_attention"
+    )
+    assert "has no argument input" in str(AtenOperator("logaddexp", ("input", "other"), results=1).refusal())
+    assert "needs other, not known here" in str(AtenOperator("logaddexp", ("self",), results=1).refusal())
+    assert "returns too little" in str(AtenOperator("logaddexp", ("self", "other"), results=2).refusal())
+    with pytest.raises(RuntimeError, match="no operator"):
+        AtenOperator("_no_such_attention", (), results=1)()
+
+
+def test_an_operator_is_called_by_either_spelling_of_an_argument() -> None:
+    a, b = torch.tensor(1.0), torch.tensor(2.0)
+    operator = AtenOperator("logaddexp", ("input|self", "other"), results=1)
+    assert torch.equal(operator(input=a, other=b), torch.logaddexp(a, b))
+
+
+def test_the_operators_of_this_pytorch_are_those_the_kernels_know() -> None:
+    """Their schemas are in every build, so a renamed argument shows without a GPU."""
+    for module in (kernels.aten, kernels.cpu, kernels.cudnn):
+        assert module._FORWARD.refusal() is None
+        assert module._BACKWARD.refusal() is None
+    assert cudnn._lse_dimensions() in (3, 4)
+
+
+@pytest.mark.parametrize("mode", ["default", "warn", "error"])
+def test_determinism_lasts_for_the_call_and_leaves_the_switch_as_it_was(mode: str) -> None:
+    torch.set_deterministic_debug_mode(mode)
+    before = torch.get_deterministic_debug_mode()
+    with gpu.deterministic_algorithms(True):
+        assert torch.get_deterministic_debug_mode() == 2
+    assert torch.get_deterministic_debug_mode() == before
+    with gpu.deterministic_algorithms(False):
+        assert torch.get_deterministic_debug_mode() == before
+    with pytest.raises(KeyError), gpu.deterministic_algorithms(True):
+        raise KeyError
+    assert torch.get_deterministic_debug_mode() == before
+
+
+def test_cudnn_never_runs_a_band_as_something_else() -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(UnsupportedError, match="no window"):
+        CudnnKernel().forward(x, x, x, band=Band(2, 0), softmax_scale=1.0)
+    with pytest.raises(UnsupportedError, match="no window"):
+        CudnnKernel().forward(x[:, :2], x, x, band=CAUSAL, softmax_scale=1.0)
+    saved = Saved(lse=torch.zeros(1, 2, 4), out=x)
+    with pytest.raises(UnsupportedError, match="not deterministic"):
+        CudnnKernel().backward(x, x, x, x, saved, band=FULL, softmax_scale=1.0, deterministic=True)
+
+
+def test_dense_gives_fresh_strides_and_copies_only_what_needs_it() -> None:
+    x = torch.randn(1, 6, 4, 8)
+    sliced = torch.randn(1, 9, 4, 8)[:, 2:8]
+    assert sliced.stride() != x.stride()
+    assert dense(sliced).stride() == x.stride()
+    assert dense(sliced).data_ptr() == sliced.data_ptr()
+    turned = x.transpose(1, 2)
+    assert dense(turned).stride() == torch.empty(turned.shape).stride()
+    assert torch.equal(dense(turned), turned)
+    off = torch.randn(1 * 6 * 4 * 8 + 1)[1:].view(1, 6, 4, 8)
+    assert dense(off).data_ptr() % 16 == 0
+    assert torch.equal(dense(off), off)
+
+
+def test_vectorised_keeps_what_sixteen_byte_loads_can_read() -> None:
+    fused = torch.randn(2, 6, 4, 24)[..., 8:16]
+    assert vectorised(fused) is fused
+    for odd in (torch.randn(2, 6, 4, 25)[..., 8:16], torch.randn(2, 6, 8, 4).transpose(2, 3)):
+        assert vectorised(odd).is_contiguous()
+        assert torch.equal(vectorised(odd), odd)

@@ -1,0 +1,185 @@
+"""How the GPU kernels call their operators, seen without a GPU: on the meta device, and through stand-ins."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron.kernels import aten, cudnn
+from dfa_megatron.kernels.api import BlockKernel, Saved
+from dfa_megatron.kernels.aten import AtenFlashKernel
+from dfa_megatron.kernels.cudnn import CudnnKernel
+from dfa_megatron.kernels.reference import ReferenceKernel
+from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
+from dfa_megatron.testing.compare import assert_close, dense_attention
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def gradients_of(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    seen: torch.Tensor, scale: float,
+) -> Gradients:  # fmt: skip
+    """The gradient of a block from the global lse and out, heads grouped, (batch, length, heads, head_dim)."""
+    group = q.shape[2] // k.shape[2]
+    dout64, q64, out64 = dout.double(), q.double(), out.double()
+    k64, v64 = (x.double().repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q64, k64) * scale
+    p = torch.exp(scores - lse.double().unsqueeze(-1)).masked_fill(~seen, 0.0)
+    delta = (dout64 * out64).sum(-1).transpose(1, 2).unsqueeze(-1)
+    ds = p * (torch.einsum("bihd,bjhd->bhij", dout64, v64) - delta) * scale
+    dq = torch.einsum("bhij,bjhd->bihd", ds, k64)
+    dk, dv = torch.einsum("bhij,bihd->bjhd", ds, q64), torch.einsum("bhij,bihd->bjhd", p, dout64)
+    dk, dv = (x.unflatten(2, (k.shape[2], group)).sum(3) for x in (dk, dv))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def readable(*tensors: torch.Tensor) -> None:
+    for x in tensors:
+        assert x.stride(-1) == 1
+        assert x.data_ptr() % 16 == 0
+        assert all(stride % (16 // x.element_size()) == 0 for stride in x.stride()[:-1])
+
+
+class FlashStandIn:
+    """`_flash_attention_forward` and `_backward` as in flash_api.cpp: its bounds, its lse, what it never checks."""
+
+    def seen(self, **a: Any) -> torch.Tensor:
+        assert a["cum_seq_q"] is None
+        assert a["cum_seq_k"] is None
+        assert a["dropout_p"] == 0.0
+        q_len, kv_len = a["query"].shape[1], a["key"].shape[1]
+        assert (a["max_q"], a["max_k"]) == (q_len, kv_len)
+        left, right = (-1 if a[name] is None else a[name] for name in ("window_size_left", "window_size_right"))
+        left, right = (-1 if bound >= kv_len else bound for bound in (left, right))
+        if a["is_causal"]:
+            right = 0
+        if left < 0 and right < 0:
+            return torch.ones(q_len, kv_len, dtype=torch.bool)
+        left, right = (kv_len if bound < 0 else bound for bound in (left, right))
+        distance = torch.arange(kv_len)[None] - torch.arange(q_len)[:, None] - (kv_len - q_len)
+        return (distance >= -left) & (distance <= right)
+
+    def forward(self, **a: Any) -> tuple[torch.Tensor, ...]:
+        readable(a["query"], a["key"], a["value"])
+        assert a["return_debug_mask"] is False
+        out, lse = dense_attention(a["query"], a["key"], a["value"], visible=self.seen(**a), softmax_scale=a["scale"])
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
+        return out.to(a["query"].dtype), lse.float(), torch.empty(0), torch.empty(0), torch.empty(0)
+
+    def backward(self, **a: Any) -> Gradients:
+        readable(a["query"], a["key"], a["value"])
+        assert a["logsumexp"].is_contiguous()
+        assert a["logsumexp"].dtype == torch.float32
+        assert {"rng_state", "unused"} <= set(a)
+        return gradients_of(
+            a["grad_out"], a["query"], a["key"], a["value"], a["out"], a["logsumexp"], self.seen(**a), a["scale"]
+        )
+
+
+class CudnnStandIn:
+    """The cuDNN operators: (batch, heads, length, head_dim), and a graph cache that knows the strides of q, k, v only."""
+
+    def __init__(self, lse_dimensions: int) -> None:
+        self.lse_dimensions, self.graphs = lse_dimensions, {}
+
+    def seen(self, **a: Any) -> torch.Tensor:
+        assert a["attn_bias"] is None
+        assert a["dropout_p"] == 0.0
+        q_len, kv_len = a["query"].shape[2], a["key"].shape[2]
+        assert kv_len > 1
+        seen = torch.ones(q_len, kv_len, dtype=torch.bool)
+        return seen.tril() if a["is_causal"] else seen  # aligned to the top left
+
+    def forward(self, **a: Any) -> tuple[Any, ...]:
+        assert a["compute_log_sumexp"] is True
+        readable(a["query"], a["key"], a["value"])
+        q, k, v = (a[name].transpose(1, 2) for name in ("query", "key", "value"))
+        out, lse = dense_attention(q, k, v, visible=self.seen(**a), softmax_scale=a["scale"])
+        lse = lse.float().unsqueeze(-1) if self.lse_dimensions == 4 else lse.float()
+        return out.to(a["query"].dtype).transpose(1, 2), lse, None, None, 0, 0, None, None, None
+
+    def backward(self, **a: Any) -> Gradients:
+        readable(a["query"], a["key"], a["value"])
+        assert a["logsumexp"].dim() == self.lse_dimensions
+        assert (a["max_q"], a["max_k"]) == (a["query"].shape[2], a["key"].shape[2])
+        key = tuple((a[name].shape, a[name].stride()) for name in ("query", "key", "value"))
+        layout = tuple(a[name].stride() for name in ("out", "grad_out", "logsumexp"))
+        assert self.graphs.setdefault(key, layout) == layout, "a cached graph would misread these strides"
+        lse = a["logsumexp"].reshape(a["logsumexp"].shape[:3])
+        rows = (a[name].transpose(1, 2) for name in ("grad_out", "query", "key", "value", "out"))
+        dq, dk, dv = gradients_of(*rows, lse, self.seen(**a), a["scale"])
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+@pytest.fixture(params=["aten", "cudnn, lse of 4 dimensions", "cudnn, lse of 3 dimensions"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> BlockKernel:
+    """A GPU kernel over a stand-in of its operators."""
+    if request.param == "aten":
+        module, stand_in = aten, FlashStandIn()
+    else:
+        module, stand_in = cudnn, CudnnStandIn(dimensions := 4 if "4" in request.param else 3)
+        monkeypatch.setattr(cudnn, "_lse_dimensions", lambda: dimensions)
+    monkeypatch.setattr(module, "_FORWARD", stand_in.forward)
+    monkeypatch.setattr(module, "_BACKWARD", stand_in.backward)
+    return AtenFlashKernel() if request.param == "aten" else CudnnKernel()
+
+
+SIZES = [(24, 40), (40, 24), (24, 24), (1, 9), (9, 1), (1, 1), (90, 12), (90, 1)]
+BANDS = [FULL, CAUSAL, Band(5, 2), Band(-1, 3), Band(7, -1), Band(-1, 85), Band(30, 85), Band(84, -1)]
+
+
+def layouts(x: torch.Tensor) -> list[torch.Tensor]:
+    """The same values in memory of several orders, the last not aligned to 16 bytes."""
+    shifted = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    return [x, x.transpose(0, 1).contiguous().transpose(0, 1), x.transpose(1, 2).contiguous().transpose(1, 2), shifted]
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_gpu_kernels_give_their_operators_what_these_mean(
+    kernel: BlockKernel, size: tuple[int, int], band: Band
+) -> None:
+    q_len, kv_len = size
+    if kernel.name == "cudnn" and not band.is_full and not (band == CAUSAL and q_len == kv_len):
+        pytest.skip("cudnn refuses bands")
+    generator = torch.Generator().manual_seed(q_len * 100 + kv_len)
+
+    def draw(length: int, heads: int) -> torch.Tensor:
+        return torch.randn(2, length, heads, 16, generator=generator).bfloat16()
+
+    q, k, v, dout = draw(q_len, 4), draw(kv_len, 2), draw(kv_len, 2), draw(q_len, 4)
+    reference = ReferenceKernel()
+    want = reference.forward(q, k, v, band=band, softmax_scale=0.3)
+    delta = (dout.float() * want[0].float()).sum(-1).transpose(1, 2)
+    want_gradients = reference.backward(
+        dout, q, k, v, Saved(want[1], delta), band=band, softmax_scale=0.3, deterministic=False
+    )
+    for q_x, k_x, v_x, dout_x, out_x in zip(*(layouts(x) for x in (q, k, v, dout, want[0])), strict=True):
+        out, lse = kernel.forward(q_x, k_x, v_x, band=band, softmax_scale=0.3)
+        assert lse.shape == (2, 4, q_len)
+        assert_close(out, want[0], tolerance=1e-4, name="out")
+        assert_close(lse, want[1], tolerance=1e-6, name="lse")
+        saved = Saved(lse=want[1].transpose(1, 2).contiguous().transpose(1, 2), out=out_x)
+        got = kernel.backward(dout_x, q_x, k_x, v_x, saved, band=band, softmax_scale=0.3, deterministic=False)
+        for name, g, w in zip(("dq", "dk", "dv"), got, want_gradients, strict=True):
+            assert g.shape == w.shape
+            error = (g.float() - w.float()).norm() / max(w.float().norm(), dout.float().norm())
+            assert error < 2e-3, f"{name} is off by {error}"
+
+
+@pytest.mark.parametrize("kernel_class", [AtenFlashKernel, CudnnKernel])
+@pytest.mark.parametrize("band", [FULL, CAUSAL])
+def test_the_real_operators_take_the_call(kernel_class: type[BlockKernel], band: Band) -> None:
+    """On the meta device: names, types and shapes of arguments and results, in the PyTorch at hand."""
+    q, k = (torch.empty(2, 32, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    out, lse = kernel_class().forward(q, k, k, band=band, softmax_scale=0.1)
+    assert out.shape == q.shape
+    assert lse.shape == (2, 4, 32)
+    assert lse.dtype == torch.float32
+    saved = Saved(lse=lse, out=out)
+    gradients = kernel_class().backward(q, q, k, k, saved, band=band, softmax_scale=0.1, deterministic=False)
+    assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]

@@ -1,0 +1,126 @@
+"""Merging partials: exact, associative, in place on views, and safe where a side has seen nothing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from dfa_megatron.kernels.merge import merge_, open_
+from dfa_megatron.testing.compare import assert_close, dense_attention
+
+Partial = tuple[torch.Tensor, torch.Tensor]
+
+
+def partials(parts: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[list[Partial], Partial]:
+    """The partials of one query chunk over blocks of its keys, and the whole."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, n, 3, 16, generator=generator, dtype=torch.float64) for n in (10, 8 * parts, 8 * parts))
+    blocks = [dense_attention(q, k[:, s : s + 8], v[:, s : s + 8]) for s in range(0, 8 * parts, 8)]
+    return [(out.to(dtype), lse) for out, lse in blocks], dense_attention(q, k, v)
+
+
+def fold(blocks: list[Partial], dtype: torch.dtype = torch.float64) -> Partial:
+    out, lse = torch.empty(2, 10, 3, 16, dtype=dtype), torch.empty(2, 3, 10, dtype=dtype)
+    open_(out, lse)
+    for block in blocks:
+        merge_(out, lse, *block)
+    return out, lse
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_partials_merge_to_the_whole_in_any_order(order: tuple[int, ...]) -> None:
+    blocks, (out, lse) = partials(3)
+    merged_out, merged_lse = fold([blocks[part] for part in order])
+    assert_close(merged_out, out, tolerance=1e-14)
+    assert_close(merged_lse, lse, tolerance=1e-14)
+
+
+def test_merging_is_associative() -> None:
+    blocks, (out, lse) = partials(4)
+    left, right = fold(blocks[:2]), fold(blocks[2:])
+    merge_(*left, *right)
+    assert_close(left[0], out, tolerance=1e-14)
+    assert_close(left[1], lse, tolerance=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sixteen_bit_partials_merge_in_float32(dtype: torch.dtype) -> None:
+    blocks, (out, lse) = partials(6, dtype)
+    merged_out, merged_lse = fold([(o, le.float()) for o, le in blocks], torch.float32)
+    assert merged_out.dtype == merged_lse.dtype == torch.float32
+    assert_close(merged_out, out, tolerance={torch.float32: 3e-7, torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype])
+    assert_close(merged_lse, lse, tolerance=3e-7)
+
+
+def test_many_merges_do_not_drift() -> None:
+    """256 partials of the same scores: the mean of their outs, and lse + log 256."""
+    generator = torch.Generator().manual_seed(3)
+    outs = torch.randn(256, 2, 10, 3, 16, generator=generator)
+    lse = torch.full((2, 3, 10), 5.0)
+    merged_out, merged_lse = fold([(out, lse) for out in outs], torch.float32)
+    assert_close(merged_out, outs.double().mean(0), tolerance=2e-6)
+    assert_close(merged_lse, lse.double() + math.log(256), tolerance=1e-6)
+
+
+def test_a_side_that_saw_nothing_weighs_exactly_zero() -> None:
+    (block,), _ = partials(1)
+    nothing = (torch.zeros_like(block[0]), torch.full_like(block[1], -math.inf))
+    for order in ([block, nothing], [nothing, block], [nothing, block, nothing]):
+        out, lse = fold(order)
+        assert torch.equal(out, block[0])
+        assert torch.equal(lse, block[1])
+    out, lse = fold([nothing, nothing])
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
+def test_rows_that_saw_nothing_do_not_disturb_their_neighbours() -> None:
+    blocks, _ = partials(2)
+    clean = fold(blocks)
+    (out, lse), second = (tuple(x.clone() for x in block) for block in blocks)
+    out[:, 2:5], lse[:, :, 2:5] = 0, -math.inf
+    merged = fold([(out, lse), second])
+    assert torch.equal(merged[0][:, 5:], clean[0][:, 5:])
+    assert torch.equal(merged[0][:, 2:5], second[0][:, 2:5])
+    assert torch.equal(merged[1][:, :, 2:5], second[1][:, :, 2:5])
+
+
+@pytest.mark.parametrize("gap", [0.0, 30.0, 200.0, 1e4, -1e4])
+def test_lse_far_apart_neither_overflow_nor_lose_the_larger(gap: float) -> None:
+    blocks, _ = partials(2)
+    (out_a, lse_a), (out_b, lse_b) = blocks
+    out, lse = fold([(out_a, lse_a + gap), (out_b, lse_b)])
+    weight = torch.sigmoid(lse_a + gap - lse_b).transpose(1, 2).unsqueeze(-1)
+    assert_close(out, weight * out_a + (1 - weight) * out_b, tolerance=1e-14)
+    assert_close(lse, torch.logaddexp(lse_a + gap, lse_b), tolerance=1e-14)
+
+
+def test_accumulators_may_be_rows_of_a_larger_buffer() -> None:
+    blocks, (out, lse) = partials(3)
+    big_out, big_lse = torch.full((2, 25, 3, 16), 7.0).double(), torch.full((2, 3, 25), 7.0).double()
+    view_out, view_lse = big_out[:, 4:14], big_lse[:, :, 4:14]
+    open_(view_out, view_lse)
+    for block in blocks:
+        merge_(view_out, view_lse, *block)
+    assert_close(view_out, out, tolerance=1e-14)
+    assert_close(view_lse, lse, tolerance=1e-14)
+    assert (big_out[:, :4] == 7).all()
+    assert (big_out[:, 14:] == 7).all()
+    assert (big_lse[:, :, 14:] == 7).all()
+
+
+def test_a_partial_is_not_changed_and_nan_is_not_hidden() -> None:
+    blocks, _ = partials(2)
+    kept = [tuple(x.clone() for x in block) for block in blocks]
+    fold(blocks)
+    assert all(
+        torch.equal(a, b) for block, copy in zip(blocks, kept, strict=True) for a, b in zip(block, copy, strict=True)
+    )
+    blocks[1][1][0, 0, 0] = math.nan
+    out, lse = fold(blocks)
+    assert lse[0, 0, 0].isnan()
+    assert out[0, 0, 0].isnan().all()
+    assert not out[1].isnan().any()
