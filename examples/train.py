@@ -1,7 +1,7 @@
 """Trains a Megatron-Core GPT on text with distributed attention, on the GPUs of this machine or on two CPU ranks.
 
-    python examples/train.py --nproc-per-node 4 --seq-length 8192
-    python -m torch.distributed.run --nnodes ... --nproc-per-node 8 examples/train.py --bf16 --data my_prefix --vocab-size 50304
+On one machine `python examples/train.py --nproc-per-node 4 --seq-length 8192` starts the ranks itself; over several,
+`torchrun --nnodes 2 ... examples/train.py --data PREFIX --vocab-size 50304` does, as for any Megatron script.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ if IS_RANK:  # die of Ctrl-C at once, even inside a collective; whoever launched
 # Megatron says on every rank that it falls back from Apex and Transformer Engine, which this example does without.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 
+from dfa_megatron import DistAttentionConfig
+from dfa_megatron.errors import DistAttentionError
 from gpt.errors import USER_ERROR_STATUS, UserError
 from gpt.flags import parse_flags, settle
 from gpt.launch import INTERRUPTED_STATUS, launch, ranks_here
 from gpt.text import open_tokens
-
-from dfa_megatron import DistAttentionConfig
-from dfa_megatron.errors import DistAttentionError
 
 
 def main(argv: list[str]) -> int:
@@ -45,6 +44,7 @@ def main(argv: list[str]) -> int:
         return launch(__file__, ranks, [*argv, "--save-report", folder])
 
     import torch.distributed as dist
+
     from gpt.loop import gather_counters, join, train
     from gpt.report import Report
 
@@ -74,7 +74,7 @@ def _need(*packages: str) -> None:
 
 
 def _tell(error: Exception) -> int:
-    """One line for an error that most often all ranks have: rank 0 says it, another only if rank 0 does not end them."""
+    """One line for an error that most often all ranks have: rank 0 says it, the others only if that does not end them."""
     if IS_RANK and os.environ["RANK"] != "0":
         time.sleep(2.0)
     print(f"{Path(__file__).name}: {error}", file=sys.stderr, flush=True)

@@ -86,7 +86,7 @@ def imports(path: Path, module: str) -> Iterator[tuple[str, bool, int]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}:{node.lineno}: a relative import hides its direction"
             base = node.module or ""
-            if base == "dfa_megatron":  # `from dfa_megatron import plan` and `from dfa_megatron import draw` both end here
+            if base == "dfa_megatron":  # a part (`import plan`) or a public name (`import draw`)
                 yield from ((f"dfa_megatron.{alias.name}", at_top, node.lineno) for alias in node.names)
             else:
                 yield base, at_top, node.lineno

@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpt.errors import UserError
-
 from dfa_megatron import DistAttentionConfig
+from gpt.errors import UserError
 
 
 def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -45,7 +44,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--data", help="a text file, or the prefix of an indexed dataset (default: Python's manual)")
-    group.add_argument("--train-iters", type=int, default=120)
+    group.add_argument("--train-iters", type=int, default=200)
     group.add_argument("--micro-batch-size", type=int, default=1)
     group.add_argument("--global-batch-size", type=int, help="default: one micro-batch per data-parallel rank")
     group.add_argument("--lr", type=float, default=3e-3)
@@ -91,7 +90,7 @@ def settle(args: argparse.Namespace, ranks: int, *, cuda: bool) -> Sizes:
         UserError: something does not fit; the message gives the numbers.
     """
     for name, value in vars(args).items():
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1 and name not in ("seed", "lr_warmup_iters"):
+        if type(value) is int and value < 1 and name not in ("seed", "lr_warmup_iters"):
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     model = tensor * pipeline

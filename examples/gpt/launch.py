@@ -1,4 +1,4 @@
-"""Starts the ranks of this machine with torchrun's own launcher, and ends them all with one line if the run is cut short."""
+"""Starts the ranks of this machine with torchrun's launcher, and ends them all with one line when interrupted."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt.errors import UserError
-from gpt.flags import Sizes
-from gpt.text import Tokens, sample
 
 from dfa_megatron import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.counters import COUNTERS
+from gpt.errors import UserError
+from gpt.flags import Sizes
+from gpt.text import Tokens, sample
 
 Step = dict[str, float]
 """What a step came to: step, loss, grad_norm, lr, tokens_per_second, seconds since the start."""
@@ -53,8 +53,9 @@ def train(
     Raises:
         UserError: the loss is no longer a number.
     """
-    from gpt.model import build
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    from gpt.model import build
 
     trainer = build(args, sizes, options, tokens.vocabulary)
     batches = _batches(args, sizes, options, tokens, device)

@@ -1,4 +1,4 @@
-"""A GPT of Megatron-Core's whose attention is distributed: configuration, spec, model, gradient reduction, optimizer."""
+"""A Megatron-Core GPT whose attention is distributed: configuration, spec, model, gradient reduction, optimizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpt.flags import Sizes
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -18,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dfa_megatron import DistAttentionConfig
 from dfa_megatron.megatron import dfa_ify
+from gpt.flags import Sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What rank 0 tells: a progress bar, a log in JSON lines, a picture of the loss, and what the run kept, ran and moved."""
+"""What rank 0 tells: a progress bar, a log in JSON lines, the loss as a picture, and what was kept and moved."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpt.flags import Sizes
-from gpt.loop import Step
-from gpt.text import Tokens
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dfa_megatron import DistAttentionConfig
+from gpt.flags import Sizes
+from gpt.loop import Step
+from gpt.text import Tokens
 
 LAST_STEPS = 10
 """The final loss is the mean of so many last steps: each step sees another piece of text."""
@@ -60,7 +60,8 @@ class Report:
         self._write({"event": "step", **step})
         self._bar.update(self._task, completed=step["step"], loss=step["loss"], speed=step["tokens_per_second"])
         number = int(step["step"])
-        if not self._console.is_terminal and (number % self.args.log_interval == 0 or number in (1, self.args.train_iters)):
+        due = number % self.args.log_interval == 0 or number in (1, self.args.train_iters)
+        if due and not self._console.is_terminal:
             left = step["seconds"] / number * (self.args.train_iters - number)
             self._console.print(
                 f"step {number}/{self.args.train_iters}  loss {step['loss']:.3f}  "
@@ -97,9 +98,10 @@ class Report:
         first, last = self.steps[0], self.steps[-1]
         later = self.steps[1:] or self.steps
         speed = sum(step["tokens_per_second"] for step in later) / len(later)
+        averaged = min(LAST_STEPS, len(self.steps))
         return [
-            f"loss {first['loss']:.3f} -> {self.final_loss:.3f} (mean of the last {min(LAST_STEPS, len(self.steps))} of "
-            f"{len(self.steps)} steps) in {last['seconds']:.0f} s, {speed:,.0f} tokens/s"
+            f"loss {first['loss']:.3f} -> {self.final_loss:.3f} (mean of the last {averaged} of {len(self.steps)} steps) "
+            f"in {last['seconds']:.0f} s, {speed:,.0f} tokens/s"
         ]
 
     def _grid(self) -> str:
@@ -116,13 +118,13 @@ class Report:
         calls = len(self.steps) * self.sizes.micro_batches * self.args.num_layers // self.sizes.pipeline
         forwards, replays = counters["attention_forwards"], counters["replays"]
         lines = [
-            f"attention ran {forwards} times for {calls} layers x micro-batches of this rank: {forwards / calls:.2f} each"
+            f"attention ran {forwards} times for {calls} layers x micro-batches of rank 0: {forwards / calls:.2f} each"
         ]
         if replays:
             mib = counters["remat_bytes"] / replays / 2**20
             lines.append(
-                f"kept per layer and micro-batch: attention's out and lse, {mib:.2f} MiB on a rank; everything else of the "
-                f"layer was recomputed, and attention was taken from what was kept {replays} times"
+                f"kept per layer and micro-batch: its input, and attention's out and lse ({mib:.2f} MiB); the rest of the "
+                f"layer was recomputed, with attention taken {replays} times from what was kept"
             )
         else:
             lines.append("nothing was recomputed: every layer kept all that its backward pass needs")
@@ -149,7 +151,8 @@ def draw_loss(steps: list[Step], path: Path, *, title: str) -> None:
     axes = figure.add_subplot()
     axes.plot(numbers, losses, color="#9db8d9", linewidth=1, label="each step")
     axes.plot(numbers, means, color="#1f4e8c", linewidth=2, label=f"mean of {LAST_STEPS} steps")
-    axes.annotate(f"{means[-1]:.2f}", (numbers[-1], means[-1]), xytext=(4, 6), textcoords="offset points", color="#1f4e8c")
+    at_the_end = (numbers[-1], means[-1])
+    axes.annotate(f"{means[-1]:.2f}", at_the_end, xytext=(4, 6), textcoords="offset points", color="#1f4e8c")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from gpt.errors import UserError
 from gpt.flags import Sizes, parse_flags, settle
 

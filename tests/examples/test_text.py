@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from gpt.errors import UserError
 from gpt.text import IndexedTokens, open_tokens, sample
 
@@ -41,7 +42,7 @@ def test_an_indexed_dataset_is_read_across_its_documents(tmp_path: Path) -> None
     documents = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11]]
     tokens = open_tokens(indexed(tmp_path / "set", documents), vocab_size=300, seq_length=4)
     assert isinstance(tokens, IndexedTokens)
-    everything = sum(documents, [])
+    everything = [token for document in documents for token in document]
     assert len(tokens) == len(everything)
     for start in range(len(everything)):
         for length in range(1, len(everything) - start + 1):
