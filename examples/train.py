@@ -74,7 +74,7 @@ def _need(*packages: str) -> None:
 
 
 def _tell(error: Exception) -> int:
-    """One line for an error that most often all ranks have: rank 0 says it, the others only if that does not end them."""
+    """One line for an error that all ranks may have: rank 0 says it, the others only if that does not end them."""
     if IS_RANK and os.environ["RANK"] != "0":
         time.sleep(2.0)
     print(f"{Path(__file__).name}: {error}", file=sys.stderr, flush=True)

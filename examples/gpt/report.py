@@ -100,8 +100,8 @@ class Report:
         speed = sum(step["tokens_per_second"] for step in later) / len(later)
         averaged = min(LAST_STEPS, len(self.steps))
         return [
-            f"loss {first['loss']:.3f} -> {self.final_loss:.3f} (mean of the last {averaged} of {len(self.steps)} steps) "
-            f"in {last['seconds']:.0f} s, {speed:,.0f} tokens/s"
+            f"loss {first['loss']:.3f} -> {self.final_loss:.3f} (mean of the last {averaged} of {len(self.steps)} "
+            f"steps) in {last['seconds']:.0f} s, {speed:,.0f} tokens/s"
         ]
 
     def _grid(self) -> str:
@@ -123,8 +123,8 @@ class Report:
         if replays:
             mib = counters["remat_bytes"] / replays / 2**20
             lines.append(
-                f"kept per layer and micro-batch: its input, and attention's out and lse ({mib:.2f} MiB); the rest of the "
-                f"layer was recomputed, with attention taken {replays} times from what was kept"
+                f"kept per layer and micro-batch: its input, and attention's out and lse ({mib:.2f} MiB); the rest "
+                f"of the layer was recomputed, with attention taken {replays} times from what was kept"
             )
         else:
             lines.append("nothing was recomputed: every layer kept all that its backward pass needs")
