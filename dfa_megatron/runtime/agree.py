@@ -47,7 +47,7 @@ def exchange(facts: Facts, group: dist.ProcessGroup) -> list[Facts]:
         dist.all_gather(texts, padded, group=group)
     except RuntimeError as error:
         raise DisagreementError(
-            "not every rank of the group prepared this attention in time: the others may run another plan, have stopped, "
+            "not every rank of the group prepared this attention in time: the others may run another plan, have ended, "
             f"or never reached it. This rank asks for {facts}. What the network said: {error}"
         ) from error
     return [json.loads(bytes(t[: int(size)].tolist()).decode()) for t, size in zip(texts, sizes, strict=True)]

@@ -18,8 +18,8 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's rows of a sequence sharded over a named group.
 
-    q (batch, local_seq, heads, head_dim); k, v with kv_heads; out like q with v's head_dim; lse (batch, heads, local_seq)
-    in float32, float64 for float64. `request` is `Request.to_text()`. lse carries no gradient.
+    q (batch, local_seq, heads, head_dim); k, v with kv_heads; out like q with v's head_dim; lse (batch, heads,
+    local_seq) in float32, float64 for float64. `request` is `Request.to_text()`. lse carries no gradient.
     """
     out, lse = run_forward(prepare(request, group, q, k, v), q, k, v)
     return out.contiguous(), lse.contiguous()

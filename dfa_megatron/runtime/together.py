@@ -19,6 +19,7 @@ def prepare_together(request: Request, q: Shards, k: Shards, v: Shards) -> list[
     return [build(request, len(q), rank, q[rank], k[rank], v[rank]) for rank in range(len(q))]
 
 
+@torch.no_grad()
 def forward_together(
     prepared: Sequence[Prepared], q: Shards, k: Shards, v: Shards
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -28,6 +29,7 @@ def forward_together(
     return [(out.to(q[0].dtype), lse) for out, lse in (algebra.result("out") for algebra in algebras)]
 
 
+@torch.no_grad()
 def backward_together(
     prepared: Sequence[Prepared], dout: Shards, q: Shards, k: Shards, v: Shards, out: Shards, lse: Shards
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

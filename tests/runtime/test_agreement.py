@@ -1,0 +1,130 @@
+"""Ranks that disagree: the same readable error on every rank, and never a hang."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dfa_megatron
+from dfa_megatron.errors import DisagreementError, DistAttentionError, ExecutionError, UnsupportedError
+from dfa_megatron.testing.workers import run_ranks
+
+
+def attempt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> str:
+    """The error of one attention as text, or nothing."""
+    try:
+        dfa_megatron.dist_flash_attn_func(q, k, v, **options)
+    except DistAttentionError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def tensors(local: int = 8, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(1, local, h, 16).to(dtype) for h in (heads, kv_heads, kv_heads))
+
+
+def _mismatches(rank: int, ranks: int) -> dict[str, str]:
+    odd = rank == ranks - 1
+    return {
+        "length": attempt(*tensors(local=10 if odd else 8)),
+        "dtype": attempt(*tensors(dtype=torch.float64 if odd else torch.float32)),
+        "schedule": attempt(*tensors(local=6), schedule="ring" if odd else "balanced"),
+        "scale": attempt(*tensors(local=4), softmax_scale=0.5 if odd else 0.25),
+        "kernel": attempt(*tensors(local=12), kernel="reference" if odd else "cpu"),
+        "window": attempt(*tensors(local=14), window_size=(3, 0) if odd else (4, 0)),
+        "heads": attempt(*tensors(heads=3 if odd else 4)),
+        "agreed": attempt(*tensors(local=16)),
+        "always": attempt(*tensors(local=18), verify="always") + attempt(*tensors(local=18), verify="always"),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_rank_is_told_what_differs(ranks: int) -> None:
+    reports = run_ranks(ranks, _mismatches, timeout=90)
+    for report in reports:
+        assert "shape of q: (1, 8, 4, 16)" in report["length"] and "(1, 10, 4, 16)" in report["length"]
+        assert "torch.float64 on rank" in report["dtype"]
+        assert "request.schedule: 'balanced' on rank" in report["schedule"]
+        assert "request.softmax_scale: 0.25" in report["scale"]
+        assert "cpu on rank" in report["kernel"] and "reference on rank" in report["kernel"]
+        assert "request.window_size" in report["window"]
+        assert "heads must be a multiple of kv_heads" in report["heads"]
+        assert report["agreed"] == report["always"] == ""
+    for field in ("length", "dtype", "schedule", "scale", "kernel", "window"):
+        assert len({report[field] for report in reports}) == 1, "the same text on every rank"
+
+
+def _bad_requests(rank: int, ranks: int) -> dict[str, str]:
+    return {
+        "schedule": attempt(*tensors(), schedule="balansed"),
+        "kernel": attempt(*tensors(), kernel="cudnn"),
+        "unknown kernel": attempt(*tensors(), kernel="flash9"),
+        "layout": attempt(*tensors(), layout="zigzag", schedule="balanced"),
+        "softcap": attempt(*tensors(), softcap=30.0),
+        "mask": attempt(*tensors(), causal=False, schedule="balanced"),
+        "zigzag": attempt(*tensors(local=7), layout="zigzag"),
+        "three": attempt(*(x[0] for x in tensors())),
+        "k and v": attempt(tensors()[0], tensors()[1], tensors(kv_heads=4)[2]),
+        "integers": attempt(*tensors(dtype=torch.int32)),
+    }
+
+
+def test_a_request_nobody_can_serve_names_what_would_work() -> None:
+    for report in run_ranks(2, _bad_requests):
+        assert all(text.startswith("UnsupportedError") for text in report.values()), report
+        assert "balanced_shared" in report["schedule"] and "ring" in report["schedule"]
+        assert "cuda" in report["kernel"].lower() and "cpu" in report["kernel"]
+        assert "reference" in report["unknown kernel"]
+        assert "zigzag" in report["layout"]
+        assert "ring" in report["mask"]
+        assert "multiple of 4" in report["zigzag"] and "16 tokens" in report["zigzag"]
+
+
+def _missing(rank: int, ranks: int) -> str:
+    if rank == 1:
+        return ""
+    return attempt(*tensors(), agreement_timeout=2.0)
+
+
+def test_a_rank_that_never_comes_is_an_error_within_the_timeout() -> None:
+    # Rank 1 ends without taking part; what rank 0 waits for is the creation of the group's channel.
+    with pytest.raises(AssertionError, match=r"rank 0"):
+        run_ranks(2, _missing_channel, timeout=20)
+
+
+def _missing_channel(rank: int, ranks: int) -> None:
+    assert not attempt(*tensors()), "both ranks make the channel"
+    if rank == 0:
+        report = attempt(*tensors(local=20), agreement_timeout=2.0)
+        raise RuntimeError(report)
+
+
+def _broken_kernel(rank: int, ranks: int) -> str:
+    from dfa_megatron import kernels
+
+    kernel = kernels.get("reference")
+
+    class Broken:
+        name, reads = "reference", kernel.reads
+
+        def refusal(self, need: object) -> None:
+            return None
+
+        def forward(self, *args: object, **options: object) -> None:
+            raise RuntimeError("out of tea")
+
+    kernels.KERNELS["reference"] = Broken()
+    return attempt(*tensors(), kernel="reference", schedule="balanced")
+
+
+def test_a_failing_step_shows_where_in_the_grid() -> None:
+    for rank, report in enumerate(run_ranks(2, _broken_kernel)):
+        assert report.startswith("ExecutionError") and "out of tea" in report
+        assert f"rank {rank}, step 0" in report and "<!" in report
+
+
+def test_errors_of_the_package_are_one_family() -> None:
+    for error in (UnsupportedError, DisagreementError, ExecutionError):
+        assert issubclass(error, DistAttentionError)
+    with pytest.raises(UnsupportedError, match="reserved|documents"):
+        dfa_megatron.dist_flash_attn_varlen_func(*(torch.zeros(4, 2, 8) for _ in range(3)), torch.tensor([0, 4]))

@@ -1,0 +1,149 @@
+"""Real processes over gloo: the public function against dense float64 attention, in groups of every kind."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dfa_megatron
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.memory import nan_memory
+from dfa_megatron.testing.workers import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import TOLERANCE, Case, case, positions  # noqa: E402
+
+
+def attend_and_compare(whole: Case, rank: int, ranks: int, group: object = None, **options: object) -> None:
+    """One forward and backward of this rank's shard, compared with its rows of the whole."""
+    rows = positions(str(options.get("layout", "contiguous")), whole.out.shape[1], ranks)[rank]
+    shard = [x[:, rows].requires_grad_() for x in whole.inputs]
+    out, lse = dfa_megatron.dist_flash_attn_func(*shard, group=group, return_lse=True, **options)
+    gradients = torch.autograd.grad(out, shard, whole.dout[:, rows])
+    tolerance = TOLERANCE[whole.dout.dtype]
+    assert not lse.requires_grad
+    assert_close(out, whole.out[:, rows], tolerance=tolerance, name="out")
+    assert_close(lse, whole.lse[:, :, rows], tolerance=tolerance, name="lse")
+    for name, got, want in zip(("dq", "dk", "dv"), gradients, whole.gradients, strict=True):
+        assert_close(got, want[:, rows], tolerance=8 * tolerance, name=name)
+
+
+def _everything(rank: int, ranks: int) -> None:
+    with nan_memory():
+        for seed, (schedule, layout) in enumerate(
+            [("ring", "contiguous"), ("balanced", "contiguous"), ("balanced_shared", "contiguous"), ("zigzag", "zigzag")]
+        ):
+            for dtype in (torch.float64, torch.float32, torch.bfloat16):
+                whole = case(ranks * 10, dtype=dtype, heads=6, kv_heads=2, seed=seed)
+                attend_and_compare(whole, rank, ranks, schedule=schedule, layout=layout)
+        whole = case(ranks * 10, causal=False, seed=9)
+        attend_and_compare(whole, rank, ranks, causal=False)
+        whole = case(ranks * 10, window_size=(13, 0), seed=10)
+        attend_and_compare(whole, rank, ranks, window_size=(13, -1), kernel="cpu")
+        attend_and_compare(whole, rank, ranks, window_size=(13, -1), kernel="reference", wire_dtype="float32")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_schedule_and_dtype_is_exact_over_gloo(ranks: int) -> None:
+    run_ranks(ranks, _everything)
+
+
+def _heads(rank: int, ranks: int) -> None:
+    for heads, kv_heads in ((33, 33), (2, 2), (8, 1), (3, 1)):
+        attend_and_compare(case(ranks * 6, heads=heads, kv_heads=kv_heads, seed=heads), rank, ranks)
+
+
+def test_head_counts_need_not_divide_among_ranks() -> None:
+    run_ranks(4, _heads)
+
+
+def _subgroups(rank: int, ranks: int) -> None:
+    # Ranks 1 and 3 are group ranks 0 and 1 of their group: a peer that is not translated would be the wrong process.
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = rank % 2
+    attend_and_compare(case(24, seed=mine), rank // 2, 2, group=groups[mine])
+    attend_and_compare(case(24, seed=5 + mine), rank // 2, 2, group=groups[mine].group_name, schedule="balanced")
+    reverse = dist.new_group([3, 1, 0])
+    if rank in (3, 1, 0):
+        attend_and_compare(case(36, seed=8), dist.get_rank(reverse), 3, group=reverse)
+
+
+def test_group_ranks_are_translated_to_global_ranks() -> None:
+    run_ranks(4, _subgroups)
+
+
+def _module(rank: int, ranks: int) -> None:
+    whole = case(ranks * 8)
+    rows = positions("contiguous", ranks * 8, ranks)[rank]
+    module = dfa_megatron.DistFlashAttention(schedule="ring", softmax_scale=0.25)
+    assert not list(module.parameters()) and "ring" in repr(module)
+    assert_close(module(*(x[:, rows] for x in whole.inputs)), whole.out[:, rows], tolerance=1e-12)
+
+
+def test_the_module_is_the_function() -> None:
+    run_ranks(2, _module)
+
+
+def _strided(rank: int, ranks: int) -> None:
+    whole = case(ranks * 8, batch=3)
+    rows = positions("contiguous", ranks * 8, ranks)[rank]
+    # Megatron-Core's tensors are (sequence, batch, ...), and q, k, v are slices of one projection.
+    shard = [x[:, rows].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in whole.inputs]
+    out = dfa_megatron.dist_flash_attn_func(*shard, softmax_scale=0.25)
+    assert_close(out, whole.out[:, rows], tolerance=1e-12)
+    # The gradient of a sum is one number expanded: strides of zero.
+    total = [x.double().detach().requires_grad_() for x in shard]
+    dfa_megatron.dist_flash_attn_func(*total, softmax_scale=0.25).sum().backward()
+    assert all(x.grad is not None and torch.isfinite(x.grad).all() for x in total)
+
+
+def test_strided_inputs_and_expanded_gradients_work() -> None:
+    run_ranks(2, _strided)
+
+
+def _deterministic(rank: int, ranks: int) -> list[torch.Tensor]:
+    whole = case(ranks * 16, dtype=torch.float32)
+    rows = positions("contiguous", ranks * 16, ranks)[rank]
+    runs = []
+    for _ in range(3):
+        shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
+        out = dfa_megatron.dist_flash_attn_func(*shard, deterministic=True)
+        runs.append((out.detach(), *torch.autograd.grad(out, shard, whole.dout[:, rows])))
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
+    return [x.clone() for x in runs[0]]
+
+
+def test_deterministic_gradients_are_equal_to_the_bit_from_run_to_run() -> None:
+    first, second = run_ranks(3, _deterministic), run_ranks(3, _deterministic)
+    for mine, again in zip(first, second, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))
+
+
+def _counted(rank: int, ranks: int) -> dict[str, int]:
+    whole = case(ranks * 128, batch=1, heads=4, kv_heads=4, head_dim=32, dtype=torch.bfloat16)
+    rows = positions("contiguous", ranks * 128, ranks)[rank]
+    shard = [x[:, rows].requires_grad_() for x in whole.inputs]
+    COUNTERS.reset()
+    dfa_megatron.dist_flash_attn_func(*shard, schedule="balanced").sum().backward()
+    return COUNTERS.snapshot()
+
+
+def test_bytes_on_the_wire_are_those_of_the_plan() -> None:
+    counts = run_ranks(4, _counted)
+    one = 128 * 4 * 32 * 2  # a chunk of q, k, v or out
+    lse = 128 * 4 * 4
+    # Rank 0 sends its keys and values to ranks 1 and 2 and helps rank 3 once.
+    assert [c["forward_bytes"] for c in counts] == [4 * one + one + lse, 4 * one, 2 * one, one]
+    assert [c["forward_messages"] for c in counts] == [3, 2, 1, 1]
+    assert all(c["attention_forwards"] == c["attention_backwards"] == 1 for c in counts)
+
+
+def test_one_process_without_a_group_needs_no_network() -> None:
+    whole = case(24)
+    attend_and_compare(whole, 0, 1)
