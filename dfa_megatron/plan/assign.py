@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterable
+from collections.abc import Iterable
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.ir import Block, needed_pairs
@@ -26,8 +26,9 @@ def owner_computes(mask: Mask, layout: Layout) -> tuple[Block, ...]:
 def balanced(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """DISTFLASHATTN as published (paper, Algorithm 2, corrected for odd P): floor(P/2) + 1 steps.
 
-    At step t rank r works for itself on the keys t ranks before it while there are any (r >= t), and otherwise helps rank
-    r - t + P with its own keys. For even P the pairs of the last step are met from above only: the ranks below P/2 idle.
+    At step t rank r works for itself on the keys t ranks before it while there are any (r >= t), and otherwise helps
+    rank r - t + P with its own keys. For even P the pairs of the last step are met from above only: the ranks below P/2
+    idle.
     """
     return _balanced(mask, layout, share_last=False)
 
@@ -68,6 +69,6 @@ def _refuse_work_above_the_diagonal(layout: Layout, needed: Iterable[tuple[int, 
         if layout.home[q] < layout.home[kv]:
             raise UnsupportedError(
                 "the balanced schedule on this mask",
-                f"rows of rank {layout.home[q]} see keys of rank {layout.home[kv]}, and the schedule pairs causal work only",
+                f"rows of rank {layout.home[q]} see keys of rank {layout.home[kv]}, and it pairs causal work only",
                 "schedule 'ring'",
             )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Sequence
+from typing import Literal
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.grid import cell
@@ -172,9 +173,9 @@ class Timeline:
         ]
         return Timeline(
             late + after.makespan,
-            tuple(a + b for a, b in zip(self.busy, after.busy)),
-            tuple(a + b for a, b in zip(self.sent, after.sent)),
-            tuple(a + b for a, b in zip(self.received, after.received)),
+            tuple(a + b for a, b in zip(self.busy, after.busy, strict=True)),
+            tuple(a + b for a, b in zip(self.sent, after.sent, strict=True)),
+            tuple(a + b for a, b in zip(self.received, after.received, strict=True)),
             (*self.events, *moved),
         )
 
@@ -184,10 +185,10 @@ def simulate(
 ) -> Timeline:
     """Run a plan over clocks: the programs, the loop and the order are those of a real run.
 
-    Each rank has a compute queue and a communication queue. A step's batch starts when the previous one is over, the compute
-    it must wait for (`Step.after`) is over, and the other end is as far; a rank sends one message at a time and receives one
-    at a time. A step lands when the whole batch has. Not modelled: what moving bytes takes from the kernel beside it, and the
-    memory traffic of a fold. Both phases of an AttentionPlan run one after the other.
+    Each rank has a compute queue and a communication queue. A step's batch starts when the previous one is over, the
+    compute it must wait for (`Step.after`) is over, and the other end is as far; a rank sends one message at a time and
+    receives one at a time. A step lands when the whole batch has. Not modelled: what moving bytes takes from the kernel
+    beside it, and the memory traffic of a fold. Both phases of an AttentionPlan run one after the other.
 
     Raises:
         PlanError: the plan breaks a rule of the language.
@@ -197,9 +198,7 @@ def simulate(
     return timelines[0] if len(timelines) == 1 else timelines[0].then(timelines[1])
 
 
-def simulate_programs(
-    plan: Plan, programs: Sequence[Program], shape: AttentionShape, hardware: Hardware
-) -> Timeline:
+def simulate_programs(plan: Plan, programs: Sequence[Program], shape: AttentionShape, hardware: Hardware) -> Timeline:
     """`simulate` for one phase that is lowered already."""
     network = Network(hardware)
     clocks = [_Clocks(plan, program, shape, hardware, network) for program in programs]
@@ -276,5 +275,14 @@ class _Clocks:
         start, self.wire.done = self.wire.done, self.wire.done + seconds
         self.busy += seconds
         self.events.append(
-            Event(self.program.rank, "compute", self.plan.phase.name, self.step, start, self.wire.done, label, blocks=blocks)
+            Event(
+                self.program.rank,
+                "compute",
+                self.plan.phase.name,
+                self.step,
+                start,
+                self.wire.done,
+                label,
+                blocks=blocks,
+            )
         )

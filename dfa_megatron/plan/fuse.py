@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from dfa_megatron.plan.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.ir import Block

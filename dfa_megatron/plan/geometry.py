@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 UNBOUNDED = 1 << 60
@@ -24,6 +25,16 @@ class Span:
     def shift(self, by: int) -> Span:
         """The same range, `by` positions later."""
         return Span(self.lo + by, self.hi + by)
+
+
+def covers(spans: Iterable[Span], whole: Span) -> bool:
+    """The spans together hold every position of `whole`."""
+    reached = whole.lo
+    for span in sorted(spans):
+        if span.lo > reached:
+            break
+        reached = max(reached, span.hi)
+    return reached >= whole.hi
 
 
 @dataclass(frozen=True, slots=True, order=True)

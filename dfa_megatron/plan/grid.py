@@ -8,7 +8,7 @@ from dfa_megatron.plan.ir import Block, Plan
 
 
 def cell(plan: Plan, blocks: list[Block]) -> str:
-    """What a rank computes in a step, as query chunk . key chunk: `q3.1`, several chunks as `q6-7.0-1`; helping: `q7.0*`."""
+    """What a rank computes in a step, as query chunk . key chunk: `3.1`, several as `6-7.0-1`, helping as `7.0*`."""
     if not blocks:
         return "-"
     home = plan.layout.home
@@ -41,4 +41,6 @@ def grid(plan: Plan, mark: tuple[int, int] | None = None, width: int = 100) -> s
 def _chunks(chunks: list[int]) -> str:
     if len(chunks) == 1:
         return str(chunks[0])
-    return f"{chunks[0]}-{chunks[-1]}" if chunks == list(range(chunks[0], chunks[-1] + 1)) else "+".join(map(str, chunks))
+    return (
+        f"{chunks[0]}-{chunks[-1]}" if chunks == list(range(chunks[0], chunks[-1] + 1)) else "+".join(map(str, chunks))
+    )

@@ -36,11 +36,13 @@ class Hardware:
                 raise UnsupportedError(f"{field}={getattr(self, field)}", "it must be positive", "a rate above 0")
         for field in ("latency", "launch_overhead"):
             if not 0 <= getattr(self, field) < math.inf:
-                raise UnsupportedError(f"{field}={getattr(self, field)}", "it must not be negative", "seconds, 0 or more")
+                raise UnsupportedError(
+                    f"{field}={getattr(self, field)}", "it must not be negative", "seconds, 0 or more"
+                )
 
 
 H200_NVLINK = Hardware("h200-nvlink", 600e12, 550e12, 340e9, 15e-6, 15e-6)
-"""H200s of one host: cuDNN's attention in bfloat16 at 32K tokens (602 and 550 TFLOP/s), NCCL send and receive (343 GB/s)."""
+"""H200s of one host: cuDNN's attention in bfloat16 at 32K tokens, and NCCL send and receive beside it."""
 
 H200_SLOW_LINK = Hardware("h200-slow-link", 600e12, 550e12, 24e9, 30e-6, 15e-6)
 """The same GPUs over 24 GB/s each way: a shared network card, or a host whose direct link is off."""

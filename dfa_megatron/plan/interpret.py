@@ -1,14 +1,15 @@
 """The loop: one generator runs a rank's program over an algebra, whatever the values are.
 
-With sets of tiles it is the checker, with clocks the simulator, with tensors handed over in memory all ranks in one process,
-and with tensors over a network the runtime. What is verified is what runs.
+With sets of tiles it is the checker, with clocks the simulator, with tensors handed over in memory all ranks in one
+process, and with tensors over a network the runtime. What is verified is what runs.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import Any, Generator, Protocol, Sequence
+from collections.abc import Generator, Sequence
+from typing import Any, Protocol
 
+from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.program import Call, Fold, Message, Program, Step
 
 
@@ -71,12 +72,12 @@ def run_together(programs: Sequence[Program], algebras: Sequence[Any]) -> None:
     """Run all ranks in lockstep in this process, handing each payload over.
 
     Raises:
-        KeyError: a message is received that nobody sent (a plan that was lowered from one text cannot do that).
+        PlanError: a message that nobody sends or nobody receives; programs lowered from one plan have none.
     """
-    loops = [rank_loop(program, algebra) for program, algebra in zip(programs, algebras)]
+    loops = [rank_loop(program, algebra) for program, algebra in zip(programs, algebras, strict=True)]
     events: dict[int, Event] = {rank: event for rank, loop in enumerate(loops) if (event := next(loop, None))}
     while events:
-        wire: dict[tuple[int, int], Any] = defaultdict()
+        wire: dict[tuple[int, int], Any] = {}
         for rank, (_, number, step) in events.items():
             for message in step.sends:
                 wire[rank, message.peer] = algebras[rank].take(number, message)
@@ -84,7 +85,9 @@ def run_together(programs: Sequence[Program], algebras: Sequence[Any]) -> None:
             next(loops[rank])
         for rank, (_, number, step) in events.items():
             for message in step.receives:
+                if (message.peer, rank) not in wire:
+                    raise PlanError(f"R5: at step {number} rank {rank} waits for {message.peer}, which sends nothing")
                 algebras[rank].land(number, message, wire.pop((message.peer, rank)))
         if wire:
-            raise KeyError(f"messages that nobody received: {sorted(wire)}")
+            raise PlanError(f"R5: messages (source, destination) that nobody receives: {sorted(wire)}")
         events = {rank: event for rank in events if (event := next(loops[rank], None))}

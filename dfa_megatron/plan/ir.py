@@ -2,12 +2,13 @@
 
 The rules (R):
 
-- R1 A transfer of step s carries what its source held before s's compute, overlaps s's compute, and is usable from s+1.
+- R1 A transfer of step s carries what its source held before s's compute, overlaps it, and is usable from s+1.
 - R2 A block of step s reads home chunks, or chunks landed before s.
-- R3 Transferring a *write* name (out, dq, dkv) moves the accumulator: the source is empty afterwards and the destination
+- R3 Transferring a *write* name (out, dq, dkv) moves the accumulator: the source is empty afterwards, the destination
   folds what lands. An accumulator that is at home stays there.
 - R4 At the end every accumulator is at home and holds every needed (q, kv) pair exactly once; nothing is stranded.
-- R5 Each rank posts one batch per step in one global order, one message per peer. No deadlock, by induction on the step.
+- R5 Each rank posts one batch per step in one global order, one message per peer. By induction on the step there is no
+  deadlock.
 
 A plan is pure data: no tensor, no process group, no stream and no kernel.
 """
@@ -16,7 +17,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from dfa_megatron.errors import PlanError
@@ -82,6 +87,10 @@ def chunk_of(block: Block, side: str) -> int:
     return block.q_chunk if side == "q" else block.kv_chunk
 
 
+Pairs = Mapping[tuple[int, int], tuple[Tile, ...]]
+"""(q_chunk, kv_chunk) -> the tiles of the mask in it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One phase of a distributed attention: everything that happens on every rank, as data."""
@@ -91,6 +100,10 @@ class Plan:
     phase: Phase
     blocks: tuple[Block, ...]
     transfers: tuple[Transfer, ...]
+    _pairs: Pairs = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_pairs", needed_pairs(self.mask, self.layout))
 
     @property
     def ranks(self) -> int:
@@ -100,11 +113,12 @@ class Plan:
     @property
     def steps(self) -> int:
         """How many steps there are, those with transfers only counted in."""
-        return 1 + max((record.step for record in (*self.blocks, *self.transfers)), default=-1)
+        records: tuple[Block | Transfer, ...] = (*self.blocks, *self.transfers)
+        return 1 + max((record.step for record in records), default=-1)
 
     def tiles(self, block: Block) -> tuple[Tile, ...]:
         """The pairs of a block as tiles in global positions."""
-        return self.mask.restrict(self.layout.chunks[block.q_chunk], self.layout.chunks[block.kv_chunk])
+        return self._pairs.get((block.q_chunk, block.kv_chunk), ())
 
     @property
     def digest(self) -> str:
@@ -112,10 +126,21 @@ class Plan:
         return hashlib.sha256(to_text(self).encode()).hexdigest()[:16]
 
 
-def needed_pairs(mask: Mask, layout: Layout) -> set[tuple[int, int]]:
-    """The (q_chunk, kv_chunk) pairs in which the mask holds at least one token pair."""
-    everything = range(len(layout.chunks))
-    return {(q, kv) for q in everything for kv in everything if mask.restrict(layout.chunks[q], layout.chunks[kv])}
+@lru_cache(maxsize=32)
+def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
+    """The tiles of every (q_chunk, kv_chunk) pair in which the mask holds at least one token pair."""
+    pairs: dict[tuple[int, int], list[Tile]] = defaultdict(list)
+    for tile in mask.tiles:
+        columns = _overlapping(layout.chunks, tile.kv)
+        for q in _overlapping(layout.chunks, tile.q):
+            for kv in columns:
+                if part := tile.restrict(layout.chunks[q], layout.chunks[kv]):
+                    pairs[q, kv].append(part)
+    return MappingProxyType({pair: tuple(pairs[pair]) for pair in sorted(pairs)})
+
+
+def _overlapping(chunks: tuple[Span, ...], span: Span) -> list[int]:
+    return [number for number, chunk in enumerate(chunks) if chunk.lo < span.hi and span.lo < chunk.hi]
 
 
 def to_text(plan: Plan) -> str:
@@ -124,16 +149,17 @@ def to_text(plan: Plan) -> str:
     lines = [
         f"plan {plan.phase.name} ranks={plan.ranks} steps={plan.steps}",
         "mask " + json.dumps({"name": plan.mask.name, "length": plan.mask.length, "tiles": tiles}),
-        "chunks " + " ".join(f"{c.lo}:{c.hi}@{home}" for c, home in zip(plan.layout.chunks, plan.layout.home)),
+        "chunks "
+        + " ".join(f"{c.lo}:{c.hi}@{home}" for c, home in zip(plan.layout.chunks, plan.layout.home, strict=True)),
     ]
-    for step in range(plan.steps):
-        lines.append(f"step {step}")
-        lines += [f"  block {b.rank} {b.q_chunk} {b.kv_chunk}" for b in sorted(plan.blocks) if b.step == step]
-        lines += [f"  move {t.src} {t.dst} {t.what} {t.chunk}" for t in sorted(plan.transfers) if t.step == step]
+    body: dict[int, list[str]] = defaultdict(list)
+    for b in sorted(plan.blocks):
+        body[b.step].append(f"  block {b.rank} {b.q_chunk} {b.kv_chunk}")
+    for t in sorted(plan.transfers):
+        body[t.step].append(f"  move {t.src} {t.dst} {t.what} {t.chunk}")
+    for step in sorted({*range(plan.steps), *body}):
+        lines += [f"step {step}", *body[step]]
     return "\n".join(lines) + "\n"
-
-
-
 
 
 def from_text(text: str) -> Plan:

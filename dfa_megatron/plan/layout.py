@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Callable
+from itertools import accumulate, pairwise
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.geometry import Span
@@ -37,13 +37,13 @@ class Layout:
     def offsets(self, chunks: tuple[int, ...]) -> dict[int, int]:
         """Where each of these chunks starts when they lie one after another, in rows."""
         starts = accumulate((len(self.chunks[chunk]) for chunk in chunks), initial=0)
-        return dict(zip(chunks, starts))
+        return dict(zip(chunks, starts, strict=False))
 
 
 def cut(length: int, parts: int) -> tuple[Span, ...]:
     """[0, length) in `parts` pieces whose lengths differ by at most one."""
     edges = [part * length // parts for part in range(parts + 1)]
-    return tuple(Span(lo, hi) for lo, hi in zip(edges, edges[1:]))
+    return tuple(Span(lo, hi) for lo, hi in pairwise(edges))
 
 
 def contiguous(length: int, ranks: int) -> Layout:

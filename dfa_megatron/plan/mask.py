@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Sequence
+from itertools import accumulate, pairwise
 
 from dfa_megatron.plan.geometry import UNBOUNDED, Span, Tile
 
@@ -63,7 +63,7 @@ def documents(lengths: Sequence[int], *, causal: bool = True) -> Mask:
     if not lengths or min(lengths) <= 0:
         raise ValueError(f"document lengths must be positive, got {list(lengths)}")
     edges = list(accumulate(lengths, initial=0))
-    spans = [Span(lo, hi) for lo, hi in zip(edges, edges[1:])]
+    spans = [Span(lo, hi) for lo, hi in pairwise(edges)]
     kind = "causal" if causal else "full"
     name = f"documents({kind};{','.join(map(str, lengths))})"
     return _mask(name, edges[-1], [Tile(span, span, hi=0 if causal else UNBOUNDED) for span in spans])

@@ -1,4 +1,4 @@
-"""A network of ports for the simulator: a rank sends one message at a time and receives one at a time, batch by batch."""
+"""A network of ports for the simulator: a rank sends one message at a time and receives one at a time."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from dfa_megatron.plan.ir import Block, Phase
 class Buffer:
     """Rows of one or several names that live together.
 
-    parts: (name, rows) in order. slot: the memory it lies in; buffers of one slot have the same parts and never live at the
-    same time. A home buffer has no slot: it is an input or a result of the call. `accumulates` tells an accumulator (in the
-    accumulator's dtype) from a message as it came off the wire.
+    parts: (name, rows) in order. slot: the memory it lies in; buffers of one slot have the same parts and never live at
+    the same time. A home buffer has no slot: it is an input or a result of the call. `accumulates` tells an accumulator
+    (in the accumulator's dtype) from a message as it came off the wire.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -85,8 +85,8 @@ class Fold:
 class Step:
     """Post the messages, compute while they travel, then land them.
 
-    after: the last step whose compute must be over before this step's messages may move (-1: none), because it wrote what
-    is sent or read what is overwritten.
+    after: the last step whose compute must be over before this step's messages may move (-1: none), because it wrote
+    what is sent or read what is overwritten.
     """
 
     after: int

@@ -1,8 +1,8 @@
-"""How data reach the blocks that read them and partial results come home: a route is one function from blocks to transfers."""
+"""How data reach the blocks that read them and results come home: a route is a function from blocks to transfers."""
 
 from __future__ import annotations
 
-from typing import Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from dfa_megatron.plan.ir import Block, Phase, Transfer, chunk_of
 from dfa_megatron.plan.layout import Layout

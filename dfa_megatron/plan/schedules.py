@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.assign import balanced, balanced_shared, owner_computes
@@ -69,7 +69,9 @@ class AttentionPlan:
         return f"{self.forward.digest}-{self.backward.digest}"
 
     def __str__(self) -> str:
-        return f"{self.schedule} of {self.forward.mask.name} over {self.forward.mask.length} tokens on {self.ranks} ranks"
+        return (
+            f"{self.schedule} of {self.forward.mask.name} over {self.forward.mask.length} tokens on {self.ranks} ranks"
+        )
 
 
 def plan_named(name: str, mask: Mask, ranks: int) -> AttentionPlan:
@@ -79,7 +81,9 @@ def plan_named(name: str, mask: Mask, ranks: int) -> AttentionPlan:
         UnsupportedError: no such schedule (the known ones are named), or it does not suit the mask or the length.
     """
     if name not in SCHEDULES:
-        raise UnsupportedError(f"schedule {name!r}", "there is no such schedule", "one of auto, " + ", ".join(SCHEDULES))
+        raise UnsupportedError(
+            f"schedule {name!r}", "there is no such schedule", "one of auto, " + ", ".join(SCHEDULES)
+        )
     schedule = SCHEDULES[name]
     if ranks < 1:
         raise UnsupportedError(f"a plan for {ranks} ranks", "there must be one at least", "ranks=1")

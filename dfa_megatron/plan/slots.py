@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from dfa_megatron.plan.program import Buffer
 
@@ -39,22 +39,19 @@ class Lifetimes:
         """This step's message carries what compute wrote into the buffer so far."""
         self._sent_after[step] = max(self._sent_after[step], self._written[buffer])
 
-    def opened_at(self, step: int) -> list[int]:
-        """The accumulators and other buffers whose life begins in this step."""
-        return [buffer for buffer, begin in self._begin.items() if begin == step]
-
     def interval(self, buffer: int) -> tuple[int, int]:
         """First and last step of the buffer's life."""
         return self._begin[buffer], max(self._computed[buffer], self._moved[buffer], self._begin[buffer])
 
-    def after(self, step: int, landing: Iterable[int], slots: dict[int, int]) -> int:
-        """The last step whose compute must be over before this step's messages move."""
-        latest = self._sent_after[step]
-        for buffer in landing:
-            for other, slot in slots.items():
-                if slot == slots[buffer] and other != buffer and self._begin[other] < step:
-                    latest = max(latest, self._computed[other])
-        return latest
+    def after(self, step: int, neighbours: Iterable[Iterable[int]]) -> int:
+        """The last step whose compute must be over before this step's messages move.
+
+        Args:
+            step: the messages' step.
+            neighbours: for each buffer that a message lands in, the buffers of its slot.
+        """
+        earlier = (self._computed[other] for slot in neighbours for other in slot if self._begin[other] < step)
+        return max(self._sent_after[step], *earlier, -1)
 
 
 def assign_slots(buffers: Sequence[Buffer], lives: Lifetimes, home: int) -> dict[int, int]:
