@@ -121,14 +121,22 @@ class Report:
             f"attention ran {forwards} times for {calls} layers x micro-batches of rank 0: {forwards / calls:.2f} each"
         ]
         if replays:
-            mib = counters["remat_bytes"] / replays / 2**20
-            lines.append(
-                f"kept per layer and micro-batch: its input, and attention's out and lse ({mib:.2f} MiB); the rest "
-                f"of the layer was recomputed, with attention taken {replays} times from what was kept"
-            )
+            kept, whole = counters["remat_bytes"] / replays, self._input_bytes()
+            lines += [
+                f"kept per layer and micro-batch: its input {whole / 2**20:.2f} MiB, attention's out and lse "
+                f"{kept / 2**20:.2f} MiB: {(kept + whole) / whole:.2f} times a hidden state",
+                f"recomputed: the rest of the layer; attention was taken from what was kept {replays} times, not run again",
+            ]
         else:
             lines.append("nothing was recomputed: every layer kept all that its backward pass needs")
         return lines
+
+    def _input_bytes(self) -> int:
+        """Of one layer's input on one rank: what a checkpointed layer keeps in any case."""
+        rows = self.args.seq_length // self.sizes.context
+        if self.args.sequence_parallel:
+            rows //= self.sizes.tensor
+        return int(rows * self.args.micro_batch_size * self.args.hidden_size * (2 if self.sizes.bf16 else 4))
 
     def _moved(self, counters: list[dict[str, int]]) -> list[str]:
         steps = len(self.steps)
