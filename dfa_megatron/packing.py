@@ -21,7 +21,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.plan.layout import Layout, by_name
 
 Group = dist.ProcessGroup | str | None
@@ -106,7 +105,7 @@ def local_positions(
 
 
 class _Unshard(torch.autograd.Function):
-    """All-gather into global order; its gradient sums over ranks in the accumulator dtype, in rank order."""
+    """All-gather into global order; the gradient is summed over ranks in rank order, the same from run to run."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, whole: Layout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -131,8 +130,7 @@ class _Unshard(torch.autograd.Function):
         theirs = torch.stack([_part(grad, ctx.whole, rank, ctx.dim) for rank in ranks])
         mine = torch.empty_like(theirs)
         dist.all_to_all_single(_bytes(mine), _bytes(theirs), group=ctx.group)
-        wide = accumulator_dtype(grad.dtype) if grad.dtype.is_floating_point else grad.dtype
-        return mine.sum(0, dtype=wide).to(grad.dtype), None, None, None
+        return mine.sum(0), None, None, None  # PyTorch adds half precision in float32
 
 
 def _part(x: torch.Tensor, whole: Layout, rank: int, dim: int) -> torch.Tensor:
