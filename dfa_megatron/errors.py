@@ -22,11 +22,14 @@ class PlanError(DistAttentionError, ValueError):
 
 
 class UnsupportedError(DistAttentionError, ValueError):
-    """A request that is refused at set-up: what was asked, why it cannot be served, and what would work."""
+    """A request that is refused at set-up: what was asked, why it cannot be served, and what would work.
 
-    def __init__(self, what: str, why: str, instead: str) -> None:
+    A single argument is the whole message: frameworks (Megatron's build_module) and pickle make errors anew from that.
+    """
+
+    def __init__(self, what: str, why: str = "", instead: str = "") -> None:
         self.what, self.why, self.instead = what, why, instead
-        super().__init__(f"{what} is not supported: {why}. What works: {instead}.")
+        super().__init__(f"{what} is not supported: {why}. What works: {instead}." if why else what)
 
 
 class DisagreementError(DistAttentionError, RuntimeError):

@@ -2,7 +2,8 @@
 
 In a script of Megatron's:   --context-parallel-size 8 --cp-comm-type dfa --spec dfa_megatron.megatron get_spec
                              (Megatron-Core up to 0.18: --spec dfa_megatron.megatron SPEC)
-In a loop of your own:       dfa_ify(spec, config, options) for the model, shard_batch(batch, cp_group, options) for the data
+In a loop of your own:       dfa_ify(spec, config, options) makes the model's spec,
+                             shard_batch(batch, cp_group, options) slices the data
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
     SPEC: Any
 
 __all__ = [
+    "SPEC",
     "DistributedAttentionLayer",
     "DistributedCoreAttention",
-    "SPEC",
     "add_dfa_arguments",
     "declare_batch_layout",
     "dfa_ify",
@@ -58,8 +59,8 @@ def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
 
 def __getattr__(name: str) -> Any:
     if name == "SPEC":
-        # Kept, because Megatron reads vars(module); and never an ImportError, because Megatron logs that and goes on with
-        # its own attention.
+        # Kept, because Megatron reads vars(module); and never an ImportError, because Megatron logs that and goes on
+        # with its own attention.
         try:
             from dfa_megatron.megatron.spec import spec_from_args
 

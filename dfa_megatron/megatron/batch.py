@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Mapping
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 import torch
@@ -54,9 +54,7 @@ def shard_batch(
     ranks, rank = dist.get_world_size(cp_group), dist.get_rank(cp_group)
     if ranks == 1:
         return dict(batch)
-    return {
-        name: None if whole is None else _rows(whole, layout, ranks, rank) for name, whole in batch.items()
-    }
+    return {name: None if whole is None else _rows(whole, layout, ranks, rank) for name, whole in batch.items()}
 
 
 def _rows(whole: torch.Tensor, layout: str, ranks: int, rank: int) -> torch.Tensor:
@@ -75,7 +73,7 @@ def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:
 
 
 def check_declared(cp_group: dist.ProcessGroup, layout_option: str) -> None:
-    """Refuse to train on tokens in another order than the layers believe; undeclared batches count as Megatron's zigzag.
+    """Refuse to train on tokens in another order than the layers believe; undeclared ones count as Megatron's zigzag.
 
     Raises:
         UnsupportedError: the batches are sliced for another layout.
@@ -86,5 +84,9 @@ def check_declared(cp_group: dist.ProcessGroup, layout_option: str) -> None:
             f"layout={layout_option!r} on batches that are sliced {declared}",
             "tokens would not be where attention believes them to be",
             "dfa_megatron.megatron.shard_batch with the model's options"
-            + (", declare_batch_layout where your own code slices, or layout='boundary'" if needed == "contiguous" else ""),
+            + (
+                ", declare_batch_layout where your own code slices, or layout='boundary'"
+                if needed == "contiguous"
+                else ""
+            ),
         )

@@ -1,4 +1,4 @@
-"""What the layers of one model share: the options, the exchange between layouts, the rotary tables, lines logged once."""
+"""What the layers of one model share: options, the exchange between layouts, rotary tables, lines logged once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("dfa_megatron.megatron")
 
 
 class AttentionContext:
-    """Travels in the `params` of the layer specs that `dfa_ify` makes; Megatron may copy a spec, all copies share this."""
+    """Travels in the `params` of the layer specs that `dfa_ify` makes; copies of a spec share it."""
 
     def __init__(self, options: DistAttentionConfig) -> None:
         self.options = options
@@ -51,7 +51,7 @@ class AttentionContext:
         """Say once what rematerialization keeps of a layer until its backward pass."""
         if "kept" in self._said:
             return
-        rows, batch, hidden = hidden_states.shape
+        rows, batch, _hidden = hidden_states.shape
         config, tp = layer.config, dist.get_world_size(layer.tp_group)
         if config.sequence_parallel:
             rows *= tp
@@ -64,8 +64,8 @@ class AttentionContext:
         }
         self.say_once(
             "kept",
-            "dfa: rematerialization keeps %.2f MiB per layer and micro-batch on each rank (%s) and recomputes the rest of "
-            "the layer; attention and its messages run once",
+            "dfa: rematerialization keeps %.2f MiB per layer and micro-batch on each rank (%s) and recomputes the rest "
+            "of the layer; attention and its messages run once",
             sum(mib.values()),
             ", ".join(f"{name} {size:.2f}" for name, size in mib.items()),
         )

@@ -83,7 +83,7 @@ class DistributedCoreAttention(torch.nn.Module):
                 "training and evaluation on whole sequences",
             )
         # Views only: the function takes any strides.
-        out = dist_flash_attn_func(
+        out: Any = dist_flash_attn_func(
             query.transpose(0, 1),
             key.transpose(0, 1),
             value.transpose(0, 1),
@@ -98,7 +98,8 @@ class DistributedCoreAttention(torch.nn.Module):
             verify=self.options.verify,
             agreement_timeout=self.options.agreement_timeout,
         )
-        return out.transpose(0, 1).flatten(2)
+        rows: torch.Tensor = out.transpose(0, 1).flatten(2)
+        return rows
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""

@@ -1,7 +1,8 @@
 """Moves the rows of a sequence-first tensor between Megatron's zigzag layout and contiguous slices, in one all-to-all.
 
-Shapes: a tensor here is (rows, ...), rows being the tokens that this rank holds: length / CP of them, or length / (CP * TP)
-under sequence parallelism, where Megatron splits a context-parallel rank's tokens again over its tensor-parallel ranks.
+Shapes: a tensor here is (rows, ...), rows being the tokens that this rank holds: length / CP of them, or
+length / (CP * TP) under sequence parallelism, where Megatron splits a context-parallel rank's tokens again over its
+tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def positions(layout: str, length: int, ranks: int, rank: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """What one member of the group sends and where it puts what arrives; rows bound for one member go in token order."""
+    """What one member of the group sends, and where what arrives goes; rows for one member travel in token order."""
 
     send_rows: torch.Tensor
     send_counts: list[int]
@@ -113,7 +114,7 @@ class Relayout:
         """Like `move`, and the gradient takes the way back."""
         if self.ranks == 1 or source == target:
             return rows
-        out: torch.Tensor = _Exchange.apply(rows, self, source, target)
+        out: torch.Tensor = _Exchange.apply(rows, self, source, target)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -134,8 +135,8 @@ class TableCache:
     """Rotary tables moved to the contiguous layout, so that every table is exchanged once and not once per layer.
 
     A table is known by its memory, because activation checkpoints hand over new tensor objects of the same memory. Each
-    entry holds its source, so that memory cannot be given to another table meanwhile. All ranks see the same tables in the
-    same order, so they agree on what has to be exchanged.
+    entry holds its source, so that memory cannot be given to another table meanwhile. All ranks see the same tables
+    in the same order, so they agree on what has to be exchanged.
     """
 
     def __init__(self, capacity: int = 8) -> None:
@@ -148,7 +149,13 @@ class TableCache:
             return tuple(self.contiguous(member, relayout) for member in table)
         if not isinstance(table, torch.Tensor):
             return table
-        key = (table.untyped_storage().data_ptr(), table.storage_offset(), tuple(table.shape), table.dtype, table.device)
+        key = (
+            table.untyped_storage().data_ptr(),
+            table.storage_offset(),
+            tuple(table.shape),
+            table.dtype,
+            table.device,
+        )
         if key not in self._entries:
             if len(self._entries) >= self.capacity:
                 del self._entries[next(iter(self._entries))]

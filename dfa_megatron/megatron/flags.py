@@ -12,8 +12,8 @@ from dfa_megatron.errors import UnsupportedError
 def add_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the `--dfa-*` group. For Megatron: parse_args(extra_args_provider=add_dfa_arguments).
 
-    The layout's default is `boundary` here, because Megatron's scripts slice their data in zigzag order; `contiguous` is
-    for a loop that slices its batches with `dfa_megatron.megatron.shard_batch`.
+    The layout's default is `boundary` here, because Megatron's scripts slice their data in zigzag order; `contiguous`
+    is for a loop that slices its batches with `dfa_megatron.megatron.shard_batch`.
     """
     DistAttentionConfig.add_arguments(parser)
     parser.set_defaults(dfa_layout="boundary")
@@ -21,7 +21,7 @@ def add_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def options_of(args: Any = None) -> DistAttentionConfig:
-    """The options on a namespace, else on Megatron's global arguments; without either the defaults with layout boundary.
+    """The options on a namespace, else on Megatron's global arguments, else the defaults with layout boundary.
 
     Raises:
         UnsupportedError: a flag of Megatron's that does not go with ours.
@@ -65,8 +65,4 @@ def check_args(args: Any) -> None:
     if getattr(getattr(args, "attention_backend", None), "name", None) == "local":
         raise UnsupportedError(
             "--attention-backend local", "Megatron would put its own attention in place of this one", "leaving it out"
-        )
-    if getattr(args, "dfa_layout", None) == "contiguous" and getattr(args, "reset_position_ids", False):
-        raise UnsupportedError(
-            "--reset-position-ids in the contiguous layout", "documents are not told apart yet", "leaving it out"
         )

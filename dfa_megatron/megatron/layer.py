@@ -23,14 +23,14 @@ class DistributedAttentionLayer:
     - Rematerialization: the layer runs inside Megatron's own checkpoint; its attention's output and lse are recorded in
       the first pass and replayed in the recompute, so attention and its messages never run twice.
     - Layout `boundary`: hidden states go from zigzag to contiguous before global layer 1 and back after the last one.
-    - Layouts `boundary` and `contiguous`: the rotary table, which Megatron slices in zigzag order, goes the same way once.
+    - Layouts `boundary` and `contiguous`: the rotary table, which Megatron slices in zigzag order, is exchanged once.
     """
 
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
         context = distributed_attention
         check_config(config, context.options)
         asked = take_over(config, context)
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self._dfa = context
         local_layer = kwargs.get("layer_number", 1)
         self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
@@ -58,7 +58,10 @@ class DistributedAttentionLayer:
         """As TransformerLayer.forward, with the same result."""
         layer: Any = self
         check_call(
-            attention_mask, kwargs.get("attention_bias"), kwargs.get("packed_seq_params"), kwargs.get("inference_context")
+            attention_mask,
+            kwargs.get("attention_bias"),
+            kwargs.get("packed_seq_params"),
+            kwargs.get("inference_context"),
         )
         if layer.layer_number == 1:
             self._dfa.check_batch(layer.pg_collection.cp)
@@ -85,7 +88,8 @@ class DistributedAttentionLayer:
         layer: Any = self
 
         def body(hidden_states: torch.Tensor, context: torch.Tensor | None) -> Any:
-            return super(DistributedAttentionLayer, layer).forward(hidden_states, context=context, **kwargs)  # type: ignore[misc]
+            forward = super(DistributedAttentionLayer, layer).forward  # type: ignore[misc]
+            return forward(hidden_states, context=context, **kwargs)
 
         # A re-entrant checkpoint of an input without gradient would cut the layer's own parameters off.
         if not (self._dfa_remat and layer.training and torch.is_grad_enabled() and hidden_states.requires_grad):
@@ -110,6 +114,8 @@ def layer_class(base: type) -> type:
         return base
     if not issubclass(base, TransformerLayer):
         raise UnsupportedError(
-            f"the layer class {base.__name__}", "it is not a megatron.core TransformerLayer", "a spec of TransformerLayer"
+            f"the layer class {base.__name__}",
+            "it is not a megatron.core TransformerLayer",
+            "a spec of TransformerLayer",
         )
     return type(f"DistributedAttention{base.__name__}", (DistributedAttentionLayer, base), {"__module__": __name__})

@@ -20,7 +20,10 @@ class SequenceParallelNorm:
         UnsupportedError: a norm that PyTorch does not have in this form.
     """
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:  # type: ignore[misc]
+    def __new__(  # type: ignore[misc]
+        cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> torch.nn.Module:
+        """The norm itself; its weights are (hidden_size,)."""
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.normalization not in kinds or getattr(config, "layernorm_zero_centered_gamma", False):
             raise UnsupportedError(
@@ -28,7 +31,7 @@ class SequenceParallelNorm:
                 "without Transformer Engine or Apex only plain LayerNorm and RMSNorm are done",
                 "LayerNorm, RMSNorm, or an installation with Transformer Engine",
             )
-        norm = kinds[config.normalization](hidden_size, eps=eps)
+        norm: torch.nn.Module = kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.context import AttentionContext
 
 _ATTRIBUTE = "_dfa_recompute"
-"""Where the flags that were taken over stay on the TransformerConfig, for the chunks of the model that are built later."""
+"""Where flags that were taken over stay on the TransformerConfig, for model chunks that are built later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class Recompute:
 def take_over(config: Any, context: AttentionContext) -> Recompute | None:
     """Clear full recomputation on the config, which Megatron reads in every forward, and say what it asked for.
 
-    Returns None where full recomputation was not asked for. With remat='off' Megatron's own recomputation is left alone.
-    Every call on the same config returns the same, so each layer may ask.
+    Returns None where full recomputation was not asked for. With remat='off' Megatron's own is left alone. Every
+    call on the same config returns the same, so each layer may ask.
 
     Raises:
         UnsupportedError: a recompute method that is not known.
@@ -47,16 +48,16 @@ def take_over(config: Any, context: AttentionContext) -> Recompute | None:
     if asked.method == "uniform" and asked.num_layers not in (None, 1):
         context.say_once(
             "uniform",
-            "dfa: --recompute-num-layers %s is taken as 1: each layer is recomputed by itself, because attention's output "
-            "is kept layer by layer",
+            "dfa: --recompute-num-layers %s is taken as 1: each layer is recomputed by itself, because attention's "
+            "output is kept layer by layer",
             asked.num_layers,
             level=logging.WARNING,
         )
     if getattr(config, "mtp_num_layers", None):
         context.say_once(
             "mtp",
-            "dfa: the multi-token prediction layers are Megatron's own and are not recomputed, because full recomputation "
-            "has been taken over",
+            "dfa: the multi-token prediction layers are Megatron's own and are not recomputed, because full "
+            "recomputation has been taken over",
             level=logging.WARNING,
         )
     config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None

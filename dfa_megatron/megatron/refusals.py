@@ -1,9 +1,10 @@
-"""Everything that Megatron-Core can be asked for beside core attention and that would go wrong silently: refused by name."""
+"""What Megatron-Core can be asked for and would go wrong silently with this attention: refused by name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
@@ -98,7 +99,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "no --overlap-moe-expert-parallel-comm",
     ),
     Refusal(
-        lambda c, o: _get(c, "experimental_attention_variant") is not None or _get(c, "linear_attention_freq") is not None,
+        lambda c, o: (
+            _get(c, "experimental_attention_variant") is not None or _get(c, "linear_attention_freq") is not None
+        ),
         "an experimental attention variant",
         "it is not softmax attention over the whole sequence",
         "standard attention layers",
@@ -115,7 +118,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "the schedule runs over one flat context-parallel group",
         "no --hierarchical-context-parallel-sizes",
     ),
-    Refusal(_on("use_kitchen_attention"), "use_kitchen_attention", "this class computes attention itself", "leave it off"),
+    Refusal(
+        _on("use_kitchen_attention"), "use_kitchen_attention", "this class computes attention itself", "leave it off"
+    ),
     Refusal(_on("batch_invariant_mode"), "batch_invariant_mode", "the block kernels do not promise it", "leave it off"),
     Refusal(_on("flash_decode"), "flash_decode", "it is for inference", "training and evaluation without a key cache"),
     Refusal(
@@ -125,7 +130,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "--transformer-impl local or transformer_engine",
     ),
     Refusal(
-        lambda c, o: bool(_get(c, "fine_grained_activation_offloading")) and "core_attn" in (_get(c, "offload_modules") or ()),
+        lambda c, o: (
+            bool(_get(c, "fine_grained_activation_offloading")) and "core_attn" in (_get(c, "offload_modules") or ())
+        ),
         "offloading core_attn",
         "attention keeps its tensors for the backward pass itself",
         "--offload-modules without core_attn",

@@ -1,4 +1,4 @@
-"""Puts distributed attention into any Megatron layer spec, and answers Megatron's `--spec dfa_megatron.megatron get_spec`."""
+"""Puts distributed attention into any Megatron layer spec, and answers Megatron's `--spec` flag."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def dfa_ify(
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
     Args:
-        spec: a layer spec (ModuleSpec of a TransformerLayer) or TransformerBlockSubmodules, for instance of a model with
-            experts in some layers; with Transformer Engine's modules or Megatron's own.
+        spec: a layer spec (ModuleSpec of a TransformerLayer) or TransformerBlockSubmodules, for instance of a model
+            with experts in some layers; with Transformer Engine's modules or Megatron's own.
         config: the TransformerConfig, checked now rather than when the model is built. Needed for sequence parallelism
             without Transformer Engine and Apex, where the norms are replaced as well (see norm.py).
         options: the defaults of DistAttentionConfig where None. layout="contiguous" wants batches from `shard_batch`.
@@ -47,8 +47,8 @@ def dfa_ify(
             is replaced.
 
     Returns:
-        The same kind of spec, except that a layer spec becomes TransformerBlockSubmodules where the final norm has to be
-        replaced. GPTModel takes both.
+        The same kind of spec, except that a layer spec becomes TransformerBlockSubmodules where the final norm has
+        to be replaced. GPTModel takes both.
 
     Raises:
         UnsupportedError: the spec or the config asks for something that would be silently wrong.
@@ -96,7 +96,7 @@ def _norm(norm: Any, config: Any) -> Any:
 
 
 def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
-    """For `--spec dfa_megatron.megatron get_spec` (Megatron-Core 0.19 and later): Megatron's default spec, with ours in it.
+    """For `--spec dfa_megatron.megatron get_spec` (Megatron-Core 0.19 and later): its default spec, with ours in it.
 
     Options come from the `--dfa-*` flags where the script has them (see flags.py); otherwise the layout is boundary,
     which needs nothing of the script.
@@ -124,17 +124,21 @@ def spec_from_args() -> Any:
     args = global_args()
     if args is None:
         raise UnsupportedError(
-            "SPEC outside a Megatron script", "it is made from Megatron's global arguments", "dfa_ify(spec, config, options)"
+            "SPEC outside a Megatron script",
+            "it is made from Megatron's global arguments",
+            "dfa_ify(spec, config, options)",
         )
-    if args.num_experts or args.sequence_parallel and transformer_block.LayerNormImpl is WrappedTorchNorm:
+    if args.num_experts or (args.sequence_parallel and transformer_block.LayerNormImpl is WrappedTorchNorm):
         raise UnsupportedError(
             "SPEC for this model",
             "its spec needs the model's config, which these versions do not hand over",
             "dfa_ify in a model provider of your own, or Megatron-Core 0.19 and get_spec",
         )
-    shared = dict(
-        qk_layernorm=args.qk_layernorm, multi_latent_attention=args.multi_latent_attention, qk_l2_norm=args.qk_l2_norm
-    )
+    shared = {
+        "qk_layernorm": args.qk_layernorm,
+        "multi_latent_attention": args.multi_latent_attention,
+        "qk_l2_norm": args.qk_l2_norm,
+    }
     if args.transformer_impl == "transformer_engine":
         layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**shared)
     else:

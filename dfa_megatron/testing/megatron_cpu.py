@@ -1,4 +1,4 @@
-"""Lets Megatron-Core train on CPU with gloo, for tests and the CPU quick start: stands in for CUDA calls it always makes.
+"""Lets Megatron-Core train on CPU with gloo (tests, the CPU quick start): stands in for CUDA calls it always makes.
 
     from dfa_megatron.testing.megatron_cpu import use_cpu
     use_cpu()          # before the first model is built; refuses where CUDA is available
@@ -50,7 +50,7 @@ def _current_device() -> None:
 def _generators() -> None:
     """megatron/core/tensor_parallel/random.py: the CUDA generator's state becomes the CPU generator's.
 
-    The tracker of random states keeps its meaning, so dropout under checkpoints and tensor parallelism is the real thing.
+    The tracker of random states keeps its meaning, so dropout under checkpoints and tensor parallelism is real.
     """
     from megatron.core.tensor_parallel import random
 
@@ -67,7 +67,7 @@ def _moves_to_cuda() -> None:
 
 
 def _literal_cuda_devices() -> None:
-    """Literal device="cuda" and pin_memory=True: schedules.py (total_num_tokens), transformer/utils.py, rope_utils.py."""
+    """Literal device="cuda" and pin_memory=True: schedules.py (token counts), transformer/utils.py, rope_utils.py."""
 
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def make(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -95,7 +95,7 @@ def _tensor_types() -> None:
 
 
 def _synchronize() -> None:
-    """megatron/core/pipeline_parallel/p2p_communication.py (batch_p2p_sync) waits for the device after every exchange."""
+    """megatron/core/pipeline_parallel/p2p_communication.py (batch_p2p_sync) waits for the device."""
     _put(torch.cuda, "synchronize", lambda *args, **kwargs: None)
     _put(torch.cuda, "empty_cache", lambda: None)
 

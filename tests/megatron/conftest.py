@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the worker processes import tests.megatron.harness by name
 
-from dfa_megatron.testing.workers import preload, run_ranks  # noqa: E402
-from tests.megatron import harness  # noqa: E402
+from dfa_megatron.testing.workers import preload, run_ranks
+from tests.megatron import harness
 
 # Importing a GPT model takes seconds: once in the fork server, not in every rank of every test.
 preload("megatron.core.parallel_state", "megatron.core.models.gpt.gpt_model", "megatron.core.distributed")

@@ -1,12 +1,12 @@
-"""A tiny real GPTModel trained by Megatron-Core's real schedules on real text, with weights that no topology can change."""
+"""A tiny real GPTModel, Megatron-Core's real schedules and real text, with weights that no topology can change."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,9 +94,7 @@ def start(topology: Topology) -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        topology.tp, topology.pp, topology.vp, context_parallel_size=topology.cp
-    )
+    parallel_state.initialize_model_parallel(topology.tp, topology.pp, topology.vp, context_parallel_size=topology.cp)
     seed()
 
 
@@ -114,36 +112,36 @@ def make_config(topology: Topology, wanted: Case, **changes: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     method, layers = wanted.recompute or (None, None)
-    fields: dict[str, Any] = dict(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
-        ffn_hidden_size=FFN,
-        use_cpu_initialization=True,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
-        attention_dropout=0.0,
-        hidden_dropout=wanted.dropout,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        tensor_model_parallel_size=topology.tp,
-        pipeline_model_parallel_size=topology.pp,
-        virtual_pipeline_model_parallel_size=topology.vp,
-        context_parallel_size=topology.cp,
-        sequence_parallel=topology.tp > 1,
-        cp_comm_type="dfa" if wanted.options is not None else None,
-        recompute_granularity="full" if wanted.recompute else None,
-        recompute_method=method,
-        recompute_num_layers=layers,
+    fields: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "num_query_groups": GROUPS,
+        "ffn_hidden_size": FFN,
+        "use_cpu_initialization": True,
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+        "attention_dropout": 0.0,
+        "hidden_dropout": wanted.dropout,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "tensor_model_parallel_size": topology.tp,
+        "pipeline_model_parallel_size": topology.pp,
+        "virtual_pipeline_model_parallel_size": topology.vp,
+        "context_parallel_size": topology.cp,
+        "sequence_parallel": topology.tp > 1,
+        "cp_comm_type": "dfa" if wanted.options is not None else None,
+        "recompute_granularity": "full" if wanted.recompute else None,
+        "recompute_method": method,
+        "recompute_num_layers": layers,
         # gloo's isend may still read an output that Megatron has already given back.
-        deallocate_pipeline_outputs=topology.vp is None,
-        overlap_p2p_comm=topology.vp is not None,
-        batch_p2p_comm=topology.vp is None,
-    )
+        "deallocate_pipeline_outputs": topology.vp is None,
+        "overlap_p2p_comm": topology.vp is not None,
+        "batch_p2p_comm": topology.vp is None,
+    }
     fields.update(wanted.config)
     fields.update(changes)
     return TransformerConfig(**fields)
@@ -286,7 +284,9 @@ def save_reference(rank: int, world_size: int, path: str) -> None:
     torch.save({"losses": run.losses, "gradients": run.gradients}, path)
 
 
-def check_cases(rank: int, world_size: int, topology: Topology, cases: list[tuple[Case, dict[str, int]]], path: str) -> None:
+def check_cases(
+    rank: int, world_size: int, topology: Topology, cases: list[tuple[Case, dict[str, int]]], path: str
+) -> None:
     """Train every case and compare it with the reference; each with the counts that its first step must show."""
     start(topology)
     reference = torch.load(path, weights_only=True)
@@ -317,7 +317,7 @@ def compare(run: Run, reference: dict[str, Any], where: str) -> None:
     from megatron.core import parallel_state
 
     assert bool(run.losses) == parallel_state.is_pipeline_last_stage(ignore_virtual=True), where
-    for step, (loss, expected) in enumerate(zip(run.losses, reference["losses"])):
+    for step, (loss, expected) in enumerate(zip(run.losses, reference["losses"], strict=False)):
         limit = 1e-5 if step == 0 else 1e-4
         assert abs(loss - expected) <= limit, f"{where}: loss {loss} at step {step}, {expected} on one rank"
     assert run.gradients, where
@@ -325,6 +325,8 @@ def compare(run: Run, reference: dict[str, Any], where: str) -> None:
         expected = reference["gradients"][name]
         largest = expected.abs().max()
         dimension, pieces = run.shards[name]
-        expected = expected.chunk(pieces, dimension)[parallel_state.get_tensor_model_parallel_rank() if pieces > 1 else 0]
+        expected = expected.chunk(pieces, dimension)[
+            parallel_state.get_tensor_model_parallel_rank() if pieces > 1 else 0
+        ]
         error = (gradient - expected).abs().max() / largest
         assert error <= 1e-5, f"{where}: the gradient of {name} is off by {error:.2e}"

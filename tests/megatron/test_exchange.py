@@ -1,0 +1,74 @@
+"""The exchange between zigzag and contiguous, simulated over all members in this process and run on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.exchange import Relayout, TableCache, plan_exchange, positions
+from dfa_megatron.testing.workers import run_ranks
+
+SHAPES = [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (3, 2), (2, 4), (4, 3)]
+
+
+def held(layout: str, length: int, ranks: int, splits: int, member: int) -> torch.Tensor:
+    return positions(layout, length, ranks, member // splits).chunk(splits)[member % splits]
+
+
+@pytest.mark.parametrize(("ranks", "splits"), SHAPES)
+@pytest.mark.parametrize(("source", "target"), [("zigzag", "contiguous"), ("contiguous", "zigzag")])
+@pytest.mark.parametrize("scale", [1, 2, 3])
+def test_every_token_arrives_where_the_other_layout_has_it(
+    ranks: int, splits: int, source: str, target: str, scale: int
+) -> None:
+    length = 2 * ranks * splits * scale
+    plans = [plan_exchange(source, target, length, ranks, splits, member) for member in range(ranks * splits)]
+    outboxes = []
+    for member, plan in enumerate(plans):
+        outgoing = held(source, length, ranks, splits, member)[plan.send_rows]
+        outboxes.append(outgoing.split(plan.send_counts))
+    for member, plan in enumerate(plans):
+        parts = [outbox[member] for outbox in outboxes]
+        assert [len(part) for part in parts] == plan.receive_counts
+        arrived = torch.cat(parts)[plan.arrived_rows]
+        assert torch.equal(arrived, held(target, length, ranks, splits, member))
+
+
+def test_a_length_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="multiple of 6"):
+        positions("zigzag", 20, 3, 0)
+
+
+def exchange_there_and_back(rank: int, world_size: int) -> None:
+    relayout = Relayout(dist.group.WORLD)
+    generator = torch.Generator().manual_seed(world_size)
+    whole = torch.randn(4 * world_size, 2, 3, generator=generator, dtype=torch.float64)
+    weight = torch.randn(4 * world_size, 2, 3, generator=generator, dtype=torch.float64)
+    mine = {layout: positions(layout, 4 * world_size, world_size, rank) for layout in ("zigzag", "contiguous")}
+    rows = whole[mine["zigzag"]].requires_grad_()
+    moved = relayout(rows, "zigzag", "contiguous")
+    assert torch.equal(moved, whole[mine["contiguous"]])
+    assert moved._base is None  # a pipeline schedule frees outputs that are no views
+    assert torch.equal(relayout(moved, "contiguous", "zigzag"), rows)
+    (moved * weight[mine["contiguous"]]).sum().backward()
+    assert torch.equal(rows.grad, weight[mine["zigzag"]])
+
+    tables = TableCache(capacity=2)
+    first = tables.contiguous(rows.detach(), relayout)
+    assert torch.equal(first, moved)
+    assert tables.contiguous(rows.detach(), relayout) is first, "the same memory is exchanged once"
+    pair = tables.contiguous((rows.detach(), None), relayout)
+    assert pair[0] is first
+    assert pair[1] is None
+    for _ in range(5):  # older tables are let go of, and a new one is never taken for an old one
+        table = torch.randn(4, 1, dtype=torch.float64) + rank
+        expected = relayout.move(table, "zigzag", "contiguous")
+        assert torch.equal(tables.contiguous(table, relayout), expected)
+    assert len(tables._entries) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_exchange_and_its_gradient_on_real_ranks(ranks: int) -> None:
+    run_ranks(ranks, exchange_there_and_back)

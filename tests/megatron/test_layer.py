@@ -1,0 +1,178 @@
+"""A layer in use: batches in the wrong order, evaluation, frozen inputs, and what it says about itself."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.megatron_cpu import use_cpu
+from dfa_megatron.testing.workers import run_ranks
+from tests.megatron import harness
+from tests.megatron.harness import Topology, case, make_config, make_model, start
+
+
+def model_of(options: DistAttentionConfig, **changes: Any) -> Any:
+    return make_model(make_config(Topology(cp=dist.get_world_size()), case(), **changes), options)
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).mean()
+
+
+def wrong_batches(rank: int, world_size: int) -> None:
+    from dfa_megatron.megatron import declare_batch_layout, shard_batch
+
+    start(Topology(cp=world_size))
+    contiguous, boundary = DistAttentionConfig(), DistAttentionConfig(layout="boundary")
+    whole = harness.micro_batch(0, 0)
+    mine = {name: part.chunk(world_size, 1)[rank] for name, part in whole.items()}
+    with pytest.raises(UnsupportedError, match=r"batches that are sliced zigzag.*shard_batch"):
+        loss_of(model_of(contiguous), mine)  # nobody said how these were sliced
+    declare_batch_layout(dist_group(), "contiguous")
+    expected = loss_of(model_of(contiguous), mine)
+    assert torch.equal(expected, loss_of(model_of(contiguous), shard_batch(whole, dist_group(), contiguous)))
+    with pytest.raises(UnsupportedError, match="layout='boundary' on batches that are sliced contiguous"):
+        loss_of(model_of(boundary), mine)
+    with pytest.raises(UnsupportedError, match="contiguous or zigzag"):
+        declare_batch_layout(dist_group(), "boundary")
+    with pytest.raises(UnsupportedError, match="attention_mask in a batch"):
+        shard_batch({**whole, "attention_mask": torch.ones(1)}, dist_group(), contiguous)
+    with pytest.raises(UnsupportedError, match="multiple of"):
+        shard_batch({"tokens": torch.zeros(1, 7)}, dist_group(), contiguous)
+    model = model_of(contiguous)
+    shard_batch(whole, dist_group(), contiguous)
+    with pytest.raises(UnsupportedError, match="an attention_mask tensor"):
+        model(mine["tokens"], mine["position_ids"], torch.ones(1, 1, 4, 4, dtype=torch.bool), labels=mine["labels"])
+
+
+def dist_group() -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+    return group
+
+
+def test_tokens_in_another_order_than_the_layers_believe_are_refused() -> None:
+    run_ranks(2, wrong_batches)
+
+
+def slices(rank: int, world_size: int) -> None:
+    import inspect
+
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from dfa_megatron.megatron import shard_batch
+
+    start(Topology(cp=world_size))
+    whole = {**harness.micro_batch(1, 0), "absent": None}
+    hybrid = (
+        {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters else {}
+    )
+    theirs = get_batch_on_this_cp_rank(dict(whole), cp_group=dist_group(), **hybrid)
+    for layout in ("boundary", "zigzag"):
+        ours = shard_batch(whole, dist_group(), DistAttentionConfig(layout=layout))
+        assert ours.keys() == theirs.keys()
+        assert all(ours[name] is None or torch.equal(ours[name], theirs[name]) for name in ours)
+    ours = shard_batch(whole, dist_group(), DistAttentionConfig())
+    assert torch.equal(ours["tokens"], whole["tokens"].chunk(world_size, 1)[rank])
+
+
+def test_batches_are_sliced_like_megatrons_or_in_order() -> None:
+    run_ranks(3, slices)
+
+
+def evaluate_and_freeze(rank: int, world_size: int) -> None:
+    from dfa_megatron.megatron import shard_batch
+
+    start(Topology(cp=world_size))
+    for layout in ("contiguous", "boundary"):
+        options = DistAttentionConfig(layout=layout, remat="on")
+        batch = shard_batch(harness.micro_batch(0, 0), dist_group(), options)
+        model = model_of(options)
+        COUNTERS.reset()
+        trained = loss_of(model.train(), batch)
+        assert COUNTERS.remat_bytes > 0
+        COUNTERS.reset()
+        with torch.no_grad():
+            evaluated = loss_of(model.eval(), batch)
+        assert torch.equal(trained, evaluated)
+        assert (COUNTERS.attention_forwards, COUNTERS.remat_bytes) == (harness.LAYERS, 0)
+
+        gradients = {}
+        for remat in ("on", "off"):
+            model = model_of(options.replace(remat=remat)).train()
+            for parameter in model.embedding.parameters():
+                parameter.requires_grad_(False)
+            loss_of(model, batch).backward()
+            gradients[remat] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        assert all(gradient is not None for gradient in gradients["on"].values()), "a frozen embedding cut layers off"
+        for name, gradient in gradients["off"].items():
+            torch.testing.assert_close(gradients["on"][name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_evaluation_keeps_nothing_and_frozen_embeddings_cut_nothing_off() -> None:
+    run_ranks(2, evaluate_and_freeze)
+
+
+def says(rank: int, world_size: int) -> list[str]:
+    from dfa_megatron.megatron import shard_batch
+
+    start(Topology(cp=world_size))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("dfa_megatron.megatron")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    options = DistAttentionConfig()
+    model = make_model(make_config(Topology(cp=world_size), case("contiguous", "auto")), options)
+    for step in range(2):
+        loss_of(model, shard_batch(harness.micro_batch(step, 0), dist_group(), options)).backward()
+    return lines
+
+
+def test_the_first_rank_says_once_what_is_kept() -> None:
+    first, second = run_ranks(2, says)
+    rows = harness.SEQUENCE // 2 * harness.BATCH
+    mib = rows * (2 * harness.HIDDEN + harness.HEADS) * 4 / 2**20
+    assert len(first) == 1
+    assert f"keeps {mib:.2f} MiB per layer and micro-batch" in first[0]
+    assert second == []
+
+
+def multi_token_prediction(rank: int, world_size: int) -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from dfa_megatron.megatron import dfa_ify
+
+    start(Topology(cp=world_size))
+    config = make_config(Topology(cp=world_size), case(), mtp_num_layers=1)
+    spec = dfa_ify(get_gpt_layer_local_spec(), config, DistAttentionConfig(layout="boundary"))
+    with pytest.raises(UnsupportedError, match="multi-token prediction layer"):
+        spec(config=config, layer_number=harness.LAYERS + 1)
+
+
+def test_our_layer_as_a_prediction_layer_is_refused_in_the_boundary_layout() -> None:
+    run_ranks(2, multi_token_prediction)
+
+
+def shim_twice(rank: int, world_size: int) -> None:
+    use_cpu()
+    patched = (torch.cuda.current_device, torch.empty, torch.Tensor.type)
+    use_cpu()
+    assert (torch.cuda.current_device, torch.empty, torch.Tensor.type) == patched
+    assert torch.empty(1, device="cuda", pin_memory=True).device.type == "cpu"
+
+
+def test_the_cpu_stand_in_is_applied_once_and_never_beside_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(1, shim_twice)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UnsupportedError, match="use_cpu on a machine with CUDA"):
+        use_cpu()

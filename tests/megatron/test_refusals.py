@@ -1,0 +1,158 @@
+"""Whatever this integration would not honour is refused by name, at set-up wherever it can be known there."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.core_attention import DistributedCoreAttention, check_call
+from dfa_megatron.megatron.flags import add_dfa_arguments, check_args, options_of
+from dfa_megatron.megatron.refusals import REFUSALS, check_config
+from tests.megatron.harness import Case, Topology, case, make_config
+
+OPTIONS = DistAttentionConfig(layout="boundary")
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    # text of the message, fields of the TransformerConfig, our options
+    ("attention_dropout=0.1", {"attention_dropout": 0.1}, {}),
+    ("window_size=.128, 0.", {"window_size": (128, 0)}, {}),
+    ("softmax_type='off-by-one'", {"softmax_type": "off-by-one"}, {}),
+    ("qk_clip", {"qk_clip": True}, {}),
+    ("log_max_attention_logit", {"log_max_attention_logit": True}, {}),
+    ("attention in fp8", {"fp8_dot_product_attention": True}, {}),
+    ("attention in fp8", {"fp8_multi_head_attention": True}, {}),
+    (
+        "selective recomputation of core_attn",
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {},
+    ),
+    ("remat='on'", {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, {"remat": "on"}),
+    ("CUDA graphs", {"cuda_graph_impl": "local"}, {}),
+    ("CUDA graphs", {"enable_cuda_graph": True}, {}),
+    ("overlap_moe_expert_parallel_comm", {"overlap_moe_expert_parallel_comm": True}, {}),
+    ("experimental attention", {"experimental_attention_variant": "dsa"}, {}),
+    ("experimental attention", {"linear_attention_freq": 4}, {}),
+    ("hybrid_context_parallel", {"hybrid_context_parallel": True}, {}),
+    ("hierarchical_context_parallel_sizes", {"hierarchical_context_parallel_sizes": [2, 2]}, {}),
+    ("use_kitchen_attention", {"use_kitchen_attention": True}, {}),
+    ("batch_invariant_mode", {"batch_invariant_mode": True}, {}),
+    ("flash_decode", {"flash_decode": True}, {}),
+    ("inference_optimized", {"transformer_impl": "inference_optimized"}, {}),
+    ("offloading core_attn", {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, {}),
+    ("cpu_offloading", {"cpu_offloading": True}, {"remat": "on"}),
+    ("partial_activation_checkpoints", {"num_microbatches_with_partial_activation_checkpoints": 1}, {}),
+    ("heterogeneous_block_specs", {"heterogeneous_block_specs": True}, {}),
+    ("multi-latent attention", {"multi_latent_attention": True}, {}),
+    ("multimodal rotary", {"mrope_section": [4, 2, 2]}, {}),
+    ("hybrid model", {"is_hybrid_model": True}, {}),
+    ("multi-token prediction", {"mtp_num_layers": 1}, {"layout": "contiguous"}),
+    ("the zigzag schedule", {}, {"schedule": "zigzag"}),
+]
+
+
+@pytest.mark.parametrize(("message", "fields", "options"), REFUSED)
+def test_a_config_that_would_be_silently_wrong_is_refused(
+    message: str, fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    config = SimpleNamespace(context_parallel_size=2, **fields)
+    with pytest.raises(UnsupportedError, match=message):
+        check_config(config, OPTIONS.replace(**options))
+
+
+def test_every_refusal_of_the_table_is_tested() -> None:
+    met = set()
+    for _, fields, options in REFUSED:
+        config = SimpleNamespace(context_parallel_size=2, **fields)
+        met |= {place for place, refusal in enumerate(REFUSALS) if refusal.applies(config, OPTIONS.replace(**options))}
+    assert met == set(range(len(REFUSALS)))
+
+
+def test_the_layouts_that_keep_megatrons_order_refuse_less() -> None:
+    for fields in ({"multi_latent_attention": True}, {"is_hybrid_model": True}, {"mtp_num_layers": 1}):
+        check_config(SimpleNamespace(context_parallel_size=2, **fields), DistAttentionConfig(layout="zigzag"))
+    check_config(SimpleNamespace(context_parallel_size=2, mtp_num_layers=1), OPTIONS)
+    check_config(SimpleNamespace(context_parallel_size=1, mtp_num_layers=1), DistAttentionConfig())
+
+
+def test_megatrons_real_config_is_read() -> None:
+    check_config(make_config(Topology(), case()), OPTIONS)
+    with pytest.raises(UnsupportedError, match=r"attention_dropout=0\.2.*--attention-dropout 0\.0"):
+        check_config(make_config(Topology(), Case(None), attention_dropout=0.2), OPTIONS)
+
+
+def build(**changes: Any) -> DistributedCoreAttention:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    arguments: dict[str, Any] = {
+        "config": make_config(Topology(), case()),
+        "layer_number": 1,
+        "attn_mask_type": AttnMaskType.causal,
+        "attention_type": "self",
+        "pg_collection": SimpleNamespace(cp=None),
+        "options": OPTIONS,
+    }
+    return DistributedCoreAttention(**{**arguments, **changes})
+
+
+def test_core_attention_refuses_what_it_is_not_built_for() -> None:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    build(cp_comm_type="dfa", softmax_scale=0.5, k_channels=24, v_channels=16)
+    for changes, message in (
+        ({"attn_mask_type": AttnMaskType.padding}, "attn_mask_type='padding'"),
+        ({"attention_type": "cross"}, "attention_type='cross'"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"cp_comm_type": "a2a"}, "cp_comm_type='a2a'"),
+        ({"num_splits": 4}, "num_splits=4"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            build(**changes)
+
+
+def test_calls_with_masks_biases_packing_or_caches_are_refused() -> None:
+    check_call(None, None, None, None)
+    for place, message in enumerate(("attention_mask", "attention_bias", "packed_seq_params", "inference context")):
+        arguments = [None] * 4
+        arguments[place] = object()
+        with pytest.raises(UnsupportedError, match=message):
+            check_call(*arguments)
+
+
+def test_core_attention_has_no_parameters_and_the_head_dimension_sets_the_scale() -> None:
+    attention = build()
+    assert not list(attention.parameters())
+    assert not attention.state_dict()
+    assert attention.softmax_scale == attention.config.kv_channels**-0.5
+    assert build(k_channels=36).softmax_scale == 36**-0.5
+    assert build(config=make_config(Topology(), case(), deterministic_mode=True)).deterministic
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    return add_dfa_arguments(argparse.ArgumentParser()).parse_args(flags)
+
+
+def test_flags_become_options_and_scripts_default_to_their_own_data_order() -> None:
+    assert options_of(parse()).layout == "boundary"
+    assert options_of(argparse.Namespace()).layout == "boundary"
+    assert options_of() == DistAttentionConfig(layout="boundary")
+    options = options_of(parse("--dfa-layout", "contiguous", "--dfa-schedule", "ring", "--dfa-deterministic"))
+    assert options == DistAttentionConfig(layout="contiguous", schedule="ring", deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        ("mask made in the data loader", {"create_attention_mask_in_dataloader": True, "context_parallel_size": 2}),
+        ("--reset-attention-mask", {"reset_attention_mask": True}),
+        ("--attention-backend local", {"attention_backend": SimpleNamespace(name="local")}),
+    ],
+)
+def test_flags_that_the_model_never_sees_are_refused(message: str, fields: dict[str, Any]) -> None:
+    check_args(argparse.Namespace())
+    with pytest.raises(UnsupportedError, match=message):
+        options_of(argparse.Namespace(**fields))

@@ -1,0 +1,179 @@
+"""Specs: ours goes into any of Megatron's, Megatron finds it by name, and nothing of the given spec changes."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, dfa_ify
+from dfa_megatron.megatron.layer import layer_class
+from dfa_megatron.megatron.norm import SequenceParallelNorm
+from dfa_megatron.megatron.recompute import take_over
+from tests.megatron.harness import Topology, case, make_config
+
+OPTIONS = DistAttentionConfig(layout="boundary")
+
+
+def local_spec(**arguments: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(**arguments)
+
+
+def config(topology: Topology | None = None, **changes: Any) -> Any:
+    return make_config(topology or Topology(), case(), **changes)
+
+
+def test_a_layer_spec_gets_our_layer_and_attention_and_the_given_one_stays() -> None:
+    given = local_spec(qk_layernorm=True)
+    before = copy.deepcopy(given)
+    spec = dfa_ify(given, config(), OPTIONS)
+    assert given == before
+    assert issubclass(spec.module, DistributedAttentionLayer)
+    assert issubclass(spec.module, given.module)
+    attention = spec.submodules.self_attention.submodules
+    assert attention.core_attention.module is DistributedCoreAttention
+    assert attention.linear_qkv is given.submodules.self_attention.submodules.linear_qkv
+    assert spec.submodules.mlp == given.submodules.mlp
+
+
+def test_layers_of_one_model_share_one_context_also_when_megatron_copies_the_spec() -> None:
+    spec = dfa_ify(local_spec(), config(), OPTIONS)
+    assert copy.deepcopy(spec).params["distributed_attention"] is spec.params["distributed_attention"]
+    other = dfa_ify(local_spec(), config(), OPTIONS)
+    assert other.params["distributed_attention"] is not spec.params["distributed_attention"]
+
+
+def test_a_block_spec_with_experts_in_some_layers() -> None:
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    block = TransformerBlockSubmodules(layer_specs=[local_spec(), local_spec(num_experts=2)], layer_norm=object())
+    made = dfa_ify(block, config(), OPTIONS)
+    assert made.layer_norm is block.layer_norm
+    assert all(issubclass(layer.module, DistributedAttentionLayer) for layer in made.layer_specs)
+    assert made.layer_specs[1].submodules.mlp == block.layer_specs[1].submodules.mlp
+    assert not issubclass(block.layer_specs[0].module, DistributedAttentionLayer)
+    assert len({id(layer.params["distributed_attention"]) for layer in made.layer_specs}) == 1
+
+
+def test_sequence_parallelism_without_transformer_engine_gets_a_norm_that_bears_it() -> None:
+    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    if transformer_block.LayerNormImpl is not WrappedTorchNorm:
+        pytest.skip("Transformer Engine or Apex is installed and brings its own norm")
+    spec = dfa_ify(local_spec(), config(Topology(tp=2)), OPTIONS, pp_rank=0)
+    assert isinstance(spec, TransformerBlockSubmodules)
+    assert spec.layer_norm is SequenceParallelNorm
+    assert spec.layer_specs[0].submodules.input_layernorm is SequenceParallelNorm
+    norm = SequenceParallelNorm(config(Topology(tp=2)), 8)
+    assert norm.weight.sequence_parallel
+    with pytest.raises(UnsupportedError, match="normalization"):
+        SequenceParallelNorm(SimpleNamespace(normalization="L2Norm", sequence_parallel=True), 8)
+
+
+def test_a_spec_without_core_attention_is_refused() -> None:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    for spec in (object(), ModuleSpec(module=object)):
+        with pytest.raises(UnsupportedError, match="core_attention to replace"):
+            dfa_ify(spec, config(), OPTIONS)
+
+
+def test_the_layer_class_is_made_once_per_base_and_only_of_layers() -> None:
+    base = local_spec().module
+    assert layer_class(base) is layer_class(base)
+    assert layer_class(layer_class(base)) is layer_class(base)
+    with pytest.raises(UnsupportedError, match=r"not a .* TransformerLayer"):
+        layer_class(dict)
+
+
+def test_full_recomputation_is_taken_over_once_for_all_chunks_of_a_model() -> None:
+    spec = dfa_ify(local_spec(), config(), OPTIONS)
+    context = spec.params["distributed_attention"]
+    taken = make_config(Topology(), case(recompute=("block", 2)))
+    asked = take_over(taken, context)
+    assert asked is not None
+    assert [asked.covers(layer) for layer in (1, 2, 3)] == [True, True, False]
+    assert (taken.recompute_granularity, taken.recompute_method, taken.recompute_num_layers) == (None, None, None)
+    assert take_over(taken, context) is asked
+    assert take_over(config(), context) is None
+    left = make_config(Topology(), case(recompute=("uniform", 1)))
+    off = dfa_ify(local_spec(), left, OPTIONS.replace(remat="off")).params["distributed_attention"]
+    assert take_over(left, off) is None
+    assert left.recompute_granularity == "full"
+
+
+def test_uniform_groups_of_layers_are_said_to_be_taken_as_one(caplog: pytest.LogCaptureFixture) -> None:
+    context = dfa_ify(local_spec(), config(), OPTIONS).params["distributed_attention"]
+    for _ in range(2):
+        take_over(make_config(Topology(), case(recompute=("uniform", 4))), context)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "--recompute-num-layers 4 is taken as 1" in caplog.text
+
+
+def test_megatrons_spec_flag_finds_get_spec() -> None:
+    from megatron.core.transformer.spec_utils import import_module
+
+    import dfa_megatron.megatron
+
+    assert import_module(("dfa_megatron.megatron", "get_spec")) is dfa_megatron.megatron.get_spec
+
+
+def test_spec_for_older_scripts_is_made_of_their_global_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.spec_utils import import_module
+
+    import dfa_megatron.megatron as package
+    from dfa_megatron.megatron import spec as spec_module
+
+    with pytest.raises(UnsupportedError, match="SPEC outside a Megatron script"):
+        import_module(("dfa_megatron.megatron", "SPEC"))
+    args = SimpleNamespace(
+        num_experts=None,
+        sequence_parallel=False,
+        qk_layernorm=False,
+        multi_latent_attention=False,
+        qk_l2_norm=False,
+        transformer_impl="local",
+        normalization="RMSNorm",
+    )
+    monkeypatch.setattr(spec_module, "global_args", lambda: args)
+    try:
+        spec = import_module(("dfa_megatron.megatron", "SPEC"))
+        assert issubclass(spec.module, DistributedAttentionLayer)
+        assert spec.params["distributed_attention"].options.layout == "boundary"
+    finally:
+        vars(package).pop("SPEC", None)
+    args.num_experts = 8
+    with pytest.raises(UnsupportedError, match="SPEC for this model"):
+        spec_module.spec_from_args()
+
+
+def test_every_public_name_is_there() -> None:
+    import dfa_megatron.megatron as package
+
+    for name in package.__all__:
+        assert name == "SPEC" or getattr(package, name) is not None
+    assert set(dir(package)) == set(package.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = package.nothing
+
+
+def test_without_megatron_the_import_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.path[:] = [p for p in sys.path]\n"
+        "import importlib.util as u; found = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name.startswith('megatron') else found(name, *a)\n"
+        "import dfa_megatron, dfa_megatron.megatron"
+    )
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0
+    assert "needs Megatron-Core, which is not installed: pip install" in result.stderr
