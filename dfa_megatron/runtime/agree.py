@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,13 @@ from dfa_megatron.errors import DisagreementError
 Facts = dict[str, str]
 
 
-def agree(facts: Facts, group: dist.ProcessGroup) -> None:
-    """Compare facts across a gloo group; a fact named "error" fails every rank with it.
+def agree(facts: Facts, group: dist.ProcessGroup, timeout: float) -> None:
+    """Compare facts across a gloo group; a fact named "error" fails every rank with it. `timeout` is in seconds.
 
     Raises:
         DisagreementError: a rank reported an error, or facts differ: the message is a table of the fields that do.
     """
-    everyone = exchange(facts, group)
+    everyone = exchange(facts, group, timeout)
     errors = [(rank, theirs["error"]) for rank, theirs in enumerate(everyone) if "error" in theirs]
     if errors:
         rank, reason = errors[0]
@@ -29,15 +30,15 @@ def agree(facts: Facts, group: dist.ProcessGroup) -> None:
         raise DisagreementError("the ranks of the group ask for different attentions:\n" + _table(different, everyone))
 
 
-def exchange(facts: Facts, group: dist.ProcessGroup) -> list[Facts]:
+def exchange(facts: Facts, group: dist.ProcessGroup, timeout: float) -> list[Facts]:
     """Every rank's facts, in group order. They travel as JSON text, never as pickles.
 
     Raises:
-        DisagreementError: not every rank came within the group's timeout; the message says which, where that is known.
+        DisagreementError: not every rank came within the timeout; the message says which, where that is known.
     """
     text = torch.frombuffer(bytearray(json.dumps(facts, sort_keys=True).encode()), dtype=torch.uint8)
     try:
-        dist.monitored_barrier(group, wait_all_ranks=True)
+        dist.monitored_barrier(group, timedelta(seconds=timeout), wait_all_ranks=True)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
         dist.all_gather(sizes, torch.tensor([text.numel()]), group=group)
         longest = max(int(size) for size in sizes)

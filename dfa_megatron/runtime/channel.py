@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -54,7 +53,7 @@ def _resolve(name: str) -> dist.ProcessGroup:
     return group
 
 
-def channel(name: str, device: torch.device, timeout: float) -> Channel:
+def channel(name: str, device: torch.device) -> Channel:
     """The channel of a named group; the first call for a group must be made by all of its ranks.
 
     The communicators are made from the group's own ranks only, so other ranks need not take part, and every rank makes
@@ -65,7 +64,7 @@ def channel(name: str, device: torch.device, timeout: float) -> Channel:
     if known is not None and known[0] is group:
         return known[1]
     ranks = dist.get_process_group_ranks(group)
-    side = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout), use_local_synchronization=True)
+    side = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     transport = _transport(ranks, device)
     made = Channel(group.rank(), group.size(), side, transport)
     _channels[name, device.type] = (group, made)

@@ -114,13 +114,13 @@ def prepare(text: str, group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     """
     request = from_text(text)
     size = group_size(group)
-    over = channel(group, q.device, request.agreement_timeout) if size > 1 else None
+    over = channel(group, q.device) if size > 1 else None
     key = (text, group, id(over), q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
     prepared = _prepared.get(key)
     if prepared is not None:
         _prepared.move_to_end(key)
         if request.verify == "always" and over is not None:
-            agree(_facts(prepared, q, k, v), over.side)
+            agree(_facts(prepared, q, k, v), over.side, request.agreement_timeout)
         return prepared
     prepared = _build_and_agree(request, over, q, k, v)
     _prepared[key] = prepared
@@ -140,10 +140,10 @@ def _build_and_agree(
     except DistAttentionError as error:
         if compare and over is not None:
             with contextlib.suppress(DistAttentionError):  # this rank's own reason is the clearer one
-                agree({"error": str(error)}, over.side)
+                agree({"error": str(error)}, over.side, request.agreement_timeout)
         raise
     if compare and over is not None:
-        agree(_facts(prepared, q, k, v), over.side)
+        agree(_facts(prepared, q, k, v), over.side, request.agreement_timeout)
     return prepared
 
 

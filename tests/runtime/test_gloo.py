@@ -16,7 +16,7 @@ from dfa_megatron.testing.memory import nan_memory
 from dfa_megatron.testing.workers import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import TOLERANCE, Case, case, positions  # noqa: E402
+from cases import TOLERANCE, Case, case, positions
 
 
 def attend_and_compare(whole: Case, rank: int, ranks: int, group: object = None, **options: object) -> None:
@@ -36,7 +36,12 @@ def attend_and_compare(whole: Case, rank: int, ranks: int, group: object = None,
 def _everything(rank: int, ranks: int) -> None:
     with nan_memory():
         for seed, (schedule, layout) in enumerate(
-            [("ring", "contiguous"), ("balanced", "contiguous"), ("balanced_shared", "contiguous"), ("zigzag", "zigzag")]
+            [
+                ("ring", "contiguous"),
+                ("balanced", "contiguous"),
+                ("balanced_shared", "contiguous"),
+                ("zigzag", "zigzag"),
+            ]
         ):
             for dtype in (torch.float64, torch.float32, torch.bfloat16):
                 whole = case(ranks * 10, dtype=dtype, heads=6, kv_heads=2, seed=seed)

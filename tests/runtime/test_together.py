@@ -16,10 +16,15 @@ from dfa_megatron.runtime.together import backward_together, forward_together, p
 from dfa_megatron.testing.compare import assert_close
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import TOLERANCE, Case, case, positions  # noqa: E402
+from cases import TOLERANCE, Case, case, positions
 
 assert importlib.util.find_spec("cases")
-SCHEDULES = (("ring", "contiguous"), ("balanced", "contiguous"), ("balanced_shared", "contiguous"), ("zigzag", "zigzag"))
+SCHEDULES = (
+    ("ring", "contiguous"),
+    ("balanced", "contiguous"),
+    ("balanced_shared", "contiguous"),
+    ("zigzag", "zigzag"),
+)
 MASKS = {"causal": (True, (-1, -1)), "full": (False, (-1, -1)), "window": (True, (7, 0)), "two sides": (False, (5, 3))}
 
 
@@ -109,7 +114,7 @@ def test_both_backward_payloads_give_the_same_gradients(reads: str, monkeypatch:
 def test_a_float32_wire_is_at_least_as_exact_as_a_narrow_one(dtype: torch.dtype) -> None:
     whole = case(6 * 16, dtype=dtype, head_dim=32)
     for wire in ("input", "float32"):
-        run(Request(softmax_scale=0.25, wire_dtype=wire, schedule="balanced"), whole, 6, "contiguous")
+        run(Request(softmax_scale=32**-0.5, wire_dtype=wire, schedule="balanced"), whole, 6, "contiguous")
 
 
 def test_large_scores_neither_overflow_nor_lose_rows() -> None:

@@ -1,0 +1,147 @@
+"""The operator under torch.compile and selective checkpointing, and frames around the real attention."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import dfa_megatron
+from dfa_megatron import remat
+from dfa_megatron.errors import RematError
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.workers import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import case, positions
+
+
+class Layer(torch.nn.Module):
+    """Projections and dropout around two attentions, in float64."""
+
+    def __init__(self, width: int = 32, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = torch.nn.Linear(width, 3 * width, dtype=torch.float64)
+        self.out = torch.nn.Linear(width, width, dtype=torch.float64)
+
+    def attend(self, x: torch.Tensor, schedule: str) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(x).chunk(3, -1))
+        return dfa_megatron.dist_flash_attn_func(q, k, v, schedule=schedule).flatten(-2)
+
+    def forward(self, x: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
+        for schedule in ("balanced", "ring"):
+            x = x + self.out(torch.nn.functional.dropout(self.attend(x, schedule), dropout))
+        return x
+
+
+def _model_and_input(rank: int) -> tuple[Layer, torch.Tensor]:
+    torch.manual_seed(0)
+    layer = Layer()
+    torch.manual_seed(1 + rank)
+    return layer, torch.randn(2, 6, 32, dtype=torch.float64, requires_grad=True)
+
+
+def _run(run: object, layer: Layer, x: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, int]]:
+    layer.zero_grad()
+    x.grad = None
+    torch.manual_seed(7)
+    COUNTERS.reset()
+    y = run(x)  # type: ignore[operator]
+    y.square().sum().backward()
+    return [y.detach(), x.grad.clone(), *(p.grad.clone() for p in layer.parameters())], COUNTERS.snapshot()
+
+
+def _fronts(rank: int, ranks: int) -> None:
+    layer, x = _model_and_input(rank)
+    body = partial(layer, dropout=0.2)
+    plain, counts = _run(body, layer, x)
+    full, twice = _run(lambda x: checkpoint(body, x, use_reentrant=False), layer, x)
+    assert twice["attention_forwards"] == 2 * counts["attention_forwards"] == 4
+    assert twice["forward_messages"] == 2 * counts["forward_messages"]
+    assert counts["forward_messages"] or rank == ranks - 1, "the last rank of a causal attention sends nothing at P = 2"
+    fronts = {
+        "context_fn": lambda x: checkpoint(body, x, use_reentrant=False, context_fn=remat.context_fn),
+        "re-entrant": lambda x: remat.remat_checkpoint(body, x),
+        "selective": lambda x: checkpoint(body, x, use_reentrant=False, context_fn=remat.selective_context_fn),
+    }
+    for name, front in fronts.items():
+        got, once = _run(front, layer, x)
+        for field in (
+            "attention_forwards",
+            "kernel_forwards",
+            "forward_messages",
+            "forward_bytes",
+            "attention_backwards",
+        ):
+            assert once[field] == counts[field], (name, field)
+        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True)), f"{name}: gradients equal to the bit"
+    assert all(torch.equal(a, b) for a, b in zip(full, plain, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_no_front_repeats_the_forward_and_all_give_equal_bits(ranks: int) -> None:
+    run_ranks(ranks, _fronts)
+
+
+def _second_backward(rank: int, ranks: int) -> None:
+    layer, x = _model_and_input(rank)
+    y = remat.remat_checkpoint(layer, x).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RematError):
+        y.backward()
+
+
+def test_a_second_backward_is_a_clear_error_on_every_rank() -> None:
+    run_ranks(2, _second_backward)
+
+
+def _evaluation(rank: int, ranks: int) -> None:
+    layer, x = _model_and_input(rank)
+    with torch.no_grad():
+        expected = layer(x)
+        COUNTERS.reset()
+        assert torch.equal(remat.remat_checkpoint(layer, x), expected)
+    assert COUNTERS.remat_bytes == 0 and remat.active_frame() is None
+
+
+def test_evaluation_keeps_nothing() -> None:
+    run_ranks(2, _evaluation)
+
+
+def _compiled(rank: int, ranks: int, backend: str) -> None:
+    layer, x = _model_and_input(rank)
+    plain, counts = _run(layer, layer, x)
+    compiled, again = _run(torch.compile(layer, backend=backend, fullgraph=True), layer, x)
+    assert again["attention_forwards"] == counts["attention_forwards"]
+    for a, b in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+    def checkpointed(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=False, context_fn=remat.selective_context_fn)
+
+    got, once = _run(torch.compile(checkpointed, backend=backend, fullgraph=True), layer, x)
+    assert once["attention_forwards"] == counts["attention_forwards"], (
+        "the policy keeps (out, lse) under the compiler, too"
+    )
+    for a, b in zip(got, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_compilers_trace_through_the_operator_without_a_break() -> None:
+    run_ranks(2, _compiled, "aot_eager", timeout=120)
+
+
+def test_the_operator_passes_the_checks_of_torch_library() -> None:
+    from dfa_megatron.runtime.op import attention
+    from dfa_megatron.runtime.request import Request
+
+    whole = case(12)
+    q, k, v = (x.requires_grad_() for x in whole.inputs)
+    text = Request(softmax_scale=0.25, kernel="reference").to_text()
+    torch.library.opcheck(attention, (q, k, v, text, ""))
+    assert positions("contiguous", 4, 2)[1].tolist() == [2, 3]

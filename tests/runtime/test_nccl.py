@@ -1,0 +1,168 @@
+"""GPUs over NCCL: exact in bfloat16 on every schedule and kernel, without a host synchronisation, under random load."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dfa_megatron
+from dfa_megatron import remat
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.workers import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import Case, case, positions
+
+TOLERANCE = 1e-2
+"""bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""
+
+
+def gpu_case(length: int, **options: object) -> Case:
+    """A case computed on the GPU, where dense float64 attention over thousands of tokens is quick."""
+    with torch.device("cuda"):
+        torch.manual_seed(int(options.pop("seed", 0)))  # type: ignore[call-overload]
+        cpu = case(8, **options)  # type: ignore[arg-type]
+        batch, _, heads, head_dim = cpu.inputs[0].shape
+        kv_heads = cpu.inputs[1].shape[2]
+        inputs = tuple(
+            torch.randn(batch, length, h, head_dim, dtype=torch.float32).to(cpu.dout.dtype)
+            for h in (heads, kv_heads, kv_heads)
+        )
+        dout = torch.randn_like(inputs[0], dtype=torch.float32).to(cpu.dout.dtype)
+    from dfa_megatron.testing.compare import dense_attention
+
+    exact = tuple(x.double().requires_grad_() for x in inputs)
+    keywords = {key: options[key] for key in ("causal", "window_size") if key in options}
+    out, lse = dense_attention(*exact, **{"causal": True, **keywords})  # type: ignore[arg-type]
+    return Case(inputs, dout, out.detach(), lse.detach(), torch.autograd.grad(out, exact, dout.double()))
+
+
+def compare(whole: Case, rank: int, ranks: int, **options: object) -> None:
+    rows = positions(str(options.get("layout", "contiguous")), whole.out.shape[1], ranks)[rank].cuda()
+    shard = [x[:, rows].requires_grad_() for x in whole.inputs]
+    out = dfa_megatron.dist_flash_attn_func(*shard, **options)
+    gradients = torch.autograd.grad(out, shard, whole.dout[:, rows])
+    assert_close(out, whole.out[:, rows], tolerance=TOLERANCE, name="out")
+    for name, got, want in zip(("dq", "dk", "dv"), gradients, whole.gradients, strict=True):
+        assert_close(got, want[:, rows], tolerance=TOLERANCE, name=name)
+
+
+def _exact(rank: int, ranks: int) -> None:
+    for seed, (heads, kv_heads) in enumerate(((4, 4), (8, 2), (8, 1), (5, 5))):
+        whole = gpu_case(
+            ranks * 256, batch=2, heads=heads, kv_heads=kv_heads, head_dim=128, dtype=torch.bfloat16, seed=seed
+        )
+        for kernel in ("cudnn", "aten", "reference"):
+            for schedule in ("ring", "balanced", "balanced_shared"):
+                compare(whole, rank, ranks, schedule=schedule, kernel=kernel)
+            compare(whole, rank, ranks, schedule="zigzag", layout="zigzag", kernel=kernel)
+        compare(whole, rank, ranks, schedule="balanced_shared", wire_dtype="float32")
+    window = gpu_case(
+        ranks * 256, heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16, causal=True, window_size=(300, 0)
+    )
+    compare(window, rank, ranks, window_size=(300, 0), kernel="aten")
+    compare(window, rank, ranks, window_size=(300, 0), kernel="auto")
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_schedule_and_kernel_is_exact_over_nccl(ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    run_ranks(ranks, _exact, cuda=True, timeout=170)
+
+
+def _without_synchronisation(rank: int, ranks: int) -> None:
+    whole = gpu_case(ranks * 512, batch=1, heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+    rows = slice(rank * 512, rank * 512 + 512)
+    shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = dfa_megatron.dist_flash_attn_func(*shard)
+        return (out, *torch.autograd.grad(out, shard, whole.dout[:, rows]))
+
+    step()  # plans, agrees, makes communicators
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [step() for _ in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    allocated = torch.cuda.memory_stats()["num_alloc_retries"]
+    assert allocated == 0
+    assert_close(results[-1][0], whole.out[:, rows], tolerance=TOLERANCE)
+
+
+@pytest.mark.gpu(2)
+def test_the_loop_never_synchronises_the_host() -> None:
+    run_ranks(2, _without_synchronisation, cuda=True, timeout=120)
+
+
+def _stress(rank: int, ranks: int) -> None:
+    draw = random.Random(4)
+    for round_ in range(60):
+        local = draw.choice([64, 128, 192, 256])
+        heads, kv_heads = draw.choice([(4, 4), (4, 2), (8, 1), (3, 3)])
+        schedule = draw.choice(["ring", "balanced", "balanced_shared"])
+        whole = gpu_case(
+            ranks * local,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=draw.choice([64, 128]),
+            dtype=torch.bfloat16,
+            seed=round_,
+        )
+        # Other work on the same streams and devices, so that a missing wait has a chance to show.
+        noise = torch.randn(1024, 1024, device="cuda")
+        for _ in range(draw.randrange(4)):
+            noise = noise @ noise * 1e-3
+        compare(whole, rank, ranks, schedule=schedule)
+
+
+@pytest.mark.gpu(2)
+def test_random_shapes_under_load_are_never_wrong() -> None:
+    run_ranks(min(4, torch.cuda.device_count()), _stress, cuda=True, timeout=170)
+
+
+def _deterministic(rank: int, ranks: int, kernel: str) -> None:
+    whole = gpu_case(ranks * 512, heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+    rows = slice(rank * 512, rank * 512 + 512)
+    runs = []
+    for _ in range(4):
+        shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
+        out = dfa_megatron.dist_flash_attn_func(*shard, deterministic=True, kernel=kernel)
+        runs.append((out, *torch.autograd.grad(out, shard, whole.dout[:, rows])))
+    assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("kernel", ["auto", "aten"])
+def test_deterministic_gradients_are_equal_to_the_bit_on_gpus(kernel: str) -> None:
+    run_ranks(2, _deterministic, kernel, cuda=True, timeout=120)
+
+
+def _remat(rank: int, ranks: int) -> None:
+    torch.manual_seed(3)
+    whole = gpu_case(ranks * 256, heads=8, kv_heads=8, head_dim=64, dtype=torch.bfloat16)
+    rows = slice(rank * 256, rank * 256 + 256)
+    shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
+
+    def region(*qkv: torch.Tensor) -> torch.Tensor:
+        return dfa_megatron.dist_flash_attn_func(*(x * 1.0 for x in qkv), deterministic=True)
+
+    plain = torch.autograd.grad(region(*shard), shard, whole.dout[:, rows])
+    COUNTERS.reset()
+    out = remat.remat_checkpoint(region, *shard)
+    out.backward(whole.dout[:, rows])
+    assert COUNTERS.attention_forwards == 1 and COUNTERS.replays == 1
+    assert all(torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True) if x.grad is not None)
+
+
+@pytest.mark.gpu(2)
+def test_rematerialization_repeats_no_forward_on_gpus() -> None:
+    run_ranks(2, _remat, cuda=True, timeout=120)
