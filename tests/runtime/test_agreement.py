@@ -46,11 +46,13 @@ def _mismatches(rank: int, ranks: int) -> dict[str, str]:
 def test_every_rank_is_told_what_differs(ranks: int) -> None:
     reports = run_ranks(ranks, _mismatches, timeout=90)
     for report in reports:
-        assert "shape of q: (1, 8, 4, 16)" in report["length"] and "(1, 10, 4, 16)" in report["length"]
+        assert "shape of q: (1, 8, 4, 16)" in report["length"]
+        assert "(1, 10, 4, 16)" in report["length"]
         assert "torch.float64 on rank" in report["dtype"]
         assert "request.schedule: 'balanced' on rank" in report["schedule"]
         assert "request.softmax_scale: 0.25" in report["scale"]
-        assert "cpu on rank" in report["kernel"] and "reference on rank" in report["kernel"]
+        assert "cpu on rank" in report["kernel"]
+        assert "reference on rank" in report["kernel"]
         assert "request.window_size" in report["window"]
         assert "heads must be a multiple of kv_heads" in report["heads"]
         assert report["agreed"] == report["always"] == ""
@@ -76,12 +78,15 @@ def _bad_requests(rank: int, ranks: int) -> dict[str, str]:
 def test_a_request_nobody_can_serve_names_what_would_work() -> None:
     for report in run_ranks(2, _bad_requests):
         assert all(text.startswith("UnsupportedError") for text in report.values()), report
-        assert "balanced_shared" in report["schedule"] and "ring" in report["schedule"]
-        assert "cuda" in report["kernel"].lower() and "cpu" in report["kernel"]
+        assert "balanced_shared" in report["schedule"]
+        assert "ring" in report["schedule"]
+        assert "cuda" in report["kernel"].lower()
+        assert "cpu" in report["kernel"]
         assert "reference" in report["unknown kernel"]
         assert "zigzag" in report["layout"]
         assert "ring" in report["mask"]
-        assert "multiple of 4" in report["zigzag"] and "16 tokens" in report["zigzag"]
+        assert "multiple of 4" in report["zigzag"]
+        assert "16 tokens" in report["zigzag"]
 
 
 def _one_prepares_alone(rank: int, ranks: int) -> tuple[str, float]:
@@ -96,7 +101,9 @@ def _one_prepares_alone(rank: int, ranks: int) -> tuple[str, float]:
 
 def test_a_rank_that_never_comes_is_an_error_within_the_timeout() -> None:
     (report, seconds), _ = run_ranks(2, _one_prepares_alone, timeout=40)
-    assert report.startswith("DisagreementError") and "Rank" in report and "1" in report
+    assert report.startswith("DisagreementError")
+    assert "Rank" in report
+    assert "1" in report
     assert "not every rank" in report
     assert seconds < 4.0
 
@@ -113,8 +120,10 @@ def _broken_kernel(rank: int, ranks: int) -> str:
 
 def test_a_failing_step_shows_where_in_the_grid() -> None:
     for rank, report in enumerate(run_ranks(2, _broken_kernel)):
-        assert report.startswith("ExecutionError") and "out of tea" in report
-        assert f"rank {rank}, step 0" in report and "<!" in report
+        assert report.startswith("ExecutionError")
+        assert "out of tea" in report
+        assert f"rank {rank}, step 0" in report
+        assert "<!" in report
 
 
 def test_errors_of_the_package_are_one_family() -> None:

@@ -106,7 +106,8 @@ def _evaluation(rank: int, ranks: int) -> None:
         expected = layer(x)
         COUNTERS.reset()
         assert torch.equal(remat.remat_checkpoint(layer, x), expected)
-    assert COUNTERS.remat_bytes == 0 and remat.active_frame() is None
+    assert COUNTERS.remat_bytes == 0
+    assert remat.active_frame() is None
 
 
 def test_evaluation_keeps_nothing() -> None:

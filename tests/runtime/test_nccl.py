@@ -159,7 +159,8 @@ def _remat(rank: int, ranks: int) -> None:
     COUNTERS.reset()
     out = remat.remat_checkpoint(region, *shard)
     out.backward(whole.dout[:, rows])
-    assert COUNTERS.attention_forwards == 1 and COUNTERS.replays == 1
+    assert COUNTERS.attention_forwards == 1
+    assert COUNTERS.replays == 1
     assert all(torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True) if x.grad is not None)
 
 
