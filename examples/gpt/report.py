@@ -17,7 +17,7 @@ from gpt.flags import Sizes
 from gpt.loop import Step
 from gpt.text import Tokens
 
-LAST_STEPS = 10
+LAST_STEPS = 20
 """The final loss is the mean of so many last steps: each step sees another piece of text."""
 
 
@@ -125,7 +125,7 @@ class Report:
             lines += [
                 f"kept per layer and micro-batch: its input {whole / 2**20:.2f} MiB, attention's out and lse "
                 f"{kept / 2**20:.2f} MiB: {(kept + whole) / whole:.2f} times a hidden state",
-                f"recomputed: the rest of the layer; attention was taken from what was kept {replays} times, not run again",
+                f"recomputed: the rest of the layer; attention was taken from what was kept {replays} times",
             ]
         else:
             lines.append("nothing was recomputed: every layer kept all that its backward pass needs")
