@@ -12,18 +12,19 @@ from dfa_megatron.plan.layout import LAYOUTS
 from dfa_megatron.plan.mask import Mask
 from dfa_megatron.plan.schedules import SCHEDULES, AttentionPlan, plan_named
 
-TIE = 1e-3
-"""Makespans closer than this share are equal: the order of SCHEDULES decides, not the last digit of a model."""
+TIE = 0.02
+"""Makespans closer than this share are equal: the order of SCHEDULES decides what the model cannot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A schedule that `auto` looked at: its plan and simulated seconds forward + backward, or why it cannot serve."""
+    """A schedule that `auto` looked at: its plan and simulated seconds, or why it cannot serve and what it could."""
 
     schedule: str
-    plan: AttentionPlan | None
-    seconds: float
-    refusal: str
+    plan: AttentionPlan | None = None
+    seconds: float = 0.0
+    refusal: str = ""
+    instead: str = ""
 
 
 def make_plan(
@@ -66,9 +67,9 @@ def _make_plan(
     looked_at = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware)
     served = [(candidate.seconds, candidate.plan) for candidate in looked_at if candidate.plan]
     if not served:
-        refusals = " ".join(f"{candidate.schedule}: {candidate.refusal}" for candidate in looked_at)
         what = f"mask {mask.name} over {mask.length} tokens on {ranks} ranks in layout {layout!r}"
-        raise UnsupportedError(what, f"no schedule suits ({refusals})", "layout 'contiguous', or another length")
+        instead = dict.fromkeys(candidate.instead for candidate in looked_at if candidate.instead)
+        raise UnsupportedError(what, f"no schedule suits ({_refusals(looked_at)})", "; ".join(instead))
     best = min(seconds for seconds, _ in served)
     return next(plan for seconds, plan in served if seconds <= best * (1 + TIE))
 
@@ -84,15 +85,21 @@ def candidates(
     """Every schedule with its cost or the reason why it cannot serve, in the order of SCHEDULES."""
     looked_at = []
     for name, schedule in SCHEDULES.items():
-        plan, seconds, refusal = None, 0.0, ""
-        if layout in ("auto", schedule.layout):
-            try:
-                plan = plan_named(name, mask, ranks)
-            except UnsupportedError as error:
-                refusal = str(error)
-        else:
-            refusal = f"it needs layout {schedule.layout!r}."
-        if plan:
-            seconds = simulate(plan, shape, hardware or H200_NVLINK).makespan
-        looked_at.append(Candidate(name, plan, seconds, refusal))
+        if layout not in ("auto", schedule.layout):
+            looked_at.append(Candidate(name, refusal=f"it needs layout {schedule.layout!r}"))
+            continue
+        try:
+            plan = plan_named(name, mask, ranks)
+        except UnsupportedError as error:
+            looked_at.append(Candidate(name, refusal=error.why, instead=error.instead))
+            continue
+        looked_at.append(Candidate(name, plan, simulate(plan, shape, hardware or H200_NVLINK).makespan))
     return tuple(looked_at)
+
+
+def _refusals(looked_at: tuple[Candidate, ...]) -> str:
+    """Every refusal, with the schedules that share a reason named together."""
+    reasons: dict[str, list[str]] = {}
+    for candidate in looked_at:
+        reasons.setdefault(candidate.refusal, []).append(candidate.schedule)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from dfa_megatron.plan.ir import Block, Plan
 
@@ -15,7 +16,7 @@ def cell(plan: Plan, blocks: list[Block]) -> str:
     q = sorted({block.q_chunk for block in blocks})
     kv = sorted({block.kv_chunk for block in blocks})
     helps = any(home[block.q_chunk] != block.rank for block in blocks)
-    return f"{_chunks(q)}.{_chunks(kv)}" + ("*" if helps else "")
+    return f"{chunk_numbers(q)}.{chunk_numbers(kv)}" + ("*" if helps else "")
 
 
 def grid(plan: Plan, mark: tuple[int, int] | None = None, width: int = 100) -> str:
@@ -38,9 +39,8 @@ def grid(plan: Plan, mark: tuple[int, int] | None = None, width: int = 100) -> s
     return "\n".join(lines)
 
 
-def _chunks(chunks: list[int]) -> str:
-    if len(chunks) == 1:
-        return str(chunks[0])
-    return (
-        f"{chunks[0]}-{chunks[-1]}" if chunks == list(range(chunks[0], chunks[-1] + 1)) else "+".join(map(str, chunks))
-    )
+def chunk_numbers(chunks: Sequence[int]) -> str:
+    """Ascending chunk numbers: `6`, neighbours as `6-7`, others as `1+14`."""
+    if len(chunks) > 1 and chunks[-1] - chunks[0] == len(chunks) - 1:
+        return f"{chunks[0]}-{chunks[-1]}"
+    return "+".join(map(str, chunks))

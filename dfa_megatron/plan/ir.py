@@ -147,7 +147,7 @@ def to_text(plan: Plan) -> str:
     """The plan as text that people can read and `from_text` can parse."""
     tiles = [[t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi] for t in plan.mask.tiles]
     lines = [
-        f"plan {plan.phase.name} ranks={plan.ranks} steps={plan.steps}",
+        _header(plan),
         "mask " + json.dumps({"name": plan.mask.name, "length": plan.mask.length, "tiles": tiles}),
         "chunks "
         + " ".join(f"{c.lo}:{c.hi}@{home}" for c, home in zip(plan.layout.chunks, plan.layout.home, strict=True)),
@@ -168,17 +168,17 @@ def from_text(text: str) -> Plan:
     Raises:
         PlanError: a line is not of the language; the message quotes it.
     """
-    phase, mask, layout, step = None, None, None, -1
+    phase, mask, layout, step, header = None, None, None, -1, ""
     blocks: list[Block] = []
     transfers: list[Transfer] = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
             match line.split(maxsplit=1)[0], line.split():
-                case "plan", words:
-                    phase = PHASES[words[1]]
-                case "mask", _:
+                case "plan", [_, name, *_] if phase is None:
+                    phase, header = PHASES[name], line
+                case "mask", _ if mask is None:
                     mask = _parse_mask(json.loads(line.split(maxsplit=1)[1]))
-                case "chunks", words:
+                case "chunks", words if layout is None:
                     layout = _parse_layout(words[1:])
                 case "step", [_, value]:
                     step = int(value)
@@ -187,12 +187,19 @@ def from_text(text: str) -> Plan:
                 case "move", [_, src, dst, what, chunk]:
                     transfers.append(Transfer(step, int(src), int(dst), what, int(chunk)))
                 case _:
-                    raise ValueError("unknown record")
+                    raise ValueError("an unknown record, or a second one of a kind that a plan has once")
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise PlanError(f"line {number} of the plan's text cannot be read: {line!r} ({error})") from error
     if phase is None or mask is None or layout is None:
         raise PlanError("the plan's text lacks its plan, mask or chunks line")
-    return Plan(mask, layout, phase, tuple(sorted(blocks)), tuple(sorted(transfers)))
+    plan = Plan(mask, layout, phase, tuple(sorted(blocks)), tuple(sorted(transfers)))
+    if header != _header(plan):
+        raise PlanError(f"the plan's text says {header!r}, but what follows is {_header(plan)!r}")
+    return plan
+
+
+def _header(plan: Plan) -> str:
+    return f"plan {plan.phase.name} ranks={plan.ranks} steps={plan.steps}"
 
 
 def _parse_mask(value: dict[str, Any]) -> Mask:

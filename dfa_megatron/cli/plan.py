@@ -1,0 +1,167 @@
+"""`dfa-megatron plan`: show a schedule, what it costs, and write it as a picture, a trace or text."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan import mask as masks
+from dfa_megatron.plan.choose import candidates, make_plan
+from dfa_megatron.plan.cost import AttentionShape, phases_of, simulate
+from dfa_megatron.plan.draw import draw
+from dfa_megatron.plan.hardware import PROFILES, Hardware, profile_named
+from dfa_megatron.plan.ir import PHASES, Plan, to_text
+from dfa_megatron.plan.layout import LAYOUTS
+from dfa_megatron.plan.lower import lower_all
+from dfa_megatron.plan.mask import Mask
+from dfa_megatron.plan.schedules import SCHEDULES, AttentionPlan
+
+MASKS: dict[str, Callable[[argparse.Namespace], Mask]] = {
+    "causal": lambda args: masks.causal(args.seq_length),
+    "full": lambda args: masks.full(args.seq_length),
+    "window": lambda args: masks.sliding_window(args.seq_length, *args.window_size),
+    "documents": lambda args: masks.documents(_documents(args)),
+    "prefix": lambda args: masks.prefix_lm(args.seq_length, args.prefix),
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the sub-command to what `argparse.ArgumentParser.add_subparsers` returned."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan", help="show a schedule and what it costs", description=__doc__
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="ranks that share the sequence (default: %(default)s)")
+    parser.add_argument("--schedule", default="auto", help="auto, " + ", ".join(SCHEDULES) + " (default: %(default)s)")
+    parser.add_argument("--layout", default="auto", help="auto, " + ", ".join(LAYOUTS) + " (default: %(default)s)")
+    parser.add_argument("--seq-length", type=int, default=65536, help="tokens of all ranks (default: %(default)s)")
+    _add_mask(parser)
+    shape = parser.add_argument_group("attention")
+    shape.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
+    shape.add_argument("--heads", type=int, default=32, help="query heads (default: %(default)s)")
+    shape.add_argument("--kv-heads", type=int, help="key and value heads (default: as many as query heads)")
+    shape.add_argument("--head-dim", type=int, default=128, help="of a head (default: %(default)s)")
+    shape.add_argument(
+        "--payload", default="out", help="what a helped pair's backward sends: out, delta (default: out)"
+    )
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--hardware", default="h200-nvlink", help=", ".join(PROFILES) + " (default: %(default)s)")
+    machine.add_argument(
+        "--link", type=float, metavar="GB/S", help="bytes per second each way, in place of the profile's"
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--phase", default="both", choices=("both", *PHASES), help="what to show (default: %(default)s)")
+    out.add_argument("--width", type=int, default=100, help="columns of the grid (default: %(default)s)")
+    out.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the simulated run")
+    out.add_argument(
+        "--chrome", type=Path, metavar="FILE", help="write a trace for chrome://tracing or ui.perfetto.dev"
+    )
+    out.add_argument("--text", type=Path, metavar="FILE", help="write the plan itself, a file per phase")
+    parser.set_defaults(run=run)
+
+
+def _add_mask(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("mask")
+    group.add_argument("--mask", default="causal", help=", ".join(MASKS) + " (default: %(default)s)")
+    group.add_argument(
+        "--window-size", type=int, nargs=2, default=(4096, 0), metavar=("LEFT", "RIGHT"), help="for --mask window"
+    )
+    group.add_argument("--documents", default="", metavar="N,N,...", help="lengths, for --mask documents")
+    group.add_argument("--prefix", type=int, default=0, metavar="N", help="tokens that all see, for --mask prefix")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report and write the files; returns the exit status.
+
+    Raises:
+        UnsupportedError: a value that cannot be served.
+        OSError: a file that cannot be written.
+    """
+    if args.mask not in MASKS:
+        raise UnsupportedError(f"mask {args.mask!r}", "there is no such mask", "one of " + ", ".join(MASKS))
+    try:
+        mask = MASKS[args.mask](args)
+    except ValueError as error:
+        raise UnsupportedError(
+            f"mask {args.mask!r} of {args.seq_length} tokens", str(error), "other lengths"
+        ) from error
+    shape = AttentionShape(
+        args.batch,
+        args.heads,
+        args.heads if args.kv_heads is None else args.kv_heads,
+        args.head_dim,
+        payload=args.payload,
+    )
+    hardware = _hardware(args)
+    plan = make_plan(mask, args.ranks, schedule=args.schedule, layout=args.layout, shape=shape, hardware=hardware)
+    print(report(plan, shape, hardware, args.phase, args.width))
+    if args.schedule == "auto":
+        print("\n" + _comparison(plan, mask, args, shape, hardware))
+    if args.svg is not None:
+        _write(args.svg, draw(plan, "svg", phase=args.phase, shape=shape, hardware=hardware))
+    if args.chrome is not None:
+        _write(args.chrome, draw(plan, "chrome", phase=args.phase, shape=shape, hardware=hardware))
+    if args.text is not None:
+        shown = _shown(plan, args.phase)
+        for one in shown:
+            name = f"{args.text.stem}.{one.phase.name}{args.text.suffix}" if len(shown) > 1 else args.text.name
+            _write(args.text.with_name(name), to_text(one))
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {path}")
+
+
+def report(
+    plan: AttentionPlan, shape: AttentionShape, hardware: Hardware, phase: str = "both", width: int = 100
+) -> str:
+    """The grid of each phase and what it costs."""
+    lines = [f"{plan}, layout {plan.layout}, digest {plan.digest}"]
+    for one in _shown(plan, phase):
+        timeline = simulate(one, shape, hardware)
+        slots = [program.peak_slots() for program in lower_all(one)]
+        peak = {name: max(slot.get(name, 0) for slot in slots) for name in sorted({n for slot in slots for n in slot})}
+        lines += [
+            "",
+            draw(one, width=width),
+            f"simulated on {hardware.name}: {1e3 * timeline.makespan:.3f} ms, idle {100 * timeline.idle_share:.1f} %",
+            "MB sent     " + " ".join(f"{nbytes / 1e6:8.1f}" for nbytes in timeline.sent),
+            "MB received " + " ".join(f"{nbytes / 1e6:8.1f}" for nbytes in timeline.received),
+            "peak slots  " + (", ".join(f"{count} {name}" for name, count in peak.items()) or "none"),
+        ]
+    return "\n".join(lines)
+
+
+def _comparison(
+    plan: AttentionPlan, mask: Mask, args: argparse.Namespace, shape: AttentionShape, hardware: Hardware
+) -> str:
+    lines = [f"auto took {plan.schedule}; forward and backward together:"]
+    for candidate in candidates(mask, args.ranks, layout=args.layout, shape=shape, hardware=hardware):
+        cost = f"{1e3 * candidate.seconds:.3f} ms" if candidate.plan else candidate.refusal
+        lines.append(f"  {candidate.schedule:16s} {cost}")
+    return "\n".join(lines)
+
+
+def _shown(plan: AttentionPlan, phase: str) -> list[Plan]:
+    return [one for one in phases_of(plan) if phase in ("both", one.phase.name)]
+
+
+def _hardware(args: argparse.Namespace) -> Hardware:
+    hardware = profile_named(args.hardware)
+    if args.link is None:
+        return hardware
+    return dataclasses.replace(
+        hardware, name=f"{hardware.name} at {args.link:g} GB/s", link_bytes_per_second=1e9 * args.link
+    )
+
+
+def _documents(args: argparse.Namespace) -> list[int]:
+    lengths = [int(length) for length in args.documents.split(",") if length.strip()]
+    if sum(lengths) != args.seq_length:
+        raise ValueError(f"--documents add up to {sum(lengths)} tokens, --seq-length is {args.seq_length}")
+    return lengths
