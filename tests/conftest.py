@@ -18,7 +18,7 @@ from dfa_megatron.testing import memory, workers
 def pytest_configure() -> None:
     torch.set_num_threads(1)
     megatron = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
-    workers.preload(*(("megatron.core.parallel_state",) if megatron else ()))
+    workers.preload("dfa_megatron.attention", *(("megatron.core.parallel_state",) if megatron else ()))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

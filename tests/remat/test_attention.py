@@ -1,0 +1,76 @@
+"""The distributed attention under every way to checkpoint: gradients to the bit, and nothing runs or travels twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from dfa_megatron import dist_flash_attn_func, remat
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.workers import run_ranks
+
+LAYERS, LOCAL, HEADS, HEAD_DIM = 2, 6, 2, 4
+HIDDEN = HEADS * HEAD_DIM
+WAYS: dict[str, Callable[..., Any]] = {
+    "none": lambda fn, x: fn(x),
+    "full": partial(checkpoint, use_reentrant=False),
+    "full reentrant": partial(checkpoint, use_reentrant=True),
+    "context_fn": partial(checkpoint, use_reentrant=False, context_fn=remat.context_fn),
+    "remat_checkpoint": remat.remat_checkpoint,
+    "selective": partial(checkpoint, use_reentrant=False, context_fn=remat.selective_context_fn),
+}
+
+
+def train(rank: int, world_size: int, schedule: str) -> dict[str, tuple[list[torch.Tensor], dict[str, int]]]:
+    """Gradients and counts of two micro-batches in flight, in each way of checkpointing."""
+    torch.manual_seed(world_size)
+    layers = [torch.nn.Linear(HIDDEN, 3 * HIDDEN, dtype=torch.float64) for _ in range(LAYERS)]
+
+    def layer(linear: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.view(1, LOCAL, HEADS, HEAD_DIM) for t in linear(x).chunk(3, -1))
+        out = dist_flash_attn_func(q, k, v, schedule=schedule)
+        assert isinstance(out, torch.Tensor)
+        return x + torch.dropout(out.reshape(1, LOCAL, HIDDEN).tanh(), 0.2, True)
+
+    results = {}
+    for name, way in WAYS.items():
+        torch.manual_seed(100 + rank)
+        leaves = [torch.randn(1, LOCAL, HIDDEN, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        outs = list(leaves)
+        for linear in layers:
+            linear.zero_grad()
+        COUNTERS.reset()
+        for linear in layers:
+            outs = [way(partial(layer, linear), x) for x in outs]
+        for out in outs:
+            out.square().sum().backward()
+        gradients = [leaf.grad for leaf in leaves] + [p.grad.clone() for linear in layers for p in linear.parameters()]
+        results[name] = (gradients, COUNTERS.snapshot())
+    return results
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(1, "auto"), (2, "ring"), (2, "balanced_shared"), (3, "balanced")])
+def test_remat_runs_and_sends_half_of_full_recompute_with_the_same_bits(ranks: int, schedule: str) -> None:
+    everyone = run_ranks(ranks, train, schedule)
+    assert (sum(results["none"][1]["forward_messages"] for results in everyone) > 0) == (ranks > 1)
+    for results in everyone:
+        want, plain = results["none"]
+        for gradients, _ in results.values():
+            assert all(torch.equal(a, b) for a, b in zip(gradients, want, strict=True))
+        counts = {name: result[1] for name, result in results.items()}
+        assert plain["attention_forwards"] == 2 * LAYERS
+        for count in ("attention_forwards", "kernel_forwards", "forward_messages", "forward_bytes"):
+            for full in ("full", "full reentrant"):
+                assert counts[full][count] == 2 * plain[count]
+            for kept in ("context_fn", "remat_checkpoint", "selective"):
+                assert counts[kept][count] == plain[count]
+        for count in ("attention_backwards", "kernel_backwards", "backward_messages", "backward_bytes"):
+            assert all(counts[name][count] == plain[count] for name in WAYS)
+        for front in ("context_fn", "remat_checkpoint"):
+            assert counts[front]["replays"] == 2 * LAYERS
+            assert counts[front]["remat_bytes"] == 2 * LAYERS * LOCAL * (HIDDEN + HEADS) * 8
