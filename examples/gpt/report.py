@@ -17,6 +17,9 @@ from gpt.flags import Sizes
 from gpt.loop import Step
 from gpt.text import Tokens
 
+SMOOTH = 5
+"""Steps either side that the picture's smooth line is the mean of."""
+
 LAST_STEPS = 20
 """The final loss is the mean of so many last steps: each step sees another piece of text."""
 
@@ -43,7 +46,7 @@ class Report:
         )
         self._write({"event": "start", "data": tokens.name, "device": place, **vars(args)})
         self._bar = Progress(
-            TextColumn("loss {task.fields[loss]:.3f}"),
+            TextColumn("loss {task.fields[loss]}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[speed]:,.0f} tokens/s"),
@@ -51,14 +54,16 @@ class Report:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("train", total=args.train_iters, loss=float("nan"), speed=0.0)
+        self._task = self._bar.add_task("train", total=args.train_iters, loss="  -  ", speed=0.0)
         self._bar.start()
 
     def tell(self, step: Step) -> None:
         """Log one step and move the bar; without a terminal, a line now and then."""
         self.steps.append(step)
         self._write({"event": "step", **step})
-        self._bar.update(self._task, completed=step["step"], loss=step["loss"], speed=step["tokens_per_second"])
+        self._bar.update(
+            self._task, completed=step["step"], loss=f"{step['loss']:.3f}", speed=step["tokens_per_second"]
+        )
         number = int(step["step"])
         due = number % self.args.log_interval == 0 or number in (1, self.args.train_iters)
         if due and not self._console.is_terminal:
@@ -149,18 +154,19 @@ class Report:
 
 
 def draw_loss(steps: list[Step], path: Path, *, title: str) -> None:
-    """Draw the loss of every step, and its running mean over the last steps, as a PNG."""
+    """Draw the loss of every step, smoothed over a few steps either side, and its mean over the last steps, as a PNG."""
     from matplotlib.figure import Figure
 
     numbers = [step["step"] for step in steps]
     losses = [step["loss"] for step in steps]
-    means = [sum(losses[max(0, at - LAST_STEPS + 1) : at + 1]) / min(at + 1, LAST_STEPS) for at in range(len(losses))]
+    near = [losses[max(0, at - SMOOTH) : at + SMOOTH + 1] for at in range(len(losses))]
+    last = losses[-LAST_STEPS:]
+    final = sum(last) / len(last)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(numbers, losses, color="#9db8d9", linewidth=1, label="each step")
-    axes.plot(numbers, means, color="#1f4e8c", linewidth=2, label=f"mean of {LAST_STEPS} steps")
-    at_the_end = (numbers[-1], means[-1])
-    axes.annotate(f"{means[-1]:.2f}", at_the_end, xytext=(4, 6), textcoords="offset points", color="#1f4e8c")
+    axes.plot(numbers, [sum(some) / len(some) for some in near], color="#1f4e8c", linewidth=2, label="smoothed")
+    axes.hlines(final, numbers[-len(last)], numbers[-1], color="#c2410c", linewidth=2, label=f"final: {final:.2f}")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
