@@ -38,7 +38,6 @@ def hopper_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(torch.version, "hip", None)
 
 
 def test_every_kernel_keeps_the_contract_and_has_its_name_in_the_options() -> None:

@@ -83,6 +83,8 @@ HEADS = [
     Case(24, 24, CAUSAL, heads=33, kv_heads=33, batch=1),
     Case(24, 24, heads=33, kv_heads=11, batch=1),
     Case(24, 24, heads=1, kv_heads=1),
+    Case(1, 24, heads=6, kv_heads=2),
+    Case(24, 1, heads=6, kv_heads=2),
 ]
 HEAD_DIMS = [Case(40, 40, CAUSAL, head_dim=d) for d in (8, 40, 64, 80, 96, 128, 192, 256)] + [
     Case(40, 40, head_dim=17),

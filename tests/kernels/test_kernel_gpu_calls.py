@@ -81,7 +81,7 @@ class FlashStandIn:
 
 
 class CudnnStandIn:
-    """The cuDNN operators: (batch, heads, length, head_dim), and a graph cache that knows the strides of q, k, v only."""
+    """The cuDNN operators: (batch, heads, length, head_dim), and graphs cached by the strides of q, k and v only."""
 
     def __init__(self, lse_dimensions: int) -> None:
         self.lse_dimensions, self.graphs = lse_dimensions, {}
@@ -105,6 +105,7 @@ class CudnnStandIn:
     def backward(self, **a: Any) -> Gradients:
         readable(a["query"], a["key"], a["value"])
         assert a["logsumexp"].dim() == self.lse_dimensions
+        assert a["logsumexp"].is_contiguous()
         assert (a["max_q"], a["max_k"]) == (a["query"].shape[2], a["key"].shape[2])
         key = tuple((a[name].shape, a[name].stride()) for name in ("query", "key", "value"))
         layout = tuple(a[name].stride() for name in ("out", "grad_out", "logsumexp"))
