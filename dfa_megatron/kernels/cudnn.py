@@ -141,7 +141,7 @@ def _head_dim_refusal(need: Need) -> str | None:
 
 
 def _version_refusal() -> str | None:
-    found: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    found: int | None = torch.backends.cudnn.version()
     if found is None:
         return f"PyTorch {torch.__version__} finds no cuDNN"
     if found < _OLDEST:
