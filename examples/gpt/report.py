@@ -154,7 +154,7 @@ class Report:
 
 
 def draw_loss(steps: list[Step], path: Path, *, title: str) -> None:
-    """Draw the loss of every step, smoothed over a few steps either side, and its mean over the last steps, as a PNG."""
+    """Draw the loss of every step, smoothed over a few steps either side, and its mean over the last, as a PNG."""
     from matplotlib.figure import Figure
 
     numbers = [step["step"] for step in steps]

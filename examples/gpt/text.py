@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -102,7 +103,9 @@ def _manual() -> Tokens:
         from pydoc_data.topics import topics
     except ImportError as missing:
         raise UserError("this Python comes without its manual (pydoc_data); name a text with --data FILE") from missing
-    return ByteText("Python's language reference", "\n\n".join(topics.values()).encode())
+    # Runs of the same sign are the rules and the padding of tables: nothing to learn, and the loss would jump at them.
+    prose = re.sub(r"([^\w\n])\1{3,}", r"\1\1\1", "\n\n".join(topics.values()))
+    return ByteText("Python's language reference", prose.encode())
 
 
 def _named(data: str, vocab_size: int | None) -> Tokens:
