@@ -78,7 +78,7 @@ def test_packed_documents_are_refused_by_name_until_they_are_supported() -> None
     import torch
 
     x = torch.zeros(4, 1, 8)
-    with pytest.raises(UnsupportedError, match="dist_flash_attn_varlen_func"):
+    with pytest.raises(UnsupportedError, match="packed documents"):
         dfa_megatron.dist_flash_attn_varlen_func(x, x, x, torch.tensor([0, 4], dtype=torch.int32))
 
 
