@@ -1,0 +1,53 @@
+"""Every schedule is exact: the checker accepts its plans, and an independent reading of them gives dense attention."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dfa_megatron.plan.check import check
+from dfa_megatron.plan.schedules import SCHEDULES, plan_named
+from tests.plan import oracle
+from tests.plan.cases import every_mask, plans
+from tests.plan.dense import reference
+
+
+@pytest.mark.parametrize("ranks", range(1, 18))
+def test_every_schedule_is_exact_on_every_mask_it_supports(ranks: int) -> None:
+    rng = random.Random(ranks)
+    seen = set()
+    for case in every_mask(2 * ranks * rng.randint(1, 3), rng):
+        sees = case.dense
+        expected = reference(sees, seed=ranks)
+        for name, plan in plans(case, ranks):
+            check(plan)
+            assert oracle.is_right(plan, sees, expected), f"{name} {plan.phase.name} of {case.mask.name}"
+            seen.add(name)
+    assert seen == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("tokens", [1, 3, 5])
+def test_schedules_are_exact_where_half_chunks_are_unequal_or_empty(ranks: int, tokens: int) -> None:
+    rng = random.Random(100 * ranks + tokens)
+    for case in every_mask(ranks * tokens, rng):
+        sees = case.dense
+        expected = reference(sees, seed=tokens)
+        for name, plan in plans(case, ranks):
+            check(plan)
+            assert oracle.is_right(plan, sees, expected), f"{name} {plan.phase.name} of {case.mask.name}"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_sixty_four_ranks_are_planned_and_checked(schedule: str) -> None:
+    plan = plan_named(schedule, every_mask(64 * 4, random.Random(0))[0].mask, 64)
+    check(plan.forward)
+    check(plan.backward)
+
+
+@pytest.mark.parametrize("schedule", ["balanced", "balanced_shared"])
+def test_balanced_schedules_serve_causal_windows_and_causal_documents(schedule: str) -> None:
+    cases = every_mask(24, random.Random(1))
+    for case in (cases[0], cases[2], cases[3], cases[6]):
+        check(plan_named(schedule, case.mask, 4).backward)
