@@ -78,9 +78,12 @@ def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
             "it has no submodules.self_attention.submodules.core_attention to replace",
             "the spec of one TransformerLayer, or TransformerBlockSubmodules of such",
         )
-    layer = copy.deepcopy(spec)
-    layer.module = layer_class(layer.module)
-    layer.params = {**(layer.params or {}), "distributed_attention": context}
+    layer = copy.copy(spec)  # what is changed below is copied, everything else is shared with the given spec
+    layer.submodules = copy.copy(spec.submodules)
+    layer.submodules.self_attention = copy.copy(attention)
+    layer.submodules.self_attention.submodules = copy.copy(attention.submodules)
+    layer.module = layer_class(spec.module)
+    layer.params = {**(spec.params or {}), "distributed_attention": context}
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
         module=DistributedCoreAttention, params={"options": context.options}
     )

@@ -35,13 +35,15 @@ def test_a_layer_spec_gets_our_layer_and_attention_and_the_given_one_stays() -> 
     given = local_spec(qk_layernorm=True)
     before = copy.deepcopy(given)
     spec = dfa_ify(given, config(), OPTIONS)
-    assert given == before
+    assert (given.module, given.params) == (before.module, before.params)
+    kept = given.submodules.self_attention.submodules.core_attention
+    assert kept is local_spec(qk_layernorm=True).submodules.self_attention.submodules.core_attention
     assert issubclass(spec.module, DistributedAttentionLayer)
     assert issubclass(spec.module, given.module)
     attention = spec.submodules.self_attention.submodules
     assert attention.core_attention.module is DistributedCoreAttention
     assert attention.linear_qkv is given.submodules.self_attention.submodules.linear_qkv
-    assert spec.submodules.mlp == given.submodules.mlp
+    assert spec.submodules.mlp is given.submodules.mlp
 
 
 def test_layers_of_one_model_share_one_context_also_when_megatron_copies_the_spec() -> None:
@@ -58,7 +60,7 @@ def test_a_block_spec_with_experts_in_some_layers() -> None:
     made = dfa_ify(block, config(), OPTIONS)
     assert made.layer_norm is block.layer_norm
     assert all(issubclass(layer.module, DistributedAttentionLayer) for layer in made.layer_specs)
-    assert made.layer_specs[1].submodules.mlp == block.layer_specs[1].submodules.mlp
+    assert made.layer_specs[1].submodules.mlp is block.layer_specs[1].submodules.mlp
     assert not issubclass(block.layer_specs[0].module, DistributedAttentionLayer)
     assert len({id(layer.params["distributed_attention"]) for layer in made.layer_specs}) == 1
 

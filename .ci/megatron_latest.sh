@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# A subset of tests/megatron on the newest Megatron-Core that was tried, beside the one that is installed.
+#   .ci/megatron_latest.sh [FOLDER]      FOLDER keeps the unpacked wheel (default: .venv/megatron-latest)
+# The wheel declares Python 3.12; unpacked and put on PYTHONPATH it also runs under 3.11 (see megatron_latest/sitecustomize.py).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+version=0.19.2
+python=$([ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || command -v python3)
+python=${PYTHON:-$python}
+folder=${1:-.venv/megatron-latest}
+
+if [ ! -d "$folder/$version/megatron/core" ]; then
+  mkdir -p "$folder"
+  "$python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+    --implementation cp --platform manylinux_2_28_x86_64 --dest "$folder" "megatron-core==$version"
+  "$python" -m zipfile -e "$folder"/megatron_core-"$version"-*.whl "$folder/$version"
+fi
+folder=$(cd "$folder" && pwd)
+
+export PYTHONPATH="$folder/$version:$PWD/.ci/megatron_latest:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS=1
+found=$("$python" -W ignore -c "import megatron.core; print(megatron.core.__version__)")
+[ "$found" = "$version" ] || { echo "megatron-core $found is imported, not $version" >&2; exit 1; }
+echo "tests/megatron on megatron-core $version"
+exec "$python" -m pytest -q tests/megatron -k "not cp3 and not cp4 and not pp2-cp2 and not test_exchange"
