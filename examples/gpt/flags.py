@@ -40,6 +40,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seq-length", type=int, default=4096)
     group.add_argument("--vocab-size", type=int, help="needed with an indexed dataset; text is read as 256 bytes")
     group.add_argument("--init-method-std", type=float, default=0.05)
+    group.add_argument("--rotary-base", type=int, default=500, help="small: a byte depends on the bytes just before it")
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:

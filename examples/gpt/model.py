@@ -45,6 +45,7 @@ def build(args: argparse.Namespace, sizes: Sizes, options: DistAttentionConfig, 
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
+        rotary_base=args.rotary_base,
         share_embeddings_and_output_weights=False,
     )
     if torch.cuda.is_available():
