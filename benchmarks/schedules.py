@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 benchmarks/schedules.py --seq-length 32768 131072 --kv-heads 32 8 --out schedules.json
 
-Each configuration is compared with float32 dense attention on a short sequence first; a wrong one is not timed. Times are
-CUDA events, the median over repetitions of the slowest rank. TFLOP/s per GPU count the pairs of the causal mask only:
+Each configuration is compared with dense attention on a short sequence first; a wrong one is not timed. Times are CUDA
+events, the median over repetitions of the slowest rank. TFLOP/s per GPU count the pairs of the causal mask only:
 2 * N^2 * heads * head_dim / P forward, 2.5 times that backward.
 """
 
@@ -153,7 +153,7 @@ def _write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         "cudnn": torch.backends.cudnn.version(),
         "dfa_megatron": dfa_megatron.__version__,
         "max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset"),
-        "arguments": vars(args),
+        "arguments": {name: value for name, value in vars(args).items() if name != "out"},
     }
     Path(args.out).write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 

@@ -105,7 +105,8 @@ class _Worker:
     """One rank's process, as the test sees it."""
 
     def __init__(self, job: _Job, folder: str) -> None:
-        context = multiprocessing.get_context("forkserver")
+        # What the fork server imports may touch CUDA, and a forked process cannot do so again.
+        context = multiprocessing.get_context("spawn" if job.cuda else "forkserver")
         self.rank = job.rank
         self.value: Any = None
         self.failure: str | None = None
