@@ -33,9 +33,7 @@ class Case:
 def of_documents(lengths: Sequence[int], causal: bool) -> Case:
     edges = list(accumulate(lengths))
     number = [next(d for d, edge in enumerate(edges) if i < edge) for i in range(sum(lengths))]
-    return Case(
-        masks.documents(lengths, causal=causal), lambda i, j: number[i] == number[j] and (j <= i or not causal)
-    )
+    return Case(masks.documents(lengths, causal=causal), lambda i, j: number[i] == number[j] and (j <= i or not causal))
 
 
 def some_lengths(total: int, rng: random.Random) -> list[int]:

@@ -72,7 +72,8 @@ def backward(qdo: np.ndarray, kv: np.ndarray, sees: np.ndarray) -> tuple[np.ndar
 
 def merge(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Two (out, lse) of the same rows over different keys."""
-    lse = np.logaddexp(a[:, -1:], b[:, -1:])
+    with np.errstate(invalid="ignore"):  # memory that was never written is NaN
+        lse = np.logaddexp(a[:, -1:], b[:, -1:])
     finite = np.where(np.isfinite(lse), lse, 0.0)
     out = np.exp(a[:, -1:] - finite) * a[:, :-1] + np.exp(b[:, -1:] - finite) * b[:, :-1]
     return np.concatenate([out, lse], axis=1)

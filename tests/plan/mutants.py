@@ -85,7 +85,9 @@ def extra_copy(plan: Plan, rng: random.Random) -> Plan:
     """An input that nobody asked for; harmless if its source has it."""
     chunk, name = rng.randrange(len(plan.layout.chunks)), rng.choice([name for _, name in plan.phase.reads])
     src = plan.layout.home[chunk] if rng.random() < 0.7 else rng.randrange(plan.ranks)
-    return _transfers(plan, added=(Transfer(rng.randrange(max(1, plan.steps)), src, rng.randrange(plan.ranks), name, chunk),))
+    return _transfers(
+        plan, added=(Transfer(rng.randrange(max(1, plan.steps)), src, rng.randrange(plan.ranks), name, chunk),)
+    )
 
 
 def later_from(plan: Plan, rng: random.Random) -> Plan:
@@ -130,7 +132,15 @@ def swap_blocks(plan: Plan, rng: random.Random) -> Plan:
     return _blocks(plan, a, b, added=tuple({replace(a, step=b.step), replace(b, step=a.step)}))
 
 
-OF_BLOCKS: tuple[Change, ...] = (drop_block, repeat_block, retime_block, move_block, other_pair, swap_blocks, later_from)
+OF_BLOCKS: tuple[Change, ...] = (
+    drop_block,
+    repeat_block,
+    retime_block,
+    move_block,
+    other_pair,
+    swap_blocks,
+    later_from,
+)
 CHANGES: tuple[Change, ...] = (
     drop_transfer,
     repeat_transfer,

@@ -1,0 +1,107 @@
+"""Plans as text: what is written can be read back, and what cannot be read is quoted."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from dfa_megatron.errors import PlanError
+from dfa_megatron.plan.check import check
+from dfa_megatron.plan.geometry import Span
+from dfa_megatron.plan.ir import BACKWARD, FORWARD, Block, Plan, Transfer, from_text, to_text
+from dfa_megatron.plan.layout import Layout, contiguous
+from dfa_megatron.plan.mask import causal
+from dfa_megatron.plan.schedules import SCHEDULES, plan_named
+from tests.plan.cases import every_mask, plans
+from tests.plan.mutants import mutate
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_a_plan_survives_the_trip_through_text(ranks: int) -> None:
+    for case in every_mask(4 * ranks, random.Random(ranks)):
+        for _, plan in plans(case, ranks):
+            again = from_text(to_text(plan))
+            assert again == plan
+            assert again.digest == plan.digest
+
+
+def test_different_plans_have_different_digests() -> None:
+    rng = random.Random(0)
+    found: dict[str, Plan] = {}
+    for case in every_mask(12, rng):
+        for _, plan in plans(case, 3):
+            for one in (plan, mutate(plan, rng)[1]):
+                ordered = replace(one, blocks=tuple(sorted(one.blocks)), transfers=tuple(sorted(one.transfers)))
+                assert found.setdefault(one.digest, ordered) == ordered
+    assert len(found) > 40
+
+
+def test_a_digest_does_not_depend_on_the_order_of_records() -> None:
+    plan = plan_named("balanced", causal(16), 4).forward
+    assert replace(plan, blocks=plan.blocks[::-1], transfers=plan.transfers[::-1]).digest == plan.digest
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_both_phases_are_in_the_digest_of_an_attention_plan(schedule: str) -> None:
+    plan = plan_named(schedule, causal(16), 4)
+    assert plan.digest == f"{plan.forward.digest}-{plan.backward.digest}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("  block 0 0 0", "  block 0 zero 0", "line 5 .* 'block 0 zero 0'|line 5"),
+        ("  block 0 0 0", "  crate 0 0 0", "an unknown record"),
+        ("plan forward", "plan sideways", "line 1"),
+        ("mask {", "mask [", "line 2"),
+        ("step 0\n", "plan forward ranks=2 steps=2\nstep 0\n", "a second one"),
+        ("steps=2", "steps=3", "but what follows is"),
+        ("chunks 0:2@0 2:4@1\n", "", "lacks its plan, mask or chunks"),
+    ],
+)
+def test_text_that_is_no_plan_is_quoted(old: str, new: str, complaint: str) -> None:
+    text = to_text(plan_named("ring", causal(4), 2).forward)
+    assert old in text
+    with pytest.raises(PlanError, match=complaint):
+        from_text(text.replace(old, new, 1))
+
+
+def small(blocks: tuple[Block, ...], transfers: tuple[Transfer, ...] = ()) -> Plan:
+    return Plan(causal(4), contiguous(4, 2), FORWARD, blocks, transfers)
+
+
+@pytest.mark.parametrize(
+    ("plan", "complaint"),
+    [
+        (small((Block(0, 0, 0, 0), Block(0, 0, 0, 0))), "written twice"),
+        (small((Block(0, 2, 0, 0),)), "no block of a plan on 2 ranks"),
+        (small((Block(0, 0, 0, 1),)), "holds no pair of the mask"),
+        (small((), (Transfer(0, 0, 0, "kv", 0),)), "no transfer of a forward plan"),
+        (small((), (Transfer(0, 0, 1, "dkv", 0),)), "no transfer of a forward plan"),
+        (small((), (Transfer(0, 0, 1, "out", 0),)), "R3: .* away from its home"),
+        (small((Block(0, 1, 1, 0),)), "R1, R2: rank 1 does not hold kv of chunk 0 before step 0"),
+        (small((Block(1, 0, 1, 0),), (Transfer(0, 1, 0, "q", 1),)), "R4: out of chunk 1, .* never goes home"),
+        (small((), (Transfer(0, 0, 1, "out", 1),)), "R3: rank 0 sends out of chunk 1 that it never wrote"),
+        (small((Block(0, 0, 0, 0),)), "R4: out of chunk 1"),
+        (replace(small(()), layout=Layout((Span(0, 2), Span(3, 4)), (0, 1))), "no disjoint cover"),
+        (replace(small(()), layout=Layout((Span(0, 2), Span(2, 3)), (0, 1))), "no disjoint cover"),
+    ],
+)
+def test_a_wrong_plan_is_refused_by_the_rule_that_it_breaks(plan: Plan, complaint: str) -> None:
+    with pytest.raises(PlanError, match=complaint):
+        check(plan)
+
+
+def test_a_refusal_shows_the_grid_with_the_failing_cell_marked() -> None:
+    with pytest.raises(PlanError) as refusal:
+        check(small((Block(0, 0, 0, 0), Block(0, 1, 1, 1), Block(1, 1, 1, 0))))
+    assert "1.0<!" in refusal.value.picture
+
+
+def test_what_a_block_reads_and_writes_is_data() -> None:
+    assert FORWARD.reads == (("q", "q"), ("kv", "kv"))
+    assert FORWARD.writes == (("q", "out"),)
+    assert BACKWARD.reads == (("q", "qdo"), ("kv", "kv"))
+    assert BACKWARD.writes == (("q", "dq"), ("kv", "dkv"))

@@ -1,0 +1,72 @@
+"""Masks against their definitions, pair by pair."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from dfa_megatron.plan import mask as masks
+from dfa_megatron.plan.geometry import Span
+from dfa_megatron.plan.mask import Mask
+from tests.plan.cases import every_mask
+
+
+def counts(mask: Mask) -> np.ndarray:
+    """How many tiles hold each pair."""
+    i, j = np.indices((mask.length, mask.length))
+    total = np.zeros((mask.length, mask.length), dtype=int)
+    for t in mask.tiles:
+        inside = (t.q.lo <= i) & (i < t.q.hi) & (t.kv.lo <= j) & (j < t.kv.hi)
+        total += inside & (t.lo <= j - i) & (j - i <= t.hi)
+    return total
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 33])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_tiles_of_a_mask_hold_each_of_its_pairs_once_and_no_other(length: int, seed: int) -> None:
+    for case in every_mask(length, random.Random(100 * seed + length)):
+        assert (counts(case.mask) == case.dense).all(), case.mask.name
+        assert case.mask.area == case.dense.sum()
+
+
+def test_a_mask_restricted_to_a_part_holds_the_pairs_of_that_part() -> None:
+    rng = random.Random(3)
+    for case in every_mask(20, rng):
+        q, kv = (Span(*sorted(rng.sample(range(21), 2))) for _ in range(2))
+        part = Mask("part", 20, case.mask.restrict(q, kv))
+        inside = np.zeros((20, 20), dtype=bool)
+        inside[q.lo : q.hi, kv.lo : kv.hi] = True
+        assert (counts(part) == (case.dense & inside)).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("left", [-1, 0, 2, 9, 10, 30])
+@pytest.mark.parametrize("right", [-1, 0, 2, 9, 10, 30])
+def test_window_arguments_mean_what_flash_attention_means(causal: bool, left: int, right: int) -> None:
+    n = 10
+    last = 0 if causal else right
+    want = [[(left < 0 or j >= i - left) and (last < 0 or j <= i + last) for j in range(n)] for i in range(n)]
+    assert (counts(masks.of_window(n, causal, (left, right))) == np.array(want)).all()
+
+
+def test_equal_requests_for_a_window_give_equal_masks() -> None:
+    assert masks.of_window(8, True, (-1, -1)) == masks.of_window(8, True, (100, 0)) == masks.causal(8)
+    assert masks.of_window(8, False, (-1, -1)) == masks.of_window(8, False, (100, 100)) == masks.full(8)
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: masks.causal(0), "positive length, got 0"),
+        (lambda: masks.sliding_window(4, -2), "at least 0"),
+        (lambda: masks.documents([]), "must be positive"),
+        (lambda: masks.documents([3, 0]), "must be positive"),
+        (lambda: masks.prefix_lm(4, 5), "within the 4 tokens, got 5"),
+    ],
+)
+def test_a_mask_that_makes_no_sense_is_refused_with_the_value(make: Callable[[], Mask], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        make()

@@ -1,0 +1,233 @@
+"""Lowered programs: few calls, one message per peer, bounded slots, and right numbers however messages travel."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dfa_megatron.errors import PlanError
+from dfa_megatron.plan.check import check, check_plan, check_programs
+from dfa_megatron.plan.geometry import Band
+from dfa_megatron.plan.lower import lower, lower_all
+from dfa_megatron.plan.mask import causal
+from dfa_megatron.plan.program import Call, Program, Region, Step
+from dfa_megatron.plan.schedules import SCHEDULES, plan_named
+from tests.plan import arrays
+from tests.plan.cases import every_mask, plans
+from tests.plan.dense import reference
+
+ORDERS = ("eager", "lazy", "random")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6])
+def test_programs_are_right_however_early_or_late_messages_travel(ranks: int) -> None:
+    rng = random.Random(ranks)
+    for case in every_mask(2 * ranks * rng.randint(1, 2), rng):
+        expected = reference(case.dense, seed=ranks)
+        for name, plan in plans(case, ranks):
+            programs = lower_all(plan)
+            for order in ORDERS:
+                right = arrays.is_right(plan, programs, expected, order, seed=ranks)
+                assert right, f"{name} {plan.phase.name} of {case.mask.name}, messages {order}"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
+def test_a_rank_makes_one_kernel_call_per_step_on_a_causal_mask(schedule: str, ranks: int) -> None:
+    attention = plan_named(schedule, causal(ranks * 12), ranks)
+    for plan in (attention.forward, attention.backward):
+        for program in lower_all(plan):
+            assert all(len(step.calls) <= 1 for step in program.steps)
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_a_rank_sends_at_most_one_message_to_a_peer_in_a_step(ranks: int) -> None:
+    rng = random.Random(ranks)
+    for case in every_mask(4 * ranks, rng):
+        for _, plan in plans(case, ranks):
+            for program in lower_all(plan):
+                for step in program.steps:
+                    for messages in (step.sends, step.receives):
+                        peers = [message.peer for message in messages]
+                        assert len(set(peers)) == len(peers)
+                        assert program.rank not in peers
+
+
+SLOTS = {"balanced_shared": (8, 11), "balanced": (6, 9), "zigzag": (4, 11), "ring": (2, 8)}
+"""The most slots a rank needs on a causal mask from P = 8 on, forward and backward: docs/schedules.md states them."""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [8, 9, 16, 25, 32])
+def test_slots_do_not_grow_with_the_ranks(schedule: str, ranks: int) -> None:
+    attention = plan_named(schedule, causal(ranks * 4), ranks)
+    check(attention.forward, max_slots=SLOTS[schedule][0])
+    check(attention.backward, max_slots=SLOTS[schedule][1])
+
+
+def test_a_balanced_rank_holds_two_remote_keys_and_two_remote_queries_at_most() -> None:
+    for ranks in (8, 16, 31):
+        for program in lower_all(plan_named("balanced", causal(ranks * 4), ranks).forward):
+            peak = program.peak_slots()
+            assert peak.get("kv", 0) <= 2
+            assert peak.get("q", 0) <= 2
+
+
+def test_a_plan_over_its_bound_of_slots_is_refused_with_the_numbers() -> None:
+    with pytest.raises(PlanError, match=r"needs \d+ slots .* the bound is 1"):
+        check_plan(plan_named("balanced", causal(32), 8), max_slots=1)
+
+
+def test_a_rank_lowered_alone_gets_the_program_that_it_gets_among_all() -> None:
+    plan = plan_named("balanced_shared", causal(64), 8).backward
+    assert [lower(plan, rank) for rank in range(8)] == lower_all(plan)
+
+
+# Mutants of programs.
+
+Edit = Callable[[list[Program], random.Random], list[Program] | None]
+
+
+def _with_step(programs: Sequence[Program], rank: int, number: int, step: Step) -> list[Program]:
+    steps = list(programs[rank].steps)
+    steps[number] = step
+    return [replace(p, steps=tuple(steps)) if p.rank == rank else p for p in programs]
+
+
+def _some_step(programs: Sequence[Program], rng: random.Random, field: str) -> tuple[int, int, Step] | None:
+    places = [(p.rank, n, s) for p in programs for n, s in enumerate(p.steps) if getattr(s, field)]
+    return rng.choice(places) if places else None
+
+
+def _edit_one(
+    programs: list[Program], rng: random.Random, field: str, edit: Callable[[Any], Any]
+) -> list[Program] | None:
+    """Change one record of one step's tuple."""
+    place = _some_step(programs, rng, field)
+    if place is None:
+        return None
+    rank, number, step = place
+    records = list(getattr(step, field))
+    at = rng.randrange(len(records))
+    records[at] = edit(records[at])
+    return _with_step(programs, rank, number, replace(step, **{field: tuple(records)}))
+
+
+def flip_fresh(programs: list[Program], rng: random.Random) -> list[Program] | None:
+    def flip(record: Any) -> Any:
+        if isinstance(record, Call):
+            at = rng.randrange(len(record.writes))
+            writes = list(record.writes)
+            writes[at] = replace(writes[at], fresh=not writes[at].fresh)
+            return replace(record, writes=tuple(writes))
+        return replace(record, write=replace(record.write, fresh=not record.write.fresh))
+
+    return _edit_one(programs, rng, rng.choice(["calls", "folds"]), flip)
+
+
+def wait_for_less(programs: list[Program], rng: random.Random) -> list[Program] | None:
+    places = [(p.rank, n, s) for p in programs for n, s in enumerate(p.steps) if s.after >= 0]
+    if not places:
+        return None
+    rank, number, step = rng.choice(places)
+    return _with_step(programs, rank, number, replace(step, after=rng.randint(-1, step.after - 1)))
+
+
+def alias_slots(programs: list[Program], rng: random.Random) -> list[Program] | None:
+    program = rng.choice(programs)
+    places = [number for number, buffer in enumerate(program.buffers) if buffer.slot is not None]
+    if len(places) < 2:
+        return None
+    one, other = rng.sample(places, 2)
+    buffers = list(program.buffers)
+    buffers[one] = replace(buffers[one], slot=buffers[other].slot)
+    return [replace(p, buffers=tuple(buffers)) if p is program else p for p in programs]
+
+
+def _shift(region: Region, rng: random.Random) -> Region:
+    by = rng.choice([-1, 1])
+    return replace(region, lo=region.lo + by, hi=region.hi + by)
+
+
+def shift_region(programs: list[Program], rng: random.Random) -> list[Program] | None:
+    def shift(record: Any) -> Any:
+        if isinstance(record, Call):
+            side = rng.choice(["q", "kv", "writes"])
+            if side == "writes":
+                first, *rest = record.writes
+                return replace(record, writes=(replace(first, region=_shift(first.region, rng)), *rest))
+            return replace(record, **{side: _shift(getattr(record, side), rng)})
+        if rng.random() < 0.5:
+            return replace(record, source=_shift(record.source, rng))
+        return replace(record, write=replace(record.write, region=_shift(record.write.region, rng)))
+
+    return _edit_one(programs, rng, rng.choice(["calls", "folds"]), shift)
+
+
+def shift_message(programs: list[Program], rng: random.Random) -> list[Program] | None:
+    def shift(message: Any) -> Any:
+        (first, *regions), *parts = message.parts
+        return replace(message, parts=((_shift(first, rng), *regions), *parts))
+
+    return _edit_one(programs, rng, rng.choice(["sends", "receives"]), shift)
+
+
+def change_band(programs: list[Program], rng: random.Random) -> list[Program] | None:
+    def change(call: Any) -> Any:
+        left, right = call.band.left, call.band.right
+        bands = [Band(-1, -1), Band(-1, 0), Band(left, right + 1), Band(max(-1, left - 1), right), Band(left, 1)]
+        return replace(call, band=rng.choice(bands))
+
+    return _edit_one(programs, rng, "calls", change)
+
+
+def drop_record(programs: list[Program], rng: random.Random) -> list[Program] | None:
+    field = rng.choice(["calls", "folds", "sends", "receives", "opens"])
+    place = _some_step(programs, rng, field)
+    if place is None:
+        return None
+    rank, number, step = place
+    records = list(getattr(step, field))
+    records.pop(rng.randrange(len(records)))
+    return _with_step(programs, rank, number, replace(step, **{field: tuple(records)}))
+
+
+EDITS: tuple[Edit, ...] = (
+    flip_fresh,
+    wait_for_less,
+    alias_slots,
+    shift_region,
+    shift_message,
+    change_band,
+    drop_record,
+)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_broken_program_is_refused_or_right_in_every_order(edit: Edit) -> None:
+    rng = random.Random(edit.__name__)
+    verdicts: Counter[bool] = Counter()
+    for ranks in (2, 3, 4, 5):
+        for case in every_mask(2 * ranks * rng.randint(1, 2), rng):
+            expected = reference(case.dense, seed=ranks)
+            candidates = [(name, plan, lower_all(plan)) for name, plan in plans(case, ranks)]
+            for _ in range(12):
+                name, plan, programs = rng.choice(candidates)
+                mutant = edit(programs, rng)
+                if mutant is None or mutant == programs:
+                    continue
+                try:
+                    check_programs(plan, mutant)
+                except PlanError:
+                    verdicts[False] += 1
+                    continue
+                verdicts[True] += 1
+                for order in ORDERS:
+                    right = arrays.is_right(plan, mutant, expected, order, seed=rng.randrange(100))
+                    assert right, f"{name} {plan.phase.name} of {case.mask.name}, messages {order}"
+    assert verdicts[False] > 20, verdicts
