@@ -45,7 +45,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--data", help="a text file, or the prefix of an indexed dataset (default: Python's manual)")
-    group.add_argument("--train-iters", type=int, default=200)
+    group.add_argument("--train-iters", type=int, default=240)
     group.add_argument("--micro-batch-size", type=int, default=1)
     group.add_argument("--global-batch-size", type=int, help="default: one micro-batch per data-parallel rank")
     group.add_argument("--lr", type=float, default=3e-3)
