@@ -10,12 +10,11 @@ from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan import mask as masks
-from dfa_megatron.plan.choose import candidates, make_plan
+from dfa_megatron.plan.choose import TOKEN_LAYOUTS, candidates, make_plan
 from dfa_megatron.plan.cost import AttentionShape, phases_of, simulate
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.hardware import PROFILES, Hardware, profile_named
 from dfa_megatron.plan.ir import PHASES, Plan, to_text
-from dfa_megatron.plan.layout import LAYOUTS
 from dfa_megatron.plan.lower import lower_all
 from dfa_megatron.plan.mask import Mask
 from dfa_megatron.plan.schedules import SCHEDULES, AttentionPlan
@@ -36,7 +35,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--ranks", type=int, default=8, help="ranks that share the sequence (default: %(default)s)")
     parser.add_argument("--schedule", default="auto", help="auto, " + ", ".join(SCHEDULES) + " (default: %(default)s)")
-    parser.add_argument("--layout", default="auto", help="auto, " + ", ".join(LAYOUTS) + " (default: %(default)s)")
+    parser.add_argument(
+        "--layout", default="auto", help="auto, " + ", ".join(TOKEN_LAYOUTS) + " (default: %(default)s)"
+    )
     parser.add_argument("--seq-length", type=int, default=65536, help="tokens of all ranks (default: %(default)s)")
     _add_mask(parser)
     shape = parser.add_argument_group("attention")

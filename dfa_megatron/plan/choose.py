@@ -8,12 +8,15 @@ from functools import lru_cache
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost import AttentionShape, simulate
 from dfa_megatron.plan.hardware import H200_NVLINK, Hardware
-from dfa_megatron.plan.layout import LAYOUTS
 from dfa_megatron.plan.mask import Mask
 from dfa_megatron.plan.schedules import SCHEDULES, AttentionPlan, plan_named
 
 TIE = 0.02
 """Makespans closer than this share are equal: the order of SCHEDULES decides what the model cannot."""
+
+
+TOKEN_LAYOUTS = tuple(dict.fromkeys(schedule.layout for schedule in SCHEDULES.values()))
+"""The layouts of tokens that some schedule works on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ def make_plan(
         mask: which pairs of the whole sequence attend.
         ranks: how many ranks share it.
         schedule: a name of SCHEDULES, or "auto".
-        layout: the tokens that a rank holds, a name of LAYOUTS, or "auto" for whatever the schedule needs.
+        layout: the tokens that a rank holds, one of TOKEN_LAYOUTS, or "auto" for whatever the schedule needs.
         shape, hardware: what `auto` compares costs for; None is 32 heads of 128 in 16 bits on H200s of one host.
 
     Raises:
@@ -55,8 +58,10 @@ def make_plan(
 def _make_plan(
     mask: Mask, ranks: int, schedule: str, layout: str, shape: AttentionShape, hardware: Hardware
 ) -> AttentionPlan:
-    if layout != "auto" and layout not in LAYOUTS:
-        raise UnsupportedError(f"layout {layout!r}", "there is no such layout", "one of auto, " + ", ".join(LAYOUTS))
+    if layout != "auto" and layout not in TOKEN_LAYOUTS:
+        raise UnsupportedError(
+            f"layout {layout!r}", "there is no such layout", "one of auto, " + ", ".join(TOKEN_LAYOUTS)
+        )
     if schedule != "auto":
         plan = plan_named(schedule, mask, ranks)
         if layout not in ("auto", plan.layout):

@@ -240,7 +240,7 @@ class _Clocks:
 
     def compute(self, call: Call) -> None:
         """One kernel call on the compute queue."""
-        label = cell(self.plan, list(call.blocks))
+        label = cell(self.plan, call.blocks)
         self._work(self.hardware.launch_overhead + call.area * self.seconds_per_pair, label, call.blocks)
 
     def fold(self, fold: Fold) -> None:

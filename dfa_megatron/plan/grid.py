@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dfa_megatron.plan.ir import Block, Plan
 
 
-def cell(plan: Plan, blocks: list[Block]) -> str:
-    """What a rank computes in a step, as query chunk . key chunk: `3.1`, several as `6-7.0-1`, helping as `7.0*`."""
+def whose(plan: Plan, chunks: Iterable[int]) -> str:
+    """Chunks by the rank at home: `7` is all that rank 7 holds, `7a` and `7b` its first and its second chunk."""
+    by_home: dict[int, list[int]] = defaultdict(list)
+    for chunk in sorted(set(chunks)):
+        by_home[plan.layout.home[chunk]].append(chunk)
+    names = []
+    for home, held in sorted(by_home.items()):
+        everything = plan.layout.of(home)
+        some = "" if len(held) == len(everything) else "".join(_letter(everything.index(chunk)) for chunk in held)
+        names.append(f"{home}{some}")
+    return "+".join(names)
+
+
+def _letter(place: int) -> str:
+    return chr(ord("a") + place) if place < 26 else f"[{place}]"
+
+
+def cell(plan: Plan, blocks: Sequence[Block]) -> str:
+    """What a rank computes in a step: whose rows . whose keys, with a star where the rows are another rank's."""
     if not blocks:
         return "-"
-    home = plan.layout.home
-    q = sorted({block.q_chunk for block in blocks})
-    kv = sorted({block.kv_chunk for block in blocks})
-    helps = any(home[block.q_chunk] != block.rank for block in blocks)
-    return f"{chunk_numbers(q)}.{chunk_numbers(kv)}" + ("*" if helps else "")
+    helps = any(plan.layout.home[block.q_chunk] != block.rank for block in blocks)
+    rows, keys = whose(plan, (b.q_chunk for b in blocks)), whose(plan, (b.kv_chunk for b in blocks))
+    return f"{rows}.{keys}" + ("*" if helps else "")
 
 
 def grid(plan: Plan, mark: tuple[int, int] | None = None, width: int = 100) -> str:
@@ -24,12 +39,16 @@ def grid(plan: Plan, mark: tuple[int, int] | None = None, width: int = 100) -> s
     cells: dict[tuple[int, int], list[Block]] = defaultdict(list)
     for block in plan.blocks:
         cells[block.step, block.rank].append(block)
-    texts = {place: cell(plan, blocks) for place, blocks in cells.items()}
+    known = range(len(plan.layout.chunks))
+    texts = {
+        place: cell(plan, [b for b in blocks if b.q_chunk in known and b.kv_chunk in known])
+        for place, blocks in cells.items()
+    }
     if mark is not None:
         texts[mark] = texts.get(mark, "-") + "<!"
     column = max([4, *(len(text) for text in texts.values()), len(f"r{plan.ranks - 1}")]) + 1
     per_band = max(1, (width - 5) // column)
-    lines = [f"{plan.phase.name}, {plan.mask.name}, {plan.ranks} ranks; q.kv chunks, * helps another rank"]
+    lines = [f"{plan.phase.name}, {plan.mask.name}, {plan.ranks} ranks: whose rows . whose keys, * for another rank"]
     for first in range(0, plan.ranks, per_band):
         ranks = range(first, min(plan.ranks, first + per_band))
         lines.append("step " + "".join(f"r{rank}".ljust(column) for rank in ranks).rstrip())
@@ -37,10 +56,3 @@ def grid(plan: Plan, mark: tuple[int, int] | None = None, width: int = 100) -> s
             row = "".join(texts.get((step, rank), "-").ljust(column) for rank in ranks)
             lines.append(f"{step:4d} " + row.rstrip())
     return "\n".join(lines)
-
-
-def chunk_numbers(chunks: Sequence[int]) -> str:
-    """Ascending chunk numbers: `6`, neighbours as `6-7`, others as `1+14`."""
-    if len(chunks) > 1 and chunks[-1] - chunks[0] == len(chunks) - 1:
-        return f"{chunks[0]}-{chunks[-1]}"
-    return "+".join(map(str, chunks))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from dfa_megatron.plan.cost import Event, Timeline
-from dfa_megatron.plan.grid import chunk_numbers
+from dfa_megatron.plan.grid import whose
 from dfa_megatron.plan.ir import Block, Plan
 
 WIDTH, LEFT, RIGHT = 1120, 76, 148
@@ -127,8 +127,8 @@ def _step_starts(timeline: Timeline) -> list[tuple[int, float]]:
 def _cell(out: list[str], plan: Plan, event: Event, left: float, right: float, y: float) -> None:
     width = max(right - left, 0.6)
     kind = _kind(plan, event.blocks)
-    chunks = [sorted({block.q_chunk for block in event.blocks}), sorted({block.kv_chunk for block in event.blocks})]
-    label = "q{} · k{}".format(*map(chunk_numbers, chunks)) if event.blocks else event.label
+    rows, keys = (block.q_chunk for block in event.blocks), (block.kv_chunk for block in event.blocks)
+    label = f"q{whose(plan, rows)} · k{whose(plan, keys)}" if event.blocks else event.label
     note = f"rank {event.rank}, step {event.step}: {label}, {_seconds(event.end - event.start)}"
     box = f'x="{left + 0.5:.1f}" y="{y}" width="{max(width - 1, 0.6):.1f}" height="{COMPUTE}"'
     box += f' rx="{min(3, width / 3):.0f}"'

@@ -1,4 +1,4 @@
-"""Programs run in float64 over real, shared memory, with messages as early, as late or as oddly as the program allows."""
+"""Programs run in float64 over real, shared memory, with messages as early or as late as the program allows."""
 
 from __future__ import annotations
 

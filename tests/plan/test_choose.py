@@ -1,0 +1,68 @@
+"""`auto` takes the cheapest schedule that serves the request, the same on every rank, or says why there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.choose import TIE, candidates, make_plan
+from dfa_megatron.plan.cost import AttentionShape
+from dfa_megatron.plan.hardware import H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK, Hardware
+from dfa_megatron.plan.mask import causal, documents, full, sliding_window
+from dfa_megatron.plan.schedules import SCHEDULES
+
+
+@pytest.mark.parametrize("hardware", [H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK])
+@pytest.mark.parametrize("kv_heads", [32, 8, 1])
+@pytest.mark.parametrize("ranks", [2, 4, 5, 8])
+def test_auto_takes_the_cheapest(hardware: Hardware, kv_heads: int, ranks: int) -> None:
+    mask, shape = causal(ranks * 8192), AttentionShape(kv_heads=kv_heads)
+    chosen = make_plan(mask, ranks, shape=shape, hardware=hardware)
+    costs = {c.schedule: c.seconds for c in candidates(mask, ranks, shape=shape, hardware=hardware)}
+    assert costs[chosen.schedule] <= min(costs.values()) * (1 + TIE)
+    earlier = list(SCHEDULES)[: list(SCHEDULES).index(chosen.schedule)]
+    assert all(costs[name] > min(costs.values()) * (1 + TIE) for name in earlier), "a tie goes to the earlier one"
+
+
+def test_auto_never_idles_a_rank_where_arithmetic_is_all() -> None:
+    for ranks in (2, 3, 4, 8):
+        assert make_plan(causal(ranks * 4096), ranks, hardware=IDEAL_LINK).schedule == "balanced_shared"
+
+
+def test_auto_takes_zigzag_where_keys_are_few_and_the_link_is_slow_and_the_layout_is_free() -> None:
+    shape = AttentionShape(kv_heads=1)
+    mask = causal(8 * 4096)
+    assert make_plan(mask, 8, shape=shape, hardware=H200_SLOW_LINK).schedule == "zigzag"
+    assert make_plan(mask, 8, layout="contiguous", shape=shape, hardware=H200_SLOW_LINK).schedule != "zigzag"
+
+
+@pytest.mark.parametrize("mask", [full(48), sliding_window(48, 5, 5), documents([20, 28], causal=False)])
+def test_auto_on_contiguous_tokens_takes_the_ring_where_queries_look_forward(mask: object) -> None:
+    assert make_plan(mask, 4, layout="contiguous").schedule == "ring"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_named_schedule_is_taken_as_it_is(name: str) -> None:
+    assert make_plan(causal(32), 4, schedule=name).schedule == name
+
+
+def test_equal_requests_give_the_same_plan_without_planning_again() -> None:
+    assert make_plan(causal(96), 6) is make_plan(causal(96), 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"schedule": "circle"}, "one of auto, balanced_shared, balanced, zigzag, ring"),
+        ({"layout": "spiral"}, "one of auto, contiguous, zigzag"),
+        ({"schedule": "zigzag", "layout": "contiguous"}, "needs layout 'zigzag'"),
+        ({"schedule": "ring", "ranks": 0}, "one at least"),
+        ({"ranks": 7}, "balanced_shared, balanced, ring: .* multiple of 7; zigzag: .* multiple of 14"),
+        ({"ranks": 7, "layout": "contiguous"}, "zigzag: it needs layout 'zigzag'"),
+    ],
+)
+def test_a_request_that_nothing_serves_is_refused_with_every_reason(
+    arguments: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=complaint):
+        make_plan(causal(32), **{"ranks": 4, **arguments})  # type: ignore[arg-type]

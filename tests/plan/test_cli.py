@@ -1,0 +1,101 @@
+"""`dfa-megatron plan`: what it prints and writes, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from dfa_megatron.cli.main import main
+from dfa_megatron.plan.ir import from_text
+from dfa_megatron.plan.mask import causal
+from dfa_megatron.plan.schedules import plan_named
+
+
+def test_the_command_shows_the_grid_and_the_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ranks", "8", "--schedule", "balanced", "--kv-heads", "8", "--hardware", "ideal-link"]) == 0
+    out = capsys.readouterr().out
+    assert "   3 5.0* 6.1* 7.2* 3.0  4.1  5.2  6.3  7.4" in out
+    assert out.count("idle 11.1 %") == 2
+    assert out.count("MB sent") == out.count("MB received") == out.count("peak slots") == 2
+    assert plan_named("balanced", causal(65536), 8).digest in out
+
+
+def test_auto_says_what_it_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ranks", "4", "--seq-length", "4096", "--mask", "full", "--layout", "contiguous"]) == 0
+    out = capsys.readouterr().out
+    assert "auto took ring" in out
+    assert "it needs layout 'zigzag'" in out
+    assert "pairs causal work only" in out
+
+
+def test_files_are_written_and_the_plan_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    svg, chrome, text = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "a.plan"
+    arguments = ["--ranks", "3", "--seq-length", "96", "--schedule", "balanced", "--link", "50"]
+    assert main(["plan", *arguments, "--svg", str(svg), "--chrome", str(chrome), "--text", str(text)]) == 0
+    plan = plan_named("balanced", causal(96), 3)
+    assert from_text((tmp_path / "a.forward.plan").read_text()) == plan.forward
+    assert from_text((tmp_path / "a.backward.plan").read_text()) == plan.backward
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")  # noqa: S314 we wrote it ourselves
+    assert json.loads(chrome.read_text())["traceEvents"]
+    assert "h200-nvlink at 50 GB/s" in capsys.readouterr().out
+    assert main(["plan", *arguments, "--phase", "forward", "--text", str(text)]) == 0
+    assert from_text(text.read_text()) == plan.forward
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        ["--mask", "causal"],
+        ["--mask", "full"],
+        ["--mask", "window", "--window-size", "9", "0"],
+        ["--mask", "documents", "--documents", "10,40,46"],
+        ["--mask", "prefix", "--prefix", "7"],
+    ],
+)
+def test_every_mask_can_be_shown(mask: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ranks", "4", "--seq-length", "96", *mask]) == 0
+    assert "step r0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--schedule", "circle"], "one of auto, balanced_shared, balanced, zigzag, ring"),
+        (["--mask", "polka"], "one of causal, full, window, documents, prefix"),
+        (["--hardware", "abacus"], "one of h200-nvlink"),
+        (["--seq-length", "65537"], "positive multiple of 8"),
+        (["--seq-length", "0"], "positive length, got 0"),
+        (["--heads", "6", "--kv-heads", "4"], "6 heads with 4 kv_heads"),
+        (["--ranks", "0"], "one at least"),
+        (["--mask", "full", "--schedule", "balanced"], "pairs causal work only"),
+        (["--mask", "documents", "--documents", "1,2"], "add up to 3 tokens, --seq-length is 65536"),
+        (["--mask", "documents", "--documents", "1,b"], "invalid literal"),
+        (["--link", "0"], "link_bytes_per_second"),
+        (["--svg", "/nowhere/at/all.svg"], "No such file or directory"),
+    ],
+)
+def test_a_bad_value_is_one_clear_line_and_exit_status_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert "Traceback" not in error
+
+
+def test_planning_leaves_torch_unloaded() -> None:
+    code = (
+        "import sys\n"
+        "import dfa_megatron.plan\n"
+        "from dfa_megatron import check_plan, draw, make_plan, simulate\n"
+        "from dfa_megatron.cli.main import main\n"
+        "check_plan(make_plan(dfa_megatron.plan.causal(64), 4))\n"
+        "assert main(['plan', '--ranks', '2', '--seq-length', '64']) == 0\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules), 'torch or numpy was loaded'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

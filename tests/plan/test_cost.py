@@ -1,0 +1,216 @@
+"""Costs: bytes per rank equal the published tables, utilisation its closed forms, and a timeline keeps its rules."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost import AttentionShape, Timeline, bytes_of, bytes_received, bytes_sent, simulate
+from dfa_megatron.plan.hardware import CPU_LOOPBACK, H200_SLOW_LINK, IDEAL_LINK, PROFILES, Hardware, profile_named
+from dfa_megatron.plan.ir import Plan
+from dfa_megatron.plan.mask import causal, full
+from dfa_megatron.plan.schedules import SCHEDULES, plan_named
+
+TOKENS = 16
+
+
+def units(plan: Plan, group: int = 1, payload: str = "out") -> tuple[list[float], list[float]]:
+    """Sent and received per rank in units of one rank's q: lse and delta left out, `group` query heads per kv head."""
+    shape = AttentionShape(heads=8, kv_heads=8 // group, head_dim=4, accumulator_bytes=0, payload=payload)  # type: ignore[arg-type]
+    unit = bytes_of("q", plan.mask.length // plan.ranks, shape)
+    return [b / unit for b in bytes_sent(plan, shape)], [b / unit for b in bytes_received(plan, shape)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "phase", "payload", "sent"),
+    [
+        (8, "forward", "out", [11, 10, 9, 8, 6, 5, 4, 3]),
+        (7, "forward", "out", [9, 8, 7, 6, 5, 4, 3]),
+        (8, "backward", "out", [11, 12, 13, 14, 14, 15, 16, 17]),
+        (7, "backward", "out", [9, 10, 11, 12, 13, 14, 15]),
+        (8, "backward", "delta", [11, 12, 13, 14, 14, 14, 14, 14]),
+        (7, "backward", "delta", [9, 10, 11, 12, 12, 12, 12]),
+    ],
+)
+def test_balanced_moves_the_bytes_of_the_published_table(ranks: int, phase: str, payload: str, sent: list[int]) -> None:
+    plan = getattr(plan_named("balanced", causal(ranks * TOKENS), ranks), phase)
+    assert units(plan, payload=payload) == (sent, sent[::-1])
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_balanced_moves_on_average_what_the_closed_form_says(ranks: int, group: int) -> None:
+    attention = plan_named("balanced", causal(ranks * TOKENS), ranks)
+    owned, helped = (3 * ranks - 2) / 8, (ranks - 2) / 8
+    for plan, payload, per_owned, per_helped in (
+        (attention.forward, "out", 2 / group, 2),
+        (attention.backward, "out", 4 / group, 4),
+        (attention.backward, "delta", 4 / group, 3),
+    ):
+        sent, _ = units(plan, group, payload)
+        assert math.isclose(sum(sent) / ranks, owned * per_owned + helped * per_helped)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_shared_far_pair_moves_half_a_chunk_of_rows_to_its_helper_and_their_results_back(ranks: int) -> None:
+    """Forward: half of q out and half of out back. Backward: half of q, dout and out, and half of dq back."""
+    mask = causal(ranks * TOKENS)
+    plain, shared = plan_named("balanced", mask, ranks), plan_named("balanced_shared", mask, ranks)
+    for phase, more in (("forward", 1.0), ("backward", 2.0)):
+        (before, _), (after, _) = units(getattr(plain, phase)), units(getattr(shared, phase))
+        assert sum(after) - sum(before) == more * ranks / 2
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_a_full_ring_moves_every_key_past_every_rank(ranks: int) -> None:
+    ring = plan_named("ring", full(ranks * TOKENS), ranks)
+    assert units(ring.forward) == ([2 * (ranks - 1)] * ranks,) * 2
+    assert units(ring.backward) == ([4 * (ranks - 1)] * ranks,) * 2
+
+
+def test_zigzag_with_direct_routes_moves_three_quarters_of_a_ring() -> None:
+    sent, _ = units(plan_named("zigzag", causal(8 * TOKENS), 8).forward)
+    assert math.isclose(sum(sent) / 8, 0.75 * 2 * 7)
+
+
+def test_a_name_weighs_what_its_fields_weigh() -> None:
+    shape = AttentionShape(batch=2, heads=6, kv_heads=3, head_dim=8, head_dim_v=4, wire_bytes=4)
+    q, k, v, o, statistic = 6 * 8 * 2, 3 * 8 * 2, 3 * 4 * 2, 6 * 4 * 2, 6 * 4
+    rows = 2 * 5
+    assert bytes_of("q", 5, shape) == rows * q
+    assert bytes_of("kv", 5, shape) == rows * (k + v)
+    assert bytes_of("out", 5, shape) == rows * (2 * o + statistic), "a partial output travels in 4 bytes here"
+    assert bytes_of("qdo", 5, shape) == rows * (q + o + statistic + o)
+    assert bytes_of("dq", 5, shape) == rows * 2 * q
+    assert bytes_of("dkv", 5, shape) == rows * 2 * (k + v)
+    with pytest.raises(ValueError, match="no name 'x' travels"):
+        bytes_of("x", 5, shape)
+
+
+def test_the_bytes_of_both_phases_add_up() -> None:
+    plan, shape = plan_named("balanced", causal(64), 8), AttentionShape()
+    both = [a + b for a, b in zip(bytes_sent(plan.forward, shape), bytes_sent(plan.backward, shape), strict=True)]
+    assert list(bytes_sent(plan, shape)) == both
+    assert simulate(plan, shape).sent == tuple(both)
+
+
+# Time.
+
+
+@pytest.mark.parametrize("ranks", range(1, 18))
+def test_compute_alone_uses_the_ranks_as_the_closed_forms_say(ranks: int) -> None:
+    mask = causal(ranks * 2 * 4096)
+    even = ranks % 2 == 0
+    wanted = {
+        "balanced": ranks / (ranks + 1) if even else 1.0,
+        "balanced_shared": 1.0,
+        "zigzag": 1.0,
+        "ring": ranks / (2 * ranks - 1),
+    }
+    for schedule, share in wanted.items():
+        plan = plan_named(schedule, mask, ranks)
+        for phase in (plan.forward, plan.backward):
+            assert simulate(phase, hardware=IDEAL_LINK).utilisation == pytest.approx(share, abs=2e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_idle_of_balanced_is_exact_in_pairs_of_tokens(ranks: int) -> None:
+    rows = 6
+    pair = Hardware("a pair a second", 1.0, 1.0, math.inf)
+    shape = AttentionShape(heads=1, kv_heads=1, head_dim=1)
+    timeline = simulate(plan_named("balanced", causal(ranks * rows), ranks).forward, shape, pair)
+    seconds = shape.flops_per_pair(plan_named("ring", causal(4), 1).forward.phase)
+    assert timeline.makespan == seconds * (rows * (rows + 1) // 2 + ranks // 2 * rows * rows)
+    assert sum(timeline.busy) == seconds * (ranks * rows) * (ranks * rows + 1) // 2
+
+
+def test_the_backward_does_two_and_a_half_times_the_arithmetic() -> None:
+    plan = plan_named("balanced", causal(64), 4)
+    shape = AttentionShape()
+    assert shape.flops_per_pair(plan.forward.phase) == 4 * shape.heads * shape.head_dim
+    assert shape.flops_per_pair(plan.backward.phase) == 10 * shape.heads * shape.head_dim
+
+
+def spans(timeline: Timeline, rank: int, *kinds: str) -> list[tuple[float, float]]:
+    return sorted((e.start, e.end) for e in timeline.events if e.rank == rank and e.kind in kinds)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("hardware", [H200_SLOW_LINK, CPU_LOOPBACK])
+def test_a_rank_computes_sends_and_receives_one_thing_at_a_time(schedule: str, hardware: Hardware) -> None:
+    timeline = simulate(plan_named(schedule, causal(8192), 8), AttentionShape(kv_heads=8), hardware)
+    for rank in range(8):
+        for kinds in (("compute", "wait"), ("send",), ("receive",)):
+            for (_, end), (start, _) in pairwise(spans(timeline, rank, *kinds)):
+                assert end <= start * (1 + 1e-12)
+        assert sum(b - a for a, b in spans(timeline, rank, "compute")) == pytest.approx(timeline.busy[rank])
+        assert timeline.idle[rank] >= 0
+    assert max(e.end for e in timeline.events) == pytest.approx(timeline.makespan)
+    assert sum(timeline.busy) / (8 * timeline.makespan) == pytest.approx(1 - timeline.idle_share)
+
+
+def test_a_message_occupies_both_ends_for_its_bytes() -> None:
+    timeline = simulate(plan_named("balanced", causal(4096), 4).forward, AttentionShape(), H200_SLOW_LINK)
+    sends = {(e.rank, e.peer, e.step): (e.start, e.end) for e in timeline.events if e.kind == "send"}
+    receives = {(e.peer, e.rank, e.step): (e.start, e.end) for e in timeline.events if e.kind == "receive"}
+    assert sends == receives
+    for e in timeline.events:
+        if e.kind == "send":
+            took = H200_SLOW_LINK.latency + e.nbytes / H200_SLOW_LINK.link_bytes_per_second
+            assert e.end - e.start == pytest.approx(took)
+
+
+def test_nothing_is_computed_before_what_it_reads_has_landed() -> None:
+    plan = plan_named("balanced", causal(4096), 4).forward
+    timeline = simulate(plan, AttentionShape(), H200_SLOW_LINK)
+    landed = {(t.dst, t.what, t.chunk): t.step for t in plan.transfers}
+    for e in timeline.events:
+        for b in e.blocks:
+            for name, chunk in (("q", b.q_chunk), ("kv", b.kv_chunk)):
+                if plan.layout.home[chunk] != b.rank:
+                    step = landed[b.rank, name, chunk]
+                    arrivals = [
+                        r.end for r in timeline.events if r.kind == "receive" and (r.rank, r.step) == (b.rank, step)
+                    ]
+                    assert e.start >= max(arrivals)
+
+
+def test_a_slower_link_never_makes_a_run_faster() -> None:
+    for schedule in SCHEDULES:
+        plan = plan_named(schedule, causal(8192), 4)
+        times = [
+            simulate(plan, hardware=Hardware("", 6e14, 5e14, rate)).makespan for rate in (math.inf, 1e12, 1e11, 1e10)
+        ]
+        assert times == sorted(times)
+
+
+# Bad values.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "complaint"),
+    [
+        ({"heads": 0}, "heads=0"),
+        ({"heads": 6, "kv_heads": 4}, "6 heads with 4 kv_heads"),
+        ({"head_dim_v": -1}, "value_dim=-1"),
+        ({"payload": "nothing"}, "payload='nothing'"),
+    ],
+)
+def test_a_shape_that_makes_no_sense_is_refused(sizes: dict[str, int], complaint: str) -> None:
+    with pytest.raises(UnsupportedError, match=complaint):
+        AttentionShape(**sizes)  # type: ignore[arg-type]
+
+
+def test_a_machine_that_makes_no_sense_is_refused() -> None:
+    for values, complaint in (((0, 1, 1), "flops_forward"), ((1, 1, -1), "link_bytes"), ((1, 1, 1, -1), "latency")):
+        with pytest.raises(UnsupportedError, match=complaint):
+            Hardware("x", *values)
+
+
+def test_an_unknown_machine_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UnsupportedError, match="h200-nvlink, h200-slow-link, cpu-loopback, ideal-link"):
+        profile_named("abacus")
+    assert all(profile_named(name).name == name for name in PROFILES)

@@ -1,0 +1,122 @@
+"""Drawings: golden grids, a picture that is valid on its own, a trace that a browser reads."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost import AttentionShape, simulate
+from dfa_megatron.plan.draw import draw
+from dfa_megatron.plan.grid import grid
+from dfa_megatron.plan.hardware import CPU_LOOPBACK, IDEAL_LINK
+from dfa_megatron.plan.mask import causal, sliding_window
+from dfa_megatron.plan.schedules import SCHEDULES, plan_named
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [("balanced", 4), ("balanced", 7), ("balanced", 8), ("balanced_shared", 8), ("ring", 4), ("zigzag", 4)],
+)
+def test_the_grid_of_a_schedule_is_the_reviewed_one(schedule: str, ranks: int) -> None:
+    golden = (GOLDEN / f"{schedule}_p{ranks}.txt").read_text(encoding="utf-8")
+    assert draw(plan_named(schedule, causal(ranks * 4), ranks)) + "\n" == golden
+
+
+def test_every_golden_grid_has_its_test() -> None:
+    marks = test_the_grid_of_a_schedule_is_the_reviewed_one.pytestmark  # type: ignore[attr-defined]
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == {f"{name}_p{ranks}" for name, ranks in marks[0].args[1]}
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+@pytest.mark.parametrize("ranks", [4, 8, 32])
+def test_a_grid_fits_the_width_it_is_given(width: int, ranks: int) -> None:
+    for schedule in SCHEDULES:
+        text = draw(plan_named(schedule, causal(ranks * 4), ranks), phase="forward", width=width)
+        assert max(map(len, text.splitlines()[1:])) <= width
+        assert all(re.search(rf"\br{rank}\b", text) for rank in range(ranks))
+
+
+def test_a_mark_points_at_one_cell() -> None:
+    text = grid(plan_named("balanced", causal(16), 4).forward, mark=(1, 2))
+    assert text.count("<!") == 1
+    assert "2.1<!" in text
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_a_picture_is_valid_and_needs_nothing_from_outside(schedule: str, ranks: int) -> None:
+    text = draw(plan_named(schedule, causal(ranks * 4096), ranks), "svg", shape=AttentionShape(kv_heads=8))
+    root = ElementTree.fromstring(text)  # noqa: S314 we wrote it ourselves
+    assert root.tag == f"{SVG}svg"
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert not {"script", "image", "use", "foreignObject"} & {node.tag.removeprefix(SVG) for node in root.iter()}
+    assert "prefers-color-scheme: dark" in text
+    width, height = (float(root.attrib[name]) for name in ("width", "height"))
+    for node in root.iter(f"{SVG}rect"):
+        x, y, w, h = (float(node.attrib[name]) for name in ("x", "y", "width", "height"))
+        assert w > 0
+        assert h > 0
+        if "patternUnits" not in node.attrib:
+            assert x >= 0
+            assert x + w <= width + 1
+            assert y + h <= height
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_picture_has_every_block_and_every_message(schedule: str) -> None:
+    plan = plan_named(schedule, causal(8 * 4096), 8).backward
+    timeline = simulate(plan, hardware=IDEAL_LINK)
+    root = ElementTree.fromstring(draw(plan, "svg", hardware=IDEAL_LINK))  # noqa: S314 we wrote it ourselves
+    shapes = [node.attrib.get("class") for node in root.iter(f"{SVG}rect") if node.find(f"{SVG}title") is not None]
+    computed = sum(bool(e.blocks) for e in timeline.events)
+    names = sum(e.label.count("+") + 1 for e in timeline.events if e.kind == "receive")
+    assert sum(kind in ("own", "diagonal", "helper") for kind in shapes) == computed
+    assert sum(kind in ("kv", "q", "result") for kind in shapes) == names
+
+
+def test_half_a_block_is_drawn_half_as_long() -> None:
+    text = draw(plan_named("balanced", causal(8 * 8192), 8), "svg", phase="forward", hardware=IDEAL_LINK)
+    widths = {
+        kind: float(re.search(rf'class="{kind}" x="[\d.]+" y="[\d.]+" width="([\d.]+)"', text).group(1)) + 1  # type: ignore[union-attr]
+        for kind in ("diagonal", "own")
+    }
+    assert widths["diagonal"] / widths["own"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_title_tells_the_schedule_and_the_heading_the_idle_share() -> None:
+    text = draw(plan_named("balanced", causal(65536), 8), "svg", phase="forward", hardware=IDEAL_LINK)
+    assert "balanced schedule, causal mask, 65,536 tokens, 8 ranks" in text
+    assert re.search(r"forward: [\d.]+ ms, idle 11\.1 %", text)
+
+
+def test_a_trace_has_a_row_for_compute_and_for_each_direction_of_every_rank() -> None:
+    plan = plan_named("balanced_shared", causal(8192), 4)
+    trace = json.loads(draw(plan, "chrome", hardware=CPU_LOOPBACK))
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == set(range(4))
+    assert {event["tid"] for event in events} == {0, 1, 2}
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events)
+    last = max(event["ts"] + event["dur"] for event in events)
+    assert last == pytest.approx(1e6 * simulate(plan, hardware=CPU_LOOPBACK).makespan)
+
+
+def test_one_phase_can_be_drawn_alone() -> None:
+    plan = plan_named("ring", sliding_window(32, 5), 4)
+    assert draw(plan, phase="backward") == draw(plan.backward)
+    assert "forward" not in draw(plan.backward, "svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"), [({"style": "oil"}, "text, svg, chrome"), ({"phase": "x"}, "both")]
+)
+def test_an_unknown_style_or_phase_is_refused(arguments: dict[str, str], complaint: str) -> None:
+    with pytest.raises(UnsupportedError, match=complaint):
+        draw(plan_named("ring", causal(8), 2), **arguments)  # type: ignore[arg-type]
