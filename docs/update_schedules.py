@@ -1,0 +1,88 @@
+"""Write the tables of schedules.md and the pictures: `python docs/update_schedules.py`; a test compares them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dfa_megatron.plan.choose import make_plan
+from dfa_megatron.plan.cost import AttentionShape, bytes_sent, simulate
+from dfa_megatron.plan.draw import draw
+from dfa_megatron.plan.hardware import H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK
+from dfa_megatron.plan.ir import Plan
+from dfa_megatron.plan.lower import lower_all
+from dfa_megatron.plan.mask import causal
+from dfa_megatron.plan.schedules import SCHEDULES, plan_named
+
+DOCS = Path(__file__).parent
+TOKENS = 65536
+SHAPE = AttentionShape(kv_heads=8)
+
+
+def costs(ranks: int) -> str:
+    """What each schedule costs on one machine."""
+    rows = [
+        "| schedule | steps | kernel calls per rank | idle, arithmetic alone | idle on H200s, forward / backward "
+        "| MB sent, mean (most), forward | backward | slots, forward / backward |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    tokens = TOKENS // (2 * ranks) * 2 * ranks
+    for name in SCHEDULES:
+        plan = plan_named(name, causal(tokens), ranks)
+        programs = [lower_all(phase) for phase in (plan.forward, plan.backward)]
+        calls = max(sum(len(step.calls) for step in program.steps) for program in programs[0])
+        slots = " / ".join(str(max(len(program.slots) for program in phase)) for phase in programs)
+        ideal = simulate(plan.forward, SHAPE, IDEAL_LINK).idle_share
+        real = " / ".join(
+            f"{100 * simulate(phase, SHAPE, H200_NVLINK).idle_share:.1f} %" for phase in (plan.forward, plan.backward)
+        )
+        steps = 1 + max(block.step for block in plan.forward.blocks)
+        rows.append(
+            f"| `{name}` | {steps} | {calls} | {100 * ideal:.1f} % | {real} "
+            f"| {_sent(plan.forward)} | {_sent(plan.backward)} | {slots} |"
+        )
+    return "\n".join(rows)
+
+
+def _sent(phase: Plan) -> str:
+    sent = bytes_sent(phase, SHAPE)
+    return f"{sum(sent) / len(sent) / 1e6:.0f} ({max(sent) / 1e6:.0f})"
+
+
+def choices(ranks: int) -> str:
+    """What `auto` takes."""
+    rows = ["| machine | tokens | kv heads | contiguous tokens | any layout |", "|---|---|---|---|---|"]
+    for hardware in (H200_NVLINK, H200_SLOW_LINK):
+        for tokens in (16384, 65536, 262144):
+            for kv_heads in (32, 8, 1):
+                shape = AttentionShape(kv_heads=kv_heads)
+                taken = [
+                    make_plan(causal(tokens), ranks, layout=layout, shape=shape, hardware=hardware).schedule
+                    for layout in ("contiguous", "auto")
+                ]
+                rows.append(f"| {hardware.name} | {tokens // 1024}K | {kv_heads} | `{taken[0]}` | `{taken[1]}` |")
+    return "\n".join(rows)
+
+
+def page(text: str) -> str:
+    """The page with its generated parts made anew."""
+    parts = {"costs-8": costs(8), "costs-7": costs(7), "choices-8": choices(8)}
+    for name, part in parts.items():
+        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        before, rest = text.split(start)
+        text = before + start + part + "\n" + end + rest.split(end)[1]
+    return text
+
+
+def pictures() -> dict[str, str]:
+    """File name -> SVG."""
+    return {
+        f"{name}_p8.svg": draw(plan_named(name, causal(TOKENS), 8), "svg", phase="forward", shape=SHAPE)
+        for name in SCHEDULES
+    }
+
+
+if __name__ == "__main__":
+    target = DOCS / "schedules.md"
+    target.write_text(page(target.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, svg in pictures().items():
+        (DOCS / "pictures" / name).write_text(svg, encoding="utf-8")
