@@ -33,7 +33,7 @@ def use_cpu() -> None:
     if getattr(torch.cuda, _MARK, False):
         return
     devices = (_current_device, _moves_to_cuda, _literal_cuda_devices, _tensor_types)
-    for patch in (*devices, _generators, _synchronize, _streams):
+    for patch in (*devices, _generators, _synchronize, _streams, _experts):
         patch()
     _put(torch.cuda, _MARK, True)
 
@@ -130,3 +130,11 @@ def _streams() -> None:
     _put(torch.cuda, "default_stream", lambda *args, **kwargs: Stream())
     _put(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     _put(torch.Tensor, "record_stream", lambda self, stream: None)
+
+
+def _experts() -> None:
+    """megatron/core/transformer/moe/moe_utils.py names te_general_gemm even where Transformer Engine is missing."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        _put(moe_utils, "te_general_gemm", None)

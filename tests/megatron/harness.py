@@ -47,6 +47,9 @@ class Case:
     config: tuple[tuple[str, Any], ...] = ()
 
 
+MEGATRONS = Case(options=None)
+
+
 def case(layout: str = "contiguous", remat: str = "off", **changes: Any) -> Case:
     """A case by its two usual options; remat "on" comes from Megatron's flag, as users ask for it."""
     recompute = ("uniform", 1) if remat == "auto" else None
@@ -150,14 +153,12 @@ def make_config(topology: Topology, wanted: Case, **changes: Any) -> Any:
 def make_model(config: Any, options: DistAttentionConfig | None, vp_stage: int | None = None) -> Any:
     """One model chunk with the harness's weights."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from dfa_megatron.megatron import dfa_ify
 
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    if options is not None:
-        spec = dfa_ify(spec, config, options, vp_stage=vp_stage)
+    plain = megatrons_spec(config)
+    spec = plain if options is None else dfa_ify(plain, config, options, vp_stage=vp_stage)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -167,6 +168,7 @@ def make_model(config: Any, options: DistAttentionConfig | None, vp_stage: int |
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        mtp_block_spec=prediction_spec(config, plain, options) if config.mtp_num_layers else None,
         vp_stage=vp_stage,
     )
     for name, parameter in model.named_parameters():
@@ -174,10 +176,31 @@ def make_model(config: Any, options: DistAttentionConfig | None, vp_stage: int |
     return model
 
 
+def megatrons_spec(config: Any) -> Any:
+    """Megatron's own spec without Transformer Engine; of the whole block where some layers have experts."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+    if config.num_moe_experts:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    return get_gpt_layer_local_spec(normalization="RMSNorm")
+
+
+def prediction_spec(config: Any, plain: Any, options: DistAttentionConfig | None) -> Any:
+    """Multi-token prediction layers, which see tokens in Megatron's zigzag order whatever the decoder does."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from dfa_megatron.megatron import dfa_ify
+
+    layer = plain if options is None else dfa_ify(plain, config, options.replace(layout="zigzag"))
+    block = TransformerBlockSubmodules(layer_specs=[layer])
+    return get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
+
+
 def global_name(model: Any, name: str) -> str:
     """A parameter's name with the layer's number in the whole model."""
     parts = name.split(".")
-    if "layers" in parts:
+    if "layers" in parts and parts[0] == "decoder":
         place = parts.index("layers") + 1
         parts[place] = str(model.decoder.layers[int(parts[place])].layer_number - 1)
     return ".".join(parts)
@@ -277,10 +300,10 @@ def forward_step(wanted: Case) -> Any:
     return step
 
 
-def save_reference(rank: int, world_size: int, path: str) -> None:
-    """Megatron's own attention and checkpointing on one rank; path gets its losses and first gradients."""
+def save_reference(rank: int, world_size: int, path: str, wanted: Case = MEGATRONS) -> None:
+    """Megatron's own attention on one rank; path gets its losses and first gradients."""
     start(Topology())
-    run = train(Topology(), Case(options=None))
+    run = train(Topology(), wanted)
     torch.save({"losses": run.losses, "gradients": run.gradients}, path)
 
 
@@ -310,6 +333,22 @@ def check_same_dropout(rank: int, world_size: int, topology: Topology) -> None:
         assert torch.equal(gradient, rematerialized.gradients[name]), f"{topology}: {name}"
     undropped = train(topology, case(steps=1))
     assert undropped.losses != plain.losses[:1] or not plain.losses
+
+
+def check_prediction_layers(rank: int, world_size: int, topology: Topology) -> None:
+    """With multi-token prediction the boundary layout equals zigzag throughout.
+
+    One rank is no reference here: Megatron divides the extra loss by each rank's own number of tokens.
+    """
+    start(topology)
+    extra = (("mtp_num_layers", 1),)
+    zigzag, boundary = (train(topology, case(layout, steps=3, config=extra)) for layout in ("zigzag", "boundary"))
+    assert zigzag.counts["attention_forwards"] == (LAYERS + 1) * MICRO_BATCHES
+    for ours, expected in zip(boundary.losses, zigzag.losses, strict=True):
+        assert abs(ours - expected) <= 1e-5
+    for name, expected_gradient in zigzag.gradients.items():
+        error = (boundary.gradients[name] - expected_gradient).abs().max() / expected_gradient.abs().max()
+        assert error <= 1e-5, f"the gradient of {name} is off by {error:.2e}"
 
 
 def compare(run: Run, reference: dict[str, Any], where: str) -> None:

@@ -18,13 +18,15 @@ from tests.megatron import harness
 
 pytest.importorskip("megatron.training.models", reason="this megatron-core has no training package")
 
-FLAGS = """--transformer-impl local --num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention
---num-query-groups 2 --ffn-hidden-size 128 --seq-length 48 --max-position-embeddings 48 --micro-batch-size 2 --train-iters 1
---lr 1e-3 --context-parallel-size 2 --attention-dropout 0.0 --hidden-dropout 0.0 --position-embedding-type rope
---normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --no-persist-layer-norm
---use-cpu-initialization --no-gradient-accumulation-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion
---no-rope-fusion --no-create-attention-mask-in-dataloader --tokenizer-type NullTokenizer --vocab-size 256
---make-vocab-size-divisible-by 1 --distributed-backend gloo"""
+FLAGS = """
+--transformer-impl local --num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention
+--num-query-groups 2 --ffn-hidden-size 128 --seq-length 48 --max-position-embeddings 48 --micro-batch-size 2
+--train-iters 1 --lr 1e-3 --context-parallel-size 2 --attention-dropout 0.0 --hidden-dropout 0.0
+--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
+--no-persist-layer-norm --use-cpu-initialization --no-gradient-accumulation-fusion --no-bias-dropout-fusion
+--no-masked-softmax-fusion --no-rope-fusion --no-create-attention-mask-in-dataloader --tokenizer-type NullTokenizer
+--vocab-size 256 --make-vocab-size-divisible-by 1 --distributed-backend gloo
+"""
 OURS = "--cp-comm-type dfa --spec dfa_megatron.megatron get_spec"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 

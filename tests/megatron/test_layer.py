@@ -147,6 +147,18 @@ def test_the_first_rank_says_once_what_is_kept() -> None:
     assert second == []
 
 
+def same_checkpoint(rank: int, world_size: int) -> None:
+    start(Topology())
+    ours, theirs = model_of(DistAttentionConfig()), make_model(make_config(Topology(), harness.MEGATRONS), None)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert ours.sharded_state_dict().keys() == theirs.sharded_state_dict().keys()
+    ours.load_state_dict(theirs.state_dict())
+
+
+def test_checkpoints_have_the_keys_of_megatrons_own_model() -> None:
+    run_ranks(1, same_checkpoint)
+
+
 def multi_token_prediction(rank: int, world_size: int) -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dfa_megatron.testing.workers import run_ranks
@@ -83,6 +85,30 @@ def test_what_is_recomputed_follows_the_flags(reference: str) -> None:
         ],
         reference,
     )
+
+
+def test_tensor_parallelism_without_sequence_parallelism_trains_like_one_rank(reference: str) -> None:
+    config = (("sequence_parallel", False), ("distribute_saved_activations", True))
+    check(Topology(tp=2), [case("contiguous", "auto", steps=3, config=config)], reference)
+    check(Topology(tp=2, cp=2), [case("boundary", "auto", steps=2, config=config[:1])], reference)
+
+
+EXPERTS = (
+    ("num_moe_experts", 4),
+    ("moe_layer_freq", [0, 1, 0, 1]),
+    ("moe_ffn_hidden_size", 64),
+    ("moe_token_dispatcher_type", "alltoall"),
+)
+
+
+def test_experts_in_every_other_layer_train_like_one_rank(tmp_path: Path) -> None:
+    path = str(tmp_path / "experts.pt")
+    run_ranks(1, harness.save_reference, path, Case(options=None, steps=5, config=EXPERTS))
+    check(Topology(cp=2), [case("boundary", "auto", steps=5, config=EXPERTS)], path)
+
+
+def test_prediction_layers_stay_in_megatrons_order_in_the_boundary_layout() -> None:
+    run_ranks(2, harness.check_prediction_layers, Topology(cp=2))
 
 
 @pytest.mark.parametrize("topology", [Topology(cp=2), Topology(tp=2, cp=2)], ids=["cp2", "tp2-cp2-sequence-parallel"])

@@ -129,6 +129,7 @@ def test_core_attention_has_no_parameters_and_the_head_dimension_sets_the_scale(
     assert not attention.state_dict()
     assert attention.softmax_scale == attention.config.kv_channels**-0.5
     assert build(k_channels=36).softmax_scale == 36**-0.5
+    assert build(softmax_scale=0.5, k_channels=36).softmax_scale == 0.5
     assert build(config=make_config(Topology(), case(), deterministic_mode=True)).deterministic
 
 
