@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.exchange import positions
+from dfa_megatron.megatron.exchange import spans_of
 
 logger = logging.getLogger("dfa_megatron.megatron")
 
@@ -58,7 +58,8 @@ def shard_batch(
 
 
 def _rows(whole: torch.Tensor, layout: str, ranks: int, rank: int) -> torch.Tensor:
-    return whole.index_select(1, positions(layout, whole.shape[1], ranks, rank).to(whole.device))
+    spans = spans_of(layout, whole.shape[1], ranks, rank)
+    return torch.cat([whole.narrow(1, span.lo, len(span)) for span in spans], dim=1)
 
 
 def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:

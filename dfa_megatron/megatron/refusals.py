@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -205,3 +206,12 @@ def check_config(config: Any, options: DistAttentionConfig) -> None:
 class _Fields(dict[str, Any]):
     def __init__(self, config: Any) -> None:
         super().__init__(vars(config))
+
+
+def markdown_table() -> str:
+    """The refusals as the table that the documentation prints."""
+    rows = ["| refused | because | what works |", "|---|---|---|"]
+    for refusal in REFUSALS:
+        what = re.sub(r"=\{.*?\}", "", refusal.what)
+        rows.append(f"| {what} | {refusal.why} | {refusal.instead} |")
+    return "\n".join(rows)

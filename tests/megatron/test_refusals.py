@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.core_attention import DistributedCoreAttention, check_call
 from dfa_megatron.megatron.flags import add_dfa_arguments, check_args, options_of
-from dfa_megatron.megatron.refusals import REFUSALS, check_config
+from dfa_megatron.megatron.refusals import REFUSALS, check_config, markdown_table
 from tests.megatron.harness import Case, Topology, case, make_config
 
 OPTIONS = DistAttentionConfig(layout="boundary")
@@ -157,3 +158,8 @@ def test_flags_that_the_model_never_sees_are_refused(message: str, fields: dict[
     check_args(argparse.Namespace())
     with pytest.raises(UnsupportedError, match=message):
         options_of(argparse.Namespace(**fields))
+
+
+def test_the_documentation_lists_every_refusal() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    assert markdown_table() in page, "paste dfa_megatron.megatron.refusals.markdown_table() between its marks"
