@@ -35,12 +35,14 @@ def case(
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Case:
-    """Random inputs in `dtype`; the reference takes the rounded inputs and computes in float64."""
-    generator = torch.Generator().manual_seed(seed)
+    """Random inputs in `dtype`; the reference takes the rounded inputs and computes in float64, on the same device."""
+    generator = torch.Generator(device).manual_seed(seed)
 
     def random(count: int) -> torch.Tensor:
-        return torch.randn(batch, length, count, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+        shape = (batch, length, count, head_dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
 
     q, k, v, dout = random(heads), random(kv_heads), random(kv_heads), random(heads)
     exact = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,28 +23,16 @@ TOLERANCE = 1e-2
 """bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""
 
 
-def gpu_case(length: int, **options: object) -> Case:
-    """A case computed on the GPU, where dense float64 attention over thousands of tokens is quick."""
-    with torch.device("cuda"):
-        torch.manual_seed(int(options.pop("seed", 0)))  # type: ignore[call-overload]
-        cpu = case(8, **options)  # type: ignore[arg-type]
-        batch, _, heads, head_dim = cpu.inputs[0].shape
-        kv_heads = cpu.inputs[1].shape[2]
-        inputs = tuple(
-            torch.randn(batch, length, h, head_dim, dtype=torch.float32).to(cpu.dout.dtype)
-            for h in (heads, kv_heads, kv_heads)
-        )
-        dout = torch.randn_like(inputs[0], dtype=torch.float32).to(cpu.dout.dtype)
-    from dfa_megatron.testing.compare import dense_attention
+DEVICE = "cuda"
 
-    exact = tuple(x.double().requires_grad_() for x in inputs)
-    keywords = {key: options[key] for key in ("causal", "window_size") if key in options}
-    out, lse = dense_attention(*exact, **{"causal": True, **keywords})  # type: ignore[arg-type]
-    return Case(inputs, dout, out.detach(), lse.detach(), torch.autograd.grad(out, exact, dout.double()))
+
+def gpu_case(length: int, **options: Any) -> Case:
+    """A case computed on the GPU, where dense float64 attention over thousands of tokens is quick."""
+    return case(length, dtype=torch.bfloat16, device=DEVICE, **options)
 
 
 def compare(whole: Case, rank: int, ranks: int, **options: object) -> None:
-    rows = positions(str(options.get("layout", "contiguous")), whole.out.shape[1], ranks)[rank].cuda()
+    rows = positions(str(options.get("layout", "contiguous")), whole.out.shape[1], ranks)[rank].to(DEVICE)
     shard = [x[:, rows].requires_grad_() for x in whole.inputs]
     out = dfa_megatron.dist_flash_attn_func(*shard, **options)
     gradients = torch.autograd.grad(out, shard, whole.dout[:, rows])
@@ -54,17 +43,13 @@ def compare(whole: Case, rank: int, ranks: int, **options: object) -> None:
 
 def _exact(rank: int, ranks: int) -> None:
     for seed, (heads, kv_heads) in enumerate(((4, 4), (8, 2), (8, 1), (5, 5))):
-        whole = gpu_case(
-            ranks * 256, batch=2, heads=heads, kv_heads=kv_heads, head_dim=128, dtype=torch.bfloat16, seed=seed
-        )
+        whole = gpu_case(ranks * 256, batch=2, heads=heads, kv_heads=kv_heads, head_dim=128, seed=seed)
         for kernel in ("cudnn", "aten", "reference"):
             for schedule in ("ring", "balanced", "balanced_shared"):
                 compare(whole, rank, ranks, schedule=schedule, kernel=kernel)
             compare(whole, rank, ranks, schedule="zigzag", layout="zigzag", kernel=kernel)
         compare(whole, rank, ranks, schedule="balanced_shared", wire_dtype="float32")
-    window = gpu_case(
-        ranks * 256, heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16, causal=True, window_size=(300, 0)
-    )
+    window = gpu_case(ranks * 256, heads=4, kv_heads=2, head_dim=64, causal=True, window_size=(300, 0))
     compare(window, rank, ranks, window_size=(300, 0), kernel="aten")
     compare(window, rank, ranks, window_size=(300, 0), kernel="auto")
 
@@ -78,7 +63,7 @@ def test_every_schedule_and_kernel_is_exact_over_nccl(ranks: int) -> None:
 
 
 def _without_synchronisation(rank: int, ranks: int) -> None:
-    whole = gpu_case(ranks * 512, batch=1, heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+    whole = gpu_case(ranks * 512, batch=1, heads=8, kv_heads=2, head_dim=128)
     rows = slice(rank * 512, rank * 512 + 512)
     shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
 
@@ -114,11 +99,10 @@ def _stress(rank: int, ranks: int) -> None:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=draw.choice([64, 128]),
-            dtype=torch.bfloat16,
             seed=round_,
         )
         # Other work on the same streams and devices, so that a missing wait has a chance to show.
-        noise = torch.randn(1024, 1024, device="cuda")
+        noise = torch.randn(1024, 1024, device=DEVICE)
         for _ in range(draw.randrange(4)):
             noise = noise @ noise * 1e-3
         compare(whole, rank, ranks, schedule=schedule)
@@ -130,7 +114,7 @@ def test_random_shapes_under_load_are_never_wrong() -> None:
 
 
 def _deterministic(rank: int, ranks: int, kernel: str) -> None:
-    whole = gpu_case(ranks * 512, heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16)
+    whole = gpu_case(ranks * 512, heads=8, kv_heads=2, head_dim=128)
     rows = slice(rank * 512, rank * 512 + 512)
     runs = []
     for _ in range(4):
@@ -148,7 +132,7 @@ def test_deterministic_gradients_are_equal_to_the_bit_on_gpus(kernel: str) -> No
 
 def _remat(rank: int, ranks: int) -> None:
     torch.manual_seed(3)
-    whole = gpu_case(ranks * 256, heads=8, kv_heads=8, head_dim=64, dtype=torch.bfloat16)
+    whole = gpu_case(ranks * 256, heads=8, kv_heads=8, head_dim=64)
     rows = slice(rank * 256, rank * 256 + 256)
     shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
 
