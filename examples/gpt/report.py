@@ -132,6 +132,8 @@ class Report:
                 f"{kept / 2**20:.2f} MiB: {(kept + whole) / whole:.2f} times a hidden state",
                 f"recomputed: the rest of the layer; attention was taken from what was kept {replays} times",
             ]
+        elif forwards > calls:
+            lines.append("recomputed: the whole layer, attention and its messages included (Megatron's own checkpoint)")
         else:
             lines.append("nothing was recomputed: every layer kept all that its backward pass needs")
         return lines
