@@ -71,7 +71,7 @@ def dfa_ify(
 
 
 def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
-    attention = getattr(getattr(spec, "submodules", None), "self_attention", None)
+    attention: Any = getattr(getattr(spec, "submodules", None), "self_attention", None)
     if not isinstance(spec, ModuleSpec) or not hasattr(getattr(attention, "submodules", None), "core_attention"):
         raise UnsupportedError(
             f"a spec of type {type(spec).__name__}",
