@@ -25,7 +25,7 @@ def execute(algebra: Tensors, transport: Transport, picture: Callable[[int], str
     Raises:
         ExecutionError: anything went wrong in a step; the group must be considered lost.
     """
-    staging = torch.empty(algebra.staging_bytes(), dtype=torch.uint8, device=algebra.device)
+    staging = torch.empty(algebra.memory.staging_bytes, dtype=torch.uint8, device=algebra.device)
     transport.start()
     number = 0
     try:

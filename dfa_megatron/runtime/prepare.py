@@ -19,6 +19,7 @@ from dfa_megatron.plan.program import Program
 from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime.agree import Facts, agree
 from dfa_megatron.runtime.channel import Channel, channel, group_size
+from dfa_megatron.runtime.memory import MemoryPlan, plan_memory
 from dfa_megatron.runtime.request import Request, from_text
 from dfa_megatron.runtime.wire import Format
 
@@ -33,8 +34,8 @@ class Prepared:
 
     request: Request
     plan: AttentionPlan
-    forward: Program
-    backward: Program
+    forward: MemoryPlan
+    backward: MemoryPlan
     kernel: BlockKernel
     format: Format
     channel: Channel | None
@@ -42,7 +43,7 @@ class Prepared:
     def picture(self, phase: str, step: int) -> str:
         """The grid of a phase with a step of this rank marked."""
         plan = self.plan.forward if phase == "forward" else self.plan.backward
-        return grid(plan, mark=(step, self.forward.rank))
+        return grid(plan, mark=(step, self.forward.program.rank))
 
 
 @lru_cache(maxsize=128)
@@ -99,7 +100,8 @@ def build(
     kernel = kernels.select(request.kernel, need)
     wire = q.dtype if request.wire_dtype == "input" else accumulator_dtype(q.dtype)
     sizes = Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, kernel.reads)
-    return Prepared(request, plan, forward[rank], backward[rank], kernel, sizes, over)
+    memory = plan_memory(forward[rank], sizes), plan_memory(backward[rank], sizes)
+    return Prepared(request, plan, *memory, kernel, sizes, over)
 
 
 _prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()

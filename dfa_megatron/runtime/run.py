@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dfa_megatron.kernels.api import accumulator_dtype
-from dfa_megatron.plan.program import Program
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute import execute
+from dfa_megatron.runtime.memory import MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared
 from dfa_megatron.runtime.tensors import Fields, Tensors
 from dfa_megatron.runtime.transport import Parcel, Transport
@@ -65,11 +65,10 @@ def run_backward(
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def _algebra(prepared: Prepared, program: Program, home: dict[str, Fields]) -> Tensors:
+def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields]) -> Tensors:
     request = prepared.request
     return Tensors(
-        program,
-        prepared.format,
+        memory,
         prepared.kernel,
         home,
         softmax_scale=request.softmax_scale,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 
 from dfa_megatron.kernels.api import BlockKernel, Saved
 from dfa_megatron.kernels.merge import merge_, open_
-from dfa_megatron.plan.geometry import Span
-from dfa_megatron.plan.program import Call, Fold, Message, Program, Region, Write
+from dfa_megatron.plan.program import Call, Fold, Message, Region, Write
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.wire import Format, Views, rows_of
+from dfa_megatron.runtime.memory import MemoryPlan, is_buffer
+from dfa_megatron.runtime.wire import Views, rows_of
 
 Fields = tuple[torch.Tensor, ...]
 
@@ -23,8 +21,7 @@ class Tensors:
     kernel's own outputs are allocated inside the loop (PyTorch's operators offer no other way).
 
     Args:
-        program: what will run.
-        format: sizes and dtypes.
+        memory: what will run, and the memory it needs.
         kernel: computes the blocks.
         home: this rank's own rows by read name, as `Format.fields` orders them.
         softmax_scale: of the scores.
@@ -33,19 +30,18 @@ class Tensors:
 
     def __init__(
         self,
-        program: Program,
-        format: Format,
+        memory: MemoryPlan,
         kernel: BlockKernel,
         home: dict[str, Fields],
         *,
         softmax_scale: float,
         deterministic: bool,
     ) -> None:
-        self.program, self.format, self.kernel = program, format, kernel
+        self.memory, self.program, self.format, self.kernel = memory, memory.program, memory.format, kernel
         self.softmax_scale, self.deterministic = softmax_scale, deterministic
-        self.forward = program.phase.name == "forward"
+        self.forward = self.program.phase.name == "forward"
         self.device = next(iter(home.values()))[0].device
-        self.adopts = _written_once(program)
+        self.adopts = memory.adopts
         self.views: dict[int, Views] = {}
         self.flat: dict[int, torch.Tensor] = {}
         self._take_in_home(home)
@@ -109,9 +105,10 @@ class Tensors:
 
     def outgoing(self, message: Message, staging: torch.Tensor) -> torch.Tensor:
         """The bytes of a message: the buffer itself where it is exactly the message, else packed into `staging`."""
-        whole = self._whole(message)
-        if whole is not None:
-            return whole
+        if is_buffer(self.program, self.format, self.adopts, message):
+            number = message.parts[0][0].buffer
+            slot = self.program.buffers[number].slot
+            return self.flat[-1 - number if slot is None else slot]
         flat = staging[: self.format.nbytes(message.signature)]
         for name, targets in self.format.views(flat, message.signature).items():
             (regions,) = [part for part in message.parts if part[0].name == name]
@@ -128,16 +125,6 @@ class Tensors:
         assert slot is not None
         return self.flat[slot]
 
-    def staging_bytes(self) -> int:
-        """The most bytes that one step's messages need beside the buffers they are sent from."""
-        return max(
-            (
-                sum(self.format.nbytes(message.signature) for message in step.sends if self._whole(message) is None)
-                for step in self.program.steps
-            ),
-            default=0,
-        )
-
     def take(self, step: int, message: Message) -> torch.Tensor:
         """A copy of a message's bytes, for handing over inside one process."""
         staging = torch.empty(self.format.nbytes(message.signature), dtype=torch.uint8, device=self.device)
@@ -151,10 +138,9 @@ class Tensors:
 
     def _take_in_home(self, home: dict[str, Fields]) -> None:
         """Own rows: as given, or packed once into a flat buffer if they are sent."""
-        sent = {regions[0].name for message in self.program.sends for regions in message.parts}
         for name, fields in home.items():
             number = self.program.home_buffer(name)
-            if name not in sent:
+            if name not in self.memory.sent:
                 self.views[number] = {name: fields}
                 continue
             parts = self.program.buffers[number].parts
@@ -166,21 +152,18 @@ class Tensors:
 
     def _allocate(self) -> None:
         """Memory for every slot and home accumulator that is not adopted from a kernel's output."""
+        for slot, size in self.memory.slots:
+            self.flat[slot] = torch.empty(size, dtype=torch.uint8, device=self.device)
         for number, buffer in enumerate(self.program.buffers):
             if number in self.views or number in self.adopts:
                 continue
-            if buffer.slot is None:
-                # A result of the call: a tensor of its own per field, so that none keeps another's memory alive.
-                ((name, rows),) = buffer.parts
-                shapes = [
-                    (f.shape(self.format.batch, rows), f.dtype) for f in self.format.fields(name, buffer.accumulates)
-                ]
-                self.views[number] = {name: tuple(torch.empty(s, dtype=d, device=self.device) for s, d in shapes)}
+            if buffer.slot is not None:
+                self.views[number] = self.format.buffer_views(self.flat[buffer.slot], buffer)
                 continue
-            if buffer.slot not in self.flat:
-                size = self.format.nbytes(buffer.parts, buffer.accumulates)
-                self.flat[buffer.slot] = torch.empty(size, dtype=torch.uint8, device=self.device)
-            self.views[number] = self.format.buffer_views(self.flat[buffer.slot], buffer)
+            # A result of the call: a tensor of its own per field, so that none keeps another's memory alive.
+            ((name, rows),) = buffer.parts
+            shapes = [(f.shape(self.format.batch, rows), f.dtype) for f in self.format.fields(name, buffer.accumulates)]
+            self.views[number] = {name: tuple(torch.empty(s, dtype=d, device=self.device) for s, d in shapes)}
 
     def _fields(self, region: Region) -> Fields:
         fields = self.views[region.buffer][region.name]
@@ -201,30 +184,3 @@ class Tensors:
         else:
             for into, value in zip(target, partial, strict=True):
                 into.add_(value)
-
-    def _whole(self, message: Message) -> torch.Tensor | None:
-        """The buffer's own bytes where they are the message: one name, every row, already as it travels."""
-        if len(message.parts) != 1 or len(message.parts[0]) != 1:
-            return None
-        (region,) = message.parts[0]
-        buffer = self.program.buffers[region.buffer]
-        key = buffer.slot if buffer.slot is not None else -1 - region.buffer
-        if region.buffer in self.adopts or key not in self.flat or buffer.parts != message.signature:
-            return None
-        if self.format.fields(region.name, buffer.accumulates) != self.format.fields(region.name):
-            return None
-        return self.flat[key]
-
-
-def _written_once(program: Program) -> frozenset[int]:
-    """Accumulators whose only write stores every row: the kernel's own output can take their place."""
-    writes = [w for s in program.steps for c in s.calls for w in c.writes]
-    folds = [f.write for s in program.steps for f in s.folds]
-    count = Counter(write.region.buffer for write in (*writes, *folds))
-    whole = {
-        write.region.buffer
-        for write in writes
-        if write.fresh
-        and Span(write.region.lo, write.region.hi) == Span(0, program.buffers[write.region.buffer].parts[0][1])
-    }
-    return frozenset(buffer for buffer in whole if count[buffer] == 1)

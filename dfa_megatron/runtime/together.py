@@ -25,7 +25,7 @@ def forward_together(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(out, lse) of every rank."""
     algebras = [forward_algebra(p, q[rank], k[rank], v[rank]) for rank, p in enumerate(prepared)]
-    run_together([p.forward for p in prepared], algebras)
+    run_together([p.forward.program for p in prepared], algebras)
     return [(out.to(q[0].dtype), lse) for out, lse in (algebra.result("out") for algebra in algebras)]
 
 
@@ -38,6 +38,6 @@ def backward_together(
         backward_algebra(p, dout[rank], q[rank], k[rank], v[rank], out[rank], lse[rank])
         for rank, p in enumerate(prepared)
     ]
-    run_together([p.backward for p in prepared], algebras)
+    run_together([p.backward.program for p in prepared], algebras)
     results = [(*algebra.result("dq"), *algebra.result("dkv")) for algebra in algebras]
     return [(dq.to(q[0].dtype), dk.to(q[0].dtype), dv.to(q[0].dtype)) for dq, dk, dv in results]

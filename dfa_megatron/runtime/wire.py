@@ -53,36 +53,7 @@ class Format:
 
     def fields(self, name: str, accumulates: bool = False) -> tuple[Field, ...]:
         """The tensors of a name, in the accumulator's dtype or as they travel."""
-        statistic = accumulator_dtype(self.dtype)
-        partial = statistic if accumulates else self.wire
-        q = Field("q", self.heads, self.head_dim, self.dtype)
-        row = Field("out", self.heads, self.head_dim_v, self.dtype)
-        match name:
-            case "q":
-                return (q,)
-            case "kv":
-                return (
-                    Field("k", self.kv_heads, self.head_dim, self.dtype),
-                    Field("v", self.kv_heads, self.head_dim_v, self.dtype),
-                )
-            case "out":
-                return Field("out", self.heads, self.head_dim_v, partial), Field("lse", self.heads, 0, statistic)
-            case "qdo":
-                memory = Field("delta", self.heads, 0, statistic) if self.reads == "delta" else row
-                return (
-                    q,
-                    Field("dout", self.heads, self.head_dim_v, self.dtype),
-                    Field("lse", self.heads, 0, statistic),
-                    memory,
-                )
-            case "dq":
-                return (Field("dq", self.heads, self.head_dim, partial),)
-            case "dkv":
-                return (
-                    Field("dk", self.kv_heads, self.head_dim, partial),
-                    Field("dv", self.kv_heads, self.head_dim_v, partial),
-                )
-        raise AssertionError(f"no such name: {name}")
+        return _fields(self, name, accumulates)
 
     def nbytes(self, parts: Sequence[tuple[str, int]], accumulates: bool = False) -> int:
         """Bytes of a buffer with these (name, rows) parts."""
@@ -104,6 +75,40 @@ class Format:
 
 Views = dict[str, tuple[torch.Tensor, ...]]
 """The tensors of each name, in the order of `Format.fields`."""
+
+
+@lru_cache(maxsize=4096)
+def _fields(format: Format, name: str, accumulates: bool) -> tuple[Field, ...]:
+    statistic = accumulator_dtype(format.dtype)
+    partial = statistic if accumulates else format.wire
+    q = Field("q", format.heads, format.head_dim, format.dtype)
+    row = Field("out", format.heads, format.head_dim_v, format.dtype)
+    match name:
+        case "q":
+            return (q,)
+        case "kv":
+            return (
+                Field("k", format.kv_heads, format.head_dim, format.dtype),
+                Field("v", format.kv_heads, format.head_dim_v, format.dtype),
+            )
+        case "out":
+            return Field("out", format.heads, format.head_dim_v, partial), Field("lse", format.heads, 0, statistic)
+        case "qdo":
+            memory = Field("delta", format.heads, 0, statistic) if format.reads == "delta" else row
+            return (
+                q,
+                Field("dout", format.heads, format.head_dim_v, format.dtype),
+                Field("lse", format.heads, 0, statistic),
+                memory,
+            )
+        case "dq":
+            return (Field("dq", format.heads, format.head_dim, partial),)
+        case "dkv":
+            return (
+                Field("dk", format.kv_heads, format.head_dim, partial),
+                Field("dv", format.kv_heads, format.head_dim_v, partial),
+            )
+    raise AssertionError(f"no such name: {name}")
 
 
 @lru_cache(maxsize=4096)
