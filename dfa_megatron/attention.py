@@ -86,8 +86,8 @@ def _attend(
     """Run the operator, or take its results from the frame of a checkpoint region."""
     frame = active_frame()
     if frame is not None and not frame.recording:
-        replayed: tuple[torch.Tensor, torch.Tensor] = Replay.apply(q, k, v, *frame.take(), request, group)  # type: ignore[no-untyped-call]
-        return replayed
+        out, lse = Replay.apply(q, k, v, *frame.take(), request, group)  # type: ignore[no-untyped-call]
+        return out, lse
     out, lse = attention(q, k, v, request, group)
     if frame is not None:
         frame.record(out, lse)
