@@ -82,7 +82,8 @@ class DistAttentionConfig:
                     f"{spec.name}={value!r}", f"it must be of type {kind.__name__}", f"for example {spec.default!r}"
                 )
             if choices and value not in choices:
-                raise UnsupportedError(f"{spec.name}={value!r}", "there is no such value", _nearest(str(value), choices))
+                nearest = _nearest(str(value), choices)
+                raise UnsupportedError(f"{spec.name}={value!r}", "there is no such value", nearest)
         if self.agreement_timeout <= 0:
             raise UnsupportedError(
                 f"agreement_timeout={self.agreement_timeout}", "it must be positive", "seconds above 0"
