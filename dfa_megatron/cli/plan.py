@@ -131,11 +131,21 @@ def report(
             "",
             draw(one, width=width),
             f"simulated on {hardware.name}: {1e3 * timeline.makespan:.3f} ms, idle {100 * timeline.idle_share:.1f} %",
-            "MB sent     " + " ".join(f"{nbytes / 1e6:8.1f}" for nbytes in timeline.sent),
-            "MB received " + " ".join(f"{nbytes / 1e6:8.1f}" for nbytes in timeline.received),
+            *_per_rank("MB sent", timeline.sent, width),
+            *_per_rank("MB received", timeline.received, width),
             "peak slots  " + (", ".join(f"{count} {name}" for name, count in peak.items()) or "none"),
         ]
     return "\n".join(lines)
+
+
+def _per_rank(name: str, nbytes: tuple[int, ...], width: int) -> list[str]:
+    """Megabytes of rank 0, 1, ... in as many lines as the width asks for."""
+    per_line = max(1, (width - 12) // 9)
+    lines = []
+    for first in range(0, len(nbytes), per_line):
+        values = " ".join(f"{value / 1e6:8.1f}" for value in nbytes[first : first + per_line])
+        lines.append(f"{name if first == 0 else '':11s} {values}")
+    return lines
 
 
 def _comparison(

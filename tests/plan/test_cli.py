@@ -25,6 +25,13 @@ def test_the_command_shows_the_grid_and_the_costs(capsys: pytest.CaptureFixture[
     assert plan_named("balanced", causal(65536), 8).digest in out
 
 
+def test_the_report_of_many_ranks_fits_the_width(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ranks", "16", "--schedule", "balanced_shared", "--width", "80"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines[1:] if "whose rows" not in line) <= 80
+    assert any(line.startswith("MB received") for line in lines)
+
+
 def test_auto_says_what_it_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--ranks", "4", "--seq-length", "4096", "--mask", "full", "--layout", "contiguous"]) == 0
     out = capsys.readouterr().out

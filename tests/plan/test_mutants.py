@@ -40,10 +40,9 @@ def test_the_checker_accepts_a_mutant_if_and_only_if_it_is_numerically_right(ran
     assert min(verdicts[True], verdicts[False]) > 60, "the mutants should be of both kinds"
 
 
-@pytest.mark.parametrize("change", mutants.CHANGES)
+@pytest.mark.parametrize("change", [change for change in mutants.CHANGES if change is not mutants.later_from])
 def test_every_kind_of_change_breaks_some_plan(change: mutants.Change) -> None:
-    if change is mutants.later_from:
-        pytest.skip("this one only moves a right plan in time")
+    """`later_from` is left out: it only moves a right plan in time."""
     rng = random.Random(7)
     case = every_mask(24, rng)[0]
     candidates = list(plans(case, 4))

@@ -1,0 +1,28 @@
+"""What the cost model counts is what the runtime puts on the wire."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dfa_megatron.plan.cost import AttentionShape, bytes_of
+from dfa_megatron.runtime.wire import Format
+
+
+@pytest.mark.parametrize("name", ["q", "kv", "out", "qdo", "dq", "dkv"])
+@pytest.mark.parametrize("payload", ["delta", "out"])
+@pytest.mark.parametrize(
+    ("dtype", "wire", "statistic"),
+    [
+        (torch.bfloat16, torch.bfloat16, 4),
+        (torch.bfloat16, torch.float32, 4),
+        (torch.float32, torch.float32, 4),
+        (torch.float64, torch.float64, 8),
+    ],
+)
+def test_a_name_has_the_bytes_of_its_fields(
+    name: str, payload: str, dtype: torch.dtype, wire: torch.dtype, statistic: int
+) -> None:
+    form = Format(2, 6, 3, 16, 8, dtype, wire, payload)  # type: ignore[arg-type]
+    shape = AttentionShape(2, 6, 3, 16, 8, dtype.itemsize, statistic, payload, wire.itemsize)  # type: ignore[arg-type]
+    assert sum(field.nbytes(2, 5) for field in form.fields(name)) == bytes_of(name, 5, shape)
