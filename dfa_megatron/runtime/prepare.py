@@ -14,7 +14,9 @@ from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel, Form, Need, accumulator_dtype, form_of
 from dfa_megatron.plan.check import check
 from dfa_megatron.plan.choose import make_plan
+from dfa_megatron.plan.cost import AttentionShape
 from dfa_megatron.plan.grid import grid
+from dfa_megatron.plan.hardware import CPU_LOOPBACK, H200_NVLINK, Hardware
 from dfa_megatron.plan.program import Program
 from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime.agree import Facts, agree
@@ -48,14 +50,17 @@ class Prepared:
 
 @lru_cache(maxsize=128)
 def planned(
-    request: Request, ranks: int, local_length: int
+    request: Request, ranks: int, local_length: int, shape: AttentionShape, hardware: Hardware
 ) -> tuple[AttentionPlan, tuple[Program, ...], tuple[Program, ...]]:
     """The checked plan of a request and its programs for every rank, forward and backward.
+
+    `shape` and `hardware` decide what "auto" takes; every rank must give the same.
 
     Raises:
         UnsupportedError: no schedule serves the request.
     """
-    plan = make_plan(request.mask(ranks * local_length), ranks, schedule=request.schedule, layout=request.layout)
+    mask = request.mask(ranks * local_length)
+    plan = make_plan(mask, ranks, schedule=request.schedule, layout=request.layout, shape=shape, hardware=hardware)
     return plan, tuple(check(plan.forward)), tuple(check(plan.backward))
 
 
@@ -85,7 +90,19 @@ def build(
         UnsupportedError: the tensors do not fit together, or nothing serves the request.
     """
     _refuse_tensors(q, k, v)
-    plan, forward, backward = planned(request, ranks, q.shape[1])
+    high, wire = accumulator_dtype(q.dtype), q.dtype if request.wire_dtype == "input" else accumulator_dtype(q.dtype)
+    shape = AttentionShape(
+        q.shape[0],
+        q.shape[2],
+        k.shape[2],
+        q.shape[3],
+        v.shape[3],
+        q.dtype.itemsize,
+        high.itemsize,
+        wire_bytes=wire.itemsize,
+    )
+    hardware = H200_NVLINK if q.is_cuda else CPU_LOOPBACK
+    plan, forward, backward = planned(request, ranks, q.shape[1], shape, hardware)
     need = Need(
         device=q.device.type,
         dtype=q.dtype,
@@ -98,13 +115,17 @@ def build(
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
     )
     kernel = kernels.select(request.kernel, need)
-    wire = q.dtype if request.wire_dtype == "input" else accumulator_dtype(q.dtype)
     sizes = Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, kernel.reads)
     memory = plan_memory(forward[rank], sizes), plan_memory(backward[rank], sizes)
     return Prepared(request, plan, *memory, kernel, sizes, over)
 
 
 _prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
+
+
+def plans_in_use() -> tuple[AttentionPlan, ...]:
+    """The plans this process has prepared, the one it used last at the end: what "auto" came to, for reports."""
+    return tuple(prepared.plan for prepared in _prepared.values())
 
 
 def prepare(text: str, group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Prepared:

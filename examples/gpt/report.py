@@ -110,13 +110,10 @@ class Report:
         ]
 
     def _grid(self) -> str:
-        from dfa_megatron import draw, make_plan
-        from dfa_megatron.plan.mask import causal
+        from dfa_megatron import draw
+        from dfa_megatron.runtime.prepare import plans_in_use
 
-        layout = "zigzag" if self.options.layout == "zigzag" else "contiguous"
-        plan = make_plan(
-            causal(self.args.seq_length), self.sizes.context, schedule=self.options.schedule, layout=layout
-        )
+        plan = plans_in_use()[-1]
         return f"schedule: {plan}\n{draw(plan, style='text')}"
 
     def _kept(self, counters: dict[str, int]) -> list[str]:
