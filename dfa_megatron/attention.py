@@ -51,7 +51,8 @@ def dist_flash_attn_func(
         softmax_scale: of the scores; head_dim ** -0.5 if None.
         window_size: (left, right) tokens that a token sees beside itself, -1 for no bound.
         softcap: must be 0; no kernel here caps scores yet.
-        deterministic: the same gradients to the bit from run to run.
+        deterministic: the same gradients to the bit from run to run; on as well where torch's own switch
+            (torch.use_deterministic_algorithms) is.
         schedule: "ring", "balanced", "balanced_shared", "zigzag" or "auto".
         layout: the tokens a rank holds: "contiguous", or "zigzag" (chunks r and 2P-1-r of 2P).
         kernel: "auto", or the name of one: see `dfa_megatron.kernels`.
@@ -72,6 +73,7 @@ def dist_flash_attn_func(
     if softcap:
         raise UnsupportedError(f"softcap={softcap}", "no kernel of this package caps scores yet", "softcap=0.0")
     scale = softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     left, right = window_size
     request = _request_text(
         scale, causal, left, right, deterministic, schedule, layout, kernel, wire_dtype, verify, agreement_timeout

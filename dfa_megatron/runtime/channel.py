@@ -1,9 +1,8 @@
-"""A channel: what one process group needs to run distributed attention, made once per group and kind of device."""
+"""A channel: what one process group needs to run distributed attention, made once per group."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,20 +13,31 @@ from dfa_megatron.runtime.transport import GlooTransport, NcclTransport, Transpo
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
 class Channel:
     """Own communicators of a group: messages never queue behind another library's collectives.
 
+    rank, size: of this process in the group, and of the group.
     side: a gloo group for agreement, which the host may wait on without touching the device.
     """
 
-    rank: int
-    size: int
-    side: dist.ProcessGroup
-    transport: Transport
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._ranks = dist.get_process_group_ranks(group)
+        self.side = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
+        self._transports: dict[str, Transport] = {}
+
+    def transport(self, device: torch.device) -> Transport:
+        """What moves messages of tensors on that kind of device.
+
+        The first call is collective. It comes after the ranks have agreed: a rank whose tensors are elsewhere is
+        told so instead of being waited for.
+        """
+        if device.type not in self._transports:
+            self._transports[device.type] = _transport(self._ranks, device)
+        return self._transports[device.type]
 
 
-_channels: dict[tuple[str, str], tuple[dist.ProcessGroup, Channel]] = {}
+_channels: dict[str, tuple[dist.ProcessGroup, Channel]] = {}
 
 
 def group_name(group: dist.ProcessGroup | str | None) -> str:
@@ -53,22 +63,17 @@ def _resolve(name: str) -> dist.ProcessGroup:
     return group
 
 
-def channel(name: str, device: torch.device) -> Channel:
+def channel(name: str) -> Channel:
     """The channel of a named group; the first call for a group must be made by all of its ranks.
 
     The communicators are made from the group's own ranks only, so other ranks need not take part, and every rank makes
     them in the order in which it first uses its groups.
     """
     group = _resolve(name)
-    known = _channels.get((name, device.type))
-    if known is not None and known[0] is group:
-        return known[1]
-    ranks = dist.get_process_group_ranks(group)
-    side = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    transport = _transport(ranks, device)
-    made = Channel(group.rank(), group.size(), side, transport)
-    _channels[name, device.type] = (group, made)
-    return made
+    known = _channels.get(name)
+    if known is None or known[0] is not group:
+        known = _channels[name] = (group, Channel(group))
+    return known[1]
 
 
 def _transport(ranks: list[int], device: torch.device) -> Transport:

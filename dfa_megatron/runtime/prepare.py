@@ -137,7 +137,7 @@ def prepare(text: str, group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     """
     request = from_text(text)
     size = group_size(group)
-    over = channel(group, q.device) if size > 1 else None
+    over = channel(group) if size > 1 else None
     key = (text, group, id(over), q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
     prepared = _prepared.get(key)
     if prepared is not None:

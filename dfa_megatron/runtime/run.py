@@ -77,7 +77,7 @@ def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields]) ->
 
 
 def _execute(prepared: Prepared, algebra: Tensors) -> None:
-    transport: Transport = prepared.channel.transport if prepared.channel else _Nobody()
+    transport: Transport = prepared.channel.transport(algebra.device) if prepared.channel else _Nobody()
     execute(algebra, transport, lambda step: prepared.picture(algebra.program.phase.name, step))
 
 

@@ -153,3 +153,15 @@ def test_bytes_on_the_wire_are_those_of_the_plan() -> None:
 def test_one_process_without_a_group_needs_no_network() -> None:
     whole = case(24)
     attend_and_compare(whole, 0, 1)
+
+
+def _torch_deterministic(rank: int, ranks: int) -> None:
+    from dfa_megatron.runtime.prepare import _prepared
+
+    torch.use_deterministic_algorithms(True)
+    attend_and_compare(case(ranks * 8), rank, ranks)
+    assert all(prepared.request.deterministic for prepared in _prepared.values())
+
+
+def test_torchs_own_switch_asks_for_determinism() -> None:
+    run_ranks(2, _torch_deterministic)
