@@ -106,7 +106,7 @@ class _Worker:
 
     def __init__(self, job: _Job, folder: str) -> None:
         # What the fork server imports may touch CUDA, and a forked process cannot do so again.
-        context = multiprocessing.get_context("spawn" if job.cuda else "forkserver")
+        context: Any = multiprocessing.get_context("spawn" if job.cuda else "forkserver")
         self.rank = job.rank
         self.value: Any = None
         self.failure: str | None = None
