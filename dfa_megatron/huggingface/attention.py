@@ -1,0 +1,160 @@
+"""The attention implementation `dfa` of transformers: what a layer calls, and what stands in for its mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dfa_megatron.attention import dist_flash_attn_func
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+
+NAME = "dfa"
+"""As in `model.set_attn_implementation(NAME)`. A name with "flash" in it would change how models build their inputs."""
+
+CONTEXT = "_dfa_attention"
+"""The attribute of a module that holds its `LayerContext`."""
+
+_INSTEAD = "causal self-attention over whole, unpadded sequences"
+
+_REFUSED = {
+    "softcap": "no kernel of this package caps scores yet",
+    "s_aux": "no kernel of this package takes attention sinks yet",
+    "position_bias": "the block kernels take no bias",
+    "head_mask": "the block kernels mask no heads",
+    "cu_seq_lens_q": "packed documents are not planned yet",
+    "cu_seq_lens_k": "packed documents are not planned yet",
+}
+"""Arguments that models hand to their attention and that must be None, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """What an attention layer needs to know beside its tensors; plain values, so that a model can be copied.
+
+    group: name of the process group that shares the sequence, "" for a single process.
+    before: the attention implementation that the model had.
+    """
+
+    group: str
+    size: int
+    options: DistAttentionConfig
+    before: str
+
+
+def register() -> None:
+    """Make `dfa` known to transformers; may be called again."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of this rank's queries over the whole sequence, as transformers calls it.
+
+    Args:
+        module: the attention layer; `distribute_attention` has put a context on it.
+        query: (batch, heads, local_seq, head_dim), any strides.
+        key, value: (batch, kv_heads, local_seq, head_dim); grouped heads stay as few as they are.
+        attention_mask: None.
+        scaling: of the scores; head_dim ** -0.5 if None.
+        sliding_window: tokens that a token sees, itself among them; None for all before it.
+
+    Returns:
+        out (batch, local_seq, heads, head_dim), and None for the weights.
+
+    Raises:
+        UnsupportedError: the layer asks for what would not be honoured.
+    """
+    context: LayerContext | None = getattr(module, CONTEXT, None)
+    if context is None:
+        raise UnsupportedError(
+            f"attention implementation {NAME!r} on a model that was not prepared",
+            "the layer does not know the process group",
+            "dfa_megatron.huggingface.distribute_attention(model, group=...)",
+        )
+    _check_call(module, query, key, attention_mask, dropout, is_causal, others)
+    whole = query.shape[2] * context.size
+    window = (-1, -1) if sliding_window is None or sliding_window >= whole else (sliding_window - 1, 0)
+    options = context.options
+    out = dist_flash_attn_func(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        group=context.group,
+        causal=True,
+        softmax_scale=scaling,
+        window_size=window,
+        deterministic=options.deterministic,
+        schedule=options.schedule,
+        layout=options.layout,
+        kernel=options.kernel,
+        wire_dtype=options.wire_dtype,
+        verify=options.verify,
+        agreement_timeout=options.agreement_timeout,
+    )
+    assert isinstance(out, torch.Tensor)
+    return out, None
+
+
+def mask(*, attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bool = True, **others: Any) -> None:
+    """No mask tensor: causality and windows are known to the plan. Once per forward, not per layer.
+
+    attention_mask: (batch, local_seq) as the user gave it.
+
+    Raises:
+        UnsupportedError: it hides a token, or the model masks more than what is causal and in the window.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise UnsupportedError(
+            "an attention_mask with padding",
+            "padded tokens would be attended to",
+            "sequences without padding: truncate them, or pad on the right with labels -100 and no attention_mask, "
+            "which changes no other token's output under a causal mask",
+        )
+    if not allow_is_causal_skip:
+        raise UnsupportedError(
+            "a mask beyond causal and sliding window", "packed documents, prefixes and blocks are not planned", _INSTEAD
+        )
+
+
+def _check_call(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    is_causal: bool | None,
+    others: dict[str, Any],
+) -> None:
+    if attention_mask is not None:
+        raise UnsupportedError("a ready-made attention mask", "attention is causal by construction", _INSTEAD)
+    if dropout:
+        raise UnsupportedError(
+            f"attention dropout {dropout}", "the block kernels drop nothing", "config.attention_dropout=0.0"
+        )
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedError("attention that is not causal", "models are distributed with a causal mask", _INSTEAD)
+    if query.shape[2] != key.shape[2]:
+        raise UnsupportedError(
+            f"attention of {query.shape[2]} tokens over {key.shape[2]}",
+            "there is no key cache: every rank holds as many queries as keys",
+            "with dfa_megatron.huggingface.local_attention(model), on whole sequences",
+        )
+    for name, why in _REFUSED.items():
+        if others.get(name) is not None:
+            raise UnsupportedError(f"{name} in a layer of type {type(module).__name__}", why, _INSTEAD)

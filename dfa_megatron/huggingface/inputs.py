@@ -1,0 +1,89 @@
+"""What goes into a distributed model: positions are those of the whole sequence, labels are shifted, nothing is cached.
+
+Both are forward pre-hooks with keyword arguments; they do nothing while the model has another attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.attention import CONTEXT, NAME, LayerContext
+from dfa_megatron.packing import local_positions
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def prepare(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give the decoder this rank's positions, or check those that came.
+
+    Raises:
+        UnsupportedError: other positions (a packed batch, a sequence that is not this rank's part), or a cache.
+    """
+    if module.config._attn_implementation != NAME:
+        return None
+    context: LayerContext = getattr(module, CONTEXT)
+    if len(args) > 1:
+        raise UnsupportedError(
+            "positional arguments after input_ids", "positions and caches are looked for by name", "keyword arguments"
+        )
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+        raise UnsupportedError(
+            "a key cache",
+            "ranks hold parts of the sequence",
+            "use_cache=False, or generation within dfa_megatron.huggingface.local_attention(model)",
+        )
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError("output_attentions", "attention weights are never in memory", "output_attentions=False")
+    tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
+    length: int = tokens.shape[1] * context.size
+    given: torch.Tensor | None = kwargs.get("position_ids")
+    device = tokens.device if given is None else given.device
+    expected = local_positions(length, group=context.group, device=device)[None]
+    if given is not None and context.options.verify != "off":
+        _compare(given, expected)
+    return args, {**kwargs, "position_ids": expected if given is None else given, "use_cache": False}
+
+
+def check_labels(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse the two ways in which a model's own loss would be wrong on a part of a sequence.
+
+    Raises:
+        UnsupportedError: labels that the model would shift by itself, or a mean over the tokens of this rank.
+    """
+    context: LayerContext = getattr(module, CONTEXT)
+    if module.config._attn_implementation != NAME or context.size == 1 or kwargs.get("labels") is None:
+        return
+    for name, why in (
+        ("shift_labels", "the model would shift them by itself and lose a token at every boundary between ranks"),
+        (
+            "num_items_in_batch",
+            "the model would take the mean over the tokens of this rank, not of all",
+        ),
+    ):
+        if kwargs.get(name) is None:
+            raise UnsupportedError(
+                f"labels without {name}",
+                why,
+                "dfa_megatron.huggingface.shard_batch, or no labels and causal_lm_loss on the logits",
+            )
+
+
+def _compare(given: torch.Tensor, expected: torch.Tensor) -> None:
+    if given.dim() == 2 and given.shape[1] == expected.shape[1] and bool((given == expected).all()):
+        return
+    first, last = int(expected[0, 0]), int(expected[0, -1])
+    raise UnsupportedError(
+        f"position_ids {_ends(given)} of shape {tuple(given.shape)}",
+        f"this rank holds the tokens {first} to {last} of one sequence; packed documents are not planned yet",
+        "no position_ids, which makes the right ones, or those of dfa_megatron.huggingface.shard_batch",
+    )
+
+
+def _ends(positions: torch.Tensor) -> str:
+    flat = positions.flatten()
+    return f"from {int(flat[0])} to {int(flat[-1])}" if flat.numel() else "without a token"

@@ -1,0 +1,39 @@
+"""The one rule for the loss: P times the summed loss of this rank's tokens over the labelled tokens of all P ranks.
+
+Averaged over the P ranks that is the mean loss of the whole sequence, so a framework that averages gradients over all
+its ranks (DeepSpeed at every ZeRO stage, DDP, FSDP) gets the gradients of one process, however unevenly the labels lie.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from dfa_megatron.attention import Group
+from dfa_megatron.huggingface.batch import IGNORED
+from dfa_megatron.runtime.channel import group_name, group_size
+
+
+def causal_lm_loss(
+    logits: torch.Tensor, shift_labels: torch.Tensor, *, group: Group = None, ignore_index: int = IGNORED
+) -> torch.Tensor:
+    """Cross-entropy of this rank's tokens, scaled so that its mean over all ranks is that of the whole sequences.
+
+    The group's labelled tokens are counted with one all-reduce of a number. Without any, the loss is 0 with gradient 0.
+
+    Args:
+        logits: (batch, local_seq, vocabulary); the loss is computed in float32, or float64 for float64.
+        shift_labels: (batch, local_seq), the label of the next token (`shard_batch`), ignore_index where there is none.
+        group: the ranks that share the sequence.
+        ignore_index: the label of a token that has no loss.
+    """
+    name = group_name(group)
+    labels = shift_labels.flatten()
+    count = (labels != ignore_index).sum()
+    if name:
+        dist.all_reduce(count, group=distributed_c10d._resolve_process_group(name))  # type: ignore[attr-defined,arg-type]
+    scores = logits.flatten(0, -2)
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    total = torch.nn.functional.cross_entropy(scores, labels, ignore_index=ignore_index, reduction="sum")
+    return total * group_size(name) / count.clamp(min=1)

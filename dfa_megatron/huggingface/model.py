@@ -1,0 +1,132 @@
+"""Turns a transformers model into one whose attention is distributed, for the sequence that a group of ranks shares."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dfa_megatron import remat
+from dfa_megatron.attention import Group
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface import attention, inputs
+from dfa_megatron.huggingface.attention import CONTEXT, NAME, LayerContext
+from dfa_megatron.huggingface.refusals import check_model, check_options
+from dfa_megatron.runtime.channel import group_name, group_size
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS = ("none", "full", "remat")
+"""none: the model's own setting stays. full: transformers' activation checkpointing, in which attention runs twice.
+remat: the same with attention's output and lse kept, so that it runs and sends once."""
+
+TESTED = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose logits and gradients are compared with eager attention in this project's tests."""
+
+
+def distribute_attention(
+    model: torch.nn.Module,
+    *,
+    group: Group = None,
+    options: DistAttentionConfig | None = None,
+    checkpoint: str = "none",
+) -> torch.nn.Module:
+    """Give a causal language model distributed attention; it then takes this rank's part of each sequence.
+
+    Attention is distributed in training and evaluation alike. For whole sequences on one rank, generation among them,
+    see `local_attention`. The call may be repeated, with another group or other options.
+
+    Args:
+        model: a transformers model, or a module that holds one (PEFT).
+        group: the ranks that share a sequence, in the order of their tokens; None is the default group.
+        options: schedule, kernel and the like.
+        checkpoint: one of `CHECKPOINTS`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedError: the model computes what would not be honoured; the message names it.
+    """
+    options = options or DistAttentionConfig()
+    check_options(options)
+    if checkpoint not in CHECKPOINTS:
+        raise UnsupportedError(f"checkpoint={checkpoint!r}", "there is no such way", "one of " + ", ".join(CHECKPOINTS))
+    inner = transformers_model(model)
+    layers = check_model(inner)
+    _note_untested(inner.config.model_type)
+    attention.register()
+    name = group_name(group)
+    known: LayerContext | None = getattr(inner, CONTEXT, None)
+    before = known.before if known is not None else inner.config._attn_implementation
+    context = LayerContext(group=name, size=group_size(name), options=options, before=before)
+    decoder = inner.get_decoder()
+    if known is None:
+        decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
+        if inner is not decoder:
+            inner.register_forward_pre_hook(inputs.check_labels, with_kwargs=True)
+    for module in {inner, decoder, *layers}:
+        setattr(module, CONTEXT, context)
+    inner.set_attn_implementation(NAME)
+    _set_checkpointing(inner, checkpoint)
+    return model
+
+
+@contextmanager
+def local_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Within it, the model has the attention it had before: whole sequences on one rank, caches, generation."""
+    inner = transformers_model(model)
+    context: LayerContext | None = getattr(inner, CONTEXT, None)
+    if context is None:
+        yield
+        return
+    inner.set_attn_implementation(context.before)
+    try:
+        yield
+    finally:
+        inner.set_attn_implementation(NAME)
+
+
+def transformers_model(model: torch.nn.Module) -> Any:
+    """The transformers model that `model` is or holds.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise UnsupportedError(
+        f"a model of type {type(model).__name__}",
+        "no transformers model was found in it",
+        "a transformers causal language model; elsewhere, dfa_megatron.DistFlashAttention",
+    )
+
+
+def _set_checkpointing(model: Any, checkpoint: str) -> None:
+    if checkpoint == "none":
+        return
+    keywords: dict[str, Any] = {"use_reentrant": False}
+    if checkpoint == "remat":
+        keywords["context_fn"] = remat.context_fn
+    # The first name is the newer one; the second warns that it is deprecated where both exist.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(keywords)
+
+
+@functools.cache
+def _note_untested(model_type: str) -> None:
+    if model_type not in TESTED:
+        logger.warning(
+            "models of type %r pass the checks of distribute_attention, but their gradients have not been compared "
+            "with eager attention; tested are %s",
+            model_type,
+            ", ".join(TESTED),
+        )

@@ -1,0 +1,88 @@
+"""What a transformers model may ask of attention that would not be honoured: found when the model is prepared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LOCAL_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings that depend on the longest position of the batch, which differs between ranks."""
+
+
+def check_options(options: DistAttentionConfig) -> None:
+    """Refuse the options that mean something in other frameworks only."""
+    if options.layout != "contiguous":
+        raise UnsupportedError(
+            f"layout={options.layout!r} for a transformers model",
+            "its batches are cut into one slice a rank",
+            "layout='contiguous', which the balanced schedules are made for",
+        )
+    if options.remat != "auto":
+        raise UnsupportedError(
+            f"remat={options.remat!r} for a transformers model",
+            "activation checkpointing is chosen with `checkpoint`",
+            "checkpoint='remat', 'full' or 'none'",
+        )
+
+
+def check_model(model: Any) -> list[torch.nn.Module]:
+    """The attention layers of a transformers model that can be distributed.
+
+    Raises:
+        UnsupportedError: names what the model computes that distributed attention would not.
+    """
+    config = model.config.get_text_config()
+    kind = f"a {model.config.model_type} model"
+    if config is not model.config:
+        raise UnsupportedError(kind + " with several parts", "only text is distributed", "its language model alone")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(kind, "cross-attention is not planned", "a decoder-only model")
+    _check_config(config, kind)
+    layers = [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "layer_idx")]
+    if len(layers) != config.num_hidden_layers:
+        raise UnsupportedError(
+            f"{kind} with attention in {len(layers)} of {config.num_hidden_layers} layers",
+            "other layers mix tokens in ways that are not distributed, or do not take attention implementations",
+            "a model with causal self-attention in every layer",
+        )
+    for layer in layers:
+        if not layer.is_causal:
+            raise UnsupportedError(f"{kind} with layers that are not causal", "the plan is causal", "a causal model")
+        if getattr(layer, "sinks", None) is not None:
+            raise UnsupportedError(f"{kind} with attention sinks", "no kernel takes them yet", "a model without sinks")
+    return layers
+
+
+def _check_config(config: Any, kind: str) -> None:
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if others:
+        raise UnsupportedError(
+            f"{kind} with layers of type {', '.join(others)}",
+            "only attention is distributed",
+            "layers of type " + " and ".join(sorted(_LAYER_TYPES)),
+        )
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UnsupportedError(f"{kind} with capped scores", "no kernel caps scores yet", "attn_logit_softcapping=None")
+    dropout = getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0)
+    if dropout:
+        raise UnsupportedError(
+            f"{kind} with attention dropout {dropout}", "the block kernels drop nothing", "attention_dropout=0.0"
+        )
+    for rope in _ropes(config):
+        if rope.get("rope_type", rope.get("type")) in _LOCAL_ROPE:
+            raise UnsupportedError(
+                f"{kind} with rope_type={rope.get('rope_type', rope.get('type'))!r}",
+                "its frequencies depend on the longest position in the batch, which each rank would see differently",
+                "rope_type 'default', 'linear', 'yarn' or 'llama3'",
+            )
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Every set of rotary parameters: transformers keeps one, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]

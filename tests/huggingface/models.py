@@ -1,0 +1,47 @@
+"""Tiny models of the types that are tested, the same on every rank, and batches for them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+VOCABULARY = 61
+LAYERS = 2
+
+
+def build(kind: str, seed: int = 0, heads: int = 4, kv_heads: int = 2, **changes: Any) -> Any:
+    """A causal language model with eager attention, in float32 and training mode."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=8 * heads,
+        intermediate_size=24,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=8,
+        max_position_embeddings=128,
+        attn_implementation="eager",
+        **changes,
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(copy.deepcopy(config))
+    for parameter in model.parameters():  # larger than at the start of a training, so that attention matters
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.train()
+
+
+def text(batch: int, length: int, seed: int, unlabelled: int = 0) -> dict[str, torch.Tensor]:
+    """Random tokens, and as their labels the tokens themselves but for the first `unlabelled`."""
+    ids = torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, :unlabelled] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """The gradient of every parameter by name."""
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

@@ -1,0 +1,88 @@
+"""A distributed transformers model computes what the same model computes on one rank with eager attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.packing import shard_sequence, unshard_sequence
+from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.workers import run_ranks
+from tests.huggingface.models import build, gradients, text
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-one-kv-head-of-three": ("Llama", {"heads": 3, "kv_heads": 1}),
+    "llama-yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "mistral-window-longer-than-the-text": ("Mistral", {"sliding_window": 64}),
+    "qwen2-window-in-one-layer": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+}
+
+
+def compare(rank: int, world_size: int, names: list[str], schedule: str) -> None:
+    for seed, name in enumerate(names):
+        kind, changes = MODELS[name]
+        batch = text(2, 12 * world_size, seed=seed, unlabelled=13 if world_size > 1 else 5)  # rank 0 may have no label
+        reference = build(kind, seed, **changes)
+        want = reference(**batch)
+        want.loss.backward()
+
+        model = build(kind, seed, **changes)
+        assert dfa_hf.distribute_attention(model, options=DistAttentionConfig(schedule=schedule)) is model
+        local = dfa_hf.shard_batch(batch)
+        for own_loss in (True, False):
+            model.zero_grad()
+            got = model(**local) if own_loss else model(input_ids=local["input_ids"])
+            loss = got.loss if own_loss else dfa_hf.causal_lm_loss(got.logits, local["shift_labels"])
+            loss.backward()
+            assert_close(got.logits, shard_sequence(want.logits), tolerance=1e-5, name=f"{name} logits")
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            assert_close(mean / world_size, want.loss, tolerance=1e-5, name=f"{name} loss")
+            for key, wanted in gradients(reference).items():
+                gradient = dict(model.named_parameters())[key].grad
+                dist.all_reduce(gradient)
+                assert_close(gradient / world_size, wanted, tolerance=1e-5, name=f"{name} {key}")
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(1, "auto"), (2, "auto"), (3, "balanced")])
+def test_logits_loss_and_gradients_are_those_of_one_rank(ranks: int, schedule: str) -> None:
+    names = [name for name in MODELS if schedule == "auto" or "window" not in name]
+    run_ranks(ranks, compare, names, schedule, timeout=120)
+
+
+def heads_fewer_than_ranks(rank: int, world_size: int) -> None:
+    compare(rank, world_size, ["llama-one-kv-head-of-three"], "balanced_shared")
+
+
+def test_more_ranks_than_heads_and_kv_heads() -> None:
+    run_ranks(4, heads_fewer_than_ranks, timeout=120)
+
+
+def evaluate(rank: int, world_size: int) -> None:
+    batch = text(1, 10 * world_size, seed=7)
+    model = build("Llama", seed=7).eval()
+    with torch.no_grad():
+        want = model(**batch).logits
+        generated = model.generate(batch["input_ids"], max_new_tokens=4, do_sample=False)
+        dfa_hf.distribute_attention(model)
+        local = dfa_hf.shard_batch(batch)
+        got = model(**local)
+        assert got.past_key_values is None
+        assert_close(unshard_sequence(got.logits), want, tolerance=1e-5, name="evaluation")
+        with dfa_hf.local_attention(model):
+            assert_close(model(**batch).logits, want, tolerance=0.0, name="local attention")
+            assert torch.equal(model.generate(batch["input_ids"], max_new_tokens=4, do_sample=False), generated)
+        assert_close(unshard_sequence(model(**local).logits), want, tolerance=1e-5, name="evaluation again")
+
+
+def test_evaluation_is_distributed_and_generation_local() -> None:
+    run_ranks(2, evaluate, timeout=120)
