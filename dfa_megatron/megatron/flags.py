@@ -7,6 +7,7 @@ from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.refusals import Refusal
 
 
 def add_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -29,9 +30,11 @@ def options_of(args: Any = None) -> DistAttentionConfig:
     args = global_args() if args is None else args
     if args is None:
         return DistAttentionConfig(layout="boundary")
-    check_args(args)
     options = DistAttentionConfig.from_args(args)
-    return options if hasattr(args, "dfa_layout") else options.replace(layout="boundary")
+    if not hasattr(args, "dfa_layout"):
+        options = options.replace(layout="boundary")
+    check_args(args, options)
+    return options
 
 
 def global_args() -> Any:
@@ -46,23 +49,50 @@ def global_args() -> Any:
         return None
 
 
-def check_args(args: Any) -> None:
+FLAG_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda args, options: (
+            getattr(args, "create_attention_mask_in_dataloader", False)
+            and getattr(args, "context_parallel_size", 1) > 1
+        ),
+        "an attention mask made in the data loader",
+        "attention is causal by construction and would ignore it",
+        "--no-create-attention-mask-in-dataloader",
+    ),
+    Refusal(
+        lambda args, options: getattr(args, "reset_attention_mask", False),
+        "--reset-attention-mask",
+        "attention does not stop at document ends yet",
+        "leaving it out",
+    ),
+    Refusal(
+        lambda args, options: getattr(args, "dataloader_inter_document_masking", False),
+        "--dataloader-inter-document-masking",
+        "attention does not stop at document ends yet",
+        "leaving it out",
+    ),
+    Refusal(
+        lambda args, options: getattr(args, "sft", False),
+        "--sft",
+        "its samples are packed documents, which are not handled yet",
+        "pre-training data",
+    ),
+    Refusal(
+        lambda args, options: getattr(getattr(args, "attention_backend", None), "name", None) == "local",
+        "--attention-backend local",
+        "Megatron would put its own attention in place of this one",
+        "leaving it out",
+    ),
+)
+"""Flags of Megatron's scripts that the model itself would never see."""
+
+
+def check_args(args: Any, options: DistAttentionConfig) -> None:
     """Refuse flags of Megatron's scripts that the model itself would never see.
 
     Raises:
         UnsupportedError: naming the flag and what works.
     """
-    if getattr(args, "create_attention_mask_in_dataloader", False) and getattr(args, "context_parallel_size", 1) > 1:
-        raise UnsupportedError(
-            "an attention mask made in the data loader",
-            "attention is causal by construction and would ignore it",
-            "--no-create-attention-mask-in-dataloader",
-        )
-    if getattr(args, "reset_attention_mask", False):
-        raise UnsupportedError(
-            "--reset-attention-mask", "attention does not stop at document ends yet", "leaving it out"
-        )
-    if getattr(getattr(args, "attention_backend", None), "name", None) == "local":
-        raise UnsupportedError(
-            "--attention-backend local", "Megatron would put its own attention in place of this one", "leaving it out"
-        )
+    for refusal in FLAG_REFUSALS:
+        if refusal.applies(args, options):
+            raise UnsupportedError(refusal.what, refusal.why, refusal.instead)

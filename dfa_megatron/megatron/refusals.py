@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from dfa_megatron.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One combination of Megatron's TransformerConfig and our options that is refused."""
+    """One combination of Megatron's TransformerConfig, or its flags, and our options that is refused."""
 
     applies: Callable[[Any, DistAttentionConfig], bool]
     what: str
@@ -208,10 +208,10 @@ class _Fields(dict[str, Any]):
         super().__init__(vars(config))
 
 
-def markdown_table() -> str:
-    """The refusals as the table that the documentation prints."""
+def markdown_table(refusals: Sequence[Refusal] = REFUSALS) -> str:
+    """Refusals as the table that the documentation prints."""
     rows = ["| refused | because | what works |", "|---|---|---|"]
-    for refusal in REFUSALS:
+    for refusal in refusals:
         what = re.sub(r"=\{.*?\}", "", refusal.what)
         rows.append(f"| {what} | {refusal.why} | {refusal.instead} |")
     return "\n".join(rows)

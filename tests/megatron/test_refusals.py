@@ -12,8 +12,9 @@ import pytest
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.core_attention import DistributedCoreAttention, check_call
-from dfa_megatron.megatron.flags import add_dfa_arguments, check_args, options_of
+from dfa_megatron.megatron.flags import FLAG_REFUSALS, add_dfa_arguments, check_args, options_of
 from dfa_megatron.megatron.refusals import REFUSALS, check_config, markdown_table
+from dfa_megatron.megatron.script import LAUNCH_REFUSALS
 from tests.megatron.harness import Case, Topology, case, make_config
 
 OPTIONS = DistAttentionConfig(layout="boundary")
@@ -151,15 +152,19 @@ def test_flags_become_options_and_scripts_default_to_their_own_data_order() -> N
     [
         ("mask made in the data loader", {"create_attention_mask_in_dataloader": True, "context_parallel_size": 2}),
         ("--reset-attention-mask", {"reset_attention_mask": True}),
+        ("--dataloader-inter-document-masking", {"dataloader_inter_document_masking": True}),
+        ("--sft", {"sft": True}),
         ("--attention-backend local", {"attention_backend": SimpleNamespace(name="local")}),
     ],
 )
 def test_flags_that_the_model_never_sees_are_refused(message: str, fields: dict[str, Any]) -> None:
-    check_args(argparse.Namespace())
+    check_args(argparse.Namespace(), OPTIONS)
     with pytest.raises(UnsupportedError, match=message):
         options_of(argparse.Namespace(**fields))
 
 
 def test_the_documentation_lists_every_refusal() -> None:
     page = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
-    assert markdown_table() in page, "paste dfa_megatron.megatron.refusals.markdown_table() between its marks"
+    for refusals in (REFUSALS, FLAG_REFUSALS, LAUNCH_REFUSALS):
+        table = markdown_table(refusals)
+        assert table in page, f"docs/megatron.md must show this, from dfa_megatron.megatron.refusals:\n{table}"

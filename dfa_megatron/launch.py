@@ -1,0 +1,54 @@
+"""`python -m dfa_megatron.launch pretrain_gpt.py ARGS...` runs Megatron's unmodified script with the `--dfa-*` flags.
+
+    torchrun --nproc-per-node 8 -m dfa_megatron.launch pretrain_gpt.py --dfa-layout contiguous \\
+        --spec dfa_megatron.megatron get_spec --context-parallel-size 8 ...
+
+Two names of Megatron's are replaced in this process before the script runs, and nothing on disk; see
+dfa_megatron/megatron/script.py for which and why.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dfa_megatron.errors import DistAttentionError
+
+USAGE = "usage: python -m dfa_megatron.launch SCRIPT.py ARGS...   (torchrun -m dfa_megatron.launch SCRIPT.py ARGS...)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a script as `python SCRIPT ARGS...` would, after Megatron has been told about our flags.
+
+    Args:
+        argv: the script and its arguments; the command line's where None.
+
+    Returns:
+        The exit status: 2, with one line on stderr, for what cannot be served. What the script itself raises passes.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given or given[0].startswith("-"):
+        print(f"{USAGE}\n{__doc__ or ''}", file=sys.stdout if given[:1] in (["-h"], ["--help"]) else sys.stderr)
+        return 0 if given[:1] in (["-h"], ["--help"]) else 2
+    script = Path(given[0])
+    if not script.is_file():
+        print(f"dfa_megatron.launch: there is no script {given[0]}; {USAGE}", file=sys.stderr)
+        return 2
+    # As for `python SCRIPT`; a Megatron clone beside the script also goes before an installed megatron-core.
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        from dfa_megatron.megatron.script import prepare
+
+        prepare(given[1:])
+    except (DistAttentionError, ImportError) as error:
+        print(f"dfa_megatron.launch: {error}", file=sys.stderr)
+        return 2
+    sys.argv = given
+    runpy.run_path(given[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Prepares this process for one of Megatron's scripts: the `--dfa-*` flags in its parser, its batches sliced in order.
+
+Two names are replaced, each only where it exists with the meaning that is known here, and only once:
+
+- megatron.training.arguments.add_megatron_arguments, which `parse_args` of every version looks up when it is called;
+- megatron.core.utils.get_batch_on_this_cp_rank, and every Megatron module that has imported it; for layout contiguous.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.batch import shard_batch
+from dfa_megatron.megatron.flags import add_dfa_arguments
+from dfa_megatron.megatron.refusals import Refusal
+
+_MARK = "_dfa_megatron"
+"""Set on a function that stands in for one of Megatron's, so that a second call replaces nothing."""
+
+_SLICE = "get_batch_on_this_cp_rank"
+_SLICE_PARAMETERS = {
+    "batch",
+    "cp_group",
+    "is_hybrid_cp",
+    "hybrid_cp_group_func",
+    "use_per_sequence_balancing",
+}
+"""What Megatron's function took in 0.16 (the first two) to 0.19; another argument must keep its default."""
+
+LAUNCH_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda args, options: not args.spec,
+        "dfa_megatron.launch without --spec",
+        "Megatron would build its own attention and the --dfa flags would mean nothing",
+        "--spec dfa_megatron.megatron get_spec (up to Megatron-Core 0.18: SPEC), or a spec of your own made by dfa_ify",
+    ),
+    Refusal(
+        lambda args, options: bool(args.spec) and args.spec[0] == "local",
+        "--spec local",
+        "it asks for Megatron's own attention",
+        "--spec dfa_megatron.megatron get_spec, with --transformer-impl local for Megatron's own modules",
+    ),
+    Refusal(
+        lambda args, options: args.yaml_cfg is not None,
+        "--yaml-cfg with dfa_megatron.launch",
+        "Megatron drops every flag for what the file says, the --dfa flags as well",
+        "the same settings as flags",
+    ),
+    Refusal(
+        lambda args, options: args.use_legacy_models,
+        "--use-legacy-models",
+        "those models have no layer specs",
+        "Megatron-Core models, the default",
+    ),
+)
+"""What the launcher refuses before it starts the script, by the script's flags."""
+
+
+def prepare(flags: Sequence[str]) -> DistAttentionConfig:
+    """Put our flags into Megatron's parser, and our slicing into its scripts where the flags ask for `contiguous`.
+
+    Args:
+        flags: the script's arguments. With -h or --help among them nothing is refused: the script prints its help.
+
+    Returns:
+        The options that the flags say.
+
+    Raises:
+        UnsupportedError: flags that would be silently wrong, or a Megatron without the names that are replaced.
+        SystemExit: a --dfa flag with a value that it does not take, as argparse does it.
+    """
+    args = _known(flags)
+    options = DistAttentionConfig.from_args(args)
+    if not {"-h", "--help"} & set(flags):
+        for refusal in LAUNCH_REFUSALS:
+            if refusal.applies(args, options):
+                raise UnsupportedError(refusal.what, refusal.why, refusal.instead)
+    _add_flags()
+    if options.layout == "contiguous":
+        _slice_in_order(options)
+    return options
+
+
+def _known(flags: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dfa_megatron.launch", add_help=False, allow_abbrev=False)
+    parser.add_argument("--spec", nargs="*")
+    parser.add_argument("--yaml-cfg")
+    parser.add_argument("--use-legacy-models", action="store_true")
+    return add_dfa_arguments(parser).parse_known_args(list(flags))[0]
+
+
+def _named(module_name: str, name: str) -> tuple[Any, Callable[..., Any]]:
+    """A module of Megatron's and its function of that name."""
+    where = f"{module_name}.{name}"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise  # Megatron is there, and something that it needs is not
+        raise UnsupportedError(
+            f"{where} of Megatron-Core {_version()}",
+            f"there is no module {error.name}",
+            "a script in a Megatron-LM clone, or a megatron-core wheel from 0.17 on, which have megatron.training; "
+            "dfa_ify and shard_batch in a loop of your own need neither",
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UnsupportedError(
+            f"{where} of Megatron-Core {_version()}",
+            "there is no such function",
+            "Megatron-Core 0.16 to 0.19; with --dfa-layout boundary its scripts also run without the launcher",
+        )
+    return module, function
+
+
+def _version() -> str:
+    import megatron.core
+
+    return str(getattr(megatron.core, "__version__", "of unknown version"))
+
+
+def _add_flags() -> None:
+    module, add_megatron_arguments = _named("megatron.training.arguments", "add_megatron_arguments")
+    if hasattr(add_megatron_arguments, _MARK):
+        return
+
+    @functools.wraps(add_megatron_arguments)
+    def with_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return add_dfa_arguments(add_megatron_arguments(parser))
+
+    setattr(with_dfa_arguments, _MARK, add_megatron_arguments)
+    module.add_megatron_arguments = with_dfa_arguments
+
+
+def _slice_in_order(options: DistAttentionConfig) -> None:
+    _, megatrons = _named("megatron.core.utils", _SLICE)
+    if hasattr(megatrons, _MARK):
+        return
+    signature = inspect.signature(megatrons)
+    if next(iter(signature.parameters)) != "batch" or "cp_group" not in signature.parameters:
+        raise UnsupportedError(
+            f"layout 'contiguous' with Megatron-Core {_version()}",
+            f"{_SLICE}{signature} is not known here",
+            "--dfa-layout boundary",
+        )
+
+    @functools.wraps(megatrons)
+    def sliced_in_order(*args: Any, **kwargs: Any) -> Any:
+        asked = signature.bind(*args, **kwargs)
+        _check_slicing(signature, asked.arguments)
+        batch = asked.arguments["batch"]
+        cp_group = asked.arguments.get("cp_group")
+        if cp_group is None:
+            from megatron.core import parallel_state
+
+            cp_group = parallel_state.get_context_parallel_group()
+        batch.update(shard_batch(batch, cp_group, options))  # in place, as Megatron does it
+        return batch
+
+    setattr(sliced_in_order, _MARK, megatrons)
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "megatron" and getattr(module, "__dict__", {}).get(_SLICE) is megatrons:
+            setattr(module, _SLICE, sliced_in_order)
+
+
+def _check_slicing(signature: inspect.Signature, arguments: dict[str, Any]) -> None:
+    from dfa_megatron.megatron.layer import layer_class
+
+    for name, value in arguments.items():
+        known = name in _SLICE_PARAMETERS and not (name == "is_hybrid_cp" and value)
+        if not known and value != signature.parameters[name].default:
+            raise UnsupportedError(
+                f"{_SLICE}({name}={value!r}) in layout 'contiguous'",
+                "every sequence is cut into equal parts, in order",
+                "--dfa-layout boundary",
+            )
+    if not layer_class.cache_info().currsize:
+        raise UnsupportedError(
+            "layout 'contiguous' for a model without distributed attention",
+            "its attention would take the tokens for Megatron's zigzag order",
+            "--spec dfa_megatron.megatron get_spec, or a spec of your own made by dfa_ify",
+        )

@@ -1,0 +1,303 @@
+"""The launcher: a script of Megatron's gets our flags and our slicing; what cannot be served is refused at start."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import launch
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron import script
+from dfa_megatron.testing.workers import run_ranks
+from tests.megatron import harness
+
+ROOT = Path(__file__).parents[2]
+SPEC = ("--spec", "dfa_megatron.megatron", "get_spec")
+
+needs_training = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is None, reason="this megatron-core has no training package"
+)
+needs_no_training = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training") is not None, reason="a stand-in for megatron.training would hide it"
+)
+
+# A Megatron-LM clone of 0.16, as far as the launcher looks at it: its scripts take the slicing from training.utils.
+CLONE = {
+    "megatron/training/__init__.py": "",
+    "megatron/training/utils.py": "from megatron.core.utils import get_batch_on_this_cp_rank",
+    "megatron/training/arguments.py": """
+import argparse
+import megatron.training.utils
+
+def add_megatron_arguments(parser):
+    parser.add_argument("--spec", nargs="*")
+    return parser
+
+def parse_args(extra_args_provider=None):
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return (extra_args_provider(parser) if extra_args_provider else parser).parse_args()
+""",
+    "helper_beside_the_script.py": "from megatron.training.utils import get_batch_on_this_cp_rank",
+    "pretrain_gpt.py": """
+import sys
+from helper_beside_the_script import get_batch_on_this_cp_rank
+from megatron.training.arguments import parse_args
+
+if __name__ == "__main__":
+    ARGS = parse_args()
+    sys.modules["tests.megatron.test_launch"].seen(ARGS, get_batch_on_this_cp_rank)
+""",
+}
+
+SEEN: dict[str, Any] = {}
+
+
+def seen(args: argparse.Namespace, slicing: Any) -> None:
+    """Called by the script: it runs in a namespace of its own."""
+    SEEN.update(args=args, slicing=slicing)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    for name, text in CLONE.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def slice_through_a_script(rank: int, world_size: int, script_path: str, layout: str) -> None:
+    harness.start(harness.Topology(cp=2))
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from dfa_megatron.megatron import DistributedAttentionLayer, dfa_ify  # noqa: F401
+    from dfa_megatron.megatron.batch import check_declared
+
+    for _ in range(2):  # the second time replaces nothing
+        assert launch.main([script_path, *SPEC, "--dfa-layout", layout, "--dfa-schedule", "ring"]) == 0
+    assert (SEEN["args"].dfa_layout, SEEN["args"].dfa_schedule) == (layout, "ring")
+    whole = {"tokens": torch.arange(16).view(2, 8), "labels": None}
+    if layout == "contiguous":
+        with pytest.raises(UnsupportedError, match="a model without distributed attention"):
+            SEEN["slicing"](dict(whole))
+    dfa_ify(get_gpt_layer_local_spec())
+    batch = SEEN["slicing"](dict(whole))
+    places = {"contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]], "boundary": [[0, 1, 6, 7], [2, 3, 4, 5]]}[layout][rank]
+    assert torch.equal(batch["tokens"], whole["tokens"][:, places])
+    assert list(batch) == ["tokens", "labels"]
+    assert batch["labels"] is None
+    group = parallel_state.get_context_parallel_group()
+    check_declared(group, layout)
+    assert torch.equal(SEEN["slicing"](dict(whole), cp_group=group)["tokens"], batch["tokens"])
+
+
+@needs_no_training
+@pytest.mark.parametrize("layout", ["contiguous", "boundary"])
+def test_a_script_of_a_clone_gets_the_flags_and_the_slicing_of_its_layout(clone: Path, layout: str) -> None:
+    run_ranks(2, slice_through_a_script, str(clone / "pretrain_gpt.py"), layout)
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "dfa_megatron.launch", *argv],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+@needs_no_training
+def test_the_help_of_a_script_shows_our_flags(clone: Path) -> None:
+    done = run(str(clone / "pretrain_gpt.py"), "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--spec" in done.stdout
+    assert "--dfa-layout {contiguous,boundary,zigzag}" in done.stdout
+
+
+@needs_no_training
+def test_a_megatron_without_training_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "pretrain_gpt.py").write_text("raise SystemExit('the script ran')")
+    done = run(str(tmp_path / "pretrain_gpt.py"), *SPEC)
+    assert done.returncode == 2
+    assert "megatron.training.arguments.add_megatron_arguments of Megatron-Core 0." in done.stderr
+    assert "there is no module megatron.training" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_script_and_no_script_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert launch.main([]) == 2
+    assert launch.main(["--dfa-layout", "contiguous"]) == 2
+    assert launch.main([str(tmp_path / "none.py")]) == 2
+    assert f"there is no script {tmp_path / 'none.py'}" in capsys.readouterr().err
+    assert launch.main(["--help"]) == 0
+    assert "pretrain_gpt.py" in capsys.readouterr().out
+
+
+REFUSED = [
+    ("without --spec", ["--dfa-layout", "contiguous"]),
+    ("without --spec", ["--spec"]),
+    ("--spec local", ["--spec", "local"]),
+    ("--yaml-cfg", [*SPEC, "--yaml-cfg", "a.yaml"]),
+    ("--use-legacy-models", [*SPEC, "--use-legacy-models"]),
+]
+
+
+@pytest.mark.parametrize(("message", "flags"), REFUSED)
+def test_flags_that_would_be_silently_wrong_are_refused_before_the_script_runs(message: str, flags: list[str]) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        script.prepare(flags)
+
+
+def test_every_refusal_of_the_launcher_is_tested() -> None:
+    for refusal in script.LAUNCH_REFUSALS:
+        assert any(message in refusal.what for message, _ in REFUSED)
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
+    for name, names in modules.items():
+        module = ModuleType(f"megatron.{name.replace('_', '.')}")
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_a_megatron_without_the_replaced_names_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    import megatron.core
+
+    monkeypatch.setattr(megatron.core, "__version__", "9.9")
+    stub(monkeypatch, training={}, training_arguments={})
+    with pytest.raises(UnsupportedError, match=r"add_megatron_arguments of Megatron-Core 9\.9.*no such function"):
+        script.prepare(SPEC)
+
+
+@pytest.mark.parametrize(
+    "slicing",
+    [None, lambda cp_group, batch: batch, lambda batch, group=None: batch],
+    ids=["none", "another order", "another name"],
+)
+def test_an_unknown_way_of_slicing_is_refused_for_contiguous_and_left_alone_otherwise(
+    monkeypatch: pytest.MonkeyPatch, slicing: Any
+) -> None:
+    stub(monkeypatch, training={}, training_arguments={"add_megatron_arguments": lambda parser: parser})
+    stub(monkeypatch, core_utils={"get_batch_on_this_cp_rank": slicing})
+    assert script.prepare([*SPEC, "--dfa-layout", "zigzag"]).layout == "zigzag"
+    assert script.prepare(SPEC).layout == "boundary"
+    with pytest.raises(UnsupportedError, match=r"get_batch_on_this_cp_rank.*--dfa-layout boundary"):
+        script.prepare([*SPEC, "--dfa-layout=contiguous"])
+
+
+def test_our_flags_are_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch, training={}, training_arguments={"add_megatron_arguments": lambda parser: parser})
+    arguments = sys.modules["megatron.training.arguments"]
+    script.prepare(SPEC)
+    once = arguments.add_megatron_arguments  # type: ignore[attr-defined]
+    script.prepare(SPEC)
+    assert arguments.add_megatron_arguments is once  # type: ignore[attr-defined]
+    parsed = once(argparse.ArgumentParser()).parse_args(["--dfa-schedule", "ring"])
+    assert (parsed.dfa_schedule, parsed.dfa_layout) == ("ring", "boundary")
+
+
+@pytest.mark.parametrize("flag", [{"is_hybrid_cp": True}, {"new_in_a_later_version": 3}])
+def test_slicing_that_is_asked_for_in_another_way_is_refused(
+    monkeypatch: pytest.MonkeyPatch, flag: dict[str, Any]
+) -> None:
+    def megatrons(batch: Any, is_hybrid_cp: bool, cp_group: Any = None, new_in_a_later_version: int = 0) -> Any:
+        raise AssertionError("Megatron's own slicing ran")
+
+    stub(monkeypatch, training={}, training_arguments={"add_megatron_arguments": lambda parser: parser})
+    stub(monkeypatch, core_utils={"get_batch_on_this_cp_rank": megatrons})
+    script.prepare([*SPEC, "--dfa-layout", "contiguous"])
+    slicing = sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match=f"{next(iter(flag))}={next(iter(flag.values()))}"):
+        slicing({}, **{"is_hybrid_cp": False, **flag})
+
+
+# What pretrain_gpt.py of Megatron-LM 0.19 does with its flags, its data and its model, without CUDA and without an
+# optimizer. The slicing is called as that script calls it.
+SCRIPT = """
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.arguments import parse_and_validate_args
+from tests.megatron import harness, test_launch
+
+if __name__ == "__main__":
+    args = parse_and_validate_args()
+    config = gpt_config_from_args(args)
+    model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(harness.weight(harness.global_name(model, name), parameter, 1))
+    total = torch.zeros(())
+    for micro in range(harness.MICRO_BATCHES):
+        batch = {**harness.micro_batch(0, micro), "cu_seqlens": None, "cu_seqlens_padded": None, "max_seqlen": None,
+                 "local_cp_size": None, "hybrid_cp_group": None, "attention_mask": None}
+        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=args.hybrid_context_parallel,
+                                          cp_group=parallel_state.get_context_parallel_group())
+        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).mean()
+        loss.backward()
+        total += loss.detach() / harness.MICRO_BATCHES / parallel_state.get_context_parallel_world_size()
+    torch.distributed.all_reduce(total)
+    test_launch.SEEN.update(total=total.item(), layout=args.dfa_layout)
+"""
+
+
+def train_through_a_script(rank: int, world_size: int, script_path: str, layout: str, path: str) -> None:
+    from tests.megatron.test_flag_path import FLAGS, FULL, OURS
+
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), CUDA_DEVICE_MAX_CONNECTIONS="1")
+    harness.start(harness.Topology(cp=2))
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
+    assert launch.main([script_path, *FLAGS.split(), *OURS.split(), *FULL.split(), "--dfa-layout", layout]) == 0
+    assert SEEN["layout"] == layout
+    assert abs(SEEN["total"] - torch.load(path, weights_only=True)["losses"][0]) <= 1e-5
+
+
+@needs_training
+@pytest.mark.parametrize("layout", ["contiguous", "boundary"])
+def test_a_script_on_megatrons_own_training_package_trains_like_one_rank(
+    tmp_path: Path, layout: str, reference: str
+) -> None:
+    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    run_ranks(2, train_through_a_script, str(tmp_path / "pretrain_gpt.py"), layout, reference)
+
+
+HELP = """
+import argparse
+from megatron.training import arguments
+
+parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+for action in parser._actions:  # the help of 0.19.2 ends in a ValueError at this text of its own
+    action.help = action.help and action.help.replace("= 10%)", "= 10%%)")
+parser.print_help()
+"""
+
+
+def help_of_a_script(rank: int, world_size: int, script_path: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert launch.main([script_path, "--help"]) == 0
+    return shown.getvalue()
+
+
+@needs_training
+def test_megatrons_own_help_shows_our_flags(tmp_path: Path) -> None:
+    (tmp_path / "pretrain_gpt.py").write_text(HELP)
+    shown = run_ranks(1, help_of_a_script, str(tmp_path / "pretrain_gpt.py"))[0]
+    assert "--context-parallel-size" in shown
+    assert "--dfa-layout {contiguous,boundary,zigzag}" in shown
