@@ -1,0 +1,19 @@
+"""Distributed attention for DeepSpeed, driven by one block of its JSON.
+
+from dfa_megatron import deepspeed as dfa_ds
+
+engine, *_ = dfa_ds.initialize(args=args, model=model, model_parameters=model.parameters())
+mesh = dfa_ds.mesh_of(engine)               # batches: rank mesh.data_rank of mesh.data_size
+batch = dfa_ds.shard_batch(whole_batch, group=mesh.group)
+loss = engine(**batch).loss                 # or dfa_ds.loss(logits, batch["shift_labels"], group=mesh.group)
+engine.backward(loss)
+"""
+
+from dfa_megatron.deepspeed.block import KEY, Block
+from dfa_megatron.deepspeed.initialize import initialize
+from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, mesh_of
+from dfa_megatron.huggingface.batch import shard_batch
+from dfa_megatron.huggingface.loss import causal_lm_loss as loss
+from dfa_megatron.huggingface.model import local_attention
+
+__all__ = ["KEY", "Block", "Mesh", "initialize", "local_attention", "loss", "make_mesh", "mesh_of", "shard_batch"]

@@ -1,0 +1,132 @@
+"""`initialize` in place of `deepspeed.initialize`: the same arguments and results, with the JSON's block honoured."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.attention import DistFlashAttention
+from dfa_megatron.deepspeed.block import KEY, Block
+from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, remember
+from dfa_megatron.deepspeed.refusals import check_call, check_engine, check_settings
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface import distribute_attention
+from dfa_megatron.runtime.channel import group_name
+
+logger = logging.getLogger(__name__)
+
+_PORT = 29500
+
+
+def initialize(
+    args: Any = None,
+    model: Any = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = _PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: str | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | dict[str, Any] | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize`, and with `"dist_flash_attention": {"enabled": true, ...}` in the JSON, attention too.
+
+    The model is a transformers causal language model, or any module whose attention is `DistFlashAttention`; those that
+    were made without a group get the one of their sequence. Gradients are right at every ZeRO stage for a loss that is
+    `dfa_megatron.deepspeed.loss`, or a transformers model's own on a batch of `shard_batch`: the mean of it over all
+    ranks is the loss of the whole batch.
+
+    Returns:
+        DeepSpeed's engine, optimizer, training_dataloader and lr_scheduler; see also `mesh_of(engine)`.
+
+    Raises:
+        UnsupportedError: an unknown or ill-typed key in the block, or a request that contradicts it.
+    """
+    import deepspeed
+
+    rest: dict[str, Any] = {
+        "optimizer": optimizer,
+        "model_parameters": model_parameters,
+        "lr_scheduler": lr_scheduler,
+        "distributed_port": distributed_port,
+        "dist_init_required": dist_init_required,
+        "collate_fn": collate_fn,
+    }
+    settings = _settings(args, config, config_params)
+    block = Block.from_mapping(settings[KEY]) if KEY in settings else None
+    if block is None or not block.enabled:
+        given = {"mpu": mpu, "mesh_param": mesh_param, "training_data": training_data}
+        plain: tuple[Any, Any, Any, Any] = deepspeed.initialize(
+            args=args, model=model, config=config, config_params=config_params, **given, **rest
+        )
+        return plain
+    check_settings(settings, block.size)
+    check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
+    deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    mesh = make_mesh(block.size or settings.get("sequence_parallel_size"))
+    _distribute(model, mesh, block)
+    if getattr(args, "deepspeed_config", None) is not None:  # DeepSpeed takes one configuration, and ours is complete
+        args = copy.copy(args)
+        args.deepspeed_config = None
+    result: tuple[Any, Any, Any, Any] = deepspeed.initialize(
+        args=args, model=model, config=_for_deepspeed(settings, mesh), **rest
+    )
+    check_engine(result[0], dist.get_world_size())
+    remember(result[0], mesh)
+    return result
+
+
+def _settings(args: Any, *given: str | dict[str, Any] | None) -> dict[str, Any]:
+    """DeepSpeed's configuration as a dictionary of our own, from wherever DeepSpeed would take it."""
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+    sources = [source for source in (*given, getattr(args, "deepspeed_config", None)) if source is not None]
+    if len(sources) != 1:
+        return {}  # none or several: DeepSpeed says what is wrong
+    settings: dict[str, Any] = copy.deepcopy(load_ds_config(sources[0]))
+    return settings
+
+
+def _for_deepspeed(settings: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """The settings that make DeepSpeed count batches by sequence and average gradients over all ranks.
+
+    `sequence_parallel_size` without an mpu divides the number of ranks in its batch arithmetic and does nothing else.
+    """
+    settings = {key: value for key, value in settings.items() if key != KEY}
+    settings["sequence_parallel_size"] = mesh.size
+    if settings.get("bf16", settings.get("bfloat16", {})).get("enabled"):
+        # Gradients of one sequence are summed over its ranks; in bfloat16 small shares would be lost.
+        settings.setdefault("communication_data_type", "fp32")
+    return settings
+
+
+def _distribute(model: torch.nn.Module, mesh: Mesh, block: Block) -> None:
+    """Give the model's attention the group of its sequence."""
+    own = [module for module in model.modules() if isinstance(module, DistFlashAttention)]
+    if not own:
+        distribute_attention(model, group=mesh.group, options=block.options, checkpoint=block.checkpoint)
+    elif block.checkpoint != "none":
+        raise UnsupportedError(
+            f"{KEY}.checkpoint={block.checkpoint!r} for a model of your own",
+            "its layers are not known",
+            "checkpoint 'none', and dfa_megatron.remat.context_fn or remat_checkpoint in the model",
+        )
+    for module in own:
+        module.group_name = group_name(mesh.group)
+        module.options = {**_keywords(block), **module.options}
+    if dist.get_rank() == 0:
+        logger.info("attention over sequences on %d ranks, %d sequences at a time", mesh.size, mesh.data_size)
+
+
+def _keywords(block: Block) -> dict[str, Any]:
+    options = block.options
+    names = ("schedule", "kernel", "deterministic", "wire_dtype", "verify", "agreement_timeout")
+    return {name: getattr(options, name) for name in names}

@@ -1,0 +1,73 @@
+"""Who shares a sequence with whom: consecutive ranks hold one sequence, the groups of them are data parallel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from dfa_megatron.errors import UnsupportedError
+
+_ATTRIBUTE = "_dfa_mesh"
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """This rank's place.
+
+        rank            0  1  2  3      4  5  6  7       size = 4
+        sequence_rank   0  1  2  3      0  1  2  3
+        data_rank       0  0  0  0      1  1  1  1       data_size = 2
+
+    group: the ranks that share this rank's sequence, in the order of their tokens.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    sequence_rank: int
+    data_rank: int
+    data_size: int
+
+
+def make_mesh(size: int | None = None) -> Mesh:
+    """Make the groups of `size` consecutive ranks (all ranks if None); a collective call of all ranks.
+
+    Raises:
+        UnsupportedError: size does not divide the number of ranks.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    size = world if size is None else size
+    if size < 1 or world % size:
+        divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        raise UnsupportedError(
+            f"a sequence on {size} of {world} ranks", "every rank belongs to one group of that size", f"size {divisors}"
+        )
+    own: dist.ProcessGroup | None = None
+    for first in range(0, world, size):
+        group = dist.new_group(list(range(first, first + size)))
+        if first <= rank < first + size:
+            own = group
+    assert own is not None
+    return Mesh(own, size, rank % size, rank // size, world // size)
+
+
+def remember(engine: Any, mesh: Mesh) -> None:
+    """Keep the mesh with its engine."""
+    setattr(engine, _ATTRIBUTE, mesh)
+
+
+def mesh_of(engine: Any) -> Mesh:
+    """The mesh of an engine that `initialize` made with the block enabled.
+
+    Raises:
+        UnsupportedError: the engine was made without.
+    """
+    mesh: Mesh | None = getattr(engine, _ATTRIBUTE, None)
+    if mesh is None:
+        raise UnsupportedError(
+            "mesh_of an engine without distributed attention",
+            "the block dist_flash_attention was missing or not enabled",
+            "dfa_megatron.deepspeed.initialize with the block",
+        )
+    return mesh

@@ -1,0 +1,59 @@
+"""A tiny model on DeepSpeed with distributed attention, beside the same model on one rank; on CPU, without compiling."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.huggingface.models import build, gradients, text
+
+
+def prepare_worker(rank: int) -> None:
+    """What a launcher would have done, and one thing for speed."""
+    import deepspeed
+
+    os.environ["LOCAL_RANK"] = str(rank)
+    # DeepSpeed would compile an operator for inference at its first use, which takes minutes and serves no test.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def settings(stage: int, size: int | None = None, **block: Any) -> dict[str, Any]:
+    """A configuration whose gradients can be compared: no clipping, and parameters that do not move."""
+    if size is not None:
+        block["size"] = size
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 64},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "dist_flash_attention": {"enabled": True, **block},
+    }
+
+
+def samples(count: int, length: int, unlabelled: int = 0) -> list[dict[str, torch.Tensor]]:
+    """One sequence for each data-parallel group, each with more tokens that have no label."""
+    return [text(1, length, seed=100 + index, unlabelled=unlabelled + 3 * index) for index in range(count)]
+
+
+def reference(kind: str, batches: list[dict[str, torch.Tensor]], **changes: Any) -> tuple[float, dict[str, Any]]:
+    """Loss and gradients of one process with eager attention: the mean over the batches' mean losses."""
+    model = build(kind, **changes)
+    losses = []
+    for batch in batches:
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+        losses.append(F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    """The loss of the whole batch, from the loss of every rank."""
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()

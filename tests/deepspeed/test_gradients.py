@@ -1,0 +1,52 @@
+"""One rule for the loss, and the gradients of one process at every ZeRO stage, however ranks divide sequences and data."""
+
+from __future__ import annotations
+
+import pytest
+
+from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.workers import run_ranks
+from tests.deepspeed import harness
+from tests.huggingface.models import build
+
+
+def check(rank: int, world_size: int, sizes: list[int], stages: list[int]) -> None:
+    from deepspeed.utils import safe_get_full_grad
+
+    harness.prepare_worker(rank)
+    for size in sizes:
+        length = 12 * size
+        batches = harness.samples(world_size // size, length, unlabelled=13 if size > 1 else 2)
+        want_loss, want = harness.reference("Llama", batches)
+        for stage in stages:
+            model = build("Llama")
+            checkpoint = "remat" if stage % 2 else "none"
+            engine, *_ = dfa_ds.initialize(
+                model=model,
+                model_parameters=list(model.parameters()),
+                config=harness.settings(stage, size, checkpoint=checkpoint),
+            )
+            mesh = dfa_ds.mesh_of(engine)
+            assert (mesh.size, mesh.data_size) == (size, world_size // size)
+            assert engine.train_batch_size() == mesh.data_size
+            batch = dfa_ds.shard_batch(batches[mesh.data_rank], group=mesh.group)
+            for own_loss in (True, False):  # the second step finds ZeRO-3's gathers in their steady state
+                if own_loss:
+                    loss = engine(**batch).loss
+                else:
+                    logits = engine(input_ids=batch["input_ids"]).logits
+                    loss = dfa_ds.loss(logits, batch["shift_labels"], group=mesh.group)
+                engine.backward(loss)
+                assert abs(harness.mean_over_ranks(loss) - want_loss) < 1e-5 * want_loss
+                for name, parameter in engine.module.named_parameters():
+                    gradient = safe_get_full_grad(parameter)
+                    where = f"size {size}, ZeRO {stage}, own loss {own_loss}, {name}"
+                    assert_close(gradient.view_as(want[name]), want[name], tolerance=1e-5, name=where)
+                engine.step()
+            engine.destroy()
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, [1, 2]), (3, [3]), (4, [2, 4])])
+def test_gradients_are_those_of_one_process_at_every_zero_stage(ranks: int, sizes: list[int]) -> None:
+    run_ranks(ranks, check, sizes, [0, 1, 2, 3], timeout=170)
