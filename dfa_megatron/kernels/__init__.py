@@ -13,12 +13,24 @@ from dfa_megatron.kernels.api import BlockKernel, Need
 from dfa_megatron.kernels.aten import AtenFlashKernel
 from dfa_megatron.kernels.cpu import CpuKernel
 from dfa_megatron.kernels.cudnn import CudnnKernel
+from dfa_megatron.kernels.flash4 import Flash4Kernel
 from dfa_megatron.kernels.reference import ReferenceKernel
+from dfa_megatron.kernels.triton_attention import TritonKernel
 
 logger = logging.getLogger(__name__)
 
 KERNELS: Mapping[str, BlockKernel] = MappingProxyType(
-    {kernel.name: kernel for kernel in (CudnnKernel(), AtenFlashKernel(), CpuKernel(), ReferenceKernel())}
+    {
+        kernel.name: kernel
+        for kernel in (
+            Flash4Kernel(),
+            CudnnKernel(),
+            AtenFlashKernel(),
+            CpuKernel(),
+            TritonKernel(),
+            ReferenceKernel(),
+        )
+    }
 )
 """Every kernel by name, the one to prefer first."""
 

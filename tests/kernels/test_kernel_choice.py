@@ -13,7 +13,7 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.config import KERNELS as CONFIG_NAMES
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels import cudnn, gpu
+from dfa_megatron.kernels import cudnn, flash4, gpu, triton_attention
 from dfa_megatron.kernels.api import BlockKernel, Need, Saved
 from dfa_megatron.kernels.cudnn import CudnnKernel
 from dfa_megatron.kernels.operators import AtenOperator
@@ -38,16 +38,26 @@ def hopper_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(triton_attention, "triton_refusal", lambda: None)
+    monkeypatch.setattr(flash4, "_functions", lambda: "flash-attn-4 is not installed")
+
+
+@pytest.fixture
+def flash4_present(hopper_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn-4 beside it."""
+    monkeypatch.setattr(flash4, "_functions", lambda: (print, print))
 
 
 def test_every_kernel_keeps_the_contract_and_has_its_name_in_the_options() -> None:
     assert all(isinstance(kernel, BlockKernel) for kernel in kernels.KERNELS.values())
     assert ("auto", *sorted(kernels.KERNELS)) == ("auto", *sorted(set(CONFIG_NAMES) - {"auto"}))
-    assert list(kernels.KERNELS) == ["cudnn", "aten", "cpu", "reference"]
+    assert list(kernels.KERNELS) == ["flash4", "cudnn", "aten", "cpu", "triton", "reference"]
     assert {name: kernel.reads for name, kernel in kernels.KERNELS.items()} == {
+        "flash4": "out",
         "cudnn": "out",
         "aten": "out",
         "cpu": "out",
+        "triton": "delta",
         "reference": "delta",
     }
 
@@ -60,6 +70,7 @@ def test_auto_takes_the_fused_kernel_on_cpu_and_logs_it_once(caplog: pytest.LogC
     (record,) = caplog.records
     assert "kernel cpu" in record.message
     assert "cudnn refused: it runs on CUDA" in record.message
+    assert "flash4 refused: it runs on CUDA" in record.message
 
 
 def test_falling_back_to_the_reference_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -80,8 +91,20 @@ def test_auto_prefers_cudnn_and_leaves_it_for_what_it_cannot_do() -> None:
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, deterministic=True)).name == "aten"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=256, head_dim_v=256)).name == "aten"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=192, head_dim_v=128)).name == "cudnn"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=100, head_dim_v=100)).name == "reference"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float32)).name == "reference"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=100, head_dim_v=100)).name == "triton"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float32)).name == "triton"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float64)).name == "reference"
+
+
+@pytest.mark.usefixtures("flash4_present")
+def test_auto_prefers_flash_attention_4_where_it_is_installed_and_the_chip_is_new_enough() -> None:
+    assert kernels.select("auto", ON_HOPPER).name == "flash4"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, forms=frozenset({"band"}))).name == "flash4"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=256, head_dim_v=256)).name == "flash4"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, capability=(8, 0))).name == "cudnn"
+    blackwell = dataclasses.replace(ON_HOPPER, capability=(10, 0))
+    assert kernels.select("auto", dataclasses.replace(blackwell, head_dim=192, head_dim_v=128)).name == "flash4"
+    assert kernels.select("auto", dataclasses.replace(blackwell, head_dim=192, head_dim_v=192)).name == "aten"
 
 
 @pytest.mark.usefixtures("hopper_build")
@@ -107,6 +130,17 @@ def test_cudnn_honours_pytorchs_own_deterministic_switch() -> None:
         ("aten", {"head_dim": 264, "head_dim_v": 264}, "over 256"),
         ("aten", {"head_dim": 224, "head_dim_v": 224, "capability": (8, 9)}, "over 192 on compute capability 8.9"),
         ("aten", {"capability": None}, "an unknown one"),
+        ("flash4", {}, "flash-attn-4 is not installed"),
+        ("flash4", {"device": "cpu"}, "runs on CUDA, not on cpu"),
+        ("flash4", {"capability": (8, 9)}, "9.x, 10.x or 11.x (Hopper, Blackwell), not 8.9"),
+        ("flash4", {"capability": (12, 0)}, "not 12.0"),
+        ("flash4", {"head_dim": 264}, "head_dim 264 or head_dim_v 64 is over 256 on 9.0"),
+        ("flash4", {"head_dim": 192, "head_dim_v": 192, "capability": (10, 0)}, "is over 128 (192 and 128"),
+        ("triton", {"device": "cpu"}, "runs on CUDA, not on cpu"),
+        ("triton", {"dtype": torch.float64}, "not torch.float64"),
+        ("triton", {"head_dim_v": 257}, "head_dim 64 or head_dim_v 257 is over 256"),
+        ("triton", {"capability": (7, 5)}, "8.0 (Ampere) or newer, not 7.5"),
+        ("triton", {"heads": 7}, "multiple of kv_heads"),
         ("cpu", {}, "runs on CPU, not on cuda"),
         ("cpu", {"device": "cpu", "dtype": torch.float8_e4m3fn}, "not torch.float8_e4m3fn"),
         ("cpu", {"device": "cpu", "heads": 7}, "multiple of kv_heads"),
@@ -145,7 +179,9 @@ def test_a_named_kernel_that_refuses_says_which_would_do() -> None:
 
 
 def test_an_unknown_kernel_names_the_known_ones() -> None:
-    with pytest.raises(UnsupportedError, match="perhaps 'cudnn'; one of auto, cudnn, aten, cpu, reference"):
+    with pytest.raises(
+        UnsupportedError, match="perhaps 'cudnn'; one of auto, flash4, cudnn, aten, cpu, triton, reference"
+    ):
         kernels.select("cuddn", ON_CPU)
     with pytest.raises(UnsupportedError):
         kernels.get("auto")
@@ -166,17 +202,80 @@ def test_explain_lists_every_kernel_with_its_reason() -> None:
         "kernels for float32 on cpu, 8 heads on 2, head_dim 64 and 32, full+causal blocks, deterministic"
     )
     assert [line.split()[0] for line in lines[1:]] == list(kernels.KERNELS)
-    assert lines[3].endswith("refused: it needs head_dim (64) and head_dim_v (32) to be equal")
-    assert lines[4].split() == ["reference", "usable"]
+    said = dict(line.split(maxsplit=1) for line in lines[1:])
+    assert said["cpu"] == "refused: it needs head_dim (64) and head_dim_v (32) to be equal"
+    assert said["reference"] == "usable"
 
 
-def test_importing_the_kernels_asks_nothing_of_a_gpu() -> None:
+class Flash4Interface:
+    """Functions with the arguments that the adapter knows."""
+
+    @staticmethod
+    def _flash_attn_fwd(q, k, v, qv=None, softmax_scale=None, causal=False, window_size_left=None,
+                        window_size_right=None, return_lse=False):  # fmt: skip
+        """Not called."""
+
+    @staticmethod
+    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, window_size_left=None,
+                        window_size_right=None, deterministic=False):  # fmt: skip
+        """Not called."""
+
+
+def flash4_functions(monkeypatch: pytest.MonkeyPatch, interface: object) -> object:
+    """What the adapter makes of an installed package whose interface is this, or raises this at import."""
+
+    def load(name: str) -> object:
+        assert name == "flash_attn.cute.interface"
+        if isinstance(interface, Exception):
+            raise interface
+        return interface
+
+    monkeypatch.setattr(flash4.importlib.metadata, "version", lambda name: "4.9.9")
+    monkeypatch.setattr(flash4.importlib, "import_module", load)
+    return flash4._functions.__wrapped__()
+
+
+def test_flash4_takes_functions_that_have_the_arguments_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = flash4_functions(monkeypatch, Flash4Interface)
+    assert found == (Flash4Interface._flash_attn_fwd, Flash4Interface._flash_attn_bwd)
+
+
+def test_flash4_refuses_changed_functions_with_the_version_found_and_one_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Renamed(Flash4Interface):
+        @staticmethod
+        def _flash_attn_fwd(q, k, v, scale=None, causal=False, window_size_left=None, window_size_right=None,
+                            return_lse=False):  # fmt: skip
+            """softmax_scale has another name."""
+
+    class Greedier(Flash4Interface):
+        @staticmethod
+        def _flash_attn_bwd(q, k, v, out, dout, lse, dlse, softmax_scale=None, causal=False, window_size_left=None,
+                            window_size_right=None, deterministic=False):  # fmt: skip
+            """dlse has no default."""
+
+    class Gone:
+        _flash_attn_fwd = Flash4Interface._flash_attn_fwd
+
+    for interface, said in (
+        (Renamed, "_flash_attn_fwd of flash-attn-4 4.9.9 has no argument softmax_scale; that of 4.0.0b36 has"),
+        (Greedier, "_flash_attn_bwd of flash-attn-4 4.9.9 needs dlse; that of 4.0.0b36 does not"),
+        (Gone, "flash-attn-4 4.9.9 has no _flash_attn_bwd; 4.0.0b36 has"),
+        (OSError("no libcuda"), "flash-attn-4 4.9.9 cannot be imported (OSError: no libcuda)"),
+    ):
+        assert said in str(flash4_functions(monkeypatch, interface))
+
+
+def test_importing_the_kernels_asks_nothing_of_a_gpu_and_loads_no_compiler() -> None:
     code = (
-        "import torch\n"
+        "import torch, sys\n"
         "def ask(*a, **k): raise SystemExit('a GPU was asked at import')\n"
         "torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = ask\n"
         "torch.backends.cudnn.version = torch.cuda.get_device_capability = ask\n"
+        "before = set(sys.modules)\n"
         "import dfa_megatron.kernels\n"
+        "assert not {'triton', 'flash_attn'} & (set(sys.modules) - before)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 

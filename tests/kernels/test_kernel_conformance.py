@@ -13,10 +13,21 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.kernels.api import BlockKernel, Form, Need, Saved, accumulator_dtype, form_of
 from dfa_megatron.kernels.merge import merge_, open_
+from dfa_megatron.kernels.triton_support import interpreted
 from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
 from dfa_megatron.testing.compare import assert_close, dense_attention
 
-TARGETS = [("reference", "cpu"), ("cpu", "cpu"), ("reference", "cuda"), ("cudnn", "cuda"), ("aten", "cuda")]
+TARGETS = [
+    ("reference", "cpu"),
+    ("cpu", "cpu"),
+    ("reference", "cuda"),
+    ("triton", "cuda"),
+    ("aten", "cuda"),
+    ("cudnn", "cuda"),
+    ("flash4", "cuda"),
+]
+if interpreted():
+    TARGETS = [("triton", "cpu")]
 ROUND_ONCE = ("reference", "cpu")
 """Kernels that compute 16-bit inputs in float32 and round at the end."""
 
@@ -85,6 +96,7 @@ HEADS = [
     Case(24, 24, heads=1, kv_heads=1),
     Case(1, 24, heads=6, kv_heads=2),
     Case(24, 1, heads=6, kv_heads=2),
+    Case(24, 24, CAUSAL, heads=6, kv_heads=1, batch=1),
 ]
 HEAD_DIMS = [Case(40, 40, CAUSAL, head_dim=d) for d in (8, 40, 64, 80, 96, 128, 192, 256)] + [
     Case(40, 40, head_dim=17),

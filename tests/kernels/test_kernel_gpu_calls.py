@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.kernels import aten, cudnn
+from dfa_megatron.kernels import aten, cudnn, flash4
 from dfa_megatron.kernels.api import BlockKernel, Saved
 from dfa_megatron.kernels.aten import AtenFlashKernel
 from dfa_megatron.kernels.cudnn import CudnnKernel
+from dfa_megatron.kernels.flash4 import Flash4Kernel
 from dfa_megatron.kernels.reference import ReferenceKernel
 from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
 from dfa_megatron.testing.compare import assert_close, dense_attention
@@ -116,9 +117,47 @@ class CudnnStandIn:
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-@pytest.fixture(params=["aten", "cudnn, lse of 4 dimensions", "cudnn, lse of 3 dimensions"])
+class Flash4StandIn:
+    """`_flash_attn_fwd` and `_flash_attn_bwd` of flash_attn.cute.interface: their bounds, and None for none."""
+
+    def seen(self, **a: Any) -> torch.Tensor:
+        q_len, kv_len = a["q"].shape[1], a["k"].shape[1]
+        left, right = a["window_size_left"], a["window_size_right"]
+        assert all(bound is None or bound >= 0 for bound in (left, right))
+        if a["causal"]:
+            right = 0
+        distance = torch.arange(kv_len)[None] - torch.arange(q_len)[:, None] - (kv_len - q_len)
+        seen = torch.ones(q_len, kv_len, dtype=torch.bool)
+        if left is not None:
+            seen &= distance >= -left
+        if right is not None:
+            seen &= distance <= right
+        assert seen.any(1).all(), "a row is blind"
+        assert seen.any(0).all(), "a column is unseen: its gradient may stay unwritten"
+        return seen
+
+    def forward(self, **a: Any) -> tuple[torch.Tensor | None, ...]:
+        readable(a["q"], a["k"], a["v"])
+        assert a["return_lse"] is True
+        out, lse = dense_attention(a["q"], a["k"], a["v"], visible=self.seen(**a), softmax_scale=a["softmax_scale"])
+        return out.to(a["q"].dtype), lse.float(), None, None, None
+
+    def backward(self, **a: Any) -> Gradients:
+        readable(a["q"], a["k"], a["v"], a["out"], a["dout"])
+        assert a["lse"].is_contiguous()
+        assert a["lse"].dtype == torch.float32
+        assert a["deterministic"] is False
+        rows = (a[name] for name in ("dout", "q", "k", "v", "out", "lse"))
+        return gradients_of(*rows, self.seen(**a), a["softmax_scale"])
+
+
+@pytest.fixture(params=["flash4", "aten", "cudnn, lse of 4 dimensions", "cudnn, lse of 3 dimensions"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> BlockKernel:
     """A GPU kernel over a stand-in of its operators."""
+    if request.param == "flash4":
+        functions = Flash4StandIn().forward, Flash4StandIn().backward
+        monkeypatch.setattr(flash4, "_functions", lambda: functions)
+        return Flash4Kernel()
     if request.param == "aten":
         module, stand_in = aten, FlashStandIn()
     else:

@@ -8,7 +8,9 @@ import math
 import pytest
 import torch
 
-from dfa_megatron.kernels.merge import merge_, open_
+from dfa_megatron.kernels import merge
+from dfa_megatron.kernels.merge import finish, merge_, open_
+from dfa_megatron.kernels.triton_support import interpreted, triton_refusal
 from dfa_megatron.testing.compare import assert_close, dense_attention
 
 Partial = tuple[torch.Tensor, torch.Tensor]
@@ -124,3 +126,61 @@ def test_a_partial_is_not_changed_and_nan_is_not_hidden() -> None:
     assert lse[0, 0, 0].isnan()
     assert out[0, 0, 0].isnan().all()
     assert not out[1].isnan().any()
+
+
+def parts_with_every_case(dtype: torch.dtype, device: str) -> tuple[Partial, Partial]:
+    """An accumulator and a partial, strided, where either side, both or neither has seen something, and NaN."""
+    generator = torch.Generator().manual_seed(11)
+    acc_out = torch.randn(2, 45, 3, 40, generator=generator)[:, 3:40]
+    out = torch.randn(37, 2, 3, 40, generator=generator).to(dtype).transpose(0, 1)
+    acc_lse, lse = torch.randn(2, 3, 45, generator=generator)[:, :, 3:40], torch.randn(2, 37, 3, generator=generator)
+    lse = (lse * 30).transpose(1, 2)
+    acc_lse[0, 0, :7] = lse[0, 0, 4:11] = -math.inf
+    acc_out[0, :7, 0] = 0
+    acc_lse[1, 2, 5] = lse[1, 1, 6] = math.nan
+    acc_lse[1, 0, 9] = lse[1, 0, 9]
+    return (acc_out.to(device), acc_lse.to(device)), (out.to(device), lse.to(device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("into_dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_fused_merge_is_the_merge(device: str, dtype: torch.dtype, into_dtype: torch.dtype | None) -> None:
+    """On CUDA, or in the interpreter; elsewhere this says that finishing is merging and rounding."""
+    (acc_out, acc_lse), partial = parts_with_every_case(dtype, device)
+    want_out, want_lse = acc_out.clone(), acc_lse.clone()
+    merge._merge_by_operations(want_out, want_lse, *partial)
+    if device == "cuda" or interpreted():
+        assert merge._fusable(acc_out, acc_lse, *partial) == (triton_refusal() is None)
+    got = acc_out
+    if into_dtype is None:
+        merge_(acc_out, acc_lse, *partial)
+    else:
+        got = torch.empty(3, 2, 37, 40, dtype=into_dtype, device=device).permute(1, 2, 0, 3)
+        finish(acc_out, acc_lse, *partial, got)
+        assert got.dtype == into_dtype
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 1e-3}.get(got.dtype, 1e-6)
+    assert torch.allclose(got.float(), want_out, rtol=tolerance, atol=tolerance, equal_nan=True)
+    assert torch.allclose(acc_lse, want_lse, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert want_out.isnan().any()
+    assert (want_lse == -math.inf).any()
+
+
+def test_a_fused_merge_that_does_not_work_here_is_said_once_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(device: torch.device) -> str:
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(merge, "triton_refusal", lambda: None)
+    monkeypatch.setattr(merge, "_difference", fail)
+    merge._works.cache_clear()
+    try:
+        assert not merge._works(torch.device("cpu"))
+        assert not merge._works(torch.device("cpu"))
+    finally:
+        merge._works.cache_clear()
+    (record,) = caplog.records
+    assert (
+        "merged by PyTorch's operations on cpu, which is slower: Triton failed: OSError: no compiler" in record.message
+    )

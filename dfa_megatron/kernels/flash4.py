@@ -1,0 +1,184 @@
+"""The flash4 kernel: FlashAttention-4 (flash-attn-4, `flash_attn.cute`), the fastest on Hopper, for any band."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from dfa_megatron.kernels.api import Need, Saved
+from dfa_megatron.kernels.bands import backward_by_pieces, forward_by_pieces, tile_of
+from dfa_megatron.kernels.gpu import build_refusal, capability_text, gpu_refusal
+from dfa_megatron.kernels.strides import dense, vectorised
+from dfa_megatron.plan.geometry import Band, Tile
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "flash-attn-4"
+READ = "4.0.0b36"
+"""The version whose source this adapter was written from; others are taken where the functions have these arguments."""
+
+_COMMON = ("q", "k", "v", "softmax_scale", "causal", "window_size_left", "window_size_right")
+_FORWARD = (*_COMMON, "return_lse")
+_BACKWARD = (*_COMMON, "out", "dout", "lse", "deterministic")
+
+Functions = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+class Flash4Kernel:
+    """bfloat16 and float16 on Hopper and data-centre Blackwell; grouped heads natively; deterministic on request.
+
+    Its kernels are compiled at the first call of a shape class (dtype, head_dim, group, form): seconds each, once a
+    process, or once a machine with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1. Calls are shrunk to the pairs of the band,
+    so that no row is blind. The backward takes the global lse, from which it computes the probabilities anew.
+    """
+
+    name = "flash4"
+    reads: Literal["delta", "out"] = "out"
+
+    def refusal(self, need: Need) -> str | None:
+        """See `BlockKernel.refusal`; the limits are those of its `_validate_head_dims`."""
+        if why := gpu_refusal(need):
+            return why
+        if need.capability is None or need.capability[0] not in (9, 10, 11):
+            return f"it needs compute capability 9.x, 10.x or 11.x (Hopper, Blackwell), not {capability_text(need)}"
+        if why := _head_dim_refusal(need):
+            return why
+        if why := build_refusal():
+            return why
+        found = _functions()
+        return found if isinstance(found, str) else None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Band, softmax_scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `BlockKernel.forward`."""
+        return forward_by_pieces(_pieces(band, q, k), q, k, v, functools.partial(_piece_forward, softmax_scale))
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        saved: Saved,
+        *,
+        band: Band,
+        softmax_scale: float,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `BlockKernel.backward`; reads `saved.out`."""
+        piece_backward = functools.partial(_piece_backward, softmax_scale, deterministic)
+        return backward_by_pieces(_pieces(band, q, k), dout, q, k, v, saved, piece_backward)
+
+
+def _head_dim_refusal(need: Need) -> str | None:
+    dims = (need.head_dim, need.head_dim_v)
+    hopper = need.capability is not None and need.capability[0] == 9
+    if max(dims) <= (256 if hopper else 128) or (not hopper and dims in ((192, 128), (256, 256))):
+        return None
+    limit = "256" if hopper else "128 (192 and 128 together, or 256 and 256, work)"
+    return f"head_dim {need.head_dim} or head_dim_v {need.head_dim_v} is over {limit} on {capability_text(need)}"
+
+
+@functools.cache
+def _functions() -> Functions | str:
+    """The forward and the backward of the package, or why they cannot be used, with the version found."""
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{PACKAGE} is not installed"
+    try:
+        interface = importlib.import_module("flash_attn.cute.interface")
+    except Exception as error:  # noqa: BLE001 -- its compiler's libraries are loaded at import, and fail in many ways
+        return f"{PACKAGE} {version} cannot be imported ({type(error).__name__}: {error}); {READ} was seen working"
+    found = []
+    for name, arguments in (("_flash_attn_fwd", _FORWARD), ("_flash_attn_bwd", _BACKWARD)):
+        function = getattr(interface, name, None)
+        if function is None:
+            return f"{PACKAGE} {version} has no {name}; {READ} has"
+        parameters = inspect.signature(function).parameters
+        if missing := [argument for argument in arguments if argument not in parameters]:
+            return f"{name} of {PACKAGE} {version} has no argument {', '.join(missing)}; that of {READ} has"
+        needed = {n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+        if unknown := needed - set(arguments):
+            return f"{name} of {PACKAGE} {version} needs {', '.join(sorted(unknown))}; that of {READ} does not"
+        found.append(function)
+    return found[0], found[1]
+
+
+def _piece_forward(
+    softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _call("forward", q, k, v, band, softmax_scale)
+    results = _loaded()[0](**call, return_lse=True)
+    return results[0], results[1]
+
+
+def _piece_backward(
+    softmax_scale: float,
+    deterministic: bool,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    saved: Saved,
+    band: Band,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    assert saved.out is not None, "the flash4 kernel reads out"
+    call = _call("deterministic backward" if deterministic else "backward", q, k, v, band, softmax_scale)
+    rows = {"out": dense(saved.out), "dout": dense(dout), "lse": dense(saved.lse)}
+    results = _loaded()[1](**call, **rows, deterministic=deterministic)
+    return results[0], results[1], results[2]
+
+
+def _call(
+    what: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, softmax_scale: float
+) -> dict[str, Any]:
+    """What forward and backward share; None is no bound, and a right bound of 0 alone is its causal kernel."""
+    _tell_compilation(what, str(q.dtype), q.shape[-1], v.shape[-1], q.shape[2] // k.shape[2], band.left < 0, band.right)
+    return {
+        "q": vectorised(q),
+        "k": vectorised(k),
+        "v": vectorised(v),
+        "softmax_scale": softmax_scale,
+        "causal": band.left < 0 and band.right == 0,
+        "window_size_left": band.left if band.left >= 0 else None,
+        "window_size_right": band.right if band.right >= 0 else None,
+    }
+
+
+def _loaded() -> Functions:
+    found = _functions()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+def _pieces(band: Band, q: torch.Tensor, k: torch.Tensor) -> list[Tile]:
+    """The call as one shrunk tile, or nothing."""
+    tile = tile_of(band, q.shape[1], k.shape[1])
+    return [] if tile is None else [tile]
+
+
+def _tell_compilation(
+    what: str, dtype: str, head_dim: int, head_dim_v: int, group: int, no_left: bool, right: int
+) -> None:
+    """Say once for each shape class why the first call takes seconds."""
+    form = ("causal" if right == 0 else "full" if right < 0 else "right-bounded") if no_left else "windowed"
+    _log_once(what, dtype.removeprefix("torch."), head_dim, head_dim_v, group, form)
+
+
+@functools.lru_cache(maxsize=256)
+def _log_once(what: str, dtype: str, head_dim: int, head_dim_v: int, group: int, form: str) -> None:
+    head_dims = f"{head_dim}" + (f" and {head_dim_v}" if head_dim_v != head_dim else "")
+    logger.info(
+        "flash4 compiles its %s %s for %s, head_dim %s, %d query heads a kv head, on first use (some seconds)",
+        form, what, dtype, head_dims, group,
+    )  # fmt: skip

@@ -1,0 +1,275 @@
+"""The backward of a block in Triton, without atomics: a kernel for dk and dv that sums grouped heads, one for dq."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dfa_megatron.kernels.triton_forward import LOG2_E, dot, load_rows, padded, spans, visible
+from dfa_megatron.kernels.triton_support import Diagonals, interpreted, multiprocessors
+
+
+@triton.jit
+def _load_lse(lse, rows, q_len):
+    """The lse of some rows in units of log 2; +inf, which makes every probability 0, where a row is none or blind."""
+    row_lse = tl.load(lse + rows, mask=rows < q_len, other=float("inf"))
+    return tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2_E)
+
+
+@triton.jit
+def _fold_rows(
+    dk, dv, k_tile, v_tile, q, dout, lse, delta, q_row, dout_row, columns, begin, end,
+    q_len, kv_len, lo, hi, scale,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Add what the query blocks from begin to end give dk (over softmax_scale) and dv; the scores are transposed."""
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    skipped = tl.full((), 0, tl.int64) + begin
+    q += skipped * q_row
+    dout += skipped * dout_row
+    q_offsets = tl.arange(0, BLOCK_M)[:, None] * q_row + dims[None, :]
+    dout_offsets = tl.arange(0, BLOCK_M)[:, None] * dout_row + dims_v[None, :]
+    for start in tl.range(begin, end, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        q_tile = load_rows(q + q_offsets, rows, q_len, dims, DIM, MASKED)
+        row_lse = _load_lse(lse, rows, q_len)
+        scores = dot(k_tile, tl.trans(q_tile), tl.zeros((k_tile.shape[0], BLOCK_M), tl.float32), UPCAST)
+        p = tl.math.exp2(scores * scale - row_lse[None, :])
+        if MASKED:
+            p = tl.where(visible(rows[None, :], columns[:, None], q_len, kv_len, lo, hi, HAS_LO, HAS_HI), p, 0.0)
+        dout_tile = load_rows(dout + dout_offsets, rows, q_len, dims_v, DIM_V, MASKED)
+        dv = dot(p, dout_tile, dv, UPCAST)
+        row_delta = tl.load(delta + rows, mask=rows < q_len, other=0.0)
+        dp = dot(v_tile, tl.trans(dout_tile), tl.zeros((v_tile.shape[0], BLOCK_M), tl.float32), UPCAST)
+        ds = p * (dp - row_delta[None, :])
+        dk = dot(ds, q_tile, dk, UPCAST)
+        q += BLOCK_M * q_row
+        dout += BLOCK_M * dout_row
+    return dk, dv
+
+
+@triton.jit
+def _dk_dv(
+    q, k, v, dout, lse, delta, dk, dv, scale, q_len, kv_len, lo, hi, heads, group, share,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N rows of one kv head, from `share` heads of its group; dk, dv (batch, parts, kv_len, ...).
+
+    EVEN: BLOCK_M divides q_len.
+    """
+    first = tl.program_id(0) * BLOCK_N
+    part = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    first_head = part * share
+    kv_head = (first_head // group).to(tl.int64)
+    columns = first + tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    wide = columns.to(tl.int64)[:, None]
+    k_tile = load_rows(
+        k + batch * k_batch + kv_head * k_head + wide * k_row + dims[None, :], columns, kv_len, dims, DIM, True
+    )
+    v_tile = load_rows(
+        v + batch * v_batch + kv_head * v_head + wide * v_row + dims_v[None, :], columns, kv_len, dims_v, DIM_V, True
+    )
+    dk_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv_tile = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    last = tl.minimum(first + BLOCK_N, kv_len) - 1
+    begin, full_begin, full_end, end = spans(first, last, q_len, -hi, -lo, HAS_HI, HAS_LO, BLOCK_M)
+    for head in range(first_head, first_head + share):
+        wide_head = tl.full((), 0, tl.int64) + head
+        head_q = q + batch * q_batch + wide_head * q_head
+        head_dout = dout + batch * dout_batch + wide_head * dout_head
+        head_lse = lse + (batch * heads + head) * q_len
+        head_delta = delta + (batch * heads + head) * q_len
+        if HAS_HI:
+            dk_tile, dv_tile = _fold_rows(
+                dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
+                columns, begin, full_begin, q_len, kv_len, lo, hi, scale * LOG2_E,
+                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST,
+            )  # fmt: skip
+        dk_tile, dv_tile = _fold_rows(
+            dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
+            columns, full_begin, full_end, q_len, kv_len, lo, hi, scale * LOG2_E,
+            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, False, UPCAST,
+        )  # fmt: skip
+        if HAS_LO or not EVEN:
+            dk_tile, dv_tile = _fold_rows(
+                dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
+                columns, full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E,
+                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST,
+            )  # fmt: skip
+    place = ((batch * kv_len + wide) * tl.num_programs(1)) + part
+    there = (columns < kv_len)[:, None]
+    dk_tile = (dk_tile * scale).to(dk.dtype.element_ty)
+    tl.store(dk + place * DIM + dims[None, :], dk_tile, mask=there & (dims < DIM)[None, :])
+    tl.store(
+        dv + place * DIM_V + dims_v[None, :], dv_tile.to(dv.dtype.element_ty), mask=there & (dims_v < DIM_V)[None, :]
+    )
+
+
+@triton.jit
+def _fold_columns(
+    dq, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows, begin, end,
+    q_len, kv_len, lo, hi, scale,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Add what the key blocks from begin to end give dq (over softmax_scale)."""
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    skipped = tl.full((), 0, tl.int64) + begin
+    k += skipped * k_row
+    v += skipped * v_row
+    k_offsets = tl.arange(0, BLOCK_N)[:, None] * k_row + dims[None, :]
+    v_offsets = tl.arange(0, BLOCK_N)[:, None] * v_row + dims_v[None, :]
+    for start in tl.range(begin, end, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        k_tile = load_rows(k + k_offsets, columns, kv_len, dims, DIM, MASKED)
+        v_tile = load_rows(v + v_offsets, columns, kv_len, dims_v, DIM_V, MASKED)
+        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((q_tile.shape[0], BLOCK_N), tl.float32), UPCAST)
+        dp = dot(dout_tile, tl.trans(v_tile), tl.zeros((q_tile.shape[0], BLOCK_N), tl.float32), UPCAST)
+        p = tl.math.exp2(scores * scale - row_lse[:, None])
+        if MASKED:
+            p = tl.where(visible(rows[:, None], columns[None, :], q_len, kv_len, lo, hi, HAS_LO, HAS_HI), p, 0.0)
+        ds = p * (dp - row_delta[:, None])
+        dq = dot(ds, k_tile, dq, UPCAST)
+        k += BLOCK_N * k_row
+        v += BLOCK_N * v_row
+    return dq
+
+
+@triton.jit
+def _dq(
+    q, k, v, dout, lse, delta, dq, scale, q_len, kv_len, lo, hi, group,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M rows of one head. EVEN: BLOCK_N divides kv_len."""
+    block = tl.program_id(0)
+    if HAS_HI:
+        block = tl.num_programs(0) - 1 - block
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    kv_head = head // group
+    first = block * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    wide = rows.to(tl.int64)[:, None]
+    q_tile = load_rows(q + batch * q_batch + head * q_head + wide * q_row + dims[None, :], rows, q_len, dims, DIM, True)
+    dout_pointers = dout + batch * dout_batch + head * dout_head + wide * dout_row + dims_v[None, :]
+    dout_tile = load_rows(dout_pointers, rows, q_len, dims_v, DIM_V, True)
+    place = batch * tl.num_programs(1) + head
+    row_lse = _load_lse(lse + place * q_len, rows, q_len)
+    row_delta = tl.load(delta + place * q_len + rows, mask=rows < q_len, other=0.0)
+    k += batch * k_batch + kv_head * k_head
+    v += batch * v_batch + kv_head * v_head
+    dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    last = tl.minimum(first + BLOCK_M, q_len) - 1
+    begin, full_begin, full_end, end = spans(first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_N)
+    if HAS_LO:
+        dq_tile = _fold_columns(
+            dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
+            begin, full_begin, q_len, kv_len, lo, hi, scale * LOG2_E,
+            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST,
+        )  # fmt: skip
+    dq_tile = _fold_columns(
+        dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
+        full_begin, full_end, q_len, kv_len, lo, hi, scale * LOG2_E,
+        DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST,
+    )  # fmt: skip
+    if HAS_HI or not EVEN:
+        dq_tile = _fold_columns(
+            dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
+            full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E,
+            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST,
+        )  # fmt: skip
+    place = (batch * q_len + wide) * tl.num_programs(1) + head
+    dq_tile = (dq_tile * scale).to(dq.dtype.element_ty)
+    tl.store(dq + place * DIM + dims[None, :], dq_tile, mask=(rows < q_len)[:, None] & (dims < DIM)[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What both kernels read of a block; last dimensions, lse and delta are contiguous, and scale is at least 0."""
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor
+    diagonals: Diagonals
+    scale: float
+
+    def strides(self) -> tuple[int, ...]:
+        """Of q, k, v and dout, without the last dimension's."""
+        return tuple(stride for x in (self.q, self.k, self.v, self.dout) for stride in x.stride()[:3])
+
+    def constants(self, sizes: tuple[int, ...], *, even: bool) -> dict[str, int | bool]:
+        """The compile-time arguments and launch options that both kernels have."""
+        dim, dim_v = self.q.shape[-1], self.v.shape[-1]
+        block_m, block_n, warps, stages = sizes
+        return {
+            "DIM": dim,
+            "DIM_V": dim_v,
+            "HAS_LO": self.diagonals.has_lo,
+            "HAS_HI": self.diagonals.has_hi,
+            "EVEN": even,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_D": padded(dim),
+            "BLOCK_DV": padded(dim_v),
+            "UPCAST": interpreted(),
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+
+
+def launch_dk_dv(call: Call, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dk, dv) of a block; sizes: see `triton_attention.Sizes`."""
+    (batch, q_len, heads, dim), (kv_len, kv_heads, dim_v) = call.q.shape, call.v.shape[1:]
+    blocks, group = triton.cdiv(kv_len, sizes[1]), heads // kv_heads
+    share = _heads_of_a_program(group, blocks * kv_heads * batch, multiprocessors(call.q.device))
+    parts = heads // share
+    dtype = call.k.dtype if share == group else torch.float32
+    dk = torch.empty(batch, kv_len, parts, dim, dtype=dtype, device=call.k.device)
+    dv = torch.empty(batch, kv_len, parts, dim_v, dtype=dtype, device=call.k.device)
+    _dk_dv[(blocks, parts, batch)](
+        call.q, call.k, call.v, call.dout, call.lse, call.delta, dk, dv, call.scale, q_len, kv_len,
+        call.diagonals.lo, call.diagonals.hi, heads, group, share, *call.strides(),
+        **call.constants(sizes, even=q_len % sizes[0] == 0),
+    )  # fmt: skip
+    if share == group:
+        return dk, dv
+    dk, dv = (x.unflatten(2, (kv_heads, group // share)).sum(3).to(call.k.dtype) for x in (dk, dv))
+    return dk, dv
+
+
+def launch_dq(call: Call, sizes: tuple[int, ...]) -> torch.Tensor:
+    """dq of a block; sizes: see `triton_attention.Sizes`."""
+    (batch, q_len, heads, _), (kv_len, kv_heads) = call.q.shape, call.k.shape[1:3]
+    dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
+    _dq[(triton.cdiv(q_len, sizes[0]), heads, batch)](
+        call.q, call.k, call.v, call.dout, call.lse, call.delta, dq, call.scale, q_len, kv_len,
+        call.diagonals.lo, call.diagonals.hi, heads // kv_heads, *call.strides(),
+        **call.constants(sizes, even=kv_len % sizes[1] == 0),
+    )  # fmt: skip
+    return dq
+
+
+def _heads_of_a_program(group: int, programs: int, wanted: int) -> int:
+    """How many heads of its group one program sums: all of them, or a divisor, where programs would be too few."""
+    share = group
+    while programs * (group // share) < 2 * wanted and share > 1:
+        share = max(divisor for divisor in range(1, share) if group % divisor == 0)
+    return share

@@ -1,0 +1,183 @@
+"""The forward of a block in Triton: online softmax over the key blocks that a band lets a query block see."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dfa_megatron.kernels.triton_support import Diagonals, interpreted
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def dot(a, b, acc, UPCAST: tl.constexpr):
+    """acc + a @ b in float32, a rounded to b's dtype first; float32 operands are split in two TF32 parts each.
+
+    UPCAST is for the interpreter, which multiplies bfloat16 as if its bits were integers.
+    """
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a.to(b.dtype), b, acc, input_precision="tf32x3")
+
+
+@triton.jit
+def load_rows(pointers, rows, length, dims, DIM: tl.constexpr, CHECK_ROWS: tl.constexpr):
+    """A block of rows, 0 where a row is past length or a column past DIM; unchecked where neither can be."""
+    if dims.shape[0] == DIM:
+        if CHECK_ROWS:
+            return tl.load(pointers, mask=(rows < length)[:, None], other=0.0)
+        return tl.load(pointers)
+    if CHECK_ROWS:
+        return tl.load(pointers, mask=(rows < length)[:, None] & (dims < DIM)[None, :], other=0.0)
+    return tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def visible(rows, columns, q_len, kv_len, lo, hi, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr):
+    """Which pairs of broadcastable rows and columns exist and lie inside the band."""
+    seen = (rows < q_len) & (columns < kv_len)
+    if HAS_LO:
+        seen = seen & (columns - rows >= lo)
+    if HAS_HI:
+        seen = seen & (columns - rows <= hi)
+    return seen
+
+
+@triton.jit
+def spans(first, last, length, lo, hi, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, BLOCK: tl.constexpr):
+    """What positions first..last see of 0..length: (begin, full_begin, full_end, end), multiples of BLOCK but for end.
+
+    Position p sees p + lo .. p + hi. All of them see the blocks from full_begin to full_end whole; of the blocks before
+    and after, each sees a part or nothing. begin <= full_begin <= full_end <= end always.
+    """
+    begin = 0
+    end = length
+    full_begin = 0
+    full_end = length
+    if HAS_LO:
+        begin = tl.maximum(first + lo, 0)
+        full_begin = tl.maximum(last + lo, 0)
+    if HAS_HI:
+        end = tl.maximum(tl.minimum(last + hi + 1, length), 0)
+        full_end = tl.maximum(tl.minimum(first + hi + 1, length), 0)
+    begin = tl.minimum(begin, end) // BLOCK * BLOCK
+    full_end = full_end // BLOCK * BLOCK
+    full_begin = tl.minimum((full_begin + BLOCK - 1) // BLOCK * BLOCK, end)
+    full_end = tl.maximum(full_end, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def _fold(
+    acc, total, peak, q, k, v, k_row, v_row, rows, begin, end, q_len, kv_len, lo, hi, scale,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Fold the key blocks from begin to end into (acc, total, peak); scale is in units of log 2, and not negative."""
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    skipped = tl.full((), 0, tl.int64) + begin
+    k += skipped * k_row
+    v += skipped * v_row
+    k_offsets = tl.arange(0, BLOCK_N)[:, None] * k_row + dims[None, :]
+    v_offsets = tl.arange(0, BLOCK_N)[:, None] * v_row + dims_v[None, :]
+    for start in tl.range(begin, end, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        k_tile = load_rows(k + k_offsets, columns, kv_len, dims, DIM, MASKED)
+        scores = dot(q, tl.trans(k_tile), tl.zeros((q.shape[0], BLOCK_N), tl.float32), UPCAST)
+        if MASKED:
+            seen = visible(rows[:, None], columns[None, :], q_len, kv_len, lo, hi, HAS_LO, HAS_HI)
+            scores = tl.where(seen, scores * scale, -float("inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # -inf - -inf would be NaN
+            p = tl.math.exp2(scores - shift[:, None])
+        else:
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+            shift = new_peak
+            p = tl.math.exp2(scores * scale - shift[:, None])
+        decay = tl.math.exp2(peak - shift)
+        total = total * decay + tl.sum(p, 1)
+        v_tile = load_rows(v + v_offsets, columns, kv_len, dims_v, DIM_V, MASKED)
+        acc = dot(p, v_tile, acc * decay[:, None], UPCAST)
+        peak = new_peak
+        k += BLOCK_N * k_row
+        v += BLOCK_N * v_row
+    return acc, total, peak
+
+
+@triton.jit
+def _forward(
+    q, k, v, out, lse, scale, q_len, kv_len, lo, hi, group,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M rows of one head. EVEN: BLOCK_N divides kv_len."""
+    block = tl.program_id(0)
+    if HAS_HI:
+        block = tl.num_programs(0) - 1 - block  # the rows that see most first, so that none of them is last
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    kv_head = (head // group).to(tl.int64)
+    first = block * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    q += batch * q_batch + head.to(tl.int64) * q_head
+    q_tile = load_rows(q + rows.to(tl.int64)[:, None] * q_row + dims[None, :], rows, q_len, dims, DIM, True)
+    k += batch * k_batch + kv_head * k_head
+    v += batch * v_batch + kv_head * v_head
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    scale = scale * LOG2_E
+    last = tl.minimum(first + BLOCK_M, q_len) - 1
+    begin, full_begin, full_end, end = spans(first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_N)
+    if HAS_LO:
+        acc, total, peak = _fold(
+            acc, total, peak, q_tile, k, v, k_row, v_row, rows, begin, full_begin,
+            q_len, kv_len, lo, hi, scale, DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST,
+        )  # fmt: skip
+    acc, total, peak = _fold(
+        acc, total, peak, q_tile, k, v, k_row, v_row, rows, full_begin, full_end,
+        q_len, kv_len, lo, hi, scale, DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST,
+    )  # fmt: skip
+    if HAS_HI or not EVEN:
+        acc, total, peak = _fold(
+            acc, total, peak, q_tile, k, v, k_row, v_row, rows, full_end, end,
+            q_len, kv_len, lo, hi, scale, DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST,
+        )  # fmt: skip
+    blind = total == 0.0
+    total = tl.where(blind, 1.0, total)
+    acc = acc / total[:, None]
+    row_lse = tl.where(blind, -float("inf"), (peak + tl.math.log2(total)) * LN_2)
+    out += batch * out_batch + head.to(tl.int64) * out_head
+    out_pointers = out + rows.to(tl.int64)[:, None] * out_row + dims_v[None, :]
+    tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=(rows < q_len)[:, None] & (dims_v < DIM_V)[None, :])
+    tl.store(lse + (batch * tl.num_programs(1) + head) * q_len + rows, row_lse, mask=rows < q_len)
+
+
+def launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, diagonals: Diagonals, scale: float, sizes: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a block, scale at least 0 and last dimensions contiguous; sizes: see `triton_attention.Sizes`."""
+    (batch, q_len, heads, dim), (kv_len, kv_heads, dim_v) = q.shape, v.shape[1:]
+    out = torch.empty(batch, q_len, heads, dim_v, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=q.device)
+    block_m, block_n, warps, stages = sizes
+    _forward[(triton.cdiv(q_len, block_m), heads, batch)](
+        q, k, v, out, lse, scale, q_len, kv_len, diagonals.lo, diagonals.hi, heads // kv_heads,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        DIM=dim, DIM_V=dim_v, HAS_LO=diagonals.has_lo, HAS_HI=diagonals.has_hi, EVEN=kv_len % block_n == 0,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim_v), UPCAST=interpreted(),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def padded(dim: int) -> int:
+    """The next power of two, and at least the 16 that a matrix product needs."""
+    return max(16, 1 << (dim - 1).bit_length())

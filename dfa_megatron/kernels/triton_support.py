@@ -1,0 +1,80 @@
+"""Whether Triton can be used here, its interpreter included, and what its kernels share: sizes, bounds, launches."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import shutil
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from dfa_megatron.plan.geometry import Band
+
+OLDEST = (3, 2)
+_FAR = 1 << 30
+"""A diagonal that no pair reaches, small enough that 32-bit arithmetic on it does not overflow."""
+
+
+def interpreted() -> bool:
+    """TRITON_INTERPRET=1: kernels run in Triton's interpreter, on CPU tensors too. Read when a kernel is defined."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+@functools.cache
+def triton_refusal() -> str | None:
+    """Why no Triton kernel can be compiled here, with the version found, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        found: str = importlib.import_module("triton").__version__
+    except ImportError as error:
+        return f"triton cannot be imported: {error}"
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        return f"triton {found} is older than {OLDEST[0]}.{OLDEST[1]}"
+    if not interpreted() and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return f"triton {found} finds no C compiler (gcc, clang or $CC) to build its launcher with"
+    return None
+
+
+def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of a kernel run at a time, at least; 1 on CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def large_shared_memory(device: torch.device) -> bool:
+    """A block may have over 200 KiB of shared memory: Hopper and Blackwell but its consumer chips."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10, 11)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagonals:
+    """A band as the kernels read it: row i sees column j when lo <= j - i <= hi, and which of the two can bind."""
+
+    lo: int
+    hi: int
+    has_lo: bool
+    has_hi: bool
+
+    @classmethod
+    def of(cls, band: Band, q_len: int, kv_len: int) -> Diagonals:
+        """The diagonals of a call's band."""
+        offset = kv_len - q_len
+        lo = -_FAR if band.left < 0 else max(offset - band.left, -_FAR)
+        hi = _FAR if band.right < 0 else min(offset + band.right, _FAR)
+        return cls(lo, hi, has_lo=lo > 1 - q_len, has_hi=hi < kv_len - 1)
+
+
+def with_unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """x itself, strided as it is, or a contiguous copy where the last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()

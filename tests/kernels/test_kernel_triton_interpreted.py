@@ -1,0 +1,82 @@
+"""The Triton kernels without a GPU: a part of the conformance suite, and of merging, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+HERE = Path(__file__).parent
+
+CHOSEN = {
+    "test_kernel_conformance.py": {
+        "float32 and says": [
+            "64x64-full", "130x33", "1x5", "7x1", "129x129", "48x48-band5", "48x48-band0", "32x80-band20",
+            "80x32-band12", "80x8-band12", "48x64-band11", "d17", "d33", "d24v40", "24x24-band-1 and 6:1",
+        ],
+        "bfloat16 and says": ["40x72", "1x24"],
+        "float16 and says": ["40x72"],
+        "strided": ["sbhd and 56x40", "misaligned and 40x56", "last and b1"],
+        "nothing and float32": ["70x30-band2"],
+        "longer and float32": ["window", "see"],
+        "logits and float32": ["64x64-full", "64x64-band9"],
+        "inputs_are_left": [],
+    },
+    "test_kernel_merge.py": {"": []},
+}  # fmt: skip
+"""By file: what a test's name holds, and one of which words beside it."""
+
+
+def expression(chosen: dict[str, list[str]]) -> str:
+    """In the syntax of pytest -k."""
+    terms = ((words, " or ".join(f"({one})" for one in ones)) for words, ones in chosen.items() if words)
+    return " or ".join(f"({words} and ({ones}))" if ones else f"({words})" for words, ones in terms)
+
+
+@pytest.mark.parametrize(("file", "passes"), [("test_kernel_conformance.py", 26), ("test_kernel_merge.py", 33)])
+def test_the_triton_kernels_pass_in_the_interpreter(file: str, passes: int) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]
+    run = subprocess.run(
+        [*command, "-k", expression(CHOSEN[file])],
+        cwd=HERE.parents[1],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed is not None, run.stdout
+    assert int(passed[1]) >= passes, run.stdout
+
+
+def test_an_environment_without_the_interpreter_is_refused_on_cpu() -> None:
+    code = (
+        "import torch\n"
+        "from dfa_megatron import kernels\n"
+        "from dfa_megatron.kernels.api import Need\n"
+        "need = Need('cpu', torch.float32, 2, 1, 32, 32, frozenset({'full'}))\n"
+        "print(kernels.get('triton').refusal(need))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    said = {}
+    for interpret in ("0", "1"):
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=HERE.parents[1],
+            env={**environment, "TRITON_INTERPRET": interpret},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        said[interpret] = run.stdout.strip()
+    assert said == {"0": "it runs on CUDA, not on cpu", "1": "None"}
