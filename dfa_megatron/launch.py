@@ -3,6 +3,8 @@
     torchrun --nproc-per-node 8 -m dfa_megatron.launch pretrain_gpt.py --dfa-layout contiguous \\
         --spec dfa_megatron.megatron get_spec --context-parallel-size 8 ...
 
+`@FILE` among the arguments stands for the flags of an argument file, such as those of configs/megatron.
+
 Two names of Megatron's are replaced in this process before the script runs, and nothing on disk; see
 dfa_megatron/megatron/script.py for which and why.
 """
@@ -14,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dfa_megatron.argument_file import expand
 from dfa_megatron.errors import DistAttentionError
 
 USAGE = "usage: python -m dfa_megatron.launch SCRIPT.py ARGS...   (torchrun -m dfa_megatron.launch SCRIPT.py ARGS...)"
@@ -39,10 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # As for `python SCRIPT`; a Megatron clone beside the script also goes before an installed megatron-core.
     sys.path.insert(0, str(script.resolve().parent))
     try:
+        given[1:] = expand(given[1:])
         from dfa_megatron.megatron.script import prepare
 
         prepare(given[1:])
-    except (DistAttentionError, ImportError) as error:
+    except (DistAttentionError, ImportError, OSError) as error:
         print(f"dfa_megatron.launch: {error}", file=sys.stderr)
         return 2
     sys.argv = given

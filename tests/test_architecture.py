@@ -29,8 +29,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megatron": {"attention", "packing", "remat", "runtime", "kernels", "plan"},
     "huggingface": {"attention", "packing", "remat", "runtime", "kernels", "plan"},
     "deepspeed": {"huggingface", "attention", "packing", "remat", "runtime", "kernels", "plan"},
-    "launch": {"megatron"},
-    "cli": {"deepspeed", "huggingface", "megatron", "attention", "packing", "remat", "runtime", "kernels", "plan"},
+    "argument_file": set(),
+    "launch": {"megatron", "argument_file"},
+    "cli": {
+        "argument_file",
+        "deepspeed",
+        "huggingface",
+        "megatron",
+        "attention",
+        "packing",
+        "remat",
+        "runtime",
+        "kernels",
+        "plan",
+    },
 }
 """What each part may import of this package, beside itself, the ground and the package's own lazy names."""
 
@@ -40,6 +52,7 @@ OUTSIDE: dict[str, set[str]] = {
     "plan": set(),
     "cli": set(),
     "launch": set(),
+    "argument_file": set(),
     "kernels": {"torch", "triton", "flash_attn", "flash_attn_interface", "cutlass"},
     "runtime": {"torch"},
     "remat": {"torch"},

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dfa_megatron.argument_file import read_arguments
+from dfa_megatron.cli import model as models
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan import mask as masks
 from dfa_megatron.plan.choose import TOKEN_LAYOUTS, candidates, make_plan
-from dfa_megatron.plan.cost import AttentionShape, phases_of, simulate
+from dfa_megatron.plan.cost import AttentionShape, bytes_of, phases_of, simulate
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.hardware import PROFILES, Hardware, profile_named
 from dfa_megatron.plan.ir import PHASES, Plan, to_text
@@ -27,24 +29,40 @@ MASKS: dict[str, Callable[[argparse.Namespace], Mask]] = {
     "prefix": lambda args: masks.prefix_lm(args.seq_length, args.prefix),
 }
 
+DEFAULTS = {
+    "ranks": 8,
+    "schedule": "auto",
+    "layout": "auto",
+    "seq_length": 65536,
+    "batch": 1,
+    "heads": 32,
+    "head_dim": 128,
+}
+"""What neither a flag nor --config says."""
+
 
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command to what `argparse.ArgumentParser.add_subparsers` returned."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan", help="show a schedule and what it costs", description=__doc__
     )
-    parser.add_argument("--ranks", type=int, default=8, help="ranks that share the sequence (default: %(default)s)")
-    parser.add_argument("--schedule", default="auto", help="auto, " + ", ".join(SCHEDULES) + " (default: %(default)s)")
     parser.add_argument(
-        "--layout", default="auto", help="auto, " + ", ".join(TOKEN_LAYOUTS) + " (default: %(default)s)"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="flags of a Megatron script, as in configs/megatron: the attention of its model, and an estimate of a "
+        "GPU's memory; flags given here go before it",
     )
-    parser.add_argument("--seq-length", type=int, default=65536, help="tokens of all ranks (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, help="ranks that share the sequence (default: 8)")
+    parser.add_argument("--schedule", help="auto, " + ", ".join(SCHEDULES) + " (default: auto)")
+    parser.add_argument("--layout", help="auto, " + ", ".join(TOKEN_LAYOUTS) + " (default: auto)")
+    parser.add_argument("--seq-length", type=int, help="tokens of all ranks (default: 65536)")
     _add_mask(parser)
     shape = parser.add_argument_group("attention")
-    shape.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
-    shape.add_argument("--heads", type=int, default=32, help="query heads (default: %(default)s)")
+    shape.add_argument("--batch", type=int, help="sequences (default: 1)")
+    shape.add_argument("--heads", type=int, help="query heads (default: 32)")
     shape.add_argument("--kv-heads", type=int, help="key and value heads (default: as many as query heads)")
-    shape.add_argument("--head-dim", type=int, default=128, help="of a head (default: %(default)s)")
+    shape.add_argument("--head-dim", type=int, help="of a head (default: 128)")
     shape.add_argument(
         "--payload", default="out", help="what a helped pair's backward sends: out, delta (default: out)"
     )
@@ -81,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
         UnsupportedError: a value that cannot be served.
         OSError: a file that cannot be written.
     """
+    model = None if args.config is None else models.model_of(read_arguments(args.config), str(args.config))
+    _fill_in(args, model)
     if args.mask not in MASKS:
         raise UnsupportedError(f"mask {args.mask!r}", "there is no such mask", "one of " + ", ".join(MASKS))
     try:
@@ -99,6 +119,9 @@ def run(args: argparse.Namespace) -> int:
     hardware = _hardware(args)
     plan = make_plan(mask, args.ranks, schedule=args.schedule, layout=args.layout, shape=shape, hardware=hardware)
     print(report(plan, shape, hardware, args.phase, args.width))
+    if model is not None:
+        sized = dataclasses.replace(model, seq_length=args.seq_length, micro_batch_size=args.batch)
+        print("\n" + models.report(sized, args.ranks, _message_bytes(plan, shape)))
     if args.schedule == "auto":
         print("\n" + _comparison(plan, mask, args, shape, hardware))
     if args.svg is not None:
@@ -111,6 +134,36 @@ def run(args: argparse.Namespace) -> int:
             name = f"{args.text.stem}.{one.phase.name}{args.text.suffix}" if len(shown) > 1 else args.text.name
             _write(args.text.with_name(name), to_text(one))
     return 0
+
+
+def _fill_in(args: argparse.Namespace, model: models.Model | None) -> None:
+    """Give a value to what no flag did: the model's, else the default."""
+    known: dict[str, Any] = dict(DEFAULTS)
+    if model is not None:
+        known.update(
+            ranks=model.context_parallel_size,
+            schedule=model.dfa_schedule,
+            layout="zigzag" if model.dfa_layout == "zigzag" else "contiguous",  # inside the layers
+            seq_length=model.seq_length,
+            batch=model.micro_batch_size,
+            heads=model.num_attention_heads // model.tensor_model_parallel_size,
+            kv_heads=max(1, model.kv_heads // model.tensor_model_parallel_size),
+            head_dim=model.head_dim,
+        )
+    for name, value in known.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def _message_bytes(plan: AttentionPlan, shape: AttentionShape) -> int:
+    """The most that a rank's slots take, over both phases; a slot is counted as a whole chunk."""
+    most = 0
+    for one in phases_of(plan):
+        tokens = max(len(chunk) for chunk in one.layout.chunks)
+        for program in lower_all(one):
+            slots = program.peak_slots().items()
+            most = max(most, sum(count * bytes_of(name, tokens, shape) for name, count in slots))
+    return most
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,0 +1,154 @@
+"""The model that Megatron's flags describe: its parameters, and an estimate of what a GPU holds while it trains."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from dfa_megatron.errors import UnsupportedError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the estimate needs of Megatron's flags; a field is the flag of its name, with that flag's default."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    ffn_hidden_size: int | None = None
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    vocab_size: int = 0
+    micro_batch_size: int = 1
+    make_vocab_size_divisible_by: int = 128
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    swiglu: bool = False
+    untie_embeddings_and_output_weights: bool = False
+    use_distributed_optimizer: bool = False
+    recompute_granularity: str | None = None
+    dfa_schedule: str = "auto"
+    dfa_layout: str = "boundary"
+
+    @property
+    def head_dim(self) -> int:
+        """Of a head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn(self) -> int:
+        """Of the MLP between its projections; Megatron's default where the flag is missing."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def kv_heads(self) -> int:
+        """Of the whole model."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def vocabulary(self) -> int:
+        """Padded, as Megatron pads it."""
+        unit = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
+        return -(-self.vocab_size // unit) * unit
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer: projections, MLP, two norms (biases are left out)."""
+        queries, keys = self.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * queries + 2 * keys)
+        return attention + (3 if self.swiglu else 2) * self.hidden_size * self.ffn + 2 * self.hidden_size
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embedding, and of the output projection where it is not tied to it."""
+        return (2 if self.untie_embeddings_and_output_weights else 1) * self.vocabulary * self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return self.num_layers * self.layer_parameters + self.embedding_parameters + self.hidden_size
+
+
+def model_of(flags: Sequence[str], where: str) -> Model:
+    """The model of a list of Megatron's flags; other flags are passed over.
+
+    Args:
+        where: the name of the list, for messages.
+
+    Raises:
+        UnsupportedError: a needed flag is missing or a value is no number, or the model has experts.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for field in fields(Model):
+        flag = "--" + field.name.replace("_", "-")
+        if field.default is False:
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(field.default, str) or field.name == "recompute_granularity":
+            parser.add_argument(flag, default=field.default)
+        else:
+            parser.add_argument(flag, type=int, default=None if field.default is None else field.default)
+    parser.add_argument("--num-experts", type=int)
+    try:
+        values = vars(parser.parse_known_args(list(flags))[0])
+    except argparse.ArgumentError as error:
+        raise UnsupportedError(where, str(error), "a whole number") from error
+    if values.pop("num_experts"):
+        raise UnsupportedError(f"--num-experts in {where}", "the estimate knows dense layers only", "a dense model")
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        value = values[name]
+        if not isinstance(value, int) or value <= 0:
+            raise UnsupportedError(
+                f"{where} without --{name.replace('_', '-')}", "the estimate needs it", "a file of configs/megatron"
+            )
+    return Model(**values)
+
+
+def memory(model: Model, ranks: int, messages: int) -> list[tuple[str, float]]:
+    """What the fullest GPU holds at its peak, in GiB, by purpose; an estimate, of one data-parallel replica.
+
+    Megatron's mixed precision: 2 bytes of weight and 4 of gradient per parameter, 12 of optimizer state, which the
+    distributed optimizer splits over the context-parallel ranks. Full recomputation is taken to cover every layer.
+    Pipeline: the first stage, with as many micro-batches under way as there are stages. Not counted: gradients of
+    activations, workspaces of libraries, fragmentation.
+
+    Args:
+        ranks: context-parallel ranks.
+        messages: bytes of the slots that attention's messages need.
+    """
+    tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
+    layers = -(-model.num_layers // pp)
+    first = model.embedding_parameters // (2 if pp > 1 and model.untie_embeddings_and_output_weights else 1)
+    held = (layers * model.layer_parameters + first) / tp
+    state = 6 + 12 / (ranks if model.use_distributed_optimizer else 1)
+    rows = model.micro_batch_size * model.seq_length // ranks
+    heads = model.num_attention_heads // tp
+    out = heads * (2 * model.head_dim + 4)  # bytes of a row of attention's output and of its lse
+    projections = 2 * (model.num_attention_heads + 2 * model.kv_heads) * model.head_dim / tp
+    # What a layer saves beside its input and (out, lse): outputs of two norms, q, k and v, the residual, the MLP.
+    inside = 2 * 3 * model.hidden_size + projections + 2 * (3 if model.swiglu else 2) * model.ffn / tp
+    kept = rows * (2 * model.hidden_size + out)
+    logits = rows * 6 * model.vocabulary / tp if pp == 1 else 0.0  # 2 bytes beside 4, in either pass
+    found = [("weights, gradients, optimizer", held * state)]
+    if model.recompute_granularity == "full":
+        found += [
+            ("kept of every layer: its input, out, lse", layers * pp * kept),
+            ("one layer while it is recomputed", rows * inside),
+        ]
+    else:
+        found.append(("saved of every layer", layers * pp * (kept + rows * inside)))
+    found += [("logits and their gradient", logits), ("attention's messages", messages)]
+    return [(name, nbytes / GIB) for name, nbytes in found]
+
+
+def report(model: Model, ranks: int, messages: int) -> str:
+    """The estimate as a table."""
+    rows = memory(model, ranks, messages)
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{model.parameters / 1e9:.2f} billion parameters; estimate of one GPU's memory, GiB:"]
+    lines += [f"  {name:{width}s} {size:8.2f}" for name, size in (*rows, ("together", sum(size for _, size in rows)))]
+    return "\n".join(lines)

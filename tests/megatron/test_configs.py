@@ -1,0 +1,49 @@
+"""Megatron's own parser takes every argument file of configs/megatron, with and without the launcher's flags."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dfa_megatron.argument_file import read_arguments
+from dfa_megatron.megatron.flags import add_dfa_arguments, options_of
+from dfa_megatron.testing.workers import run_ranks
+
+pytest.importorskip("megatron.training.arguments", reason="this megatron-core has no training package")
+
+FILES = sorted((Path(__file__).parents[2] / "configs" / "megatron").glob("*.args"))
+
+
+def parse_and_validate(rank: int, world_size: int) -> list[str]:
+    from megatron.training.arguments import parse_args, validate_args
+
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
+    taken = []
+    for path in FILES:
+        flags = read_arguments(path)
+        ranks = flags[flags.index("--context-parallel-size") + 1]
+        os.environ.update(RANK="0", WORLD_SIZE=ranks, CUDA_DEVICE_MAX_CONNECTIONS="1")
+        for more, provider, layout in (
+            ([], None, "boundary"),
+            (["--dfa-layout", "contiguous"], add_dfa_arguments, "contiguous"),
+        ):
+            sys.argv = [path.name, *flags, *more]
+            args = parse_args(provider)
+            validate_args(args, {})
+            assert args.spec == ["dfa_megatron.megatron", "get_spec"]
+            assert args.data_parallel_size == 1
+            assert options_of(args).layout == layout
+        taken.append(path.name)
+    return taken
+
+
+def test_megatrons_parser_and_checks_take_every_argument_file() -> None:
+    taken = run_ranks(1, parse_and_validate)[0]
+    assert taken == [path.name for path in FILES]
+    assert taken
