@@ -1,10 +1,10 @@
-"""The block `dist_flash_attention` of DeepSpeed's JSON, read strictly: DeepSpeed itself ignores keys it does not know."""
+"""The block `dist_flash_attention` of DeepSpeed's JSON, read strictly: DeepSpeed ignores keys it does not know."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
@@ -21,8 +21,8 @@ _HELP = {
     "enabled": "Distribute attention. Without the block DeepSpeed is called as it is.",
     "size": "Ranks that share a sequence; they are consecutive, and their number divides that of all ranks. Left out: "
     "sequence_parallel_size if that key is there, else all ranks.",
-    "checkpoint": "Activation checkpointing of the model's layers. none: the model's own setting stays. full: attention "
-    "runs and sends twice. remat: attention's output and lse are kept, so that it runs and sends once.",
+    "checkpoint": "Activation checkpointing of the model's layers. none: the model's own setting stays. full: "
+    "attention runs and sends twice. remat: attention's output and lse are kept, so that it runs and sends once.",
 }
 
 
@@ -37,7 +37,7 @@ class Block:
     enabled: bool = True
     size: int | None = None
     checkpoint: str = "none"
-    options: DistAttentionConfig = DistAttentionConfig()
+    options: DistAttentionConfig = field(default_factory=DistAttentionConfig)
 
     def __post_init__(self) -> None:
         if type(self.enabled) is not bool:

@@ -70,6 +70,7 @@ def initialize(
         return plain
     check_settings(settings, block.size)
     check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
+    _check_checkpoint(model, block)
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     mesh = make_mesh(block.size or settings.get("sequence_parallel_size"))
     _distribute(model, mesh, block)
@@ -110,20 +111,28 @@ def _for_deepspeed(settings: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
 
 def _distribute(model: torch.nn.Module, mesh: Mesh, block: Block) -> None:
     """Give the model's attention the group of its sequence."""
-    own = [module for module in model.modules() if isinstance(module, DistFlashAttention)]
+    own = _own_attention(model)
     if not own:
         distribute_attention(model, group=mesh.group, options=block.options, checkpoint=block.checkpoint)
-    elif block.checkpoint != "none":
-        raise UnsupportedError(
-            f"{KEY}.checkpoint={block.checkpoint!r} for a model of your own",
-            "its layers are not known",
-            "checkpoint 'none', and dfa_megatron.remat.context_fn or remat_checkpoint in the model",
-        )
     for module in own:
         module.group_name = group_name(mesh.group)
         module.options = {**_keywords(block), **module.options}
     if dist.get_rank() == 0:
         logger.info("attention over sequences on %d ranks, %d sequences at a time", mesh.size, mesh.data_size)
+
+
+def _own_attention(model: torch.nn.Module) -> list[DistFlashAttention]:
+    """The attention modules of a model that is not a transformers model."""
+    return [module for module in model.modules() if isinstance(module, DistFlashAttention)]
+
+
+def _check_checkpoint(model: torch.nn.Module, block: Block) -> None:
+    if block.checkpoint != "none" and _own_attention(model):
+        raise UnsupportedError(
+            f"{KEY}.checkpoint={block.checkpoint!r} for a model of your own",
+            "its layers are not known",
+            "checkpoint 'none', and dfa_megatron.remat.context_fn or remat_checkpoint in the model",
+        )
 
 
 def _keywords(block: Block) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What DeepSpeed can be asked for that contradicts distributed attention, or that has not been compared with one rank."""
+"""What DeepSpeed can be asked for that contradicts distributed attention, or was not compared with one rank."""
 
 from __future__ import annotations
 

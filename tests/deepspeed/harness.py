@@ -1,4 +1,4 @@
-"""A tiny model on DeepSpeed with distributed attention, beside the same model on one rank; on CPU, without compiling."""
+"""A tiny model on DeepSpeed with distributed attention, beside the same model on one rank; nothing is compiled."""
 
 from __future__ import annotations
 

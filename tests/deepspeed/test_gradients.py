@@ -1,4 +1,4 @@
-"""One rule for the loss, and the gradients of one process at every ZeRO stage, however ranks divide sequences and data."""
+"""One rule for the loss, and the gradients of one process at every ZeRO stage, for every mesh."""
 
 from __future__ import annotations
 

@@ -1,0 +1,136 @@
+"""The JSON block is read strictly, and what contradicts it elsewhere in the file is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.deepspeed.block import KEY, Block
+from dfa_megatron.deepspeed.refusals import check_settings
+from dfa_megatron.errors import UnsupportedError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "deepspeed").glob("*.json"))
+
+
+def test_every_option_is_read() -> None:
+    block = Block.from_mapping({"enabled": True, "size": 4, "checkpoint": "remat", "schedule": "ring", "verify": "off"})
+    assert block == Block(size=4, checkpoint="remat", options=DistAttentionConfig(schedule="ring", verify="off"))
+    assert Block.from_mapping({}) == Block()
+    assert not Block.from_mapping({"enabled": False}).enabled
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"shedule": "ring"}, "perhaps 'schedule'"),
+        ({"sizes": 2}, "perhaps 'size'"),
+        ({"enable": True}, "perhaps 'enabled'"),
+        ({"schedule": "balance"}, "perhaps 'balanced'"),
+        ({"checkpoint": "rematerialize"}, "perhaps 'remat'"),
+        ({"checkpoint": True}, "one of none, full, remat"),
+        ({"size": "8"}, "a number of ranks"),
+        ({"size": True}, "a number of ranks"),
+        ({"size": 0}, "a number of ranks"),
+        ({"size": 2.0}, "a number of ranks"),
+        ({"enabled": "true"}, "type bool"),
+        ({"deterministic": 1}, "type bool"),
+        ({"layout": "zigzag"}, "one slice a rank"),
+        ({"remat": "on"}, "checkpoint='remat'"),
+        (True, "it must be a block"),
+    ],
+)
+def test_a_wrong_block_is_refused_with_what_would_be_right(values: Any, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        Block.from_mapping(values)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"data_parallel_size": 2, "sequence_parallel_size": 2},
+        {"sequence_parallel_size": 4},
+        {"sparse_gradients": True},
+        {"gradient_allreduce_op": "sum"},
+        {"tensor_parallel": {"autotp_size": 2}},
+        {"hybrid_engine": {"enabled": True}},
+        {"compile": {"deepcompile": True}},
+        {"compile": {"passes": ["autosp"]}},
+        {"zero_optimization": {"zero_hpz_partition_size": 2}},
+        {"zero_optimization": {"mics_shard_size": 2}},
+        {"zero_optimization": {"zero_quantized_gradients": True}},
+        {"activation_checkpointing": {"partition_activations": True}},
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_contradiction_elsewhere_in_the_file_is_refused_by_name(settings: dict[str, Any]) -> None:
+    name = next(iter(settings))
+    with pytest.raises(UnsupportedError, match=name):
+        check_settings(settings, size=2)
+    with pytest.raises(UnsupportedError, match=name):
+        dfa_ds.initialize(model=torch.nn.Linear(1, 1), config={**settings, KEY: {"size": 2}})
+
+
+def test_defaults_spelled_out_are_no_contradiction() -> None:
+    check_settings(
+        {
+            "sequence_parallel_size": 2,
+            "gradient_allreduce_op": "mean",
+            "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1, "mics_shard_size": -1},
+            "activation_checkpointing": {"partition_activations": False},
+            "compile": {"deepcompile": False},
+        },
+        size=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mpu": object()}, "scales gradients by ZeRO stage"),
+        ({"mesh_param": (1, 2)}, "mesh_param"),
+        ({"training_data": [1]}, "different samples"),
+    ],
+)
+def test_an_argument_that_contradicts_the_block_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        dfa_ds.initialize(model=torch.nn.Linear(1, 1), config={KEY: {}}, **arguments)
+
+
+def test_initialize_has_deepspeeds_signature() -> None:
+    import deepspeed
+
+    ours, theirs = (inspect.signature(f).parameters for f in (dfa_ds.initialize, deepspeed.initialize))
+    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+
+
+def test_an_engine_made_without_the_block_has_no_mesh() -> None:
+    with pytest.raises(UnsupportedError, match="missing or not enabled"):
+        dfa_ds.mesh_of(object())
+
+
+def test_the_schema_names_every_key_that_is_read() -> None:
+    properties = Block.json_schema()["properties"][KEY]["properties"]
+    shared = set(DistAttentionConfig.json_schema()["properties"]) - {"remat"}
+    assert set(properties) == {"enabled", "size", "checkpoint"} | shared
+    for name, entry in properties.items():
+        if "default" in entry:
+            Block.from_mapping({name: entry["default"]})
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_configuration_is_one_that_is_read(path: Path) -> None:
+    settings = json.loads(path.read_text())
+    if path.name.endswith("schema.json"):
+        assert settings == Block.json_schema(), f"write Block.json_schema() to {path.name}"
+        return
+    block = Block.from_mapping(settings[KEY])
+    assert block.enabled
+    check_settings(settings, block.size)

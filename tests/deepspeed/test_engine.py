@@ -1,0 +1,183 @@
+"""Training with the engine: checkpointing, accumulation, saving and loading, bfloat16, and a model of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dfa_megatron import DistFlashAttention
+from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.workers import run_ranks
+from tests.deepspeed import harness
+from tests.huggingface.models import LAYERS, build, text
+
+
+def start(config: dict[str, Any], seed: int = 0) -> Any:
+    model = build("Qwen3", seed)
+    return dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def step(engine: Any, seed: int) -> float:
+    """One micro-batch, the same for all of a sequence's ranks and another for each sequence."""
+    mesh = dfa_ds.mesh_of(engine)
+    whole = text(1, 10 * mesh.size, seed=1000 * mesh.data_rank + seed, unlabelled=3)
+    loss = engine(**dfa_ds.shard_batch(whole, group=mesh.group)).loss
+    engine.backward(loss)
+    engine.step()
+    return harness.mean_over_ranks(loss)
+
+
+def count_attention(rank: int, world_size: int, stage: int) -> dict[str, tuple[list[torch.Tensor], dict[str, int]]]:
+    from deepspeed.utils import safe_get_full_grad
+
+    harness.prepare_worker(rank)
+    results = {}
+    for checkpoint in ("none", "full", "remat"):
+        engine = start(harness.settings(stage, world_size, checkpoint=checkpoint))
+        mesh = dfa_ds.mesh_of(engine)
+        batch = dfa_ds.shard_batch(text(1, 10 * world_size, seed=5), group=mesh.group)
+        for _ in range(2):
+            COUNTERS.reset()
+            engine.backward(engine(**batch).loss)
+            counts = COUNTERS.snapshot()
+            gradients = [safe_get_full_grad(p) for p in engine.module.parameters()]
+            engine.step()
+        results[checkpoint] = (gradients, counts)
+        engine.destroy()
+    return results
+
+
+def test_under_zero_3_remat_runs_and_sends_half_of_full_checkpointing_with_the_same_bits() -> None:
+    for results in run_ranks(2, count_attention, 3, timeout=120):
+        want, plain = results["none"]
+        for gradients, _ in results.values():
+            assert all(torch.equal(a, b) for a, b in zip(gradients, want, strict=True))
+        assert plain["attention_forwards"] == LAYERS
+        for count in ("attention_forwards", "kernel_forwards", "forward_messages"):
+            assert results["full"][1][count] == 2 * plain[count]
+            assert results["remat"][1][count] == plain[count]
+        assert results["remat"][1]["replays"] == LAYERS
+
+
+def resume(rank: int, world_size: int, stage: int, folder: str) -> tuple[list[float], list[float]]:
+    harness.prepare_worker(rank)
+    config = harness.settings(stage, 2, checkpoint="remat")
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    engine = start(config)
+    for seed in range(2):
+        step(engine, seed)
+    engine.save_checkpoint(folder, tag="two")
+    straight = [step(engine, seed) for seed in range(2, 4)]
+    engine.destroy()
+    engine = start(config, seed=9)
+    engine.load_checkpoint(folder, tag="two")
+    return straight, [step(engine, seed) for seed in range(2, 4)]
+
+
+def test_under_zero_3_a_run_that_is_loaded_continues_to_the_bit(tmp_path: Path) -> None:
+    for straight, loaded in run_ranks(4, resume, 3, str(tmp_path), timeout=120):
+        assert straight == loaded
+        assert straight[0] != straight[1]
+
+
+def train(rank: int, world_size: int) -> None:
+    """Accumulation and clipping: three steps of SGD move the weights as they move on one process."""
+    harness.prepare_worker(rank)
+    for stage in (1, 3):
+        config = harness.settings(stage, world_size, checkpoint="remat")
+        config |= {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+        config["optimizer"]["params"]["lr"] = 0.1
+        engine = start(config)
+        want = build("Qwen3")
+        optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
+        for first in (0, 2, 4):
+            for seed in (first, first + 1):
+                got = step(engine, seed)
+                loss = want(**text(1, 10 * world_size, seed=seed, unlabelled=3)).loss
+                assert abs(got - loss.item()) < 1e-4 * loss.item()
+                (loss / 2).backward()
+            torch.nn.utils.clip_grad_norm_(want.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.destroy()
+
+
+def test_accumulation_and_clipping_are_those_of_one_process() -> None:
+    run_ranks(2, train, timeout=120)
+
+
+def half_precision(rank: int, world_size: int) -> None:
+    from deepspeed.utils import safe_get_full_grad
+
+    harness.prepare_worker(rank)
+    batches = harness.samples(1, 12 * world_size, unlabelled=2)
+    _, want = harness.reference("Llama", batches)
+    for stage in (1, 3):
+        model = build("Llama")
+        config = harness.settings(stage, world_size) | {"bf16": {"enabled": True}}
+        engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        assert engine.communication_data_type == torch.float32
+        batch = dfa_ds.shard_batch(batches[0], group=dfa_ds.mesh_of(engine).group)
+        engine.backward(engine(**batch).loss)
+        for name, parameter in engine.module.named_parameters():
+            gradient = safe_get_full_grad(parameter).float()
+            assert_close(gradient.view_as(want[name]), want[name], tolerance=0.1, name=f"ZeRO {stage} {name}")
+        engine.step()
+        engine.destroy()
+
+
+def test_bfloat16_gradients_are_those_of_one_process_within_rounding() -> None:
+    run_ranks(2, half_precision, timeout=120)
+
+
+class OwnModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(31, 16)
+        self.qkv = torch.nn.Linear(16, 48)
+        self.attention = DistFlashAttention(schedule="ring")
+        self.head = torch.nn.Linear(16, 31)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        q, k, v = (t.unflatten(-1, (2, 8)) for t in self.qkv(x).chunk(3, -1))
+        return self.head(x + self.attention(q, k, v).flatten(2))
+
+
+def own_model(rank: int, world_size: int) -> None:
+    from deepspeed.utils import safe_get_full_grad
+
+    harness.prepare_worker(rank)
+    torch.manual_seed(0)
+    model, want = OwnModel(), OwnModel()
+    want.load_state_dict(model.state_dict())
+    with pytest.raises(UnsupportedError, match="its layers are not known"):
+        dfa_ds.initialize(model=model, config=harness.settings(2, world_size, checkpoint="remat"))
+    engine, *_ = dfa_ds.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=harness.settings(2, 2, schedule="balanced", verify="always"),
+    )
+    mesh = dfa_ds.mesh_of(engine)
+    assert engine.module.attention.options["schedule"] == "ring"  # what the model says itself comes first
+    assert engine.module.attention.options["verify"] == "always"
+    tokens = torch.randint(0, 31, (1, 16), generator=torch.Generator().manual_seed(1))
+    batch = dfa_ds.shard_batch({"input_ids": tokens, "labels": tokens}, group=mesh.group)
+    engine.backward(dfa_ds.loss(engine(batch["input_ids"]), batch["shift_labels"], group=mesh.group))
+
+    want.attention.group_name = ""
+    F.cross_entropy(want(tokens)[0, :-1], tokens[0, 1:]).backward()
+    for (name, parameter), reference in zip(engine.module.named_parameters(), want.parameters(), strict=True):
+        gradient = safe_get_full_grad(parameter).view_as(reference)
+        assert_close(gradient, reference.grad, tolerance=1e-5, name=name)
+
+
+def test_a_model_of_ones_own_takes_the_group_of_its_sequence() -> None:
+    run_ranks(2, own_model, timeout=120)

@@ -1,0 +1,99 @@
+"""A batch is cut so that no label is lost between ranks, and the loss bears ranks without a label."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.workers import run_ranks
+from tests.huggingface.models import LAYERS, build, gradients, text
+
+
+def cut(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    ids = torch.arange(24).view(2, 12)
+    labels = ids.clone()
+    labels[0, :5] = -100
+    return dfa_hf.shard_batch({"input_ids": ids, "labels": labels, "attention_mask": torch.ones(2, 12)})
+
+
+def test_labels_are_those_of_the_next_token_across_ranks() -> None:
+    first, second, third = run_ranks(3, cut)
+    assert first["input_ids"].tolist() == [[0, 1, 2, 3], [12, 13, 14, 15]]
+    assert first["labels"].tolist() == [[-100, -100, -100, -100], [13, 14, 15, 16]]
+    assert second["labels"].tolist() == [[5, 6, 7, 8], [17, 18, 19, 20]]
+    assert third["labels"].tolist() == [[9, 10, 11, -100], [21, 22, 23, -100]]
+    assert [part["position_ids"].tolist() for part in (first, second, third)] == [
+        [[0, 1, 2, 3]],
+        [[4, 5, 6, 7]],
+        [[8, 9, 10, 11]],
+    ]
+    for part in (first, second, third):
+        assert torch.equal(part["labels"], part["shift_labels"])
+        assert part["num_items_in_batch"].item() == pytest.approx((7 + 11) / 3)
+
+
+def no_label_at_all(rank: int, world_size: int) -> None:
+    model = dfa_hf.distribute_attention(build("Llama"))
+    batch = dfa_hf.shard_batch(text(1, 12, seed=3, unlabelled=12))
+    for loss in (model(**batch).loss, dfa_hf.causal_lm_loss(model(**batch).logits, batch["shift_labels"])):
+        assert loss.item() == 0.0
+        model.zero_grad()
+        loss.backward()
+        assert all(not gradient.any() for gradient in gradients(model).values())
+
+
+def test_a_batch_without_a_label_has_loss_and_gradient_zero() -> None:
+    run_ranks(2, no_label_at_all)
+
+
+def groups_of_two(rank: int, world_size: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own = pairs[rank // 2]
+    whole = text(1, 12, seed=rank // 2, unlabelled=2 + rank // 2)
+    batch = dfa_hf.shard_batch(whole, group=own)
+    logits = torch.zeros(1, 6, 61)
+    loss = dfa_hf.causal_lm_loss(logits, batch["shift_labels"], group=own)
+    dist.all_reduce(loss, group=own)
+    assert loss.item() / 2 == pytest.approx(torch.tensor(61.0).log().item(), rel=1e-6)
+
+
+def test_labels_are_counted_in_the_group_of_the_sequence_only() -> None:
+    run_ranks(4, groups_of_two)
+
+
+def checkpointed(rank: int, world_size: int) -> None:
+    batch = dfa_hf.shard_batch(text(1, 12, seed=3))
+    seen = {}
+    for checkpoint in ("none", "full", "remat"):
+        model = dfa_hf.distribute_attention(build("Qwen2"), checkpoint=checkpoint)
+        COUNTERS.reset()
+        model(**batch).loss.backward()
+        seen[checkpoint] = (gradients(model), COUNTERS.snapshot())
+    want, plain = seen["none"]
+    assert plain["attention_forwards"] == LAYERS
+    assert seen["full"][1]["attention_forwards"] == 2 * LAYERS
+    for count in ("attention_forwards", "kernel_forwards", "forward_messages", "forward_bytes"):
+        assert seen["remat"][1][count] == plain[count]
+    assert seen["remat"][1]["replays"] == LAYERS
+    for name, gradient in want.items():
+        assert torch.equal(seen["full"][0][name], gradient)
+        assert torch.equal(seen["remat"][0][name], gradient)
+
+
+def test_rematerialization_runs_every_attention_once_with_the_same_bits() -> None:
+    run_ranks(2, checkpointed)
+
+
+def test_a_copy_of_a_model_is_distributed_as_well() -> None:
+    model = dfa_hf.distribute_attention(build("Llama"))
+    batch = dfa_hf.shard_batch(text(1, 8, seed=1))
+    other = copy.deepcopy(model)
+    assert torch.equal(other(**batch).logits, model(**batch).logits)
+    dfa_hf.distribute_attention(other, checkpoint="remat")  # once more: hooks are not doubled
+    assert len(other.model._forward_pre_hooks) == 1
+    assert torch.equal(other(**batch).loss, model(**batch).loss)

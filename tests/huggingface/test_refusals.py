@@ -1,0 +1,155 @@
+"""What a model, a batch or a call asks for and would not get is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.attention import CONTEXT, LayerContext
+from dfa_megatron.testing.workers import run_ranks
+from tests.huggingface.models import build, text
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("Llama", {"attention_dropout": 0.1}, "attention dropout 0.1"),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'"),
+        ("Gemma2", {}, "capped scores"),
+        ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "attention sinks"),
+        (
+            "Llama4Text",
+            {"num_local_experts": 1, "attention_chunk_size": 8, "num_hidden_layers": 1},
+            "chunked_attention",
+        ),
+    ],
+)
+def test_a_model_that_needs_more_than_causal_attention_is_refused(kind: str, changes: Any, message: str) -> None:
+    model = _build(kind, changes)
+    with pytest.raises(UnsupportedError, match=message):
+        dfa_hf.distribute_attention(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def _build(kind: str, changes: dict[str, Any]) -> Any:
+    if kind in ("Llama", "Gemma2"):
+        return build(kind, **changes)
+    import transformers
+
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "head_dim": 8}
+    config = getattr(transformers, f"{kind}Config")(
+        **{**sizes, "num_hidden_layers": 2, "num_key_value_heads": 2, "attn_implementation": "eager", **changes}
+    )
+    return getattr(transformers, {"Llama4Text": "Llama4"}.get(kind, kind) + "ForCausalLM")(config)
+
+
+def test_models_whose_layers_do_not_all_attend_are_refused() -> None:
+    model = build("Llama")
+    model.model.layers[1].self_attn = torch.nn.Identity()
+    with pytest.raises(UnsupportedError, match="attention in 1 of 2 layers"):
+        dfa_hf.distribute_attention(model)
+
+
+def test_a_module_without_a_transformers_model_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="no transformers model"):
+        dfa_hf.distribute_attention(torch.nn.Linear(1, 1))
+
+
+def test_a_model_that_was_only_switched_by_name_says_what_is_missing() -> None:
+    dfa_hf.distribute_attention(build("Llama"))  # transformers knows the name now
+    model = build("Llama")
+    model.set_attn_implementation(dfa_hf.NAME)
+    with pytest.raises(UnsupportedError, match="distribute_attention"):
+        model(input_ids=text(1, 8, seed=0)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"options": DistAttentionConfig(layout="zigzag")}, "layout='zigzag'"),
+        ({"options": DistAttentionConfig(remat="on")}, "remat='on'"),
+        ({"checkpoint": "selective"}, "checkpoint='selective'"),
+    ],
+)
+def test_an_option_that_means_nothing_here_is_refused(keywords: Any, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        dfa_hf.distribute_attention(build("Llama"), **keywords)
+
+
+def _padding(right: bool) -> torch.Tensor:
+    mask = torch.ones(1, 8, dtype=torch.long)
+    mask[0, -1 if right else 0] = 0
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attention_mask": _padding(right=True)}, "padding"),
+        ({"attention_mask": _padding(right=False)}, "padding"),
+        ({"attention_mask": torch.ones(1, 1, 8, 8)}, "ready-made attention mask"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}, "position_ids from 0 to 3"),
+        ({"position_ids": torch.arange(8, 16)[None]}, "position_ids from 8 to 15"),
+        ({"use_cache": True}, "a key cache"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, "cu_seq_lens_q"),
+        ({"softcap": 30.0}, "softcap"),
+    ],
+)
+def test_a_call_that_asks_for_more_is_refused(arguments: dict[str, Any], message: str) -> None:
+    model = dfa_hf.distribute_attention(build("Llama"))
+    tokens = text(1, 8, seed=0)["input_ids"]
+    model(input_ids=tokens, attention_mask=torch.ones(1, 8), position_ids=torch.arange(8)[None])
+    with pytest.raises(UnsupportedError, match=message):
+        model(input_ids=tokens, **arguments)
+
+
+def test_generation_says_how_it_would_work() -> None:
+    model = dfa_hf.distribute_attention(build("Llama"))
+    with pytest.raises(UnsupportedError, match="local_attention"):
+        model.eval().generate(text(1, 8, seed=0)["input_ids"], max_new_tokens=2)
+
+
+def test_dropout_set_after_preparation_is_refused_at_the_call() -> None:
+    model = dfa_hf.distribute_attention(build("Llama"))
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(UnsupportedError, match=r"dropout 0\.1"):
+        model(input_ids=text(1, 8, seed=0)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"labels": torch.ones(1, 8)}, "it is not known how to cut it"),
+        ({"input_ids": torch.ones(1, 8), "pixel_values": torch.ones(1)}, "pixel_values"),
+        ({"input_ids": torch.ones(1, 8), "attention_mask": _padding(right=True)}, "padding"),
+        ({"input_ids": torch.ones(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}, "start anew"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(batch: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        dfa_hf.shard_batch(batch)
+
+
+def call_on_two_ranks(rank: int, world_size: int) -> None:
+    model = dfa_hf.distribute_attention(build("Llama"))
+    context: LayerContext = getattr(model, CONTEXT)
+    assert context.size == 2
+    batch = text(1, 8, seed=0)
+    with pytest.raises(UnsupportedError, match="labels without shift_labels"):
+        model(**batch)
+    with pytest.raises(UnsupportedError, match="labels without num_items_in_batch"):
+        model(**batch, shift_labels=batch["labels"])
+    with pytest.raises(UnsupportedError, match=f"holds the tokens {8 * rank} to {8 * rank + 7}"):
+        model(input_ids=batch["input_ids"], position_ids=torch.arange(8)[None] + 8 * (1 - rank))
+    with pytest.raises(UnsupportedError, match="7"):
+        dfa_hf.shard_batch(text(1, 7, seed=0))
+
+
+def test_on_two_ranks_labels_and_positions_of_a_whole_sequence_are_refused() -> None:
+    run_ranks(2, call_on_two_ranks, timeout=120)
