@@ -26,6 +26,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_PRELOADED: dict[str, None] = {}
+"""What `preload` was asked for so far, in order: the parts of a test suite each name their own."""
+
 _GRACE = 3.0
 """Seconds that the other ranks are given to report, after one has failed."""
 
@@ -47,8 +50,9 @@ class _Job:
 
 
 def preload(*modules: str) -> None:
-    """Have the fork server import torch and these modules; no effect once it runs (`run_ranks` starts it)."""
-    names = ["torch", "torch.distributed", __name__, *modules]
+    """Have the fork server import torch and these modules too; no effect once it runs (`run_ranks` starts it)."""
+    _PRELOADED.update(dict.fromkeys(modules))
+    names = ["torch", "torch.distributed", __name__, *_PRELOADED]
     multiprocessing.get_context("forkserver").set_forkserver_preload(names)
 
 

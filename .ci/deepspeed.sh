@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# tests/huggingface and tests/deepspeed with both packages installed; `make test` skips them, because it installs neither.
+#   .ci/deepspeed.sh [FOLDER]      FOLDER keeps the virtual environment (default: .venv/deepspeed), which adds to the first one
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=$([ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || command -v python3)
+python=${PYTHON:-$python}
+folder=${1:-.venv/deepspeed}
+
+if [ ! -e "$folder/.ready" ]; then
+  "$python" -m venv "$folder"
+  site=$("$folder/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+  "$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$site/first.pth"
+  DS_BUILD_OPS=0 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+    deepspeed transformers
+  touch "$folder/.ready"
+fi
+
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
+"$folder/bin/python" -W ignore -c \
+  "import deepspeed, transformers; print(f'DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}')"
+exec "$folder/bin/python" -m pytest -q tests/huggingface tests/deepspeed

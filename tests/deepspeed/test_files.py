@@ -1,0 +1,75 @@
+"""The shipped configurations train, and so does the example, from nothing but its JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.testing.workers import run_ranks
+from tests.deepspeed import harness
+from tests.huggingface.models import build, text
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(path for path in (ROOT / "configs" / "deepspeed").glob("zero*.json"))
+
+
+def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same for two ranks without a GPU: nothing to compile, nothing to pin."""
+    settings["dist_flash_attention"]["size"] = 2
+    settings["optimizer"]["params"]["torch_adam"] = True
+    settings["zero_force_ds_cpu_optimizer"] = False
+    for name in ("offload_optimizer", "offload_param"):
+        settings["zero_optimization"].get(name, {})["pin_memory"] = False
+    return settings
+
+
+def train(rank: int, world_size: int, paths: list[str]) -> dict[str, list[float]]:
+    harness.prepare_worker(rank)
+    losses = {}
+    for path in paths:
+        model = build("Qwen2")
+        config = on_cpu(json.loads(Path(path).read_text()))
+        config["optimizer"]["params"]["lr"] = 0.01
+        engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        batch = dfa_ds.shard_batch(text(1, 16, seed=1), group=dfa_ds.mesh_of(engine).group)
+        losses[Path(path).stem] = []
+        for _ in range(3):
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses[Path(path).stem].append(harness.mean_over_ranks(loss))
+        engine.destroy()
+    return losses
+
+
+def test_the_loss_falls_with_every_shipped_configuration_and_alike() -> None:
+    assert len(CONFIGS) == 6
+    losses = run_ranks(2, train, [str(path) for path in CONFIGS], timeout=150)[0]
+    for name, (first, second, third) in losses.items():
+        assert first > second > third, name
+        assert abs(third - losses["zero1"][2]) < 0.05 * third, name
+
+
+def test_the_example_learns_on_two_ranks_that_torchrun_starts() -> None:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    script = str(ROOT / "examples" / "train_deepspeed.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    done = subprocess.run(
+        [*torchrun, "--seq-length", "128", "--train-iters", "15"],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 15
+    assert losses[0] > 5.0
+    assert losses[-1] < losses[0] - 1.5
