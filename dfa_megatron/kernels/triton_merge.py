@@ -34,7 +34,6 @@ def _merge(
     weight = tl.where(gap == gap, weight, gap)[:, None]
     peak = tl.where(gap > 0, new_lse, old_lse)
     merged_lse = tl.where(gap == -float("inf"), old_lse, peak + tl.log(1.0 + small))
-    tl.store(acc_lse, tl.where(gap == gap, merged_lse, gap), mask=there)
     acc_out += batch * acc_batch + head * acc_head + rows[:, None] * acc_row + dims[None, :]
     old = tl.load(acc_out, mask=inside, other=0.0)
     new_pointers = out + batch * out_batch + head * out_head + rows[:, None] * out_row + dims[None, :]
@@ -43,6 +42,10 @@ def _merge(
     step = new - old
     merged = tl.where(weight < 0.5, old + weight * step, new - (1.0 - weight) * step)
     into += batch * into_batch + head * into_head + rows[:, None] * into_row + dims[None, :]
+    # Several warps load the same lse, because a vector of rows is repeated over them. None may store before all have
+    # loaded, or a late one would take the merged lse for the old one.
+    tl.debug_barrier()
+    tl.store(acc_lse, tl.where(gap == gap, merged_lse, gap), mask=there)
     tl.store(into, merged.to(into.dtype.element_ty), mask=inside)
 
 
