@@ -43,7 +43,7 @@ class Flash4Kernel:
     reads: Literal["delta", "out"] = "out"
 
     def refusal(self, need: Need) -> str | None:
-        """See `BlockKernel.refusal`; the limits are those of its `_validate_head_dims`."""
+        """See `BlockKernel.refusal`."""
         if why := gpu_refusal(need):
             return why
         if need.capability is None or need.capability[0] not in (9, 10, 11):
@@ -79,12 +79,21 @@ class Flash4Kernel:
 
 
 def _head_dim_refusal(need: Need) -> str | None:
-    dims = (need.head_dim, need.head_dim_v)
+    """Narrower than the package's own checks: shapes whose backward its compiler rejects in READ are left out."""
     hopper = need.capability is not None and need.capability[0] == 9
-    if max(dims) <= (256 if hopper else 128) or (not hopper and dims in ((192, 128), (256, 256))):
+    if need.head_dim != need.head_dim_v:
+        if (need.head_dim, need.head_dim_v) == (192, 128) and need.heads == need.kv_heads:
+            return None
+        return (
+            f"it needs head_dim ({need.head_dim}) and head_dim_v ({need.head_dim_v}) to be equal "
+            "(192 and 128 work without grouped heads)"
+        )
+    if hopper and need.head_dim in (104, 112):
+        return f"its backward of full blocks does not compile for head_dim {need.head_dim} on {capability_text(need)}"
+    if need.head_dim <= (256 if hopper else 128) or need.head_dim == 256:
         return None
-    limit = "256" if hopper else "128 (192 and 128 together, or 256 and 256, work)"
-    return f"head_dim {need.head_dim} or head_dim_v {need.head_dim_v} is over {limit} on {capability_text(need)}"
+    limit = "256" if hopper else "128, and not 256,"
+    return f"head_dim {need.head_dim} is over {limit} on compute capability {capability_text(need)}"
 
 
 @functools.cache

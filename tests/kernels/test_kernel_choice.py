@@ -102,8 +102,11 @@ def test_auto_prefers_flash_attention_4_where_it_is_installed_and_the_chip_is_ne
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, forms=frozenset({"band"}))).name == "flash4"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=256, head_dim_v=256)).name == "flash4"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, capability=(8, 0))).name == "cudnn"
+    latent = dataclasses.replace(ON_HOPPER, head_dim=192, head_dim_v=128)
+    assert kernels.select("auto", latent).name == "cudnn"
+    assert kernels.select("auto", dataclasses.replace(latent, kv_heads=8)).name == "flash4"
     blackwell = dataclasses.replace(ON_HOPPER, capability=(10, 0))
-    assert kernels.select("auto", dataclasses.replace(blackwell, head_dim=192, head_dim_v=128)).name == "flash4"
+    assert kernels.select("auto", dataclasses.replace(blackwell, head_dim=256, head_dim_v=256)).name == "flash4"
     assert kernels.select("auto", dataclasses.replace(blackwell, head_dim=192, head_dim_v=192)).name == "aten"
 
 
@@ -134,8 +137,11 @@ def test_cudnn_honours_pytorchs_own_deterministic_switch() -> None:
         ("flash4", {"device": "cpu"}, "runs on CUDA, not on cpu"),
         ("flash4", {"capability": (8, 9)}, "9.x, 10.x or 11.x (Hopper, Blackwell), not 8.9"),
         ("flash4", {"capability": (12, 0)}, "not 12.0"),
-        ("flash4", {"head_dim": 264}, "head_dim 264 or head_dim_v 64 is over 256 on 9.0"),
-        ("flash4", {"head_dim": 192, "head_dim_v": 192, "capability": (10, 0)}, "is over 128 (192 and 128"),
+        ("flash4", {"head_dim": 264, "head_dim_v": 264}, "head_dim 264 is over 256 on compute capability 9.0"),
+        ("flash4", {"head_dim": 192, "head_dim_v": 192, "capability": (10, 0)}, "192 is over 128, and not 256, on"),
+        ("flash4", {"head_dim": 112, "head_dim_v": 112}, "does not compile for head_dim 112 on 9.0"),
+        ("flash4", {"head_dim_v": 128}, "head_dim (64) and head_dim_v (128) to be equal"),
+        ("flash4", {"head_dim": 192, "head_dim_v": 128}, "work without grouped heads"),
         ("triton", {"device": "cpu"}, "runs on CUDA, not on cpu"),
         ("triton", {"dtype": torch.float64}, "not torch.float64"),
         ("triton", {"head_dim_v": 257}, "head_dim 64 or head_dim_v 257 is over 256"),
