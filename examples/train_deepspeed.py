@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dfa_megatron import deepspeed as dfa_ds
-from gpt.text import open_tokens, sample
+from gpt.text import Tokens, open_tokens, sample
 
 
 class _Encoded:
@@ -53,14 +53,14 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def build(args: argparse.Namespace) -> tuple[Any, Any]:
+def build(args: argparse.Namespace) -> tuple[Any, Tokens]:
     """The model and the tokens to train on; nothing in either knows of distributed attention."""
     torch.manual_seed(0)
     if args.model:
-        tokens = _Encoded(args.data, AutoTokenizer.from_pretrained(args.model))
-        if len(tokens) <= args.seq_length:
-            raise SystemExit(f"{args.data} has {len(tokens)} tokens, fewer than --seq-length {args.seq_length} needs")
-        return AutoModelForCausalLM.from_pretrained(args.model), tokens
+        encoded = _Encoded(args.data, AutoTokenizer.from_pretrained(args.model))
+        if len(encoded) <= args.seq_length:
+            raise SystemExit(f"{args.data} has {len(encoded)} tokens, fewer than --seq-length {args.seq_length} needs")
+        return AutoModelForCausalLM.from_pretrained(args.model), encoded
     tokens = open_tokens(args.data, vocab_size=None, seq_length=args.seq_length)
     config = LlamaConfig(
         vocab_size=tokens.vocabulary,

@@ -22,6 +22,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "mistral-window": ("Mistral", {"sliding_window": 7}),
+    "mistral-window-longer-than-a-ranks-part": ("Mistral", {"sliding_window": 15}),
     "mistral-window-longer-than-the-text": ("Mistral", {"sliding_window": 64}),
     "qwen2-window-in-one-layer": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
 }
