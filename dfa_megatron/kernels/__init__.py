@@ -34,6 +34,9 @@ KERNELS: Mapping[str, BlockKernel] = MappingProxyType(
 )
 """Every kernel by name, the one to prefer first."""
 
+BY_NAME_ONLY = frozenset({"flash4", "triton"})
+"""Kernels that "auto" passes over: they have not been through the whole conformance suite on a GPU yet."""
+
 
 def get(name: str) -> BlockKernel:
     """The kernel of that name.
@@ -49,7 +52,7 @@ def get(name: str) -> BlockKernel:
 
 
 def select(name: str, need: Need) -> BlockKernel:
-    """The kernel of that name, or for "auto" the first that does not refuse the need. The choice is logged once.
+    """The kernel of that name, or for "auto" the first proven one that does not refuse the need; logged once.
 
     Raises:
         UnsupportedError: the named kernel refuses (its reason, and which kernels would do), or every kernel does.
@@ -58,6 +61,8 @@ def select(name: str, need: Need) -> BlockKernel:
     refused: dict[str, str] = {}
     for candidate in wanted:
         why = KERNELS[candidate].refusal(need)
+        if why is None and name == "auto" and candidate in BY_NAME_ONLY:
+            why = f"it is taken by name only (kernel={candidate!r}), until the whole suite has passed on a GPU"
         if why is None:
             _log_choice(name, candidate, _describe(need), tuple(refused.items()))
             return KERNELS[candidate]

@@ -91,13 +91,24 @@ def test_auto_prefers_cudnn_and_leaves_it_for_what_it_cannot_do() -> None:
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, deterministic=True)).name == "aten"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=256, head_dim_v=256)).name == "aten"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=192, head_dim_v=128)).name == "cudnn"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=100, head_dim_v=100)).name == "triton"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float32)).name == "triton"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=100, head_dim_v=100)).name == "reference"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float32)).name == "reference"
+    assert kernels.select("triton", dataclasses.replace(ON_HOPPER, dtype=torch.float32)).name == "triton"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float64)).name == "reference"
 
 
 @pytest.mark.usefixtures("flash4_present")
-def test_auto_prefers_flash_attention_4_where_it_is_installed_and_the_chip_is_new_enough() -> None:
+def test_auto_passes_over_kernels_that_are_not_proven_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    kernels._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="dfa_megatron.kernels"):
+        assert kernels.select("auto", ON_HOPPER).name == "cudnn"
+    assert "flash4 refused: it is taken by name only (kernel='flash4')" in caplog.records[0].message
+    assert kernels.select("flash4", ON_HOPPER).name == "flash4"
+
+
+@pytest.mark.usefixtures("flash4_present")
+def test_a_proven_flash_attention_4_is_preferred_where_the_chip_is_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "BY_NAME_ONLY", frozenset())
     assert kernels.select("auto", ON_HOPPER).name == "flash4"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, forms=frozenset({"band"}))).name == "flash4"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=256, head_dim_v=256)).name == "flash4"
