@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-# DeepSpeed chooses its device and compiles nothing where these are set before it is imported; workers inherit them.
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("DS_BUILD_OPS", "0")
-
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the worker processes import tests.deepspeed.harness by name
 
 from dfa_megatron.testing.workers import preload
 
-preload(
-    "dfa_megatron.attention",
-    "deepspeed",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3")),
-)
+MISSING = [name for name in ("deepspeed", "transformers") if importlib.util.find_spec(name) is None]
+
+if not MISSING:
+    # DeepSpeed chooses its device when it is imported; workers inherit the variable.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    preload(
+        "dfa_megatron.attention",
+        "deepspeed",
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")),
+    )
+
+
+def pytest_runtest_setup() -> None:
+    if MISSING:
+        pytest.skip(f"not installed: {', '.join(MISSING)}")

@@ -39,7 +39,7 @@ def train(rank: int, world_size: int, paths: list[str]) -> dict[str, list[float]
         engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         batch = dfa_ds.shard_batch(text(1, 16, seed=1), group=dfa_ds.mesh_of(engine).group)
         losses[Path(path).stem] = []
-        for _ in range(3):
+        for _ in range(2):
             loss = engine(**batch).loss
             engine.backward(loss)
             engine.step()
@@ -51,9 +51,9 @@ def train(rank: int, world_size: int, paths: list[str]) -> dict[str, list[float]
 def test_the_loss_falls_with_every_shipped_configuration_and_alike() -> None:
     assert len(CONFIGS) == 6
     losses = run_ranks(2, train, [str(path) for path in CONFIGS], timeout=150)[0]
-    for name, (first, second, third) in losses.items():
-        assert first > second > third, name
-        assert abs(third - losses["zero1"][2]) < 0.05 * third, name
+    for name, (first, second) in losses.items():
+        assert first > second, name
+        assert abs(second - losses["zero1"][1]) < 0.05 * second, name
 
 
 def test_the_example_learns_on_two_ranks_that_torchrun_starts() -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed")
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the worker processes import tests.huggingface.models by name
 
 from dfa_megatron.testing.workers import preload
 
-preload(
-    "dfa_megatron.attention",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3")),
-)
+INSTALLED = importlib.util.find_spec("transformers") is not None
+
+if INSTALLED:
+    preload(
+        "dfa_megatron.attention",
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3")),
+    )
+
+
+def pytest_runtest_setup() -> None:
+    if not INSTALLED:
+        pytest.skip("transformers is not installed")
