@@ -166,6 +166,25 @@ def test_the_fused_merge_is_the_merge(device: str, dtype: torch.dtype, into_dtyp
     assert (want_lse == -math.inf).any()
 
 
+@pytest.mark.gpu
+def test_no_row_is_merged_twice_however_the_warps_of_a_program_are_scheduled() -> None:
+    """Several warps read a row's lse, which is written in place: beside other work, a late one must not read the new."""
+    generator = torch.Generator("cuda").manual_seed(5)
+    out, acc_out = (torch.randn(1, 4096, 16, 128, generator=generator, device="cuda") for _ in range(2))
+    lse, acc_lse = (torch.randn(1, 16, 4096, generator=generator, device="cuda") for _ in range(2))
+    want_out, want_lse = acc_out.clone(), acc_lse.clone()
+    merge._merge_by_operations(want_out, want_lse, out, lse)
+    busy, load = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
+    worst = torch.zeros((), device="cuda")
+    for _ in range(200):
+        with torch.cuda.stream(load):
+            busy = torch.sin(busy)
+        got_out, got_lse = acc_out.clone(), acc_lse.clone()
+        merge_(got_out, got_lse, out, lse)
+        worst = torch.maximum(worst, torch.maximum((got_out - want_out).abs().max(), (got_lse - want_lse).abs().max()))
+    assert worst < 1e-5
+
+
 def test_a_fused_merge_that_does_not_work_here_is_said_once_and_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
