@@ -168,7 +168,7 @@ def test_the_fused_merge_is_the_merge(device: str, dtype: torch.dtype, into_dtyp
 
 @pytest.mark.gpu
 def test_no_row_is_merged_twice_however_the_warps_of_a_program_are_scheduled() -> None:
-    """Several warps read a row's lse, which is written in place: beside other work, a late one must not read the new."""
+    """Several warps read a row's lse, which is written in place: beside other work, none may read the new."""
     generator = torch.Generator("cuda").manual_seed(5)
     out, acc_out = (torch.randn(1, 4096, 16, 128, generator=generator, device="cuda") for _ in range(2))
     lse, acc_lse = (torch.randn(1, 16, 4096, generator=generator, device="cuda") for _ in range(2))
