@@ -104,7 +104,7 @@ def _named(module_name: str, name: str) -> tuple[Any, Callable[..., Any]]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
-            raise  # Megatron is there, and something that it needs is not
+            raise ImportError(f"{module_name} of Megatron-Core {_version()} cannot be imported: {error}") from error
         raise UnsupportedError(
             f"{where} of Megatron-Core {_version()}",
             f"there is no module {error.name}",
@@ -134,10 +134,22 @@ def _add_flags() -> None:
 
     @functools.wraps(add_megatron_arguments)
     def with_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_dfa_arguments(add_megatron_arguments(parser))
+        return _with_printable_help(add_dfa_arguments(add_megatron_arguments(parser)))
 
     setattr(with_dfa_arguments, _MARK, add_megatron_arguments)
     module.add_megatron_arguments = with_dfa_arguments
+
+
+def _with_printable_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Escape what argparse cannot print: a help text of Megatron-Core 0.18 and 0.19 has a bare %, and --help fails."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help:
+            try:
+                formatter._expand_help(action)
+            except (KeyError, TypeError, ValueError):
+                action.help = action.help.replace("%", "%%")
+    return parser
 
 
 def _slice_in_order(options: DistAttentionConfig) -> None:
