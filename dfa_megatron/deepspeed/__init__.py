@@ -11,9 +11,22 @@ engine.backward(loss)
 
 from dfa_megatron.deepspeed.block import KEY, Block
 from dfa_megatron.deepspeed.initialize import initialize
+from dfa_megatron.deepspeed.install import install, uninstall
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, mesh_of
 from dfa_megatron.huggingface.batch import shard_batch
 from dfa_megatron.huggingface.loss import causal_lm_loss as loss
 from dfa_megatron.huggingface.model import local_attention
 
-__all__ = ["KEY", "Block", "Mesh", "initialize", "local_attention", "loss", "make_mesh", "mesh_of", "shard_batch"]
+__all__ = [
+    "KEY",
+    "Block",
+    "Mesh",
+    "initialize",
+    "install",
+    "local_attention",
+    "loss",
+    "make_mesh",
+    "mesh_of",
+    "shard_batch",
+    "uninstall",
+]

@@ -20,6 +20,8 @@ from dfa_megatron.runtime.channel import group_name
 logger = logging.getLogger(__name__)
 
 _PORT = 29500
+_IN_ARGS = ("deepspeed_config", "deepscale_config")
+"""Where DeepSpeed looks for its configuration on `args`."""
 
 
 def initialize(
@@ -52,6 +54,8 @@ def initialize(
     """
     import deepspeed
 
+    from dfa_megatron.deepspeed.install import deepspeeds_own
+
     rest: dict[str, Any] = {
         "optimizer": optimizer,
         "model_parameters": model_parameters,
@@ -60,11 +64,11 @@ def initialize(
         "dist_init_required": dist_init_required,
         "collate_fn": collate_fn,
     }
-    settings = _settings(args, config, config_params)
+    settings = _settings(args, config if config is not None else config_params)
     block = Block.from_mapping(settings[KEY]) if KEY in settings else None
     if block is None or not block.enabled:
         given = {"mpu": mpu, "mesh_param": mesh_param, "training_data": training_data}
-        plain: tuple[Any, Any, Any, Any] = deepspeed.initialize(
+        plain: tuple[Any, Any, Any, Any] = deepspeeds_own()(
             args=args, model=model, config=config, config_params=config_params, **given, **rest
         )
         return plain
@@ -74,10 +78,11 @@ def initialize(
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     mesh = make_mesh(block.size or settings.get("sequence_parallel_size"))
     _distribute(model, mesh, block)
-    if getattr(args, "deepspeed_config", None) is not None:  # DeepSpeed takes one configuration, and ours is complete
+    if args is not None:  # DeepSpeed takes one configuration, and ours is complete
         args = copy.copy(args)
-        args.deepspeed_config = None
-    result: tuple[Any, Any, Any, Any] = deepspeed.initialize(
+        for name in _IN_ARGS:
+            setattr(args, name, None)
+    result: tuple[Any, Any, Any, Any] = deepspeeds_own()(
         args=args, model=model, config=_for_deepspeed(settings, mesh), **rest
     )
     check_engine(result[0], dist.get_world_size())
@@ -85,11 +90,12 @@ def initialize(
     return result
 
 
-def _settings(args: Any, *given: str | dict[str, Any] | None) -> dict[str, Any]:
+def _settings(args: Any, given: str | dict[str, Any] | None) -> dict[str, Any]:
     """DeepSpeed's configuration as a dictionary of our own, from wherever DeepSpeed would take it."""
     from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
-    sources = [source for source in (*given, getattr(args, "deepspeed_config", None)) if source is not None]
+    sources = [given, *(getattr(args, name, None) for name in _IN_ARGS)]
+    sources = [source for source in sources if source is not None]
     if len(sources) != 1:
         return {}  # none or several: DeepSpeed says what is wrong
     settings: dict[str, Any] = copy.deepcopy(load_ds_config(sources[0]))

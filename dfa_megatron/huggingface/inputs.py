@@ -19,10 +19,13 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def prepare(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Give the decoder this rank's positions, or check those that came.
+    """Check that the tokens are this rank's part of a sequence, by the positions that come with them.
+
+    A single rank may leave the positions out. Among several they are asked for: code that does not know of the
+    sequence's other ranks leaves them out, and its batch would be taken for a part of one.
 
     Raises:
-        UnsupportedError: other positions (a packed batch, a sequence that is not this rank's part), or a cache.
+        UnsupportedError: no or other positions (a packed batch, a whole sequence), or a cache.
     """
     if module.config._attn_implementation != NAME:
         return None
@@ -42,6 +45,12 @@ def prepare(
     tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
     length: int = tokens.shape[1] * context.size
     given: torch.Tensor | None = kwargs.get("position_ids")
+    if given is None and context.size > 1:
+        raise UnsupportedError(
+            f"a batch without position_ids on {context.size} ranks",
+            "each rank takes its part of a sequence, and nothing says that this is one",
+            "dfa_megatron.huggingface.shard_batch, which brings them",
+        )
     device = tokens.device if given is None else given.device
     expected = local_positions(length, group=context.group, device=device)[None]
     if given is not None and context.options.verify != "off":
@@ -80,7 +89,7 @@ def _compare(given: torch.Tensor, expected: torch.Tensor) -> None:
     raise UnsupportedError(
         f"position_ids {_ends(given)} of shape {tuple(given.shape)}",
         f"this rank holds the tokens {first} to {last} of one sequence; packed documents are not planned yet",
-        "no position_ids, which makes the right ones, or those of dfa_megatron.huggingface.shard_batch",
+        "the position_ids of dfa_megatron.huggingface.shard_batch, or of dfa_megatron.local_positions",
     )
 
 

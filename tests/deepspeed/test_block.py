@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,3 +136,22 @@ def test_every_shipped_configuration_is_one_that_is_read(path: Path) -> None:
     block = Block.from_mapping(settings[KEY])
     assert block.enabled
     check_settings(settings, block.size)
+
+
+def test_the_block_is_found_wherever_deepspeed_takes_its_configuration(tmp_path: Path) -> None:
+    wrong = {KEY: {"sizes": 2}}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(wrong))
+    encoded = base64.urlsafe_b64encode(json.dumps(wrong).encode()).decode()
+    arguments: list[dict[str, Any]] = [
+        {"config": wrong},
+        {"config": str(path)},
+        {"config": encoded},
+        {"config_params": wrong},
+        {"config": wrong, "config_params": {}},
+        {"args": SimpleNamespace(deepspeed_config=str(path))},
+        {"args": SimpleNamespace(deepscale_config=str(path))},
+    ]
+    for given in arguments:
+        with pytest.raises(UnsupportedError, match="perhaps 'size'"):
+            dfa_ds.initialize(model=torch.nn.Linear(1, 1), **given)

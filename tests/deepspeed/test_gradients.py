@@ -35,7 +35,7 @@ def check(rank: int, world_size: int, sizes: list[int], stages: list[int]) -> No
                 if own_loss:
                     loss = engine(**batch).loss
                 else:
-                    logits = engine(input_ids=batch["input_ids"]).logits
+                    logits = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
                     loss = dfa_ds.loss(logits, batch["shift_labels"], group=mesh.group)
                 engine.backward(loss)
                 assert abs(harness.mean_over_ranks(loss) - want_loss) < 1e-5 * want_loss

@@ -41,7 +41,9 @@ def compare(rank: int, world_size: int, names: list[str], schedule: str) -> None
         local = dfa_hf.shard_batch(batch)
         for own_loss in (True, False):
             model.zero_grad()
-            got = model(**local) if own_loss else model(input_ids=local["input_ids"])
+            got = (
+                model(**local) if own_loss else model(input_ids=local["input_ids"], position_ids=local["position_ids"])
+            )
             loss = got.loss if own_loss else dfa_hf.causal_lm_loss(got.logits, local["shift_labels"])
             loss.backward()
             assert_close(got.logits, shard_sequence(want.logits), tolerance=1e-5, name=f"{name} logits")

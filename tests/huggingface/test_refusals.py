@@ -147,6 +147,8 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
         model(**batch, shift_labels=batch["labels"])
     with pytest.raises(UnsupportedError, match=f"holds the tokens {8 * rank} to {8 * rank + 7}"):
         model(input_ids=batch["input_ids"], position_ids=torch.arange(8)[None] + 8 * (1 - rank))
+    with pytest.raises(UnsupportedError, match="without position_ids on 2 ranks"):
+        model(input_ids=batch["input_ids"])
     with pytest.raises(UnsupportedError, match="7"):
         dfa_hf.shard_batch(text(1, 7, seed=0))
 
