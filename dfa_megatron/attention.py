@@ -5,17 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.remat import active_frame
-from dfa_megatron.runtime.channel import group_name
+from dfa_megatron.runtime.channel import Group, group_name
 from dfa_megatron.runtime.op import Replay, attention
 from dfa_megatron.runtime.request import Request
-
-Group = dist.ProcessGroup | str | None
-"""A process group, its name, or None for the default group."""
 
 
 def dist_flash_attn_func(

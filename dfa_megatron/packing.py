@@ -18,13 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.layout import Layout, by_name
-
-Group = dist.ProcessGroup | str | None
-"""A process group, its name, or None for the default group (a single rank if torch.distributed is not initialised)."""
+from dfa_megatron.runtime.channel import Group, resolve
 
 
 def shard_sequence(
@@ -147,7 +144,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def _membership(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
     """This process's rank in the group, the group's size, and the group (None for a single rank without one)."""
     if isinstance(group, str):
-        group = _resolve_process_group(group) if group else None  # type: ignore[arg-type]
+        group = resolve(group) if group else None
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1, None
     rank = dist.get_rank(group)

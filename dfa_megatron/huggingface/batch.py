@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from dfa_megatron.attention import Group
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.packing import local_positions, shard_sequence
-from dfa_megatron.runtime.channel import group_name, group_size
+from dfa_megatron.runtime.channel import Group, group_name, group_size
 
 IGNORED = -100
 """The label of a token that has no loss, as everywhere in transformers."""

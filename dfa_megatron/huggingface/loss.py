@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from dfa_megatron.attention import Group
 from dfa_megatron.huggingface.batch import IGNORED
-from dfa_megatron.runtime.channel import group_name, group_size
+from dfa_megatron.runtime.channel import Group, group_name, group_size, resolve
 
 
 def causal_lm_loss(
@@ -32,7 +30,7 @@ def causal_lm_loss(
     labels = shift_labels.flatten()
     count = (labels != ignore_index).sum()
     if name:
-        dist.all_reduce(count, group=distributed_c10d._resolve_process_group(name))  # type: ignore[attr-defined,arg-type]
+        dist.all_reduce(count, group=resolve(name))
     scores = logits.flatten(0, -2)
     scores = scores if scores.dtype == torch.float64 else scores.float()
     total = torch.nn.functional.cross_entropy(scores, labels, ignore_index=ignore_index, reduction="sum")

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from dfa_megatron import remat
-from dfa_megatron.attention import Group
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention, inputs
 from dfa_megatron.huggingface.attention import CONTEXT, NAME, LayerContext
 from dfa_megatron.huggingface.refusals import check_model, check_options
-from dfa_megatron.runtime.channel import group_name, group_size
+from dfa_megatron.runtime.channel import Group, group_name, group_size
 
 logger = logging.getLogger(__name__)
 

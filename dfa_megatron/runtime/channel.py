@@ -12,6 +12,9 @@ from dfa_megatron.runtime.transport import GlooTransport, NcclTransport, Transpo
 
 logger = logging.getLogger(__name__)
 
+Group = dist.ProcessGroup | str | None
+"""A process group, its name, or None for the default group (a single process where there is none)."""
+
 
 class Channel:
     """Own communicators of a group: messages never queue behind another library's collectives.
@@ -40,7 +43,7 @@ class Channel:
 _channels: dict[str, tuple[dist.ProcessGroup, Channel]] = {}
 
 
-def group_name(group: dist.ProcessGroup | str | None) -> str:
+def group_name(group: Group) -> str:
     """The name that the operator takes for a group; "" is a single process."""
     if isinstance(group, str):
         return group
@@ -54,10 +57,10 @@ def group_name(group: dist.ProcessGroup | str | None) -> str:
 
 def group_size(name: str) -> int:
     """How many ranks a named group has."""
-    return _resolve(name).size() if name else 1
+    return resolve(name).size() if name else 1
 
 
-def _resolve(name: str) -> dist.ProcessGroup:
+def resolve(name: str) -> dist.ProcessGroup:
     """The process group of that name; operators can take names, but no groups."""
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
     return group
@@ -69,7 +72,7 @@ def channel(name: str) -> Channel:
     The communicators are made from the group's own ranks only, so other ranks need not take part, and every rank makes
     them in the order in which it first uses its groups.
     """
-    group = _resolve(name)
+    group = resolve(name)
     known = _channels.get(name)
     if known is None or known[0] is not group:
         known = _channels[name] = (group, Channel(group))
