@@ -7,6 +7,9 @@ from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
 
+OLDEST = (0, 19, 6)
+"""The oldest version of DeepSpeed that was compared with one process and found right."""
+
 _UNTESTED = "its gradients beside distributed attention have not been compared with those of one process"
 
 _KEYS: dict[str, tuple[str, str]] = {
@@ -66,9 +69,17 @@ def check_call(model: Any, *, mpu: Any, mesh_param: Any, training_data: Any) -> 
     Raises:
         UnsupportedError: names the argument.
     """
+    import deepspeed
     from deepspeed.moe.layer import MoE
     from deepspeed.pipe import PipelineModule
 
+    if (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__) < OLDEST:
+        raise UnsupportedError(
+            f"DeepSpeed {deepspeed.__version__}",
+            "up to 0.19.4 it accumulates the gradients of micro-batches wrong at ZeRO 0 and 1 in float32, on one "
+            "process already",
+            "DeepSpeed 0.19.6 or later",
+        )
     if mpu is not None:
         raise UnsupportedError(
             "mpu with dist_flash_attention",
@@ -103,7 +114,7 @@ def check_engine(engine: Any, ranks: int) -> None:
         raise UnsupportedError(
             f"an engine that reduces gradients over {reduced} of {ranks} ranks, sequence parallelism of {theirs}",
             "groups for sequence parallelism were made in this process before, or this version of DeepSpeed differs",
-            "one framework for sequence parallelism in a process; DeepSpeed 0.19",
+            "one framework for sequence parallelism in a process; DeepSpeed 0.19.6 to 0.19.8",
         )
 
 

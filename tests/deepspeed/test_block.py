@@ -155,3 +155,11 @@ def test_the_block_is_found_wherever_deepspeed_takes_its_configuration(tmp_path:
     for given in arguments:
         with pytest.raises(UnsupportedError, match="perhaps 'size'"):
             dfa_ds.initialize(model=torch.nn.Linear(1, 1), **given)
+
+
+def test_a_version_that_accumulates_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    monkeypatch.setattr(deepspeed, "__version_patch__", 4)
+    with pytest.raises(UnsupportedError, match=r"0\.19\.6 or later"):
+        dfa_ds.initialize(model=torch.nn.Linear(1, 1), config={KEY: {}})
