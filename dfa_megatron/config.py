@@ -153,6 +153,14 @@ class DistAttentionConfig:
             rows.append(f"| `{spec.name}` | `{spec.default}` | {choices} | {spec.metadata['help']} |")
         return "\n".join(rows)
 
+    def keywords(self) -> dict[str, Any]:
+        """These options as keywords of `dist_flash_attn_func`, for layers whose tokens lie as the layout says inside.
+
+        `boundary` is contiguous there; `remat` is no matter of the function's.
+        """
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "remat"}
+        return values | {"layout": "contiguous" if self.layout == "boundary" else self.layout}
+
     def replace(self, **changes: Any) -> DistAttentionConfig:
         """A copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)

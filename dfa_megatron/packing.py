@@ -97,8 +97,12 @@ def local_positions(
     """
     rank, size, _ = _membership(group)
     whole = by_name(layout, length, size)
-    spans = [whole.chunks[chunk] for chunk in whole.of(rank)]
-    return torch.cat([torch.arange(span.lo, span.hi, device=device) for span in spans])
+    return positions_of(whole, rank, device)
+
+
+def positions_of(whole: Layout, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """Global token positions, int64 (local_seq,), of what a rank holds in a layout, in local order."""
+    return torch.cat([torch.arange(span.lo, span.hi, device=device) for span in whole.spans(rank)])
 
 
 class _Unshard(torch.autograd.Function):
@@ -132,8 +136,7 @@ class _Unshard(torch.autograd.Function):
 
 def _part(x: torch.Tensor, whole: Layout, rank: int, dim: int) -> torch.Tensor:
     """The tokens of one rank, copied."""
-    spans = [whole.chunks[chunk] for chunk in whole.of(rank)]
-    return torch.cat([x.narrow(dim, span.lo, len(span)) for span in spans], dim)
+    return torch.cat([x.narrow(dim, span.lo, len(span)) for span in whole.spans(rank)], dim)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

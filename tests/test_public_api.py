@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -100,3 +101,12 @@ def test_the_command_prints_its_version() -> None:
     command = [sys.executable, "-m", "dfa_megatron.cli.main", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == f"dfa-megatron {dfa_megatron.__version__}"
+
+
+def test_every_option_that_the_function_takes_reaches_it_by_its_name() -> None:
+    options = dfa_megatron.DistAttentionConfig(layout="boundary", schedule="ring", deterministic=True)
+    keywords = options.keywords()
+    assert set(keywords) <= set(inspect.signature(dfa_megatron.dist_flash_attn_func).parameters)
+    assert set(keywords) == {spec.name for spec in dataclasses.fields(options)} - {"remat"}
+    assert (keywords["layout"], keywords["schedule"], keywords["deterministic"]) == ("contiguous", "ring", True)
+    assert options.replace(layout="zigzag").keywords()["layout"] == "zigzag"

@@ -122,7 +122,7 @@ def _distribute(model: torch.nn.Module, mesh: Mesh, block: Block) -> None:
         distribute_attention(model, group=mesh.group, options=block.options, checkpoint=block.checkpoint)
     for module in own:
         module.group_name = group_name(mesh.group)
-        module.options = {**_keywords(block), **module.options}
+        module.options = {**block.options.keywords(), **module.options}
     if dist.get_rank() == 0:
         logger.info("attention over sequences on %d ranks, %d sequences at a time", mesh.size, mesh.data_size)
 
@@ -139,9 +139,3 @@ def _check_checkpoint(model: torch.nn.Module, block: Block) -> None:
             "its layers are not known",
             "checkpoint 'none', and dfa_megatron.remat.context_fn or remat_checkpoint in the model",
         )
-
-
-def _keywords(block: Block) -> dict[str, Any]:
-    options = block.options
-    names = ("schedule", "kernel", "deterministic", "wire_dtype", "verify", "agreement_timeout")
-    return {name: getattr(options, name) for name in names}

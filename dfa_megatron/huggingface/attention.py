@@ -90,7 +90,6 @@ def attention(
     _check_call(module, query, key, attention_mask, dropout, is_causal, others)
     whole = query.shape[2] * context.size
     window = (-1, -1) if sliding_window is None or sliding_window >= whole else (sliding_window - 1, 0)
-    options = context.options
     out = dist_flash_attn_func(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -99,13 +98,7 @@ def attention(
         causal=True,
         softmax_scale=scaling,
         window_size=window,
-        deterministic=options.deterministic,
-        schedule=options.schedule,
-        layout=options.layout,
-        kernel=options.kernel,
-        wire_dtype=options.wire_dtype,
-        verify=options.verify,
-        agreement_timeout=options.agreement_timeout,
+        **context.options.keywords(),
     )
     assert isinstance(out, torch.Tensor)
     return out, None

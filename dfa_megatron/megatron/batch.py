@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.exchange import spans_of
+from dfa_megatron.packing import shard_sequence
 
 logger = logging.getLogger("dfa_megatron.megatron")
 
@@ -51,15 +51,12 @@ def shard_batch(
             )
     layout = _DATA_LAYOUT[options.layout]
     declare_batch_layout(cp_group, layout)
-    ranks, rank = dist.get_world_size(cp_group), dist.get_rank(cp_group)
-    if ranks == 1:
+    if dist.get_world_size(cp_group) == 1:
         return dict(batch)
-    return {name: None if whole is None else _rows(whole, layout, ranks, rank) for name, whole in batch.items()}
-
-
-def _rows(whole: torch.Tensor, layout: str, ranks: int, rank: int) -> torch.Tensor:
-    spans = spans_of(layout, whole.shape[1], ranks, rank)
-    return torch.cat([whole.narrow(1, span.lo, len(span)) for span in spans], dim=1)
+    return {
+        name: None if whole is None else shard_sequence(whole, group=cp_group, layout=layout)
+        for name, whole in batch.items()
+    }
 
 
 def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:

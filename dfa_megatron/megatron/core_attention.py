@@ -58,6 +58,7 @@ class DistributedCoreAttention(torch.nn.Module):
         self.cp_comm_type = cp_comm_type
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.deterministic = options.deterministic or bool(getattr(config, "deterministic_mode", False))
+        self.keywords = options.replace(deterministic=self.deterministic).keywords()
 
     def forward(
         self,
@@ -90,13 +91,7 @@ class DistributedCoreAttention(torch.nn.Module):
             group=self.cp_group,
             causal=True,
             softmax_scale=self.softmax_scale,
-            deterministic=self.deterministic,
-            schedule=self.options.schedule,
-            layout="zigzag" if self.options.layout == "zigzag" else "contiguous",
-            kernel=self.options.kernel,
-            wire_dtype=self.options.wire_dtype,
-            verify=self.options.verify,
-            agreement_timeout=self.options.agreement_timeout,
+            **self.keywords,
         )
         rows: torch.Tensor = out.transpose(0, 1).flatten(2)
         return rows

@@ -14,21 +14,15 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.geometry import Span
+from dfa_megatron.packing import positions_of
 from dfa_megatron.plan.layout import by_name
 
 LayoutName = Literal["contiguous", "zigzag"]
 
 
-def spans_of(layout: str, length: int, ranks: int, rank: int) -> tuple[Span, ...]:
-    """The spans of the sequence that a rank holds, in local order."""
-    whole = by_name(layout, length, ranks)
-    return tuple(whole.chunks[chunk] for chunk in whole.of(rank))
-
-
 def positions(layout: str, length: int, ranks: int, rank: int) -> torch.Tensor:
     """Global token positions, int64 (length / ranks,), of what a rank holds, in local order."""
-    return torch.cat([torch.arange(span.lo, span.hi) for span in spans_of(layout, length, ranks, rank)])
+    return positions_of(by_name(layout, length, ranks), rank)
 
 
 @dataclass(frozen=True, slots=True)

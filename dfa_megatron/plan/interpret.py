@@ -56,7 +56,7 @@ def rank_loop(program: Program, algebra: Algebra) -> Generator[Event, None, None
         algebra.end(number)
 
 
-class HandOver(Protocol):
+class HandOver(Algebra, Protocol):
     """An algebra whose messages can be handed over inside one process."""
 
     def take(self, step: int, message: Message) -> Any:
@@ -68,7 +68,7 @@ class HandOver(Protocol):
         ...
 
 
-def run_together(programs: Sequence[Program], algebras: Sequence[Any]) -> None:
+def run_together(programs: Sequence[Program], algebras: Sequence[HandOver]) -> None:
     """Run all ranks in lockstep in this process, handing each payload over.
 
     Raises:

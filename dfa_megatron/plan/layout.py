@@ -34,6 +34,10 @@ class Layout:
         """The chunks that are at home on a rank, in local order."""
         return tuple(chunk for chunk, home in enumerate(self.home) if home == rank)
 
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The tokens of a rank as spans of the sequence, in local order."""
+        return tuple(self.chunks[chunk] for chunk in self.of(rank))
+
     def offsets(self, chunks: tuple[int, ...]) -> dict[int, int]:
         """Where each of these chunks starts when they lie one after another, in rows."""
         starts = accumulate((len(self.chunks[chunk]) for chunk in chunks), initial=0)
