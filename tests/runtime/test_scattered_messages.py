@@ -1,0 +1,66 @@
+"""Messages whose rows lie apart: no schedule of today sends one, and the plan language allows them."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dfa_megatron.plan.check import check
+from dfa_megatron.plan.ir import BACKWARD, FORWARD, Block, Phase, Plan
+from dfa_megatron.plan.layout import Layout, cut
+from dfa_megatron.plan.mask import causal
+from dfa_megatron.plan.route import direct
+from dfa_megatron.runtime.memory import plan_memory
+from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.together import backward_together, forward_together, prepare_together
+from dfa_megatron.testing.compare import assert_close
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import case
+
+LENGTH = 30
+THIRDS = Layout(cut(LENGTH, 6), (0, 0, 0, 1, 1, 1))
+
+
+def outer_thirds_first(phase: Phase) -> Plan:
+    """Rank 1 takes the first and the last third of rank 0's keys in one step, and the middle third in the next."""
+    mask = causal(LENGTH)
+    step_of = {0: 1, 2: 1, 1: 2}
+    blocks = [
+        Block(0 if THIRDS.home[q] == THIRDS.home[kv] else step_of[kv], THIRDS.home[q], q, kv)
+        for q in range(6)
+        for kv in range(q + 1)
+    ]
+    return Plan(mask, THIRDS, phase, tuple(sorted(blocks)), direct(blocks, THIRDS, phase))
+
+
+@pytest.mark.usefixtures("nan_memory")
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
+    forward, backward = (check(outer_thirds_first(phase)) for phase in (FORWARD, BACKWARD))
+    assert any(len(part) == 2 for message in forward[0].sends for part in message.parts), "two regions in one part"
+    whole = case(LENGTH, batch=batch)
+
+    def shards(x: torch.Tensor) -> list[torch.Tensor]:
+        return list(x.split(LENGTH // 2, dim=1))
+
+    inputs = [shards(x) for x in whole.inputs]
+    prepared = [
+        dataclasses.replace(
+            one,
+            forward=plan_memory(forward[rank], one.format),
+            backward=plan_memory(backward[rank], one.format),
+        )
+        for rank, one in enumerate(prepare_together(Request(softmax_scale=0.25, kernel="reference"), *inputs))
+    ]
+    results = forward_together(prepared, *inputs)
+    outs, lses = [out for out, _ in results], [lse for _, lse in results]
+    gradients = backward_together(prepared, shards(whole.dout), *inputs, outs, lses)
+    assert_close(torch.cat(outs, 1), whole.out, tolerance=1e-12, name="out")
+    assert_close(torch.cat(lses, 2), whole.lse, tolerance=1e-12, name="lse")
+    for at, name in enumerate(("dq", "dk", "dv")):
+        assert_close(torch.cat([rank[at] for rank in gradients], 1), whole.gradients[at], tolerance=1e-12, name=name)
