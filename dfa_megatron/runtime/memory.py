@@ -66,6 +66,5 @@ def _written_once(program: Program) -> frozenset[int]:
         write.region.buffer
         for write in writes
         if count[write.region.buffer] == 1
-        and write.fresh
         and (write.region.lo, write.region.hi) == (0, program.buffers[write.region.buffer].parts[0][1])
     )
