@@ -165,3 +165,17 @@ def _torch_deterministic(rank: int, ranks: int) -> None:
 
 def test_torchs_own_switch_asks_for_determinism() -> None:
     run_ranks(2, _torch_deterministic)
+
+
+def _communicators(rank: int, ranks: int) -> None:
+    from torch.distributed import distributed_c10d
+
+    attend_and_compare(case(ranks * 8), rank, ranks)
+    made = len(distributed_c10d._world.pg_map)
+    for schedule in ("ring", "balanced"):
+        attend_and_compare(case(ranks * 10), rank, ranks, schedule=schedule)
+    assert len(distributed_c10d._world.pg_map) == made, "one channel serves every attention of a group"
+
+
+def test_communicators_are_made_once_for_a_group() -> None:
+    run_ranks(2, _communicators)

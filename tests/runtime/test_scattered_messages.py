@@ -14,8 +14,10 @@ from dfa_megatron.plan.ir import BACKWARD, FORWARD, Block, Phase, Plan
 from dfa_megatron.plan.layout import Layout, cut
 from dfa_megatron.plan.mask import causal
 from dfa_megatron.plan.route import direct
+from dfa_megatron.runtime.execute import _pack
 from dfa_megatron.runtime.memory import plan_memory
 from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.run import forward_algebra
 from dfa_megatron.runtime.together import backward_together, forward_together, prepare_together
 from dfa_megatron.testing.compare import assert_close
 
@@ -23,19 +25,22 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import case
 
 LENGTH = 30
-THIRDS = Layout(cut(LENGTH, 6), (0, 0, 0, 1, 1, 1))
 
 
-def outer_thirds_first(phase: Phase) -> Plan:
-    """Rank 1 takes the first and the last third of rank 0's keys in one step, and the middle third in the next."""
-    mask = causal(LENGTH)
-    step_of = {0: 1, 2: 1, 1: 2}
+def thirds(ranks: int) -> Layout:
+    """Three chunks a rank, in order."""
+    return Layout(cut(LENGTH, 3 * ranks), tuple(chunk // 3 for chunk in range(3 * ranks)))
+
+
+def outer_thirds_first(phase: Phase, ranks: int = 2) -> Plan:
+    """A rank takes the first and the last third of another's keys in one step, and the middle third in the next."""
+    layout = thirds(ranks)
     blocks = [
-        Block(0 if THIRDS.home[q] == THIRDS.home[kv] else step_of[kv], THIRDS.home[q], q, kv)
-        for q in range(6)
+        Block(0 if layout.home[q] == layout.home[kv] else 1 + kv % 3 % 2, layout.home[q], q, kv)
+        for q in range(3 * ranks)
         for kv in range(q + 1)
     ]
-    return Plan(mask, THIRDS, phase, tuple(sorted(blocks)), direct(blocks, THIRDS, phase))
+    return Plan(causal(LENGTH), layout, phase, tuple(sorted(blocks)), direct(blocks, layout, phase))
 
 
 @pytest.mark.usefixtures("nan_memory")
@@ -64,3 +69,24 @@ def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
     assert_close(torch.cat(lses, 2), whole.lse, tolerance=1e-12, name="lse")
     for at, name in enumerate(("dq", "dk", "dv")):
         assert_close(torch.cat([rank[at] for rank in gradients], 1), whole.gradients[at], tolerance=1e-12, name=name)
+
+
+def test_messages_that_are_packed_in_one_step_do_not_share_memory() -> None:
+    programs = check(outer_thirds_first(FORWARD, ranks=3))
+    whole = case(LENGTH)
+    inputs = [list(x.split(LENGTH // 3, dim=1)) for x in whole.inputs]
+    prepared = prepare_together(Request(softmax_scale=0.25, kernel="reference"), *inputs)[0]
+    prepared = dataclasses.replace(prepared, forward=plan_memory(programs[0], prepared.format))
+    algebra = forward_algebra(prepared, *(shards[0] for shards in inputs))
+    step = programs[0].steps[0]
+    parcels = _pack(algebra, step, torch.empty(algebra.memory.staging_bytes, dtype=torch.uint8))
+    assert [peer for peer, _ in parcels] == [1, 2], "keys for both in the same step"
+    first, second = (flat for _, flat in parcels)
+    assert first.data_ptr() + first.numel() <= second.data_ptr()
+    for message, (_, flat) in zip(step.sends, parcels, strict=True):
+        for sent, wanted in zip(
+            prepared.format.views(flat, message.signature)["kv"],
+            prepared.format.views(algebra.take(0, message), message.signature)["kv"],
+            strict=True,
+        ):
+            assert torch.equal(sent, wanted)
