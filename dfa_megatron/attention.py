@@ -30,6 +30,8 @@ def dist_flash_attn_func(
     kernel: str = "auto",
     return_lse: bool = False,
     wire_dtype: str = "input",
+    transport: str = "auto",
+    cuda_graph: bool = False,
     verify: str = "once",
     agreement_timeout: float = 120.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -54,6 +56,8 @@ def dist_flash_attn_func(
         kernel: "auto", or the name of one: see `dfa_megatron.kernels`.
         return_lse: also return lse.
         wire_dtype: "input" or "float32", of partial outputs and gradients between ranks.
+        transport: "auto", "p2p" or "copy_engine": see docs/performance.md.
+        cuda_graph: replay forward and backward as CUDA graphs; for sequences so short that launches decide.
         verify: when ranks compare what they run: "once" per new plan, "always", or "off".
         agreement_timeout: seconds to wait for the other ranks in that comparison.
 
@@ -72,7 +76,19 @@ def dist_flash_attn_func(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     left, right = window_size
     request = _request_text(
-        scale, causal, left, right, deterministic, schedule, layout, kernel, wire_dtype, verify, agreement_timeout
+        scale,
+        causal,
+        left,
+        right,
+        deterministic,
+        schedule,
+        layout,
+        kernel,
+        wire_dtype,
+        transport,
+        cuda_graph,
+        verify,
+        agreement_timeout,
     )
     out, lse = _attend(q, k, v, request, group_name(group))
     return (out, lse) if return_lse else out
@@ -103,6 +119,8 @@ def _request_text(
     layout: str,
     kernel: str,
     wire_dtype: str,
+    transport: str,
+    cuda_graph: bool,
     verify: str,
     agreement_timeout: float,
 ) -> str:
@@ -116,6 +134,8 @@ def _request_text(
             kernel=kernel,
             deterministic=deterministic,
             wire_dtype=wire_dtype,
+            transport=transport,
+            cuda_graph=cuda_graph,
             verify=verify,
             agreement_timeout=agreement_timeout,
         )

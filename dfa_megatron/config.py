@@ -17,6 +17,7 @@ KERNELS = ("auto", "reference", "cpu", "triton", "aten", "cudnn", "flash4")
 REMAT = ("auto", "on", "off")
 WIRE_DTYPES = ("input", "float32")
 VERIFY = ("once", "always", "off")
+TRANSPORTS = ("auto", "p2p", "copy_engine")
 
 
 def _option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -60,6 +61,18 @@ class DistAttentionConfig:
         "The dtype of partial outputs and gradients on the wire. input: that of q. float32: larger messages, no "
         "rounding between ranks.",
         WIRE_DTYPES,
+    )
+    transport: str = _option(
+        "auto",
+        "How messages move between ranks. p2p: sends and receives of NCCL, or of gloo on a CPU. copy_engine: the GPUs' "
+        "copy engines write into each other's memory, which takes no multiprocessor from the kernel; all ranks on one "
+        "host. auto: copy_engine where every rank can reach every other's memory, else p2p.",
+        TRANSPORTS,
+    )
+    cuda_graph: bool = _option(
+        False,
+        "Capture the forward and the backward of each attention once as a CUDA graph and replay it: for short "
+        "sequences, where launches cost more than the kernels. Costs a copy of inputs and results.",
     )
     verify: str = _option(
         "once",

@@ -22,6 +22,8 @@ class Request:
     kernel: str = "auto"
     deterministic: bool = False
     wire_dtype: str = "input"
+    transport: str = "auto"
+    cuda_graph: bool = False
     verify: str = "once"
     agreement_timeout: float = 120.0
 
