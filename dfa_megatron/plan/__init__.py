@@ -6,7 +6,20 @@ from dfa_megatron.plan.cost import AttentionShape, Timeline, bytes_received, byt
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.hardware import PROFILES, Hardware
 from dfa_megatron.plan.ir import BACKWARD, FORWARD, Plan, from_text, to_text
-from dfa_megatron.plan.mask import Mask, causal, documents, full, prefix_lm, sliding_window
+from dfa_megatron.plan.mask import (
+    Mask,
+    block_causal_documents,
+    causal,
+    causal_blockwise,
+    documents,
+    full,
+    global_sliding,
+    prefix_lm,
+    prefix_lm_documents,
+    shared_question,
+    sliding_window,
+    union,
+)
 from dfa_megatron.plan.schedules import SCHEDULES, AttentionPlan
 
 __all__ = [
@@ -20,17 +33,23 @@ __all__ = [
     "Mask",
     "Plan",
     "Timeline",
+    "block_causal_documents",
     "bytes_received",
     "bytes_sent",
     "causal",
+    "causal_blockwise",
     "check_plan",
     "documents",
     "draw",
     "from_text",
     "full",
+    "global_sliding",
     "make_plan",
     "prefix_lm",
+    "prefix_lm_documents",
+    "shared_question",
     "simulate",
     "sliding_window",
     "to_text",
+    "union",
 ]

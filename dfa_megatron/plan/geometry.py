@@ -93,6 +93,24 @@ class Tile:
         """The pairs that both tiles hold."""
         return Tile(self.q & other.q, self.kv & other.kv, max(self.lo, other.lo), min(self.hi, other.hi)).shrink()
 
+    def __sub__(self, other: Tile) -> tuple[Tile, ...]:
+        """The pairs of this tile that the other does not hold, as disjoint tiles: above, below, left, right of it in
+        whole rows and columns, then on either side of its band.
+        """
+        both = self & other
+        if both is None:
+            return (self,)
+        q, kv = both.q, both.kv
+        parts = (
+            Tile(Span(self.q.lo, q.lo), self.kv, self.lo, self.hi),
+            Tile(Span(q.hi, self.q.hi), self.kv, self.lo, self.hi),
+            Tile(q, Span(self.kv.lo, kv.lo), self.lo, self.hi),
+            Tile(q, Span(kv.hi, self.kv.hi), self.lo, self.hi),
+            Tile(q, kv, self.lo, min(self.hi, both.lo - 1)),
+            Tile(q, kv, max(self.lo, both.hi + 1), self.hi),
+        )
+        return tuple(shrunk for part in parts if (shrunk := part.shrink()))
+
     def shift(self, q: int, kv: int) -> Tile:
         """The same pairs with the rows moved by q positions and the columns by kv."""
         lo = self.lo if self.lo == -UNBOUNDED else self.lo + kv - q

@@ -11,6 +11,7 @@ import numpy as np
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan import mask as masks
+from dfa_megatron.plan.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.ir import Plan
 from dfa_megatron.plan.mask import Mask
 from dfa_megatron.plan.schedules import SCHEDULES, plan_named
@@ -56,6 +57,76 @@ def every_mask(n: int, rng: random.Random) -> list[Case]:
         of_documents(some_lengths(n, rng), causal=False),
         Case(masks.prefix_lm(n, prefix), lambda i, j: j < prefix or j <= i),
     ]
+
+
+def heterogeneous_masks(n: int, rng: random.Random) -> list[Case]:
+    """The masks that are neither a band nor documents, and documents with windows, over n tokens."""
+    lengths, left, right = some_lengths(n, rng), rng.randint(0, 4), rng.randint(0, 4)
+    edges = list(accumulate(lengths, initial=0))
+    number = [d for d, length in enumerate(lengths) for _ in range(length)]
+    start = [edges[d] for d in number]
+    prefix, block, tokens = rng.randint(0, n), rng.randint(1, 5), rng.randint(0, n)
+    prefixes = [rng.randint(0, 5) for _ in lengths]
+    cut = rng.randint(1, len(lengths))
+    groups = [lengths[:cut], lengths[cut:]] if cut < len(lengths) else [lengths]
+    question = [0 if d < cut else cut for d in number]
+
+    def alike(i: int, j: int) -> bool:
+        return number[i] == number[j]
+
+    return [
+        Case(
+            masks.documents(lengths, window_size=(left, right)), lambda i, j: alike(i, j) and max(0, i - left) <= j <= i
+        ),
+        Case(
+            masks.documents(lengths, causal=False, window_size=(left, right)),
+            lambda i, j: alike(i, j) and i - left <= j <= i + right,
+        ),
+        Case(
+            masks.documents(lengths, causal=False, window_size=(-1, right)), lambda i, j: alike(i, j) and j <= i + right
+        ),
+        Case(
+            masks.prefix_lm_documents(lengths, prefix),
+            lambda i, j: alike(i, j) and (j <= i or j - start[j] < prefix),
+        ),
+        Case(
+            masks.prefix_lm_documents(lengths, prefixes),
+            lambda i, j: alike(i, j) and (j <= i or j - start[j] < prefixes[number[j]]),
+        ),
+        Case(
+            masks.shared_question(groups),
+            lambda i, j: j <= i and (alike(i, j) or (question[i] == question[j] == number[j])),
+        ),
+        Case(masks.causal_blockwise(lengths), lambda i, j: j <= i and (alike(i, j) or number[i] == number[-1])),
+        Case(
+            masks.block_causal_documents(lengths, block),
+            lambda i, j: alike(i, j) and (j - start[j]) // block <= (i - start[i]) // block,
+        ),
+        Case(masks.global_sliding(n, left, tokens), lambda i, j: i < tokens or j < tokens or abs(i - j) <= left),
+        Case(
+            masks.global_sliding(n, left, tokens, causal=True),
+            lambda i, j: j <= i and (i < tokens or j < tokens or i - j <= left),
+        ),
+        of_union(n, rng),
+    ]
+
+
+def of_union(n: int, rng: random.Random) -> Case:
+    """Tiles that overlap at random, and their union."""
+
+    def span() -> Span:
+        return Span(*sorted(rng.choices(range(n + 1), k=2)))
+
+    def bound(free: int) -> int:
+        return rng.choice([free, free, rng.randint(-n, n)])
+
+    tiles = [Tile(span(), span(), bound(-UNBOUNDED), bound(UNBOUNDED)) for _ in range(rng.randint(1, 6))]
+    tiles.append(Tile(Span(0, 1), Span(0, 1)))
+
+    def sees(i: int, j: int) -> bool:
+        return any(t.q.lo <= i < t.q.hi and t.kv.lo <= j < t.kv.hi and t.lo <= j - i <= t.hi for t in tiles)
+
+    return Case(masks.union("union", n, tiles), sees)
 
 
 def plans(case: Case, ranks: int) -> Iterator[tuple[str, Plan]]:

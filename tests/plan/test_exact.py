@@ -9,7 +9,7 @@ import pytest
 from dfa_megatron.plan.check import check
 from dfa_megatron.plan.schedules import SCHEDULES, plan_named
 from tests.plan import oracle
-from tests.plan.cases import every_mask, plans
+from tests.plan.cases import every_mask, heterogeneous_masks, plans
 from tests.plan.dense import reference
 
 
@@ -25,6 +25,17 @@ def test_every_schedule_is_exact_on_every_mask_it_supports(ranks: int) -> None:
             assert oracle.is_right(plan, sees, expected), f"{name} {plan.phase.name} of {case.mask.name}"
             seen.add(name)
     assert seen == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_every_schedule_is_exact_on_heterogeneous_masks(ranks: int) -> None:
+    rng = random.Random(50 + ranks)
+    for case in heterogeneous_masks(2 * ranks * rng.randint(1, 3), rng):
+        sees = case.dense
+        expected = reference(sees, seed=ranks)
+        for name, plan in plans(case, ranks):
+            check(plan)
+            assert oracle.is_right(plan, sees, expected), f"{name} {plan.phase.name} of {case.mask.name}"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 9])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from dfa_megatron.plan import mask as masks
-from dfa_megatron.plan.geometry import Span
+from dfa_megatron.plan.geometry import Span, Tile
 from dfa_megatron.plan.mask import Mask
-from tests.plan.cases import every_mask
+from tests.plan.cases import every_mask, heterogeneous_masks, of_union
 
 
 def counts(mask: Mask) -> np.ndarray:
@@ -27,7 +28,8 @@ def counts(mask: Mask) -> np.ndarray:
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 33])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_tiles_of_a_mask_hold_each_of_its_pairs_once_and_no_other(length: int, seed: int) -> None:
-    for case in every_mask(length, random.Random(100 * seed + length)):
+    rng = random.Random(100 * seed + length)
+    for case in [*every_mask(length, rng), *heterogeneous_masks(length, rng)]:
         assert (counts(case.mask) == case.dense).all(), case.mask.name
         assert case.mask.area == case.dense.sum()
 
@@ -40,6 +42,38 @@ def test_a_mask_restricted_to_a_part_holds_the_pairs_of_that_part() -> None:
         inside = np.zeros((20, 20), dtype=bool)
         inside[q.lo : q.hi, kv.lo : kv.hi] = True
         assert (counts(part) == (case.dense & inside)).all()
+
+
+def test_a_tile_without_another_is_what_is_left_of_it() -> None:
+    rng = random.Random(4)
+    for _ in range(300):
+        one, other = (of_union(9, rng).mask.tiles[0] for _ in range(2))
+        left = Mask("left", 9, one - other)
+        assert (counts(left) == counts(Mask("one", 9, (one,))) * (1 - counts(Mask("other", 9, (other,))))).all()
+
+
+def test_most_masks_have_few_tiles_and_no_row_twice() -> None:
+    """A kernel call per tile, and a merge for every row that two tiles hold."""
+    lengths = [5, 1, 9, 17]
+    for mask, tiles in (
+        (masks.prefix_lm(32, 7), 2),
+        (masks.prefix_lm_documents(lengths, 3), 7),
+        (masks.causal_blockwise(lengths), 4),
+        (masks.block_causal_documents(lengths, 4), 10),
+        (masks.documents(lengths, causal=False, window_size=(2, 3)), 4),
+    ):
+        assert len(mask.tiles) == tiles
+        rows = sorted((tile.q for tile in mask.tiles), key=lambda span: span.lo)
+        assert all(one.hi <= other.lo for one, other in pairwise(rows)), mask.name
+
+
+def test_the_name_of_a_pack_tells_packs_apart_and_stays_short() -> None:
+    many = [3 + d % 5 for d in range(500)]
+    names = {masks.documents(lengths).name for lengths in (many, many[::-1], [*many[:-1], many[-1] + 1])}
+    assert len(names) == 3
+    assert max(map(len, names)) < 60
+    assert masks.documents([3, 4]).name == "documents(causal;3,4)"
+    assert masks.documents([3, 4], window_size=(9, 9)) == masks.documents([3, 4])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -65,6 +99,15 @@ def test_equal_requests_for_a_window_give_equal_masks() -> None:
         (lambda: masks.documents([]), "must be positive"),
         (lambda: masks.documents([3, 0]), "must be positive"),
         (lambda: masks.prefix_lm(4, 5), "within the 4 tokens, got 5"),
+        (lambda: masks.prefix_lm_documents([3, 4], [1]), "as many prefixes"),
+        (lambda: masks.prefix_lm_documents([3, 4], -1), "at least 0 tokens"),
+        (lambda: masks.shared_question([[3, 1], []]), "every group needs a question"),
+        (lambda: masks.shared_question([[3, 0]]), "must be positive"),
+        (lambda: masks.block_causal_documents([3], 0), "positive length, got 0"),
+        (lambda: masks.global_sliding(4, 1, 5), "5 global tokens"),
+        (lambda: masks.global_sliding(4, -1, 1), "a window of -1"),
+        (lambda: masks.documents([4], window_size=(-2, 0)), "at least 0"),
+        (lambda: masks.union("u", 4, [Tile(Span(0, 5), Span(0, 1))]), "not within the 4 tokens"),
     ],
 )
 def test_a_mask_that_makes_no_sense_is_refused_with_the_value(make: Callable[[], Mask], complaint: str) -> None:
