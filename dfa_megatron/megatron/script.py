@@ -166,21 +166,37 @@ def _slice_in_order(options: DistAttentionConfig) -> None:
 
     @functools.wraps(megatrons)
     def sliced_in_order(*args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind(*args, **kwargs)
-        _check_slicing(signature, asked.arguments)
-        batch = asked.arguments["batch"]
-        cp_group = asked.arguments.get("cp_group")
-        if cp_group is None:
-            from megatron.core import parallel_state
-
-            cp_group = parallel_state.get_context_parallel_group()
-        batch.update(shard_batch(batch, cp_group, options))  # in place, as Megatron does it
-        return batch
+        return slice_in_order(options, signature, *args, **kwargs)
 
     setattr(sliced_in_order, _MARK, megatrons)
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "megatron" and getattr(module, "__dict__", {}).get(_SLICE) is megatrons:
             setattr(module, _SLICE, sliced_in_order)
+
+
+def slice_in_order(options: DistAttentionConfig, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
+    """What Megatron's get_batch_on_this_cp_rank does, in layout `contiguous`.
+
+    Args:
+        options: of the model, with layout contiguous.
+        signature: of Megatron's function; args and kwargs are those that it was called with.
+
+    Returns:
+        The batch that was given, changed in place as Megatron does it.
+
+    Raises:
+        UnsupportedError: arguments that ask for another slicing, or a model without distributed attention.
+    """
+    asked = signature.bind(*args, **kwargs)
+    _check_slicing(signature, asked.arguments)
+    batch = asked.arguments["batch"]
+    cp_group = asked.arguments.get("cp_group")
+    if cp_group is None:
+        from megatron.core import parallel_state
+
+        cp_group = parallel_state.get_context_parallel_group()
+    batch.update(shard_batch(batch, cp_group, options))
+    return batch
 
 
 def _check_slicing(signature: inspect.Signature, arguments: dict[str, Any]) -> None:

@@ -1,0 +1,73 @@
+"""What a patched Megatron-LM clone calls: distributed attention where --cp-comm-type dfa asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron import DistributedAttentionLayer, clone
+from dfa_megatron.testing.workers import run_ranks
+from tests.megatron import harness
+from tests.megatron.harness import Topology, case, make_config, megatrons_spec
+
+
+def config(comm_type: Any) -> Any:
+    made = make_config(Topology(), case())
+    made.cp_comm_type = comm_type
+    return made
+
+
+@pytest.mark.parametrize("comm_type", [None, "p2p", "a2a", ["p2p", "dfa"], []])
+def test_without_the_flag_everything_stays_megatrons(comm_type: Any) -> None:
+    spec = megatrons_spec(config(comm_type))
+    assert clone.layer_spec(spec, config(comm_type)) is spec
+    assert clone.prediction_spec(spec, config(comm_type)) is spec
+
+
+@pytest.mark.parametrize("comm_type", ["dfa", ["dfa"], ["dfa", "dfa"]])
+def test_the_flag_alone_puts_distributed_attention_into_the_default_spec(comm_type: Any) -> None:
+    wanted = config(comm_type)
+    layer = clone.layer_spec(megatrons_spec(wanted), wanted)
+    assert issubclass(layer.module, DistributedAttentionLayer)
+    assert layer.params["distributed_attention"].options.layout == "boundary"
+    again = clone.layer_spec(layer, wanted)  # a user who also gives --spec
+    assert again.module is layer.module
+
+
+def test_prediction_layers_get_it_in_megatrons_order() -> None:
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    wanted = make_config(Topology(), case(), mtp_num_layers=1, cp_comm_type="dfa")
+    spec = clone.prediction_spec(megatrons_spec(wanted), wanted)
+    assert isinstance(spec, TransformerBlockSubmodules)  # get_gpt_mtp_block_spec takes its last layer
+    context = spec.layer_specs[0].params["distributed_attention"]
+    assert (context.options.layout, context.options.schedule) == ("zigzag", "auto")
+
+
+def slices(rank: int, world_size: int) -> None:
+    from megatron.core import parallel_state, utils
+
+    from dfa_megatron.megatron import dfa_ify
+
+    harness.start(Topology(cp=world_size))
+    dfa_ify(megatrons_spec(config("dfa")))
+    whole = {"tokens": torch.arange(16).view(2, 8)}
+    for layout, places in (("boundary", (0, 1, 6, 7)), ("contiguous", (0, 1, 2, 3))):
+        options = DistAttentionConfig(layout=layout)
+        clone.options_of = lambda options=options: options
+        batch = clone.get_batch_on_this_cp_rank(dict(whole))
+        if rank == 0:
+            assert torch.equal(batch["tokens"], whole["tokens"][:, list(places)])
+        group = parallel_state.get_context_parallel_group()
+        assert torch.equal(clone.get_batch_on_this_cp_rank(dict(whole), cp_group=group)["tokens"], batch["tokens"])
+    assert "cp_group" in utils.get_batch_on_this_cp_rank.__code__.co_varnames, "Megatron's own function is left alone"
+    with pytest.raises(UnsupportedError, match="multiple of"):
+        clone.get_batch_on_this_cp_rank({"tokens": torch.zeros(1, 7)})
+
+
+def test_batches_are_sliced_as_the_layout_flag_says() -> None:
+    run_ranks(2, slices)
