@@ -13,7 +13,7 @@ from dfa_megatron.errors import UnsupportedError
 
 SCHEDULES = ("auto", "ring", "balanced", "balanced_shared", "zigzag")
 LAYOUTS = ("contiguous", "boundary", "zigzag")
-KERNELS = ("auto", "reference", "cpu", "triton", "aten", "cudnn", "flash4")
+KERNELS = ("auto", "reference", "cpu", "triton", "aten", "flash2", "cudnn", "flash3", "flash4")
 REMAT = ("auto", "on", "off")
 WIRE_DTYPES = ("input", "float32")
 VERIFY = ("once", "always", "off")

@@ -13,6 +13,8 @@ from dfa_megatron.kernels.api import BlockKernel, Need
 from dfa_megatron.kernels.aten import AtenFlashKernel
 from dfa_megatron.kernels.cpu import CpuKernel
 from dfa_megatron.kernels.cudnn import CudnnKernel
+from dfa_megatron.kernels.flash2 import Flash2Kernel
+from dfa_megatron.kernels.flash3 import Flash3Kernel
 from dfa_megatron.kernels.flash4 import Flash4Kernel
 from dfa_megatron.kernels.reference import ReferenceKernel
 from dfa_megatron.kernels.triton_attention import TritonKernel
@@ -24,7 +26,9 @@ KERNELS: Mapping[str, BlockKernel] = MappingProxyType(
         kernel.name: kernel
         for kernel in (
             Flash4Kernel(),
+            Flash3Kernel(),
             CudnnKernel(),
+            Flash2Kernel(),
             AtenFlashKernel(),
             CpuKernel(),
             TritonKernel(),
@@ -34,7 +38,7 @@ KERNELS: Mapping[str, BlockKernel] = MappingProxyType(
 )
 """Every kernel by name, the one to prefer first."""
 
-BY_NAME_ONLY = frozenset({"flash4", "triton"})
+BY_NAME_ONLY = frozenset({"flash4", "flash3", "flash2", "triton"})
 """Kernels that "auto" passes over: they have not been through the whole conformance suite on a GPU yet."""
 
 

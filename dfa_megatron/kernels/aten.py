@@ -10,7 +10,7 @@ import torch
 from dfa_megatron.kernels.api import Need, Saved
 from dfa_megatron.kernels.bands import backward_by_pieces, cut_tall, forward_by_pieces, tile_of
 from dfa_megatron.kernels.gpu import build_refusal, capability_text, deterministic_algorithms, gpu_refusal
-from dfa_megatron.kernels.operators import AtenOperator
+from dfa_megatron.kernels.operators import Operator
 from dfa_megatron.kernels.strides import dense, vectorised
 from dfa_megatron.plan.geometry import Band
 
@@ -18,9 +18,9 @@ _INPUTS = (
     "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
     "dropout_p", "is_causal", "scale", "window_size_left", "window_size_right",
 )  # fmt: skip
-_FORWARD = AtenOperator("_flash_attention_forward", (*_INPUTS, "return_debug_mask"), results=2)
-_BACKWARD = AtenOperator(
-    "_flash_attention_backward",
+_FORWARD = Operator("aten::_flash_attention_forward", (*_INPUTS, "return_debug_mask"), results=2)
+_BACKWARD = Operator(
+    "aten::_flash_attention_backward",
     (*_INPUTS, "grad_out", "out", "logsumexp", "rng_state|philox_seed", "unused|philox_offset"),
     results=3,
 )

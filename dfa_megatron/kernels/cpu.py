@@ -10,13 +10,13 @@ import torch
 
 from dfa_megatron.kernels.api import Need, Saved, accumulator_dtype, form_of
 from dfa_megatron.kernels.bands import backward_by_pieces, cut_rows, forward_by_pieces, tile_of, visible
-from dfa_megatron.kernels.operators import AtenOperator
+from dfa_megatron.kernels.operators import Operator
 from dfa_megatron.plan.geometry import Band, Tile
 
 _INPUTS = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
-_FORWARD = AtenOperator("_scaled_dot_product_flash_attention_for_cpu", _INPUTS, results=2)
-_BACKWARD = AtenOperator(
-    "_scaled_dot_product_flash_attention_for_cpu_backward", ("grad_out", "out", "logsumexp", *_INPUTS), results=3
+_FORWARD = Operator("aten::_scaled_dot_product_flash_attention_for_cpu", _INPUTS, results=2)
+_BACKWARD = Operator(
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward", ("grad_out", "out", "logsumexp", *_INPUTS), results=3
 )
 
 MASK_ROWS = 512

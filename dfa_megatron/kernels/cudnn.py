@@ -11,17 +11,17 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Need, Saved, accumulator_dtype, form_of
 from dfa_megatron.kernels.gpu import build_refusal, capability_text, gpu_refusal
-from dfa_megatron.kernels.operators import AtenOperator
+from dfa_megatron.kernels.operators import Operator
 from dfa_megatron.kernels.reference import ReferenceKernel
 from dfa_megatron.kernels.strides import dense
 from dfa_megatron.plan.geometry import Band
 
 _INPUTS = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal", "scale")
-_FORWARD = AtenOperator(
-    "_scaled_dot_product_cudnn_attention", (*_INPUTS, "compute_log_sumexp", "return_debug_mask"), results=2
+_FORWARD = Operator(
+    "aten::_scaled_dot_product_cudnn_attention", (*_INPUTS, "compute_log_sumexp", "return_debug_mask"), results=2
 )
-_BACKWARD = AtenOperator(
-    "_scaled_dot_product_cudnn_attention_backward",
+_BACKWARD = Operator(
+    "aten::_scaled_dot_product_cudnn_attention_backward",
     (
         *_INPUTS, "grad_out", "out", "logsumexp",
         "philox_seed", "philox_offset", "cum_seq_q", "cum_seq_k", "max_q", "max_k",

@@ -6,6 +6,8 @@ import dataclasses
 import logging
 import subprocess
 import sys
+import types
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,10 +15,10 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.config import KERNELS as CONFIG_NAMES
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels import cudnn, flash4, gpu, triton_attention
+from dfa_megatron.kernels import cudnn, flash2, flash3, flash4, gpu, operators, triton_attention
 from dfa_megatron.kernels.api import BlockKernel, Need, Saved
 from dfa_megatron.kernels.cudnn import CudnnKernel
-from dfa_megatron.kernels.operators import AtenOperator
+from dfa_megatron.kernels.operators import Operator, Package
 from dfa_megatron.kernels.strides import dense, vectorised
 from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
 
@@ -40,6 +42,9 @@ def hopper_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(triton_attention, "triton_refusal", lambda: None)
     monkeypatch.setattr(flash4, "_functions", lambda: "flash-attn-4 is not installed")
+    for adapter in (flash2, flash3):
+        absent = types.SimpleNamespace(refusal=lambda package=adapter.PACKAGE: f"{package.name} is not installed")
+        monkeypatch.setattr(adapter, "_FORWARD", absent)
 
 
 @pytest.fixture
@@ -51,9 +56,11 @@ def flash4_present(hopper_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kernel_keeps_the_contract_and_has_its_name_in_the_options() -> None:
     assert all(isinstance(kernel, BlockKernel) for kernel in kernels.KERNELS.values())
     assert ("auto", *sorted(kernels.KERNELS)) == ("auto", *sorted(set(CONFIG_NAMES) - {"auto"}))
-    assert list(kernels.KERNELS) == ["flash4", "cudnn", "aten", "cpu", "triton", "reference"]
+    assert list(kernels.KERNELS) == ["flash4", "flash3", "cudnn", "flash2", "aten", "cpu", "triton", "reference"]
     assert {name: kernel.reads for name, kernel in kernels.KERNELS.items()} == {
         "flash4": "out",
+        "flash3": "out",
+        "flash2": "out",
         "cudnn": "out",
         "aten": "out",
         "cpu": "out",
@@ -153,6 +160,16 @@ def test_cudnn_honours_pytorchs_own_deterministic_switch() -> None:
         ("flash4", {"head_dim": 112, "head_dim_v": 112}, "does not compile for head_dim 112 on 9.0"),
         ("flash4", {"head_dim_v": 128}, "head_dim (64) and head_dim_v (128) to be equal"),
         ("flash4", {"head_dim": 192, "head_dim_v": 128}, "work without grouped heads"),
+        ("flash3", {}, "flash_attn_3 is not installed"),
+        ("flash3", {"device": "cpu"}, "runs on CUDA, not on cpu"),
+        ("flash3", {"capability": (10, 0)}, "9.0 (Hopper), not 10.0"),
+        ("flash3", {"head_dim_v": 128}, "head_dim (64) and head_dim_v (128) to be equal"),
+        ("flash3", {"head_dim": 264, "head_dim_v": 264}, "head_dim 264 is over 256"),
+        ("flash3", {"head_dim": 256, "head_dim_v": 256, "deterministic": True}, "not deterministic for head_dim 256"),
+        ("flash2", {}, "flash-attn is not installed"),
+        ("flash2", {"dtype": torch.float32}, "not torch.float32"),
+        ("flash2", {"head_dim_v": 32}, "to be equal"),
+        ("flash2", {"head_dim": 264, "head_dim_v": 264}, "head_dim 264 is over 256"),
         ("triton", {"device": "cpu"}, "runs on CUDA, not on cpu"),
         ("triton", {"dtype": torch.float64}, "not torch.float64"),
         ("triton", {"head_dim_v": 257}, "head_dim 64 or head_dim_v 257 is over 256"),
@@ -197,7 +214,8 @@ def test_a_named_kernel_that_refuses_says_which_would_do() -> None:
 
 def test_an_unknown_kernel_names_the_known_ones() -> None:
     with pytest.raises(
-        UnsupportedError, match="perhaps 'cudnn'; one of auto, flash4, cudnn, aten, cpu, triton, reference"
+        UnsupportedError,
+        match="perhaps 'cudnn'; one of auto, flash4, flash3, cudnn, flash2, aten, cpu, triton, reference",
     ):
         kernels.select("cuddn", ON_CPU)
     with pytest.raises(UnsupportedError):
@@ -284,6 +302,65 @@ def test_flash4_refuses_changed_functions_with_the_version_found_and_one_that_wo
         assert said in str(flash4_functions(monkeypatch, interface))
 
 
+@pytest.fixture
+def fake_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
+    """A package with one operator, `dfa_fake::attend(Tensor q, bool causal)`."""
+    library = torch.library.Library("dfa_fake", "FRAGMENT")
+    library.define("attend(Tensor q, bool causal, Tensor? slopes) -> Tensor")
+    for name in ("dfa_fake", "dfa_fake.interface"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(operators.importlib.metadata, "version", {"dfa-fake": "1.9"}.__getitem__)
+    yield Package("dfa-fake", "dfa_fake.interface", "2.0 to 2.4")
+    library._destroy()
+
+
+def test_an_operator_of_a_package_is_refused_with_the_version_found_and_those_that_work(fake_package: Package) -> None:
+    def refusal(name: str, *arguments: str, results: int = 1) -> str | None:
+        return Operator(name, arguments, results=results, package=fake_package).refusal()
+
+    assert refusal("dfa_fake::attend", "q", "causal", "slopes") is None
+    assert refusal("dfa_fake::gone") == "dfa-fake 1.9 has no operator dfa_fake::gone; it works with 2.0 to 2.4"
+    for said, arguments, results in (
+        ("has no argument window", ("q", "causal", "slopes", "window"), 1),
+        ("needs slopes, not known here", ("q", "causal"), 1),
+        ("returns too little", ("q", "causal", "slopes"), 2),
+    ):
+        why = str(refusal("dfa_fake::attend", *arguments, results=results))
+        assert f"dfa_fake::attend of dfa-fake 1.9 {said}" in why
+        assert why.endswith("it works with 2.0 to 2.4")
+
+
+def test_a_package_that_is_not_there_and_one_that_is_broken_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Package("dfa-fake", "dfa_fake.interface", "2.0")
+    assert package.refusal() == "dfa-fake is not installed"
+    for error in (OSError("undefined symbol"), ModuleNotFoundError("No module named 'einops'", name="einops")):
+
+        def load(name: str, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(operators.importlib, "import_module", load)
+        assert package.refusal() == f"dfa-fake of unknown version cannot be imported ({type(error).__name__}: {error})"
+
+
+def test_flash3_refuses_what_its_build_left_out(hopper_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = types.SimpleNamespace(refusal=lambda: None)
+    monkeypatch.setattr(flash3, "_FORWARD", there)
+    monkeypatch.setattr(flash3, "_BACKWARD", there)
+    prefix = "FLASHATTENTION_DISABLE_"
+
+    def refusal(flags: list[str], **changes: object) -> str | None:
+        monkeypatch.setattr(flash3, "_build_flags", lambda: {prefix + flag: True for flag in flags})
+        return kernels.get("flash3").refusal(dataclasses.replace(ON_HOPPER, **changes))
+
+    assert refusal([]) is None
+    assert f"built with {prefix}BACKWARD" in str(refusal(["BACKWARD"]))
+    assert refusal(["LOCAL", "FP16"]) is None
+    assert f"built with {prefix}LOCAL" in str(refusal(["LOCAL"], forms=frozenset({"band"})))
+    assert f"built with {prefix}FP16" in str(refusal(["FP16"], dtype=torch.float16))
+    assert refusal(["HDIM64"]) is None
+    assert f"{prefix}HDIM192, {prefix}HDIM256" in str(refusal(["HDIM192", "HDIM256"], head_dim=192, head_dim_v=192))
+
+
 def test_importing_the_kernels_asks_nothing_of_a_gpu_and_loads_no_compiler() -> None:
     code = (
         "import torch, sys\n"
@@ -292,26 +369,26 @@ def test_importing_the_kernels_asks_nothing_of_a_gpu_and_loads_no_compiler() -> 
         "torch.backends.cudnn.version = torch.cuda.get_device_capability = ask\n"
         "before = set(sys.modules)\n"
         "import dfa_megatron.kernels\n"
-        "assert not {'triton', 'flash_attn'} & (set(sys.modules) - before)\n"
+        "assert not {'triton', 'flash_attn', 'flash_attn_3'} & (set(sys.modules) - before)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 
 def test_an_operator_that_changed_is_refused_with_the_version_found() -> None:
     version = torch.__version__
-    assert AtenOperator("_no_such_attention", (), results=1).refusal() == (
+    assert Operator("aten::_no_such_attention", (), results=1).refusal() == (
         f"PyTorch {version} has no operator aten::_no_such_attention"
     )
-    assert "has no argument input" in str(AtenOperator("logaddexp", ("input", "other"), results=1).refusal())
-    assert "needs other, not known here" in str(AtenOperator("logaddexp", ("self",), results=1).refusal())
-    assert "returns too little" in str(AtenOperator("logaddexp", ("self", "other"), results=2).refusal())
+    assert "has no argument input" in str(Operator("aten::logaddexp", ("input", "other"), results=1).refusal())
+    assert "needs other, not known here" in str(Operator("aten::logaddexp", ("self",), results=1).refusal())
+    assert "returns too little" in str(Operator("aten::logaddexp", ("self", "other"), results=2).refusal())
     with pytest.raises(RuntimeError, match="no operator"):
-        AtenOperator("_no_such_attention", (), results=1)()
+        Operator("aten::_no_such_attention", (), results=1)()
 
 
 def test_an_operator_is_called_by_either_spelling_of_an_argument() -> None:
     a, b = torch.tensor(1.0), torch.tensor(2.0)
-    operator = AtenOperator("logaddexp", ("input|self", "other"), results=1)
+    operator = Operator("aten::logaddexp", ("input|self", "other"), results=1)
     assert torch.equal(operator(input=a, other=b), torch.logaddexp(a, b))
 
 

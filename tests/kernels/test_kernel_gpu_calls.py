@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from dfa_megatron.kernels import aten, cudnn, flash4
+from dfa_megatron.kernels import aten, cudnn, flash2, flash3, flash4
 from dfa_megatron.kernels.api import BlockKernel, Saved
 from dfa_megatron.kernels.aten import AtenFlashKernel
 from dfa_megatron.kernels.cudnn import CudnnKernel
+from dfa_megatron.kernels.flash2 import Flash2Kernel
+from dfa_megatron.kernels.flash3 import Flash3Kernel
 from dfa_megatron.kernels.flash4 import Flash4Kernel
+from dfa_megatron.kernels.operators import Operator
 from dfa_megatron.kernels.reference import ReferenceKernel
 from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
 from dfa_megatron.testing.compare import assert_close, dense_attention
@@ -79,6 +86,135 @@ class FlashStandIn:
         return gradients_of(
             a["grad_out"], a["query"], a["key"], a["value"], a["out"], a["logsumexp"], self.seen(**a), a["scale"]
         )
+
+
+def flash2_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`flash_attn::_flash_attn_forward` of flash-attn 2.7.0 to 2.8.3."""
+    readable(q, k, v)
+    assert return_softmax is False
+    seen = flash2_seen(q, k, dropout_p, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+    out, lse = dense_attention(q, k, v, visible=seen, softmax_scale=softmax_scale)
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    return out.to(q.dtype), lse.float(), q.new_empty(0), torch.empty(2, dtype=torch.int64)
+
+
+def flash2_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    softmax_lse: torch.Tensor, dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor | None,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
+    softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool, rng_state: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`flash_attn::_flash_attn_backward` of flash-attn 2.7.0 to 2.8.3."""
+    readable(dout, q, k, v, out)
+    assert softmax_lse.is_contiguous()
+    assert softmax_lse.dtype == torch.float32
+    assert deterministic is False
+    seen = flash2_seen(q, k, dropout_p, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+    for into, gradient in zip(
+        (dq, dk, dv), gradients_of(dout, q, k, v, out, softmax_lse, seen, softmax_scale), strict=True
+    ):
+        into.copy_(gradient)
+    return torch.empty(0)
+
+
+def flash2_seen(q, k, dropout_p, causal, left, right, softcap, alibi_slopes) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """Its bounds are those of the copy in PyTorch."""
+    assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
+    bounds = {"window_size_left": left, "window_size_right": right, "is_causal": causal}
+    sizes = {"query": q, "key": k, "max_q": q.shape[1], "max_k": k.shape[1], "dropout_p": dropout_p}
+    packed = {"cum_seq_q": None, "cum_seq_k": None}
+    return FlashStandIn().seen(**bounds, **sizes, **packed)
+
+
+FLASH3_FORWARD = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
+    "Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None, "
+    "Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, Tensor? q_descale=None, Tensor? k_descale=None, "
+    "Tensor? v_descale=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, "
+    "int window_size_right=-1, int attention_chunk=0, float softcap=0.0, bool is_rotary_interleaved=False, "
+    "Tensor? scheduler_metadata=None, int num_splits=0, bool? pack_gqa=None, int sm_margin=0) "
+    "-> (Tensor(out!), Tensor, Tensor, Tensor)"
+)
+FLASH3_BACKWARD = (
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, "
+    "Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "float softcap=0.0, bool deterministic=False, int sm_margin=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+"""The operators of flash_attn_3 3.0.0 (up to 2.8.3 of flash-attention the backward returned dq, dk and dv first)."""
+
+
+def by_name(schema: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """Which argument each value is, since an implementation gets them in order, without trailing defaults."""
+    names = [
+        part.partition("=")[0].split()[-1] for part in schema[schema.index("(") + 1 :].split(") ->")[0].split(", ")
+    ]
+    defaults = {"is_causal": False, "window_size_left": -1, "window_size_right": -1, "deterministic": False}
+    return defaults | dict(zip(names, arguments, strict=False))
+
+
+def flash3_seen(a: dict[str, Any]) -> torch.Tensor:
+    """Bounds as in hopper/flash_api.cpp, which drops those that cannot bind."""
+    q_len, kv_len = a["q"].shape[1], a["k"].shape[1]
+    left, right = a["window_size_left"], a["window_size_right"]
+    left, right = -1 if left >= kv_len - 1 else left, -1 if right >= q_len - 1 else right
+    right = 0 if a["is_causal"] else right
+    distance = torch.arange(kv_len)[None] - torch.arange(q_len)[:, None] - (kv_len - q_len)
+    seen = torch.ones(q_len, kv_len, dtype=torch.bool)
+    seen = seen & (distance >= -left) if left >= 0 else seen
+    seen = seen & (distance <= right) if right >= 0 else seen
+    assert seen.any(1).all(), "a row is blind"
+    assert seen.any(0).all(), "a column is unseen: its gradient may stay unwritten"
+    return seen
+
+
+def flash3_forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    a = by_name(FLASH3_FORWARD, arguments)
+    readable(a["q"], a["k"], a["v"])
+    assert a["num_splits"] == 1
+    assert all(a[name] is None for name in ("k_new", "out", "cu_seqlens_q", "seqused_k", "page_table", "q_descale"))
+    out, lse = dense_attention(a["q"], a["k"], a["v"], visible=flash3_seen(a), softmax_scale=a["softmax_scale"])
+    return out.to(a["q"].dtype), lse.float(), a["q"].new_empty(0), a["q"].new_empty(0)
+
+
+def flash3_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    a = by_name(FLASH3_BACKWARD, arguments)
+    readable(a["dout"], a["q"], a["k"], a["v"], a["out"])
+    assert a["softmax_lse"].is_contiguous()
+    assert a["softmax_lse"].dtype == torch.float32
+    assert a["deterministic"] is False
+    rows = (a[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse"))
+    gradients = gradients_of(*rows, flash3_seen(a), a["softmax_scale"])
+    for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+        a[name].copy_(gradient)
+    return tuple(torch.empty(0) for _ in range(5))
+
+
+@pytest.fixture(scope="module")
+def flash_packages() -> Iterator[None]:
+    """Operators named and typed as those of flash-attn 2 and flash_attn_3, on CPU."""
+    if importlib.util.find_spec("flash_attn") or importlib.util.find_spec("flash_attn_3"):
+        pytest.skip("a real package is installed, whose operators have these names")
+    libraries = [torch.library.Library(name, "FRAGMENT") for name in ("flash_attn", "flash_attn_3")]
+    for name, function, changed in (
+        ("_flash_attn_forward", flash2_forward, ()),
+        ("_flash_attn_backward", flash2_backward, ("dq", "dk", "dv")),
+    ):
+        libraries[0].define(name + torch.library.infer_schema(function, mutates_args=changed))
+        libraries[0].impl(name, function, "CPU")
+    for schema, function in ((FLASH3_FORWARD, flash3_forward), (FLASH3_BACKWARD, flash3_backward)):
+        libraries[1].define(schema)
+        libraries[1].impl(schema.partition("(")[0], function, "CPU")
+    yield
+    for library in libraries:
+        library._destroy()
 
 
 class CudnnStandIn:
@@ -151,9 +287,24 @@ class Flash4StandIn:
         return gradients_of(*rows, self.seen(**a), a["softmax_scale"])
 
 
-@pytest.fixture(params=["flash4", "aten", "cudnn, lse of 4 dimensions", "cudnn, lse of 3 dimensions"])
+def over_fake_package(adapter: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the adapter find its package, and look its operators up again."""
+    for name in ("flash_attn", "flash_attn_3", adapter.PACKAGE.module):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    for name in ("_FORWARD", "_BACKWARD"):
+        known = getattr(adapter, name)
+        monkeypatch.setattr(adapter, name, Operator(known.name, known.arguments, known.results, known.package))
+
+
+@pytest.fixture(
+    params=["flash4", "flash3", "flash2", "aten", "cudnn, lse of 4 dimensions", "cudnn, lse of 3 dimensions"]
+)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> BlockKernel:
     """A GPU kernel over a stand-in of its operators."""
+    if request.param in ("flash2", "flash3"):
+        request.getfixturevalue("flash_packages")
+        over_fake_package(flash2 if request.param == "flash2" else flash3, monkeypatch)
+        return Flash2Kernel() if request.param == "flash2" else Flash3Kernel()
     if request.param == "flash4":
         functions = Flash4StandIn().forward, Flash4StandIn().backward
         monkeypatch.setattr(flash4, "_functions", lambda: functions)
