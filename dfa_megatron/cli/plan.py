@@ -15,10 +15,11 @@ from dfa_megatron.plan import mask as masks
 from dfa_megatron.plan.choose import TOKEN_LAYOUTS, candidates, make_plan
 from dfa_megatron.plan.cost import AttentionShape, bytes_of, phases_of, simulate
 from dfa_megatron.plan.draw import draw
-from dfa_megatron.plan.hardware import PROFILES, Hardware, profile_named
+from dfa_megatron.plan.hardware import PROFILES, Hardware, Link
 from dfa_megatron.plan.ir import PHASES, Plan, to_text
 from dfa_megatron.plan.lower import lower_all
 from dfa_megatron.plan.mask import Mask
+from dfa_megatron.plan.profile import profile_named
 from dfa_megatron.plan.schedules import SCHEDULES, AttentionPlan
 
 MASKS: dict[str, Callable[[argparse.Namespace], Mask]] = {
@@ -67,7 +68,11 @@ def add_parser(subparsers: Any) -> None:
         "--payload", default="out", help="what a helped pair's backward sends: out, delta (default: out)"
     )
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--hardware", default="h200-nvlink", help=", ".join(PROFILES) + " (default: %(default)s)")
+    machine.add_argument(
+        "--hardware",
+        default="h200-nvlink",
+        help=", ".join(PROFILES) + ", or a .json file of doctor --profile (default: %(default)s)",
+    )
     machine.add_argument(
         "--link", type=float, metavar="GB/S", help="bytes per second each way, in place of the profile's"
     )
@@ -219,9 +224,8 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     hardware = profile_named(args.hardware)
     if args.link is None:
         return hardware
-    return dataclasses.replace(
-        hardware, name=f"{hardware.name} at {args.link:g} GB/s", link_bytes_per_second=1e9 * args.link
-    )
+    link = Link(hardware.link.transport, 1e9 * args.link, hardware.link.latency)
+    return dataclasses.replace(hardware, name=f"{hardware.name} at {args.link:g} GB/s", links=(link,))
 
 
 def _documents(args: argparse.Namespace) -> list[int]:

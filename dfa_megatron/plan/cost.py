@@ -221,9 +221,7 @@ class _Clocks:
         self.plan, self.program, self.shape, self.hardware, self.network = plan, program, shape, hardware, network
         self.wire = Wire()
         network.wires.append(self.wire)
-        forward = plan.phase.name == "forward"
-        rate = hardware.flops_forward if forward else hardware.flops_backward
-        self.seconds_per_pair = shape.flops_per_pair(plan.phase) / rate
+        self.flops_per_pair = shape.flops_per_pair(plan.phase)
         self.busy = 0.0
         self.step = 0
         self.ended: list[float] = []
@@ -241,7 +239,8 @@ class _Clocks:
     def compute(self, call: Call) -> None:
         """One kernel call on the compute queue."""
         label = cell(self.plan, call.blocks)
-        self._work(self.hardware.launch_overhead + call.area * self.seconds_per_pair, label, call.blocks)
+        rate = self.hardware.rate(self.plan.phase.name, call.area)
+        self._work(self.hardware.launch_overhead + call.area * self.flops_per_pair / rate, label, call.blocks)
 
     def fold(self, fold: Fold) -> None:
         """A fold costs its launch."""

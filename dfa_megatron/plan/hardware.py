@@ -1,69 +1,183 @@
-"""Machines as the cost model sees them: how fast blocks are computed and how fast messages travel."""
+"""Machines as the cost model sees them: how fast blocks are computed, and how fast messages travel near and far."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from types import MappingProxyType
 
 from dfa_megatron.errors import UnsupportedError
+
+Curve = tuple[tuple[float, float], ...]
+"""A rate by block length: (tokens, floating-point operations per second), tokens increasing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way for messages.
+
+    Args:
+        transport: what moves them, as the option `transport` names it.
+        bytes_per_second: what a rank sends, and at the same time receives, per second; infinity is allowed.
+        latency: seconds before the first byte of a message arrives.
+    """
+
+    transport: str
+    bytes_per_second: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.transport:
+            raise UnsupportedError("a link without a transport", "it needs a name", "for example p2p")
+        _refuse_rate("bytes_per_second", self.bytes_per_second)
+        _refuse_time("latency", self.latency)
+
+    def seconds(self, nbytes: int) -> float:
+        """How long one message takes."""
+        return self.latency + nbytes / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A profile of one rank and its link.
+    """A profile of one rank, its link to the others, and the network between nodes if there are several.
 
     Args:
         name: for people.
-        flops_forward, flops_backward: floating-point operations per second that the attention kernel reaches.
-        link_bytes_per_second: what a rank sends, and at the same time receives, per second; infinity is allowed.
-        latency: seconds before the first byte of a message arrives.
+        forward, backward: what the attention kernel reaches, by the side of a square block of as many pairs. Between
+            two points it is interpolated (both axes logarithmic); beyond the last it stays, before the first of several
+            it falls with the length.
+        links: between ranks of one node, by transport; the first is the one in use.
         launch_overhead: seconds that every kernel call costs beside its arithmetic.
+        ranks_per_node: ranks r // ranks_per_node are on one node; None puts all of them on one.
+        network: between nodes; each rank has an adapter of its own, which works beside its link.
 
     Raises:
-        UnsupportedError: a rate is not positive or a time is negative.
+        UnsupportedError: a rate is not positive, a time is negative, or nodes without a network.
     """
 
     name: str
-    flops_forward: float
-    flops_backward: float
-    link_bytes_per_second: float
-    latency: float = 0.0
+    forward: Curve
+    backward: Curve
+    links: tuple[Link, ...]
     launch_overhead: float = 0.0
+    ranks_per_node: int | None = None
+    network: Link | None = None
 
     def __post_init__(self) -> None:
-        for field in ("flops_forward", "flops_backward", "link_bytes_per_second"):
-            if not getattr(self, field) > 0:
-                raise UnsupportedError(f"{field}={getattr(self, field)}", "it must be positive", "a rate above 0")
-        for field in ("latency", "launch_overhead"):
-            if not 0 <= getattr(self, field) < math.inf:
-                raise UnsupportedError(
-                    f"{field}={getattr(self, field)}", "it must not be negative", "seconds, 0 or more"
-                )
+        for which in ("forward", "backward"):
+            _refuse_curve(which, getattr(self, which))
+        _refuse_time("launch_overhead", self.launch_overhead)
+        names = [link.transport for link in self.links]
+        if not names or len(set(names)) < len(names):
+            raise UnsupportedError(f"links {names}", "one per transport is needed, at least one", "for example p2p")
+        if (self.ranks_per_node is None) != (self.network is None):
+            raise UnsupportedError(
+                f"ranks_per_node={self.ranks_per_node} with network={self.network}",
+                "nodes need a network between them, and a network needs nodes",
+                "both, or neither",
+            )
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise UnsupportedError(f"ranks_per_node={self.ranks_per_node}", "it must be positive", "for example 8")
+
+    @property
+    def link(self) -> Link:
+        """The link in use between ranks of one node."""
+        return self.links[0]
+
+    def over(self, transport: str) -> Hardware:
+        """The same machine with another of its transports in use.
+
+        Raises:
+            UnsupportedError: the profile has no such transport; those that it has are named.
+        """
+        names = [link.transport for link in self.links]
+        if transport not in names:
+            raise UnsupportedError(
+                f"transport {transport!r} in the profile {self.name}",
+                "it has no such link",
+                "one of " + ", ".join(names),
+            )
+        chosen = self.links[names.index(transport)]
+        return replace(self, links=(chosen, *(link for link in self.links if link is not chosen)))
+
+    def node(self, rank: int) -> int:
+        """The node of a rank."""
+        return 0 if self.ranks_per_node is None else rank // self.ranks_per_node
+
+    def rate(self, phase: str, pairs: float) -> float:
+        """Operations per second of one kernel call over that many (query, key) pairs; phase: forward or backward."""
+        curve = self.forward if phase == "forward" else self.backward
+        return _interpolate(curve, math.sqrt(pairs)) if len(curve) > 1 else curve[0][1]
 
 
-H200_NVLINK = Hardware("h200-nvlink", 600e12, 550e12, 340e9, 15e-6, 15e-6)
-"""H200s of one host: cuDNN's attention in bfloat16 at 32K tokens, and NCCL send and receive beside it."""
+def _interpolate(curve: Curve, tokens: float) -> float:
+    (t0, r0), (t1, r1) = curve[0], curve[-1]
+    if tokens <= t0:
+        return r0 * max(tokens, 1.0) / t0
+    if tokens >= t1:
+        return r1
+    at = next(place for place, (t, _) in enumerate(curve) if t > tokens)
+    (t0, r0), (t1, r1) = curve[at - 1], curve[at]
+    share = math.log(tokens / t0) / math.log(t1 / t0)
+    return r0 * math.exp(share * math.log(r1 / r0))
 
-H200_SLOW_LINK = Hardware("h200-slow-link", 600e12, 550e12, 24e9, 30e-6, 15e-6)
-"""The same GPUs over 24 GB/s each way: a shared network card, or a host whose direct link is off."""
 
-CPU_LOOPBACK = Hardware("cpu-loopback", 40e9, 30e9, 1e9, 2e-4, 5e-5)
+def _refuse_rate(name: str, value: float) -> None:
+    if not value > 0:
+        raise UnsupportedError(f"{name}={value}", "it must be positive", "a rate above 0")
+
+
+def _refuse_time(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise UnsupportedError(f"{name}={value}", "it must not be negative", "seconds, 0 or more")
+
+
+def _refuse_curve(name: str, curve: Curve) -> None:
+    tokens = [point[0] for point in curve]
+    if not curve or tokens[0] <= 0 or any(b <= a for a, b in pairwise(tokens)):
+        raise UnsupportedError(
+            f"{name} rates at {tokens} tokens", "lengths must be positive and increase", "for example 4096, 32768"
+        )
+    for _, rate in curve:
+        _refuse_rate(name, rate)
+
+
+def flat(flops: float) -> Curve:
+    """One rate for blocks of every length."""
+    return ((1, flops),)
+
+
+_HOPPER = (
+    ((2896, 335e12), (4096, 468e12), (23170, 580e12), (32768, 596e12)),
+    ((2896, 335e12), (4096, 452e12), (23170, 524e12), (32768, 537e12)),
+)
+"""cuDNN's attention in bfloat16 with 32 heads of 128 on one H200, causal and full at 4K and 32K tokens."""
+
+H200_NVLINK = Hardware("h200-nvlink", *_HOPPER, (Link("p2p", 340e9, 15e-6), Link("copy_engine", 390e9, 15e-6)), 15e-6)
+"""H200s of one host: links as measured beside NCCL's send and receive, and the copy engines' pushes."""
+
+H100_NVLINK = Hardware("h100-nvlink", *_HOPPER, (Link("p2p", 340e9, 15e-6), Link("copy_engine", 390e9, 15e-6)), 15e-6)
+"""H100 SXM of one host: the H200's figures, whose multiprocessors and links are the same; not measured."""
+
+H200_SLOW_LINK = Hardware("h200-slow-link", *_HOPPER, (Link("p2p", 24e9, 30e-6),), 15e-6)
+"""H200s over 24 GB/s each way, as measured with the direct link of a host off."""
+
+H200_NIC_400G = Hardware(
+    "h200-nic-400g", *_HOPPER, H200_NVLINK.links, 15e-6, ranks_per_node=8, network=Link("p2p", 45e9, 30e-6)
+)
+"""Nodes of 8 H200s with a 400 Gb/s adapter per GPU: nine tenths of its 50 GB/s, a usual figure; not measured."""
+
+CPU_LOOPBACK = Hardware("cpu-loopback", flat(40e9), flat(30e9), (Link("p2p", 1e9, 2e-4),), 5e-5)
 """Processes of one small machine over gloo; a rough figure."""
 
-IDEAL_LINK = Hardware("ideal-link", 600e12, 550e12, math.inf)
+IDEAL_LINK = Hardware("ideal-link", flat(600e12), flat(550e12), (Link("p2p", math.inf),))
 """No cost but arithmetic: what a schedule is worth if everything else is hidden."""
 
-PROFILES: dict[str, Hardware] = {
-    profile.name: profile for profile in (H200_NVLINK, H200_SLOW_LINK, CPU_LOOPBACK, IDEAL_LINK)
-}
-
-
-def profile_named(name: str) -> Hardware:
-    """The profile of that name.
-
-    Raises:
-        UnsupportedError: no such profile; the known ones are named.
-    """
-    if name not in PROFILES:
-        raise UnsupportedError(f"hardware {name!r}", "there is no such profile", "one of " + ", ".join(PROFILES))
-    return PROFILES[name]
+PROFILES: Mapping[str, Hardware] = MappingProxyType(
+    {
+        profile.name: profile
+        for profile in (H200_NVLINK, H100_NVLINK, H200_SLOW_LINK, H200_NIC_400G, CPU_LOOPBACK, IDEAL_LINK)
+    }
+)

@@ -1,4 +1,6 @@
-"""A network of ports for the simulator: a rank sends one message at a time and receives one at a time."""
+"""A network of ports for the simulator: a rank sends one message at a time and receives one at a time, on its link to
+the ranks of its node and, beside it, on its adapter to other nodes.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,21 @@ class Network:
         """
         if not self._queued:
             return []
+        near, far, node = self.hardware.link, self.hardware.network, self.hardware.node
+        posted = [wire.posted for wire in self.wires]
+        ports = [(posted.copy(), posted.copy()) for _ in range(2)]  # (sending, receiving): of links, of adapters
         self.times.clear()
-        sending, receiving = [wire.posted for wire in self.wires], [wire.posted for wire in self.wires]
-        heap = [(max(sending[src], receiving[dst]), src, dst, nbytes) for src, dst, nbytes in self._queued]
+        heap = [(max(posted[src], posted[dst]), src, dst, nbytes) for src, dst, nbytes in self._queued]
         heapq.heapify(heap)
         while heap:
             start, src, dst, nbytes = heapq.heappop(heap)
+            outside = far is not None and node(src) != node(dst)
+            sending, receiving = ports[outside]
             now = max(sending[src], receiving[dst])
             if now > start:
                 heapq.heappush(heap, (now, src, dst, nbytes))
                 continue
-            end = start + self.hardware.latency + nbytes / self.hardware.link_bytes_per_second
+            end = start + (far if far is not None and outside else near).seconds(nbytes)
             sending[src] = receiving[dst] = end
             self.times[src, dst] = (start, end)
         ranks = sorted({rank for src, dst, _ in self._queued for rank in (src, dst)})
@@ -58,7 +64,7 @@ class Network:
         waits = []
         for rank in ranks:
             wire = self.wires[rank]
-            wire.delivered = max(sending[rank], receiving[rank])
+            wire.delivered = max(times[rank] for pair in ports for times in pair)
             if wire.delivered > wire.done:
                 waits.append((rank, wire.done, wire.delivered))
                 wire.done = wire.delivered

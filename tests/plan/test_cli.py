@@ -82,7 +82,7 @@ def test_every_mask_can_be_shown(mask: list[str], capsys: pytest.CaptureFixture[
         (["--mask", "full", "--schedule", "balanced"], "pairs causal work only"),
         (["--mask", "documents", "--documents", "1,2"], "add up to 3 tokens, --seq-length is 65536"),
         (["--mask", "documents", "--documents", "1,b"], "invalid literal"),
-        (["--link", "0"], "link_bytes_per_second"),
+        (["--link", "0"], "bytes_per_second=0.0"),
         (["--svg", "/nowhere/at/all.svg"], "No such file or directory"),
     ],
 )

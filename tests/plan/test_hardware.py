@@ -1,0 +1,146 @@
+"""Machines: rates by length, links by transport, nodes, and profiles that go through a file unchanged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost import simulate
+from dfa_megatron.plan.hardware import H200_NIC_400G, H200_NVLINK, PROFILES, Hardware, Link, flat
+from dfa_megatron.plan.mask import causal
+from dfa_megatron.plan.network import Network, Wire
+from dfa_megatron.plan.profile import from_json, load, profile_named, save, to_json
+from dfa_megatron.plan.schedules import plan_named
+
+
+def machine(**changes: Any) -> Hardware:
+    values = {"name": "m", "forward": flat(1e12), "backward": flat(1e12), "links": (Link("p2p", 1e9, 1e-6),)}
+    return Hardware(**(values | changes))
+
+
+def test_a_rate_goes_through_its_points_and_between_them() -> None:
+    hardware = machine(forward=((1024, 1e14), (4096, 4e14), (16384, 5e14)))
+    for tokens, rate in hardware.forward:
+        assert hardware.rate("forward", tokens**2) == pytest.approx(rate)
+    assert hardware.rate("forward", 2048**2) == pytest.approx(2e14)
+    assert hardware.rate("forward", (1 << 20) ** 2) == 5e14
+    assert hardware.rate("forward", 256**2) == pytest.approx(2.5e13)
+    assert hardware.rate("backward", 1) == hardware.rate("backward", 1 << 40) == 1e12
+    rates = [hardware.rate("forward", tokens**2) for tokens in range(1, 20000, 100)]
+    assert rates == sorted(rates)
+
+
+def test_short_blocks_make_a_simulated_run_slower_per_pair() -> None:
+    long, short = (simulate(plan_named("balanced", causal(8 * n), 8).forward) for n in (32768, 1024))
+    assert max(short.busy) * 32**2 > 1.5 * max(long.busy)
+
+
+def test_another_transport_of_a_profile_is_another_link() -> None:
+    assert H200_NVLINK.link.transport == "p2p"
+    other = H200_NVLINK.over("copy_engine")
+    assert other.link.transport == "copy_engine"
+    assert set(other.links) == set(H200_NVLINK.links)
+    with pytest.raises(UnsupportedError, match="one of p2p, copy_engine"):
+        H200_NVLINK.over("pigeon")
+
+
+def test_messages_to_other_nodes_take_the_adapter_beside_the_link() -> None:
+    hardware = machine(links=(Link("p2p", 10.0),), ranks_per_node=2, network=Link("p2p", 1.0, 3.0))
+    network = Network(hardware)
+    network.wires = [Wire() for _ in range(4)]
+    for dst in (1, 2, 3):
+        network.send(0, dst, 20)
+    network.deliver()
+    assert network.times == {(0, 1): (0.0, 2.0), (0, 2): (0.0, 23.0), (0, 3): (23.0, 46.0)}
+    assert [wire.delivered for wire in network.wires] == [46.0, 2.0, 23.0, 46.0]
+
+
+def test_a_network_slower_than_the_links_makes_a_run_slower() -> None:
+    plan = plan_named("balanced", causal(16 * 2048), 16)
+    fast = dataclasses.replace(H200_NIC_400G, network=H200_NVLINK.link)
+    assert simulate(plan, hardware=H200_NIC_400G).makespan > 1.05 * simulate(plan, hardware=fast).makespan
+    one_node = dataclasses.replace(H200_NIC_400G, ranks_per_node=16)
+    assert simulate(plan, hardware=one_node).makespan == simulate(plan, hardware=H200_NVLINK).makespan
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_profile_goes_through_a_file_unchanged(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    save(PROFILES[name], path)
+    assert load(path) == PROFILES[name] == profile_named(name) == profile_named(str(path))
+    assert json.loads(path.read_text())["name"] == name
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> str:
+    values = json.loads(to_json(H200_NIC_400G))
+    change(values)
+    return json.dumps(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda v: v.pop("backward"), "lacks backward"),
+        (lambda v: v.update(speed=3, colour=4), "has unknown speed, colour"),
+        (lambda v: v.update(format="2"), "format '2'"),
+        (lambda v: v.update(name=""), "is no name"),
+        (lambda v: v.update(forward=[[4096]]), "forward.*no list of"),
+        (lambda v: v.update(forward=[]), "forward rates at"),
+        (lambda v: v.update(forward=[[4096, 1e14], [1024, 1e14]]), "must be positive and increase"),
+        (lambda v: v.update(backward=[[4096, 0]]), "backward=0.*must be positive"),
+        (lambda v: v.update(backward=[[4096, "fast"]]), "'fast' is no finite number"),
+        (lambda v: v.update(backward=[[4096, True]]), "True is no finite number"),
+        (lambda v: v.update(launch_overhead=-1), "launch_overhead=-1"),
+        (lambda v: v.update(ranks_per_node=8.0), "no whole number"),
+        (lambda v: v.update(ranks_per_node=0), "ranks_per_node=0"),
+        (lambda v: v.update(ranks_per_node=None), "nodes need a network"),
+        (lambda v: v.update(network={"transport": "p2p"}), "network.*lacks bytes_per_second, latency"),
+        (lambda v: v.update(links=[]), "at least one"),
+        (lambda v: v.update(links=v["links"] * 2), "one per transport"),
+        (lambda v: v["links"][0].update(latency=None), "links, latency.*None is no finite number"),
+        (lambda v: v["links"][0].update(bytes_per_second=-3.0), "bytes_per_second=-3.0"),
+        (lambda v: v["links"][0].update(transport=3), "3 is no name"),
+    ],
+)
+def test_a_profile_that_makes_no_sense_is_refused_with_the_key(change: Callable[..., object], complaint: str) -> None:
+    with pytest.raises(UnsupportedError, match=complaint) as refusal:
+        from_json(edited(change), "the profile x.json")
+    assert str(refusal.value).startswith("the profile x.json")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "3", '{"name": NaN}'])
+def test_what_is_no_profile_at_all_is_refused(text: str) -> None:
+    with pytest.raises(UnsupportedError, match="the profile"):
+        from_json(text)
+
+
+def test_a_machine_that_makes_no_sense_is_refused() -> None:
+    for changes, complaint in (
+        ({"forward": flat(0.0)}, "forward=0.0"),
+        ({"backward": ((0, 1.0),)}, "must be positive"),
+        ({"launch_overhead": math.inf}, "launch_overhead=inf"),
+        ({"network": Link("p2p", 1.0)}, "network needs nodes"),
+    ):
+        with pytest.raises(UnsupportedError, match=complaint):
+            machine(**changes)
+    for values, complaint in (
+        (("", 1.0), "needs a name"),
+        (("p2p", -1.0), "bytes_per_second"),
+        (("p2p", 1.0, -1.0), "latency"),
+    ):
+        with pytest.raises(UnsupportedError, match=complaint):
+            Link(*values)
+
+
+def test_an_unknown_machine_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"h200-nvlink, h100-nvlink, h200-slow-link, .* or a .json file"):
+        profile_named("abacus")
+    with pytest.raises(UnsupportedError, match="No such file"):
+        profile_named(str(tmp_path / "nowhere.json"))
