@@ -1,4 +1,4 @@
-"""Partials of one query chunk fold: merging normalised (out, lse) pairs is associative, with (0, -inf) as identity."""
+"""Folding partials: (out, lse) pairs merge, gradients add; both associative, both straight into the dtype wanted."""
 
 from __future__ import annotations
 
@@ -8,74 +8,83 @@ import math
 
 import torch
 
+from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.triton_support import interpreted, triton_refusal
 
 logger = logging.getLogger(__name__)
 
+Partial = tuple[torch.Tensor, torch.Tensor]
+"""(out, lse): out (batch, rows, heads, head_dim), lse (batch, heads, rows); views allowed."""
+
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def open_(acc_out: torch.Tensor, acc_lse: torch.Tensor) -> None:
-    """Set an accumulator to the identity: out 0, lse -inf, the partial that has seen no key."""
-    acc_out.zero_()
-    acc_lse.fill_(-math.inf)
+def identity_(out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Set a partial to the identity of merging: out 0, lse -inf, the partial that has seen no key."""
+    out.zero_()
+    lse.fill_(-math.inf)
 
 
-def merge_(acc_out: torch.Tensor, acc_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Merge the partial (out, lse) into the accumulator (acc_out, acc_lse), in place.
+def merge(old: Partial, new: Partial, into: Partial) -> None:
+    """Merge two normalised partials of the same rows; `into` is `old`, tensor for tensor, or memory of its own.
 
-    acc_out (batch, rows, heads, head_dim) and acc_lse (batch, heads, rows) in float32 or float64, views allowed; out
-    and lse have their shapes, in any dtype. A side whose lse is -inf weighs exactly 0, and -inf on both sides leaves 0
-    and -inf. NaN is passed on, never hidden. Source: the online softmax (Milakov and Gimelshein 2018) in normalised
-    form, O += sigmoid(L' - L) (O' - O), L = log(exp L + exp L'). On CUDA one Triton kernel does it where it can.
+    Any dtypes; the arithmetic is float32, float64 where any of them is. A side whose lse is -inf weighs exactly 0, and
+    -inf on both sides leaves 0 and -inf. NaN is passed on, never hidden. Source: the online softmax (Milakov and
+    Gimelshein 2018) in normalised form, O = O1 + sigmoid(L2 - L1) (O2 - O1), L = log(exp L1 + exp L2). On CUDA one
+    Triton kernel does it where it can.
     """
-    if _fusable(acc_out, acc_lse, out, lse):
+    if _fusable(*old, *new, *into) and all(out.stride(-1) == 1 for out, _ in (old, new, into)):
         from dfa_megatron.kernels import triton_merge
 
-        triton_merge.merge(acc_out, acc_lse, out, lse, acc_out)
+        triton_merge.merge(old, new, into)
         return
-    _merge_by_operations(acc_out, acc_lse, out, lse)
+    _merge_by_operations(old, new, into)
 
 
-def finish(
-    acc_out: torch.Tensor, acc_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, into: torch.Tensor
-) -> None:
-    """Merge the last partial: `into`, of acc_out's shape and any dtype, gets the out, and acc_lse becomes the lse.
-
-    Nothing may be read from acc_out afterwards.
-    """
-    if _fusable(acc_out, acc_lse, out, lse) and into.stride(-1) == 1 and into.dtype in _FUSED_DTYPES:
+def add(old: torch.Tensor, new: torch.Tensor, into: torch.Tensor) -> None:
+    """`into` = old + new, (batch, rows, heads, dim) each, rounded once; `into` is `old` or memory of its own."""
+    if _fusable(old, new, into) and all(_dense_rows(x) for x in (old, new, into)):
         from dfa_megatron.kernels import triton_merge
 
-        triton_merge.merge(acc_out, acc_lse, out, lse, into)
-        return
-    _merge_by_operations(acc_out, acc_lse, out, lse)
-    into.copy_(acc_out)
+        triton_merge.add(old, new, into)
+    elif into is old:
+        into.add_(new)
+    else:
+        torch.add(old.to(_high(old, new, into)), new, out=into)
 
 
-def _merge_by_operations(acc_out: torch.Tensor, acc_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-    lse = lse.to(acc_lse.dtype)
-    gap = (lse - acc_lse).masked_fill_(lse == -math.inf, -math.inf)  # -inf - -inf would be NaN
+def _high(*tensors: torch.Tensor) -> torch.dtype:
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def _dense_rows(x: torch.Tensor) -> bool:
+    """Everything of one sequence lies one after another."""
+    return x[0].is_contiguous()
+
+
+def _merge_by_operations(old: Partial, new: Partial, into: Partial) -> None:
+    high = _high(*old, *new, *into)
+    old_lse, new_lse = old[1].to(high), new[1].to(high)
+    gap = (new_lse - old_lse).masked_fill_(new_lse == -math.inf, -math.inf)  # -inf - -inf would be NaN
     weight = torch.sigmoid_(gap).transpose(1, 2).unsqueeze(-1)
-    acc_out.lerp_(out.to(acc_out.dtype), weight)
-    torch.logaddexp(acc_lse, lse, out=acc_lse)
+    if into[0] is old[0] and old[0].dtype == high:
+        into[0].lerp_(new[0].to(high), weight)
+    else:
+        into[0].copy_(torch.lerp(old[0].to(high), new[0].to(high), weight))
+    into[1].copy_(torch.logaddexp(old_lse, new_lse))
 
 
-def _fusable(acc_out: torch.Tensor, acc_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> bool:
-    """The Triton kernel takes these tensors, and has shown on this device that it works."""
+def _fusable(*tensors: torch.Tensor) -> bool:
+    """Triton's kernels take these tensors, and have shown on this device that they work."""
+    device = tensors[0].device
     return (
-        (acc_out.is_cuda or interpreted())
-        and acc_out.dtype == acc_lse.dtype == torch.float32
-        and out.dtype in _FUSED_DTYPES
-        and lse.dtype in _FUSED_DTYPES
-        and acc_out.stride(-1) == out.stride(-1) == 1
-        and _works(acc_out.device)
+        (device.type == "cuda" or interpreted()) and all(x.dtype in _FUSED_DTYPES for x in tensors) and _works(device)
     )
 
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Compile the kernel once and compare it: no C compiler or an odd driver makes merging slower, not impossible."""
+    """Compile the kernels once and compare: no C compiler or an odd driver makes folding slower, not impossible."""
     why = triton_refusal()
     if why is None:
         try:
@@ -83,20 +92,32 @@ def _works(device: torch.device) -> bool:
         except Exception as error:  # noqa: BLE001 -- Triton's compiler and launcher raise anything
             why = f"Triton failed: {type(error).__name__}: {error}"
     if why is not None:
-        logger.warning("partials are merged by PyTorch's operations on %s, which is slower: %s", device, why)
+        logger.warning("partials are folded by PyTorch's operations on %s, which is slower: %s", device, why)
     return why is None
 
 
 def _difference(device: torch.device) -> str | None:
-    """Merge a few rows both ways, with -inf on either side and on both."""
+    """Fold a few rows both ways, with -inf on either side and on both."""
     from dfa_megatron.kernels import triton_merge
 
     rows = torch.arange(4 * 6 * 8, dtype=torch.float32, device=device)
-    acc_out, out = torch.sin(rows).view(1, 4, 6, 8), torch.cos(rows).view(1, 4, 6, 8)
-    acc_lse, lse = (4 * torch.sin(rows[k : k + 24]).view(1, 6, 4) for k in (0, 24))
-    acc_lse[0, :2] = lse[0, 1:3] = -math.inf
-    want, want_lse = acc_out.clone(), acc_lse.clone()
-    _merge_by_operations(want, want_lse, out, lse)
-    triton_merge.merge(acc_out, acc_lse, out, lse, acc_out)
-    same = torch.allclose(acc_out, want, rtol=1e-5, atol=1e-6) and torch.allclose(acc_lse, want_lse, rtol=1e-5)
-    return None if same else "the Triton kernel's numbers are wrong here"
+    out, other = torch.sin(rows).view(1, 4, 6, 8), torch.cos(rows).view(1, 4, 6, 8)
+    lse, other_lse = (4 * torch.sin(rows[k : k + 24]).view(1, 6, 4) for k in (0, 24))
+    lse[0, :2] = other_lse[0, 1:3] = -math.inf
+    want, got = (out.clone(), lse.clone()), (out.clone(), lse.clone())
+    _merge_by_operations(want, (other, other_lse), want)
+    triton_merge.merge(got, (other, other_lse), got)
+    same = torch.allclose(got[0], want[0], rtol=1e-5, atol=1e-6) and torch.allclose(got[1], want[1], rtol=1e-5)
+    total = torch.empty_like(out)
+    triton_merge.add(out, other, total)
+    return None if same and torch.equal(total, out + other) else "the Triton kernels' numbers are wrong here"
+
+
+def row_dot(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """delta = rowsum(dout * out), (batch, heads, rows) in the accumulator's dtype (paper, section 3.2; FlashAttention-2)."""
+    if _fusable(dout, out) and dout.stride(-1) == out.stride(-1) == 1:
+        from dfa_megatron.kernels import triton_merge
+
+        return triton_merge.row_dot(dout, out)
+    high = accumulator_dtype(dout.dtype)
+    return (dout.to(high) * out.to(high)).sum(-1).transpose(1, 2).contiguous()

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.program import Step
-from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.tensors import Tensors
 from dfa_megatron.runtime.transport import Parcel, Transport
 
@@ -25,7 +22,6 @@ def execute(algebra: Tensors, transport: Transport, picture: Callable[[int], str
     Raises:
         ExecutionError: anything went wrong in a step; the group must be considered lost.
     """
-    staging = torch.empty(algebra.memory.staging_bytes, dtype=torch.uint8, device=algebra.device)
     transport.start()
     number = 0
     try:
@@ -33,8 +29,8 @@ def execute(algebra: Tensors, transport: Transport, picture: Callable[[int], str
             if kind == "post":
                 if number:
                     transport.computed(number - 1)
-                receives = [(message.peer, algebra.incoming(message)) for message in step.receives]
-                transport.post(step.after, lambda step=step: _pack(algebra, step, staging), receives)  # type: ignore[misc]
+                receives = [Parcel(message.peer, algebra.incoming(message)) for message in step.receives]
+                transport.post(step.after, lambda number=number, step=step: _sends(algebra, number, step), receives)  # type: ignore[misc]
             else:
                 transport.land()
     except Exception as error:
@@ -42,18 +38,8 @@ def execute(algebra: Tensors, transport: Transport, picture: Callable[[int], str
         raise ExecutionError(f"{place} failed: {error}\n{picture(number)}") from error
 
 
-def _pack(algebra: Tensors, step: Step, staging: torch.Tensor) -> list[Parcel]:
-    """A step's messages as bytes; those that need packing share the staging memory."""
-    parcels, at = [], 0
-    for message in step.sends:
-        flat = algebra.outgoing(message, staging[at:])
-        if flat.data_ptr() == staging.data_ptr() + at:
-            at += flat.numel()
-        parcels.append((message.peer, flat))
-        if algebra.forward:
-            COUNTERS.forward_messages += 1
-            COUNTERS.forward_bytes += flat.numel()
-        else:
-            COUNTERS.backward_messages += 1
-            COUNTERS.backward_bytes += flat.numel()
-    return parcels
+def _sends(algebra: Tensors, number: int, step: Step) -> list[Parcel]:
+    return [
+        Parcel(message.peer, algebra.outgoing(message), algebra.memory.offsets[number, message.peer])
+        for message in step.sends
+    ]

@@ -2,69 +2,81 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from dfa_megatron.plan.program import Message, Program
-from dfa_megatron.runtime.wire import Format
+from dfa_megatron.runtime.folds import BufferFolds, plan_folds
+from dfa_megatron.runtime.wire import Format, Placed
+
+Offsets = dict[tuple[int, int], tuple[int, ...]]
+"""(step, peer) of a message this rank sends -> where in the peer's arena each of its tensors goes, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryPlan:
     """The memory of one rank's program.
 
-    adopts: accumulators whose only write stores every row, so that the kernel's own output takes their place.
-    sent: names of which this rank sends its own rows: they are packed into one flat buffer per call.
-    slots: (slot, bytes) of what must be allocated beside the results at home.
-    staging_bytes: the most that one step's messages need beside the buffers they are sent from.
+    arena_bytes: the largest arena that any rank needs for what lands there: equal on all ranks.
+    landings: buffer -> where its tensors lie in the arena, by name.
+    offsets: where this rank's messages go in the arenas of their receivers.
+    folds: how each accumulator is filled.
+    sent: names of which this rank sends its own rows.
+    message_bytes: bytes and count of what this rank sends.
     """
 
     program: Program
     format: Format
-    adopts: frozenset[int]
+    arena_bytes: int
+    landings: dict[int, dict[str, tuple[Placed, ...]]]
+    offsets: Offsets
+    folds: dict[int, BufferFolds]
     sent: frozenset[str]
-    slots: tuple[tuple[int, int], ...]
-    staging_bytes: int
+    messages: int
+    message_bytes: int
 
 
-def plan_memory(program: Program, format: Format) -> MemoryPlan:
-    """Work out the memory of a program."""
-    adopts = _written_once(program)
-    sent = frozenset(regions[0].name for message in program.sends for regions in message.parts)
-    slots: dict[int, int] = {}
+def plan_memory(programs: tuple[Program, ...] | list[Program], rank: int, format: Format) -> MemoryPlan:
+    """Work out the memory of one rank's program; the others' tell where its messages go."""
+    program = programs[rank]
+    slots, landings = _arena(program, format)
+    arenas = {rank: (slots, landings)}
+    offsets: Offsets = {}
+    for number, step in enumerate(program.steps):
+        for message in step.sends:
+            peer = message.peer
+            if peer not in arenas:
+                arenas[peer] = _arena(programs[peer], format)
+            theirs = next(m for m in programs[peer].steps[number].receives if m.peer == rank)
+            offsets[number, peer] = tuple(place.start for place in _places(theirs, arenas[peer][1]))
+    return MemoryPlan(
+        program,
+        format,
+        max(_arena(other, format)[0] for other in programs),
+        landings,
+        offsets,
+        plan_folds(program),
+        frozenset(regions[0].name for message in program.sends for regions in message.parts),
+        len(program.sends),
+        sum(format.nbytes(message.signature) for message in program.sends),
+    )
+
+
+def _arena(program: Program, format: Format) -> tuple[int, dict[int, dict[str, tuple[Placed, ...]]]]:
+    """(bytes, buffer -> its tensors' places) of the slots that messages land in; accumulators have memory of their own."""
+    starts: dict[int, int] = {}
+    total = 0
+    landings: dict[int, dict[str, tuple[Placed, ...]]] = {}
     for number, buffer in enumerate(program.buffers):
-        if buffer.slot is not None and number not in adopts:
-            slots[buffer.slot] = format.nbytes(buffer.parts, buffer.accumulates)
-    staging = max(
-        (
-            sum(format.nbytes(m.signature) for m in step.sends if not is_buffer(program, format, adopts, m))
-            for step in program.steps
-        ),
-        default=0,
-    )
-    return MemoryPlan(program, format, adopts, sent, tuple(slots.items()), staging)
+        if buffer.slot is None or buffer.accumulates:
+            continue
+        places, size = format.places(buffer.parts)
+        if buffer.slot not in starts:
+            starts[buffer.slot], total = total, total + size
+        start = starts[buffer.slot]
+        landings[number] = {name: tuple(place.moved(start) for place in placed) for name, placed in places.items()}
+    return total, landings
 
 
-def is_buffer(program: Program, format: Format, adopts: frozenset[int], message: Message) -> bool:
-    """A buffer's bytes are the message as they lie: one name, every row, already as it travels."""
-    if len(message.parts) != 1 or len(message.parts[0]) != 1:
-        return False
-    (region,) = message.parts[0]
-    buffer = program.buffers[region.buffer]
-    if region.buffer in adopts or buffer.parts != message.signature:
-        return False
-    if buffer.slot is None and buffer.accumulates:
-        return False  # a result at home is a tensor of its own per field
-    return format.fields(region.name, buffer.accumulates) == format.fields(region.name)
-
-
-def _written_once(program: Program) -> frozenset[int]:
-    writes = [write for step in program.steps for call in step.calls for write in call.writes]
-    folds = [fold.write for step in program.steps for fold in step.folds]
-    count = Counter(write.region.buffer for write in (*writes, *folds))
-    return frozenset(
-        write.region.buffer
-        for write in writes
-        if count[write.region.buffer] == 1
-        and (write.region.lo, write.region.hi) == (0, program.buffers[write.region.buffer].parts[0][1])
-    )
+def _places(message: Message, landings: dict[int, dict[str, tuple[Placed, ...]]]) -> tuple[Placed, ...]:
+    """Where the tensors of a received message lie, in the order in which they travel."""
+    return tuple(place for regions in message.parts for place in landings[regions[0].buffer][regions[0].name])

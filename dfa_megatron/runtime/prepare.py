@@ -116,7 +116,7 @@ def build(
     )
     kernel = kernels.select(request.kernel, need)
     sizes = Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, kernel.reads)
-    memory = plan_memory(forward[rank], sizes), plan_memory(backward[rank], sizes)
+    memory = plan_memory(forward, rank, sizes), plan_memory(backward, rank, sizes)
     return Prepared(request, plan, *memory, kernel, sizes, over)
 
 

@@ -6,18 +6,21 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels.merge import row_dot
+from dfa_megatron.runtime.accumulators import Fields
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute import execute
 from dfa_megatron.runtime.memory import MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared
-from dfa_megatron.runtime.tensors import Fields, Tensors
+from dfa_megatron.runtime.tensors import Tensors
 from dfa_megatron.runtime.transport import Parcel, Transport
 
 
-def forward_algebra(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+def forward_algebra(
+    prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arena: torch.Tensor
+) -> Tensors:
     """The memory of one rank's forward."""
-    return _algebra(prepared, prepared.forward, {"q": (q,), "kv": (k, v)})
+    return _algebra(prepared, prepared.forward, {"q": (q,), "kv": (k, v)}, arena)
 
 
 def backward_algebra(
@@ -28,13 +31,11 @@ def backward_algebra(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    arena: torch.Tensor,
 ) -> Tensors:
-    """The memory of one rank's backward; delta = rowsum(dout * out) is computed once, in the accumulator's dtype."""
-    memory = out
-    if prepared.format.reads == "delta":
-        high = accumulator_dtype(q.dtype)
-        memory = (dout.to(high) * out.to(high)).sum(-1).transpose(1, 2)
-    return _algebra(prepared, prepared.backward, {"qdo": (q, dout, lse, memory), "kv": (k, v)})
+    """The memory of one rank's backward; delta is computed once, where the kernel reads it."""
+    memory = row_dot(dout, out) if prepared.format.reads == "delta" else out
+    return _algebra(prepared, prepared.backward, {"qdo": (q, dout, lse, memory), "kv": (k, v)}, arena)
 
 
 def run_forward(
@@ -42,10 +43,13 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's rows: out in q's dtype, lse in the accumulator's."""
     COUNTERS.attention_forwards += 1
-    algebra = forward_algebra(prepared, q, k, v)
-    _execute(prepared, algebra)
+    COUNTERS.forward_messages += prepared.forward.messages
+    COUNTERS.forward_bytes += prepared.forward.message_bytes
+    transport, arena = _way(prepared, prepared.forward, q.device)
+    algebra = forward_algebra(prepared, q, k, v, arena)
+    _execute(prepared, algebra, transport)
     out, lse = algebra.result("out")
-    return out.to(q.dtype), lse
+    return out, lse
 
 
 def run_backward(
@@ -59,30 +63,43 @@ def run_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of this rank's rows, in q's dtype."""
     COUNTERS.attention_backwards += 1
-    algebra = backward_algebra(prepared, dout, q, k, v, out, lse)
-    _execute(prepared, algebra)
+    COUNTERS.backward_messages += prepared.backward.messages
+    COUNTERS.backward_bytes += prepared.backward.message_bytes
+    transport, arena = _way(prepared, prepared.backward, q.device)
+    algebra = backward_algebra(prepared, dout, q, k, v, out, lse, arena)
+    _execute(prepared, algebra, transport)
     (dq,), (dk, dv) = algebra.result("dq"), algebra.result("dkv")
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    return dq, dk, dv
 
 
-def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields]) -> Tensors:
+def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], arena: torch.Tensor) -> Tensors:
     request = prepared.request
     return Tensors(
         memory,
         prepared.kernel,
         home,
+        arena,
         softmax_scale=request.softmax_scale,
         deterministic=request.deterministic,
     )
 
 
-def _execute(prepared: Prepared, algebra: Tensors) -> None:
-    transport: Transport = prepared.channel.transport(algebra.device) if prepared.channel else _Nobody()
+def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, torch.Tensor]:
+    """How messages move, and the memory in which they land."""
+    channel = prepared.channel
+    transport: Transport = channel.transport(device) if channel else _Nobody()
+    return transport, transport.arena(memory.arena_bytes, device)
+
+
+def _execute(prepared: Prepared, algebra: Tensors, transport: Transport) -> None:
     execute(algebra, transport, lambda step: prepared.picture(algebra.program.phase.name, step))
 
 
 class _Nobody:
     """The transport of a group of one rank: there is nothing to move."""
+
+    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def start(self) -> None:
         pass

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dfa_megatron.kernels.api import BlockKernel, Saved
-from dfa_megatron.kernels.merge import merge_, open_
-from dfa_megatron.plan.program import Call, Fold, Message, Region, Write
+from dfa_megatron.plan.program import Call, Fold, Message, Region
+from dfa_megatron.runtime.accumulators import Accumulator, Fields
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.memory import MemoryPlan, is_buffer
-from dfa_megatron.runtime.wire import Views, rows_of
-
-Fields = tuple[torch.Tensor, ...]
+from dfa_megatron.runtime.memory import MemoryPlan
+from dfa_megatron.runtime.wire import rows_of
 
 
 class Tensors:
     """One rank's memory and arithmetic for one run of one program.
 
-    Everything is allocated before the first step: slots for what travels, accumulators for what is at home. Only a
-    kernel's own outputs are allocated inside the loop (PyTorch's operators offer no other way).
-
     Args:
         memory: what will run, and the memory it needs.
         kernel: computes the blocks.
         home: this rank's own rows by read name, as `Format.fields` orders them.
+        arena: bytes in which messages land, at least `memory.arena_bytes` of them.
         softmax_scale: of the scores.
         deterministic: passed on to the kernel's backward.
     """
@@ -33,6 +31,7 @@ class Tensors:
         memory: MemoryPlan,
         kernel: BlockKernel,
         home: dict[str, Fields],
+        arena: torch.Tensor,
         *,
         softmax_scale: float,
         deterministic: bool,
@@ -40,16 +39,19 @@ class Tensors:
         self.memory, self.program, self.format, self.kernel = memory, memory.program, memory.format, kernel
         self.softmax_scale, self.deterministic = softmax_scale, deterministic
         self.forward = self.program.phase.name == "forward"
-        self.device = next(iter(home.values()))[0].device
-        self.adopts = memory.adopts
-        self.views: dict[int, Views] = {}
-        self.flat: dict[int, torch.Tensor] = {}
-        self._take_in_home(home)
-        self._allocate()
+        self.device = arena.device
+        self.read: dict[int, dict[str, Fields]] = {}
+        for name, fields in home.items():
+            # What is sent must be dense: once for all its receivers.
+            dense = tuple(x.contiguous() for x in fields) if name in memory.sent else fields
+            self.read[self.program.home_buffer(name)] = {name: dense}
+        for number, landing in memory.landings.items():
+            self.read[number] = {name: tuple(p.view(arena) for p in placed) for name, placed in landing.items()}
+        self.write = {number: self._accumulator(number) for number in memory.folds}
 
     def result(self, name: str) -> Fields:
         """The tensors of an accumulator at home, after the last step."""
-        return self.views[self.program.home_buffer(name)][name]
+        return self.write[self.program.home_buffer(name)].result
 
     # The algebra.
 
@@ -57,21 +59,16 @@ class Tensors:
         """Nothing to do: memory is where the program says."""
 
     def open(self, buffer: int) -> None:
-        """Set an accumulator to the identity of its fold."""
-        (fields,) = self.views[buffer].values()
-        if self.forward:
-            open_(*fields)
-        else:
-            for field in fields:
-                field.zero_()
+        """Rows that no block writes are known from the start."""
+        self.write[buffer].open()
 
     def compute(self, call: Call) -> None:
         """One kernel call and the folds of its results."""
-        q, (k, v) = self._fields(call.q), self._fields(call.kv)
+        q, (k, v) = self.fields(call.q), self.fields(call.kv)
         if self.forward:
             COUNTERS.kernel_forwards += 1
             partial = self.kernel.forward(q[0], k, v, band=call.band, softmax_scale=self.softmax_scale)
-            self._store(call.writes[0], partial)
+            self.write[call.writes[0].region.buffer].write(partial, kept=True)
             return
         COUNTERS.kernel_backwards += 1
         rows, dout, lse, memory = q
@@ -86,101 +83,62 @@ class Tensors:
             softmax_scale=self.softmax_scale,
             deterministic=self.deterministic,
         )
-        self._store(call.writes[0], (dq,))
-        self._store(call.writes[1], (dk, dv))
+        self.write[call.writes[0].region.buffer].write((dq,), kept=True)
+        self.write[call.writes[1].region.buffer].write((dk, dv), kept=True)
 
     def fold(self, fold: Fold) -> None:
         """A landed partial goes into an accumulator."""
-        self._store(fold.write, self._fields(fold.source))
+        self.write[fold.write.region.buffer].write(self.fields(fold.source), kept=False)
 
     def end(self, step: int) -> None:
-        """Let go of adopted results whose message has left: their memory may be reused from here on."""
+        """Let go of results that have left: their memory may be reused from here on."""
         for message in self.program.steps[step].sends:
             for regions in message.parts:
                 for region in regions:
-                    if region.buffer in self.adopts:
-                        self.views.pop(region.buffer, None)
+                    self.write.pop(region.buffer, None)
+
+    def fields(self, region: Region) -> Fields:
+        """The tensors of some rows of a name."""
+        there = self.read.get(region.buffer)
+        fields = there[region.name] if there is not None else self.write[region.buffer].result
+        return tuple(rows_of(field, region.lo, region.hi) for field in fields)
 
     # Messages.
 
-    def outgoing(self, message: Message, staging: torch.Tensor) -> torch.Tensor:
-        """The bytes of a message: the buffer itself where it is exactly the message, else packed into `staging`."""
-        if is_buffer(self.program, self.format, self.adopts, message):
-            number = message.parts[0][0].buffer
-            slot = self.program.buffers[number].slot
-            return self.flat[-1 - number if slot is None else slot]
-        flat = staging[: self.format.nbytes(message.signature)]
-        for name, targets in self.format.views(flat, message.signature).items():
-            (regions,) = [part for part in message.parts if part[0].name == name]
-            at = 0
-            for region in regions:
-                for target, source in zip(targets, self._fields(region), strict=True):
-                    rows_of(target, at, at + region.rows).copy_(source)
-                at += region.rows
-        return flat
+    def outgoing(self, message: Message) -> list[torch.Tensor]:
+        """The tensors of a message, dense, in the order in which they travel: as they lie, where they lie dense."""
+        tensors: list[torch.Tensor] = []
+        for regions in message.parts:
+            pieces = [self.fields(region) for region in regions]
+            if len(pieces) == 1:
+                tensors += (x.contiguous() for x in pieces[0])
+            else:
+                tensors += (torch.cat(xs, dim=1 if xs[0].dim() == 4 else 2) for xs in zip(*pieces, strict=True))
+        return tensors
 
-    def incoming(self, message: Message) -> torch.Tensor:
-        """The memory that a message lands in."""
-        slot = self.program.buffers[message.parts[0][0].buffer].slot
-        assert slot is not None
-        return self.flat[slot]
+    def incoming(self, message: Message) -> list[torch.Tensor]:
+        """The memory that a message lands in, tensor by tensor."""
+        return [x for (region,) in message.parts for x in self.read[region.buffer][region.name]]
 
-    def take(self, step: int, message: Message) -> torch.Tensor:
-        """A copy of a message's bytes, for handing over inside one process."""
-        staging = torch.empty(self.format.nbytes(message.signature), dtype=torch.uint8, device=self.device)
-        return self.outgoing(message, staging).clone()
+    def take(self, step: int, message: Message) -> list[torch.Tensor]:
+        """A copy of a message, for handing over inside one process."""
+        return [x.clone() for x in self.outgoing(message)]
 
-    def land(self, step: int, message: Message, payload: torch.Tensor) -> None:
-        """Put handed-over bytes where the message says."""
-        self.incoming(message).copy_(payload)
+    def land(self, step: int, message: Message, payload: Sequence[torch.Tensor]) -> None:
+        """Put what was handed over where the message says."""
+        for into, value in zip(self.incoming(message), payload, strict=True):
+            into.copy_(value)
 
-    # Memory.
-
-    def _take_in_home(self, home: dict[str, Fields]) -> None:
-        """Own rows: as given, or packed once into a flat buffer if they are sent."""
-        for name, fields in home.items():
-            number = self.program.home_buffer(name)
-            if name not in self.memory.sent:
-                self.views[number] = {name: fields}
-                continue
-            parts = self.program.buffers[number].parts
-            flat = torch.empty(self.format.nbytes(parts), dtype=torch.uint8, device=self.device)
-            self.views[number] = self.format.views(flat, parts)
-            for target, source in zip(self.views[number][name], fields, strict=True):
-                target.copy_(source)
-            self.flat[-1 - number] = flat
-
-    def _allocate(self) -> None:
-        """Memory for every slot and home accumulator that is not adopted from a kernel's output."""
-        for slot, size in self.memory.slots:
-            self.flat[slot] = torch.empty(size, dtype=torch.uint8, device=self.device)
-        for number, buffer in enumerate(self.program.buffers):
-            if number in self.views or number in self.adopts:
-                continue
-            if buffer.slot is not None:
-                self.views[number] = self.format.buffer_views(self.flat[buffer.slot], buffer)
-                continue
-            # A result of the call: a tensor of its own per field, so that none keeps another's memory alive.
-            ((name, rows),) = buffer.parts
-            shapes = [(f.shape(self.format.batch, rows), f.dtype) for f in self.format.fields(name, buffer.accumulates)]
-            self.views[number] = {name: tuple(torch.empty(s, dtype=d, device=self.device) for s, d in shapes)}
-
-    def _fields(self, region: Region) -> Fields:
-        fields = self.views[region.buffer][region.name]
-        return tuple(rows_of(field, region.lo, region.hi) for field in fields)
-
-    def _store(self, write: Write, partial: Fields) -> None:
-        """Fold a partial into an accumulator; adopt it where nothing else will ever be folded there."""
-        region = write.region
-        if region.buffer in self.adopts:
-            self.views[region.buffer] = {region.name: partial}
-            return
-        target = self._fields(region)
-        if write.fresh:
-            for into, value in zip(target, partial, strict=True):
-                into.copy_(value)
-        elif self.forward:
-            merge_(*target, *partial)
-        else:
-            for into, value in zip(target, partial, strict=True):
-                into.add_(value)
+    def _accumulator(self, number: int) -> Accumulator:
+        buffer = self.program.buffers[number]
+        ((name, rows),) = buffer.parts
+        results = self.format.results(name) if buffer.slot is None else self.format.fields(name)
+        return Accumulator(
+            self.memory.folds[number],
+            self.format.batch,
+            rows,
+            self.format.sums(name),
+            results,
+            self.device,
+            merges=self.forward,
+        )

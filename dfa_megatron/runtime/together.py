@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dfa_megatron.plan.interpret import run_together
+from dfa_megatron.runtime.memory import MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared, build
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.run import backward_algebra, forward_algebra
@@ -24,9 +25,9 @@ def forward_together(
     prepared: Sequence[Prepared], q: Shards, k: Shards, v: Shards
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(out, lse) of every rank."""
-    algebras = [forward_algebra(p, q[rank], k[rank], v[rank]) for rank, p in enumerate(prepared)]
+    algebras = [forward_algebra(p, q[rank], k[rank], v[rank], _arena(p.forward, q)) for rank, p in enumerate(prepared)]
     run_together([p.forward.program for p in prepared], algebras)
-    return [(out.to(q[0].dtype), lse) for out, lse in (algebra.result("out") for algebra in algebras)]
+    return [(out, lse) for out, lse in (algebra.result("out") for algebra in algebras)]
 
 
 @torch.no_grad()
@@ -35,9 +36,12 @@ def backward_together(
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(dq, dk, dv) of every rank."""
     algebras = [
-        backward_algebra(p, dout[rank], q[rank], k[rank], v[rank], out[rank], lse[rank])
+        backward_algebra(p, dout[rank], q[rank], k[rank], v[rank], out[rank], lse[rank], _arena(p.backward, q))
         for rank, p in enumerate(prepared)
     ]
     run_together([p.backward.program for p in prepared], algebras)
-    results = [(*algebra.result("dq"), *algebra.result("dkv")) for algebra in algebras]
-    return [(dq.to(q[0].dtype), dk.to(q[0].dtype), dv.to(q[0].dtype)) for dq, dk, dv in results]
+    return [(*algebra.result("dq"), *algebra.result("dkv")) for algebra in algebras]  # type: ignore[misc]
+
+
+def _arena(memory: MemoryPlan, q: Shards) -> torch.Tensor:
+    return torch.empty(memory.arena_bytes, dtype=torch.uint8, device=q[0].device)

@@ -1,19 +1,28 @@
-"""Transports: how a step's messages move while its compute runs. One symmetric batch per step, one message per peer."""
+"""Transports: how a step's messages move while its compute runs. One symmetric batch per step, in one order on all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-Parcel = tuple[int, torch.Tensor]
-"""(group rank of the peer, a contiguous tensor of bytes)."""
+
+class Parcel(NamedTuple):
+    """A message to or from a peer (a rank of the group): dense tensors, and where they go in the peer's arena."""
+
+    peer: int
+    tensors: Sequence[torch.Tensor]
+    offsets: Sequence[int] = ()
 
 
 class Transport(Protocol):
     """Moves the messages of one rank of one group."""
+
+    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes for what lands in one run, as many on every rank; what they hold is garbage."""
+        ...
 
     def start(self) -> None:
         """The inputs are ready on the caller's stream."""
@@ -33,9 +42,13 @@ class Transport(Protocol):
 
 
 def _batch(group: dist.ProcessGroup, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> list[dist.Work]:
-    # A peer is a rank of the group; point-to-point calls take global ranks.
-    operations = [dist.P2POp(dist.irecv, flat, dist.get_global_rank(group, peer), group) for peer, flat in receives]
-    operations += [dist.P2POp(dist.isend, flat, dist.get_global_rank(group, peer), group) for peer, flat in sends]
+    # A peer is a rank of the group; point-to-point calls take global ranks. Gloo tells tensors apart by their tags.
+    operations = [
+        dist.P2POp(operation, x, dist.get_global_rank(group, parcel.peer), group, tag)
+        for operation, parcels in ((dist.irecv, receives), (dist.isend, sends))
+        for parcel in parcels
+        for tag, x in enumerate(parcel.tensors)
+    ]
     works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
     return works
 
@@ -46,57 +59,55 @@ class GlooTransport:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.works: list[dist.Work] = []
+        self.sending: Sequence[Parcel] = ()
+
+    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory of the call's own."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def start(self) -> None:
         """Nothing runs behind the host's back on a CPU."""
 
     def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
         """Start the batch; the peers' threads move it during compute."""
-        self.works = _batch(self.group, sends(), receives)
+        self.sending = sends()
+        self.works = _batch(self.group, self.sending, receives)
 
     def land(self) -> None:
         """Wait for the batch."""
         for work in self.works:
             work.wait()
-        self.works = []
+        self.works, self.sending = [], ()
 
     def computed(self, step: int) -> None:
         """The host has already done it."""
 
 
-class NcclTransport:
-    """Point-to-point over NCCL on a communicator and a stream of its own; the host waits for nothing.
+class Streams:
+    """The events between the caller's stream, which computes, and a stream of our own, which moves.
 
     The communication stream waits for the compute that wrote what is sent, or read what is overwritten (`free`); the
-    compute stream waits for the batch (`filled`). Both are events, recorded per step.
+    compute stream waits for the batch (`filled`). Both are events, recorded per step; the host waits for nothing.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self.started = torch.cuda.Event()
-        self.filled = torch.cuda.Event()
+        self.started, self.filled = torch.cuda.Event(), torch.cuda.Event()
         self.free: dict[int, torch.cuda.Event] = {}
-        self.works: list[dist.Work] = []
 
     def start(self) -> None:
         """Nothing moves before the inputs are there."""
         self.started.record(torch.cuda.current_stream(self.device))
         self.stream.wait_event(self.started)
 
-    def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
-        """Queue the batch on the communication stream."""
-        with torch.cuda.stream(self.stream):
-            if after >= 0:
-                self.stream.wait_event(self.free[after])
-            self.works = _batch(self.group, sends(), receives)
+    def wait_for_compute(self, after: int) -> None:
+        """The communication stream goes on once the compute of that step is over."""
+        if after >= 0:
+            self.stream.wait_event(self.free[after])
 
     def land(self) -> None:
-        """Queue the wait of the compute stream."""
-        with torch.cuda.stream(self.stream):
-            for work in self.works:
-                work.wait()  # the communication stream waits, not the host
-        self.works = []
+        """The compute stream goes on once all is moved."""
         self.filled.record(self.stream)
         torch.cuda.current_stream(self.device).wait_event(self.filled)
 
@@ -104,3 +115,39 @@ class NcclTransport:
         """Remember where the step's compute ends."""
         event = self.free.setdefault(step, torch.cuda.Event())
         event.record(torch.cuda.current_stream(self.device))
+
+
+class NcclTransport:
+    """Point-to-point over NCCL on a communicator and a stream of its own; the host waits for nothing."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.streams = group, Streams(device)
+        self.works: list[dist.Work] = []
+        self.sending: Sequence[Parcel] = ()
+
+    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory of the call's own, from PyTorch's allocator."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def start(self) -> None:
+        """See `Streams.start`."""
+        self.streams.start()
+
+    def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
+        """Queue the batch on the communication stream."""
+        with torch.cuda.stream(self.streams.stream):
+            self.streams.wait_for_compute(after)
+            self.sending = sends()
+            self.works = _batch(self.group, self.sending, receives)
+
+    def land(self) -> None:
+        """Queue the wait of the compute stream."""
+        with torch.cuda.stream(self.streams.stream):
+            for work in self.works:
+                work.wait()  # the communication stream waits, not the host
+        self.works, self.sending = [], ()
+        self.streams.land()
+
+    def computed(self, step: int) -> None:
+        """See `Streams.computed`."""
+        self.streams.computed(step)

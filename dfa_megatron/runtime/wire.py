@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +11,6 @@ from typing import Literal
 import torch
 
 from dfa_megatron.kernels.api import accumulator_dtype
-from dfa_megatron.plan.program import Buffer
 
 ALIGNMENT = 128
 """Every field starts at a multiple of this many bytes: enough for any kernel's vector loads."""
@@ -51,36 +51,56 @@ class Format:
     wire: torch.dtype
     reads: Literal["delta", "out"]
 
-    def fields(self, name: str, accumulates: bool = False) -> tuple[Field, ...]:
-        """The tensors of a name, in the accumulator's dtype or as they travel."""
-        return _fields(self, name, accumulates)
+    def fields(self, name: str) -> tuple[Field, ...]:
+        """The tensors of a name as they travel."""
+        return _fields(self, name, self.wire)
 
-    def nbytes(self, parts: Sequence[tuple[str, int]], accumulates: bool = False) -> int:
-        """Bytes of a buffer with these (name, rows) parts."""
-        return _places(self, tuple(parts), accumulates)[1]
+    def sums(self, name: str) -> tuple[Field, ...]:
+        """The tensors in which partials of a name are summed: in the accumulator's dtype."""
+        return _fields(self, name, accumulator_dtype(self.dtype))
 
-    def views(self, flat: torch.Tensor, parts: Sequence[tuple[str, int]], accumulates: bool = False) -> Views:
-        """The tensors that lie in a flat buffer of bytes, by name."""
-        out: Views = {}
-        for name, field, rows, start in _places(self, tuple(parts), accumulates)[0]:
-            end = start + field.nbytes(self.batch, rows)
-            view = flat[start:end].view(field.dtype).view(field.shape(self.batch, rows))
-            out[name] = (*out.get(name, ()), view)
-        return out
+    def results(self, name: str) -> tuple[Field, ...]:
+        """The tensors of a name as the call returns them: in q's dtype (lse in the accumulator's)."""
+        return _fields(self, name, self.dtype)
 
-    def buffer_views(self, flat: torch.Tensor, buffer: Buffer) -> Views:
-        """The tensors of a program's buffer in the memory of its slot."""
-        return self.views(flat, buffer.parts, buffer.accumulates)
+    def nbytes(self, parts: Sequence[tuple[str, int]]) -> int:
+        """Bytes of (name, rows) parts on the wire."""
+        return sum(field.nbytes(self.batch, rows) for name, rows in parts for field in self.fields(name))
+
+    def places(self, parts: Sequence[tuple[str, int]]) -> tuple[dict[str, tuple[Placed, ...]], int]:
+        """Where the tensors of (name, rows) parts lie in memory of their own, and its size in bytes."""
+        places: dict[str, tuple[Placed, ...]] = {}
+        at = 0
+        for name, rows in parts:
+            placed = []
+            for field in self.fields(name):
+                placed.append(Placed(at, field.dtype, field.shape(self.batch, rows)))
+                at += -(-field.nbytes(self.batch, rows) // ALIGNMENT) * ALIGNMENT
+            places[name] = tuple(placed)
+        return places, at
 
 
-Views = dict[str, tuple[torch.Tensor, ...]]
-"""The tensors of each name, in the order of `Format.fields`."""
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A dense tensor in a flat buffer: its first byte, dtype and shape."""
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def moved(self, by: int) -> Placed:
+        """The same tensor that many bytes further."""
+        return Placed(self.start + by, self.dtype, self.shape)
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor, in a flat tensor of bytes."""
+        end = self.start + math.prod(self.shape) * self.dtype.itemsize
+        return flat[self.start : end].view(self.dtype).view(self.shape)
 
 
 @lru_cache(maxsize=4096)
-def _fields(format: Format, name: str, accumulates: bool) -> tuple[Field, ...]:
+def _fields(format: Format, name: str, partial: torch.dtype) -> tuple[Field, ...]:
     statistic = accumulator_dtype(format.dtype)
-    partial = statistic if accumulates else format.wire
     q = Field("q", format.heads, format.head_dim, format.dtype)
     row = Field("out", format.heads, format.head_dim_v, format.dtype)
     match name:
@@ -109,19 +129,6 @@ def _fields(format: Format, name: str, accumulates: bool) -> tuple[Field, ...]:
                 Field("dv", format.kv_heads, format.head_dim_v, partial),
             )
     raise AssertionError(f"no such name: {name}")
-
-
-@lru_cache(maxsize=4096)
-def _places(
-    format: Format, parts: tuple[tuple[str, int], ...], accumulates: bool
-) -> tuple[tuple[tuple[str, Field, int, int], ...], int]:
-    """(name, field, rows, first byte) of everything in a buffer, and its size."""
-    places, at = [], 0
-    for name, rows in parts:
-        for field in format.fields(name, accumulates):
-            places.append((name, field, rows, at))
-            at += -(-field.nbytes(format.batch, rows) // ALIGNMENT) * ALIGNMENT
-    return tuple(places), at
 
 
 def rows_of(tensor: torch.Tensor, lo: int, hi: int) -> torch.Tensor:

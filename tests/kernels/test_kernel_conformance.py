@@ -12,7 +12,7 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.kernels.api import BlockKernel, Form, Need, Saved, accumulator_dtype, form_of
-from dfa_megatron.kernels.merge import merge_, open_
+from dfa_megatron.kernels.merge import identity_, merge
 from dfa_megatron.kernels.triton_support import interpreted
 from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
 from dfa_megatron.testing.compare import assert_close, dense_attention
@@ -25,6 +25,8 @@ TARGETS = [
     ("aten", "cuda"),
     ("cudnn", "cuda"),
     ("flash4", "cuda"),
+    ("flash3", "cuda"),
+    ("flash2", "cuda"),
 ]
 if interpreted():
     TARGETS = [("triton", "cpu")]
@@ -322,10 +324,11 @@ def test_blocks_of_a_longer_row_sum_to_its_gradient(name: str, device: str, dtyp
     wide = accumulator_dtype(dtype)
     acc_out = torch.empty(p.dout.shape, dtype=wide, device=device)
     acc_lse = torch.empty(p.lse.shape, dtype=wide, device=device)
-    open_(acc_out, acc_lse)
+    identity_(acc_out, acc_lse)
     for r, c, band in blocks:
         out, lse = kernel.forward(p.q[:, r], p.k[:, c], p.v[:, c], band=band, softmax_scale=p.scale)
-        merge_(acc_out[:, r], acc_lse[:, :, r], out, lse)
+        rows = acc_out[:, r], acc_lse[:, :, r]
+        merge(rows, (out, lse), rows)
     out = acc_out.to(dtype)
     dq = torch.zeros(p.q.shape, dtype=wide, device=device)
     dk, dv = torch.zeros_like(p.k, dtype=wide), torch.zeros_like(p.v, dtype=wide)

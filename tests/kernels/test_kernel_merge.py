@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dfa_megatron.kernels import merge
-from dfa_megatron.kernels.merge import finish, merge_, open_
+from dfa_megatron.kernels.merge import add, identity_, row_dot
 from dfa_megatron.kernels.triton_support import interpreted, triton_refusal
 from dfa_megatron.testing.compare import assert_close, dense_attention
 
@@ -26,10 +26,11 @@ def partials(parts: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> t
 
 def fold(blocks: list[Partial], dtype: torch.dtype = torch.float64) -> Partial:
     out, lse = torch.empty(2, 10, 3, 16, dtype=dtype), torch.empty(2, 3, 10, dtype=dtype)
-    open_(out, lse)
+    whole = out, lse
+    identity_(*whole)
     for block in blocks:
-        merge_(out, lse, *block)
-    return out, lse
+        merge.merge(whole, block, whole)
+    return whole
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -43,7 +44,7 @@ def test_partials_merge_to_the_whole_in_any_order(order: tuple[int, ...]) -> Non
 def test_merging_is_associative() -> None:
     blocks, (out, lse) = partials(4)
     left, right = fold(blocks[:2]), fold(blocks[2:])
-    merge_(*left, *right)
+    merge.merge(left, right, left)
     assert_close(left[0], out, tolerance=1e-14)
     assert_close(left[1], lse, tolerance=1e-14)
 
@@ -103,12 +104,12 @@ def test_lse_far_apart_neither_overflow_nor_lose_the_larger(gap: float) -> None:
 def test_accumulators_may_be_rows_of_a_larger_buffer() -> None:
     blocks, (out, lse) = partials(3)
     big_out, big_lse = torch.full((2, 25, 3, 16), 7.0).double(), torch.full((2, 3, 25), 7.0).double()
-    view_out, view_lse = big_out[:, 4:14], big_lse[:, :, 4:14]
-    open_(view_out, view_lse)
+    view = big_out[:, 4:14], big_lse[:, :, 4:14]
+    identity_(*view)
     for block in blocks:
-        merge_(view_out, view_lse, *block)
-    assert_close(view_out, out, tolerance=1e-14)
-    assert_close(view_lse, lse, tolerance=1e-14)
+        merge.merge(view, block, view)
+    assert_close(view[0], out, tolerance=1e-14)
+    assert_close(view[1], lse, tolerance=1e-14)
     assert (big_out[:, :4] == 7).all()
     assert (big_out[:, 14:] == 7).all()
     assert (big_lse[:, :, 14:] == 7).all()
@@ -146,42 +147,76 @@ def parts_with_every_case(dtype: torch.dtype, device: str) -> tuple[Partial, Par
 @pytest.mark.parametrize("into_dtype", [None, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_fused_merge_is_the_merge(device: str, dtype: torch.dtype, into_dtype: torch.dtype | None) -> None:
-    """On CUDA, or in the interpreter; elsewhere this says that finishing is merging and rounding."""
-    (acc_out, acc_lse), partial = parts_with_every_case(dtype, device)
-    want_out, want_lse = acc_out.clone(), acc_lse.clone()
-    merge._merge_by_operations(want_out, want_lse, *partial)
+    """On CUDA, or in the interpreter; elsewhere this says that merging into another dtype is merging and rounding."""
+    old, new = parts_with_every_case(dtype, device)
+    want = old[0].clone(), old[1].clone()
+    merge._merge_by_operations(want, new, want)
     if device == "cuda" or interpreted():
-        assert merge._fusable(acc_out, acc_lse, *partial) == (triton_refusal() is None)
-    got = acc_out
-    if into_dtype is None:
-        merge_(acc_out, acc_lse, *partial)
+        assert merge._fusable(*old, *new) == (triton_refusal() is None)
+    into = old
+    if into_dtype is not None:
+        out = torch.empty(3, 2, 37, 40, dtype=into_dtype, device=device).permute(1, 2, 0, 3)
+        into = out, torch.empty(3, 37, 2, device=device).permute(2, 0, 1)
+    kept = old[0].clone(), old[1].clone()
+    merge.merge(old, new, into)
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 1e-3}.get(into[0].dtype, 1e-6)
+    assert torch.allclose(into[0].float(), want[0], rtol=tolerance, atol=tolerance, equal_nan=True)
+    assert torch.allclose(into[1], want[1], rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert want[0].isnan().any()
+    assert (want[1] == -math.inf).any()
+    if into is not old:
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(old, kept, strict=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtypes", list(itertools.product([torch.float32, torch.bfloat16, torch.float16], repeat=3)))
+def test_gradients_add_in_float32_and_round_once(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    generator = torch.Generator().manual_seed(2)
+    old, new = (torch.randn(2, 50, 3, 24, generator=generator).to(dtype).to(device) for dtype in dtypes[:2])
+    old = old[:, 4:41]
+    new = new[:, :37]
+    into = torch.full((2, 45, 3, 24), 7.0, dtype=dtypes[2], device=device)
+    add(old, new, into[:, 3:40])
+    want = (old.float() + new.float()).to(dtypes[2])
+    if interpreted() and dtypes[2] == torch.bfloat16:  # Triton's interpreter cuts off where a GPU rounds
+        assert torch.allclose(into[:, 3:40], want, rtol=2**-7)
     else:
-        got = torch.empty(3, 2, 37, 40, dtype=into_dtype, device=device).permute(1, 2, 0, 3)
-        finish(acc_out, acc_lse, *partial, got)
-        assert got.dtype == into_dtype
-    tolerance = {torch.bfloat16: 1e-2, torch.float16: 1e-3}.get(got.dtype, 1e-6)
-    assert torch.allclose(got.float(), want_out, rtol=tolerance, atol=tolerance, equal_nan=True)
-    assert torch.allclose(acc_lse, want_lse, rtol=1e-6, atol=1e-6, equal_nan=True)
-    assert want_out.isnan().any()
-    assert (want_lse == -math.inf).any()
+        assert torch.equal(into[:, 3:40], want)
+    assert (into[:, :3] == 7).all()
+    assert (into[:, 40:] == 7).all()
+    if dtypes[0] == torch.float32:
+        want = old + new.float()
+        add(old, new, old)
+        assert torch.equal(old, want)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)])
+def test_delta_is_the_row_sum_of_products(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(4)
+    dout, out = (torch.randn(2, 41, 3, 40, generator=generator).to(dtype).to(device)[:, 2:39] for _ in range(2))
+    delta = row_dot(dout, out)
+    assert delta.shape == (2, 3, 37)
+    assert delta.dtype == torch.float32
+    assert_close(delta, (dout.double() * out.double()).sum(-1).transpose(1, 2), tolerance=tolerance)
 
 
 @pytest.mark.gpu
 def test_no_row_is_merged_twice_however_the_warps_of_a_program_are_scheduled() -> None:
     """Several warps read a row's lse, which is written in place: beside other work, none may read the new."""
     generator = torch.Generator("cuda").manual_seed(5)
-    out, acc_out = (torch.randn(1, 4096, 16, 128, generator=generator, device="cuda") for _ in range(2))
-    lse, acc_lse = (torch.randn(1, 16, 4096, generator=generator, device="cuda") for _ in range(2))
-    want_out, want_lse = acc_out.clone(), acc_lse.clone()
-    merge._merge_by_operations(want_out, want_lse, out, lse)
+    out, old_out = (torch.randn(1, 4096, 16, 128, generator=generator, device="cuda") for _ in range(2))
+    lse, old_lse = (torch.randn(1, 16, 4096, generator=generator, device="cuda") for _ in range(2))
+    want = old_out.clone(), old_lse.clone()
+    merge._merge_by_operations(want, (out, lse), want)
     busy, load = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
     worst = torch.zeros((), device="cuda")
     for _ in range(200):
         with torch.cuda.stream(load):
             busy = torch.sin(busy)
-        got_out, got_lse = acc_out.clone(), acc_lse.clone()
-        merge_(got_out, got_lse, out, lse)
-        worst = torch.maximum(worst, torch.maximum((got_out - want_out).abs().max(), (got_lse - want_lse).abs().max()))
+        got = old_out.clone(), old_lse.clone()
+        merge.merge(got, (out, lse), got)
+        worst = torch.maximum(worst, torch.maximum((got[0] - want[0]).abs().max(), (got[1] - want[1]).abs().max()))
     assert worst < 1e-5
 
 
@@ -201,5 +236,5 @@ def test_a_fused_merge_that_does_not_work_here_is_said_once_and_not_used(
         merge._works.cache_clear()
     (record,) = caplog.records
     assert (
-        "merged by PyTorch's operations on cpu, which is slower: Triton failed: OSError: no compiler" in record.message
+        "folded by PyTorch's operations on cpu, which is slower: Triton failed: OSError: no compiler" in record.message
     )

@@ -14,10 +14,8 @@ from dfa_megatron.plan.ir import BACKWARD, FORWARD, Block, Phase, Plan
 from dfa_megatron.plan.layout import Layout, cut
 from dfa_megatron.plan.mask import causal
 from dfa_megatron.plan.route import direct
-from dfa_megatron.runtime.execute import _pack
 from dfa_megatron.runtime.memory import plan_memory
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.runtime.run import forward_algebra
 from dfa_megatron.runtime.together import backward_together, forward_together, prepare_together
 from dfa_megatron.testing.compare import assert_close
 
@@ -57,8 +55,8 @@ def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
     prepared = [
         dataclasses.replace(
             one,
-            forward=plan_memory(forward[rank], one.format),
-            backward=plan_memory(backward[rank], one.format),
+            forward=plan_memory(forward, rank, one.format),
+            backward=plan_memory(backward, rank, one.format),
         )
         for rank, one in enumerate(prepare_together(Request(softmax_scale=0.25, kernel="reference"), *inputs))
     ]
@@ -69,24 +67,3 @@ def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
     assert_close(torch.cat(lses, 2), whole.lse, tolerance=1e-12, name="lse")
     for at, name in enumerate(("dq", "dk", "dv")):
         assert_close(torch.cat([rank[at] for rank in gradients], 1), whole.gradients[at], tolerance=1e-12, name=name)
-
-
-def test_messages_that_are_packed_in_one_step_do_not_share_memory() -> None:
-    programs = check(outer_thirds_first(FORWARD, ranks=3))
-    whole = case(LENGTH)
-    inputs = [list(x.split(LENGTH // 3, dim=1)) for x in whole.inputs]
-    prepared = prepare_together(Request(softmax_scale=0.25, kernel="reference"), *inputs)[0]
-    prepared = dataclasses.replace(prepared, forward=plan_memory(programs[0], prepared.format))
-    algebra = forward_algebra(prepared, *(shards[0] for shards in inputs))
-    step = programs[0].steps[0]
-    parcels = _pack(algebra, step, torch.empty(algebra.memory.staging_bytes, dtype=torch.uint8))
-    assert [peer for peer, _ in parcels] == [1, 2], "keys for both in the same step"
-    first, second = (flat for _, flat in parcels)
-    assert first.data_ptr() + first.numel() <= second.data_ptr()
-    for message, (_, flat) in zip(step.sends, parcels, strict=True):
-        for sent, wanted in zip(
-            prepared.format.views(flat, message.signature)["kv"],
-            prepared.format.views(algebra.take(0, message), message.signature)["kv"],
-            strict=True,
-        ):
-            assert torch.equal(sent, wanted)
