@@ -27,6 +27,7 @@ def dist_flash_attn_func(
     deterministic: bool = False,
     schedule: str = "auto",
     layout: str = "contiguous",
+    ulysses_degree: int = 1,
     kernel: str = "auto",
     return_lse: bool = False,
     wire_dtype: str = "input",
@@ -53,6 +54,8 @@ def dist_flash_attn_func(
             (torch.use_deterministic_algorithms) is.
         schedule: "ring", "balanced", "balanced_shared", "zigzag" or "auto".
         layout: the tokens a rank holds: "contiguous", or "zigzag" (chunks r and 2P-1-r of 2P).
+        ulysses_degree: ranks that exchange heads for tokens with their neighbours around the schedule, which then runs
+            over P / ulysses_degree ranks with heads / ulysses_degree heads; it must divide both.
         kernel: "auto", or the name of one: see `dfa_megatron.kernels`.
         return_lse: also return lse.
         wire_dtype: "input" or "float32", of partial outputs and gradients between ranks.
@@ -83,6 +86,7 @@ def dist_flash_attn_func(
         deterministic,
         schedule,
         layout,
+        ulysses_degree,
         kernel,
         wire_dtype,
         transport,
@@ -117,6 +121,7 @@ def _request_text(
     deterministic: bool,
     schedule: str,
     layout: str,
+    ulysses_degree: int,
     kernel: str,
     wire_dtype: str,
     transport: str,
@@ -131,6 +136,7 @@ def _request_text(
             window_size=(left, right),
             schedule=schedule,
             layout=layout,
+            ulysses_degree=ulysses_degree,
             kernel=kernel,
             deterministic=deterministic,
             wire_dtype=wire_dtype,

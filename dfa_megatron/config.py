@@ -46,6 +46,12 @@ class DistAttentionConfig:
         "the framework's data stay zigzag and attention works on them as they are.",
         LAYOUTS,
     )
+    ulysses_degree: int = _option(
+        1,
+        "Ranks that exchange heads for tokens with their neighbours, all-to-all, around the schedule, which then runs "
+        "over the ranks of the group divided by it, with the heads divided by it. It must divide both; kv heads that "
+        "several ranks need are copied. Meant for the ranks of one node.",
+    )
     kernel: str = _option(
         "auto", "Which kernel computes a block. auto: the fastest that can do the request on this device.", KERNELS
     )
@@ -97,6 +103,12 @@ class DistAttentionConfig:
             if choices and value not in choices:
                 nearest = _nearest(str(value), choices)
                 raise UnsupportedError(f"{spec.name}={value!r}", "there is no such value", nearest)
+        if self.ulysses_degree < 1:
+            raise UnsupportedError(
+                f"ulysses_degree={self.ulysses_degree}",
+                "it is a number of ranks",
+                "1, which exchanges nothing, or more",
+            )
         if self.agreement_timeout <= 0:
             raise UnsupportedError(
                 f"agreement_timeout={self.agreement_timeout}", "it must be positive", "seconds above 0"
@@ -138,7 +150,7 @@ class DistAttentionConfig:
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """A JSON schema (draft 2020-12) of the mapping that `from_mapping` takes."""
-        names = {str: "string", bool: "boolean", float: "number"}
+        names = {str: "string", bool: "boolean", int: "integer", float: "number"}
         properties: dict[str, Any] = {}
         for spec in fields(cls):
             entry: dict[str, Any] = {

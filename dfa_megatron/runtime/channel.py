@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.transport import GlooTransport, NcclTransport, Transport
 
 logger = logging.getLogger(__name__)
@@ -23,11 +25,19 @@ class Channel:
     side: a gloo group for agreement, which the host may wait on without touching the device.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size = group.rank(), group.size()
-        self._ranks = dist.get_process_group_ranks(group)
-        self.side = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
+    def __init__(self, ranks: list[int]) -> None:
+        if ranks != sorted(ranks):
+            raise UnsupportedError(
+                f"a process group of global ranks {ranks}",
+                "its communicators would number them in ascending order",
+                "a group whose ranks ascend, as torch.distributed makes them by default",
+            )
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self._ranks = ranks
+        self.side = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._transports: dict[str, Transport] = {}
+        self._collectives: dict[str, dist.ProcessGroup] = {}
+        self._parts: dict[tuple[int, ...], Channel] = {}
 
     def transport(self, device: torch.device) -> Transport:
         """What moves messages of tensors on that kind of device.
@@ -38,6 +48,22 @@ class Channel:
         if device.type not in self._transports:
             self._transports[device.type] = _transport(self._ranks, device)
         return self._transports[device.type]
+
+    def collectives(self, device: torch.device) -> dist.ProcessGroup:
+        """A process group for collectives of tensors on that kind of device; the first call is itself collective."""
+        if device.type not in self._collectives:
+            self._collectives[device.type] = _communicator(self._ranks, device)
+        return self._collectives[device.type]
+
+    def part(self, ranks: Sequence[int]) -> Channel:
+        """The channel of some of this channel's ranks, with this one among them; the first call is collective.
+
+        Every rank of the whole must make the channels of its parts in the same order, after all have agreed.
+        """
+        key = tuple(ranks)
+        if key not in self._parts:
+            self._parts[key] = Channel([self._ranks[rank] for rank in key])
+        return self._parts[key]
 
 
 _channels: dict[str, tuple[dist.ProcessGroup, Channel]] = {}
@@ -75,16 +101,23 @@ def channel(name: str) -> Channel:
     group = resolve(name)
     known = _channels.get(name)
     if known is None or known[0] is not group:
-        known = _channels[name] = (group, Channel(group))
+        known = _channels[name] = (group, Channel(dist.get_process_group_ranks(group)))
     return known[1]
 
 
 def _transport(ranks: list[int], device: torch.device) -> Transport:
+    group = _communicator(ranks, device)
+    return GlooTransport(group) if device.type == "cpu" else NcclTransport(group, device)
+
+
+def _communicator(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
+    group: dist.ProcessGroup
     if device.type == "cpu":
-        return GlooTransport(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return group
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     group = dist.new_group(ranks, backend="nccl", pg_options=options, use_local_synchronization=True)
     # The communicator is made now, by all ranks together: the first batch of a plan need not include every rank.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     logger.info("made a NCCL communicator of %d ranks for distributed attention", len(ranks))
-    return NcclTransport(group, device)
+    return group

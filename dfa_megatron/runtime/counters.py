@@ -22,6 +22,11 @@ class Counters:
     forward_bytes: int = 0
     """Bytes this rank sent in distributed forwards."""
     backward_bytes: int = 0
+    ulysses_exchanges: int = 0
+    """All-to-alls of heads and tokens: two around a forward, two around a backward, where ulysses_degree > 1."""
+    ulysses_forward_bytes: int = 0
+    """Bytes this rank sent to others in the all-to-alls of forwards; `forward_bytes` does not have them."""
+    ulysses_backward_bytes: int = 0
     remat_bytes: int = 0
     """Bytes of (out, lse) that frames have recorded."""
 

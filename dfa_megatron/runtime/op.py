@@ -21,7 +21,12 @@ def attention(
     q (batch, local_seq, heads, head_dim); k, v with kv_heads; out like q with v's head_dim; lse (batch, heads,
     local_seq) in float32, float64 for float64. `request` is `Request.to_text()`. lse carries no gradient.
     """
-    out, lse = run_forward(prepare(request, group, q, k, v), q, k, v)
+    prepared = prepare(request, group, q, k, v)
+    heads = prepared.exchange
+    if heads is None:
+        out, lse = run_forward(prepared, q, k, v)
+    else:
+        out, lse = heads.after_forward(*run_forward(prepared, *heads.before_forward(q, k, v)))
     return out.contiguous(), lse.contiguous()
 
 
@@ -44,7 +49,13 @@ def attention_backward(
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of this rank's rows, given out and lse of the forward."""
-    gradients = run_backward(prepare(request, group, q, k, v), dout, q, k, v, out, lse)
+    prepared = prepare(request, group, q, k, v)
+    heads = prepared.exchange
+    if heads is None:
+        gradients = run_backward(prepared, dout, q, k, v, out, lse)
+    else:
+        whole = heads.before_backward(dout, q, k, v, out, lse)
+        gradients = heads.after_backward(*run_backward(prepared, *whole))
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
     return dq, dk, dv
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +24,7 @@ from dfa_megatron.runtime.agree import Facts, agree
 from dfa_megatron.runtime.channel import Channel, channel, group_size
 from dfa_megatron.runtime.memory import MemoryPlan, plan_memory
 from dfa_megatron.runtime.request import Request, from_text
+from dfa_megatron.runtime.ulysses import HeadExchange, Split, split
 from dfa_megatron.runtime.wire import Format
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -32,7 +34,11 @@ _KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Everything that running one attention needs beside its tensors."""
+    """Everything that running one attention needs beside its tensors.
+
+    exchange: what turns the call's tensors into the plan's, where ulysses_degree > 1; channel is then that of the ranks
+        with the same heads, and everything else speaks of the plan's ranks, tokens and heads.
+    """
 
     request: Request
     plan: AttentionPlan
@@ -41,6 +47,7 @@ class Prepared:
     kernel: BlockKernel
     format: Format
     channel: Channel | None
+    exchange: HeadExchange | None = None
 
     def picture(self, phase: str, step: int) -> str:
         """The grid of a phase with a step of this rank marked."""
@@ -158,8 +165,14 @@ def _build_and_agree(
     """Build, and let every rank know of an error on any: nobody is left waiting."""
     rank, size = (over.rank, over.size) if over else (0, 1)
     compare = over is not None and request.verify != "off"
+    heads = None
     try:
-        prepared = build(request, size, rank, q, k, v, over)
+        if request.ulysses_degree == 1:
+            prepared = build(request, size, rank, q, k, v, over)
+        else:
+            _refuse_tensors(q, k, v)
+            heads = split(request.ulysses_degree, rank, size, request.layout, q, k)
+            prepared = build(request, len(heads.outer), heads.outer.index(rank), *heads.shaped(q, k, v))
     except DistAttentionError as error:
         if compare and over is not None:
             with contextlib.suppress(DistAttentionError):  # this rank's own reason is the clearer one
@@ -167,7 +180,15 @@ def _build_and_agree(
         raise
     if compare and over is not None:
         agree(_facts(prepared, q, k, v), over.side, request.agreement_timeout)
-    return prepared
+    return prepared if heads is None or over is None else _connected(prepared, heads, over)
+
+
+def _connected(prepared: Prepared, heads: Split, over: Channel) -> Prepared:
+    """With the channels of the parts of the group, which all ranks make now that they have agreed."""
+    exchange = HeadExchange(heads, over.part(heads.inner))
+    return dataclasses.replace(
+        prepared, exchange=exchange, channel=over.part(heads.outer) if len(heads.outer) > 1 else None
+    )
 
 
 def _facts(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Facts:

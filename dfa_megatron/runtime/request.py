@@ -19,6 +19,7 @@ class Request:
     window_size: tuple[int, int] = (-1, -1)
     schedule: str = "auto"
     layout: str = "contiguous"
+    ulysses_degree: int = 1
     kernel: str = "auto"
     deterministic: bool = False
     wire_dtype: str = "input"
