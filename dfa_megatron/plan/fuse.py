@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from dfa_megatron.plan.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.ir import Block
 
 Piece = tuple[Tile, tuple[Block, ...]]
+
+_FEW = 8
+"""Up to this many pieces every pair is tried; beyond, only neighbours."""
 
 
 def union(tiles: Sequence[Tile]) -> Tile | None:
@@ -24,22 +28,44 @@ def union(tiles: Sequence[Tile]) -> Tile | None:
 
 
 def fuse(pieces: Sequence[Piece]) -> list[Piece]:
-    """Merge pieces whose union is one tile: first all at once, then pair by pair until nothing merges."""
+    """Merge pieces whose union is one tile: all at once, else along rows and columns, else pair by pair."""
     pieces = list(pieces)
     if len(pieces) > 1 and (one := union([tile for tile, _ in pieces])):
-        return [(one, tuple(sorted({block for _, blocks in pieces for block in blocks})))]
-    merged = True
-    while merged:
-        merged = False
-        for first in range(len(pieces)):
-            for second in range(first):
-                one = union([pieces[first][0], pieces[second][0]])
-                if one is None:
-                    continue
-                blocks = tuple(sorted({*pieces[first][1], *pieces[second][1]}))
-                pieces = [piece for at, piece in enumerate(pieces) if at not in (first, second)] + [(one, blocks)]
-                merged = True
-                break
-            if merged:
-                break
+        return [(one, _blocks(pieces))]
+    before = 0
+    while len(pieces) > 1 and len(pieces) != before:
+        before = len(pieces)
+        pieces = _along(pieces, lambda piece: (piece[0].q.lo, piece[0].kv.lo))
+        pieces = _along(pieces, lambda piece: (piece[0].kv.lo, piece[0].q.lo))
+    return _pair_by_pair(pieces) if len(pieces) <= _FEW else pieces
+
+
+def _along(pieces: list[Piece], order: Callable[[Piece], Any]) -> list[Piece]:
+    """Merge each piece into the one before it, in this order, where they make one."""
+    out: list[Piece] = []
+    for piece in sorted(pieces, key=order):
+        one = _union_of_two(out[-1][0], piece[0]) if out else None
+        if one is None:
+            out.append(piece)
+        else:
+            out[-1] = one, _blocks([out[-1], piece])
+    return out
+
+
+def _pair_by_pair(pieces: list[Piece]) -> list[Piece]:
+    for second in range(len(pieces)):
+        for first in range(second):
+            if one := _union_of_two(pieces[first][0], pieces[second][0]):
+                rest = [piece for at, piece in enumerate(pieces) if at not in (first, second)]
+                return _pair_by_pair([*rest, (one, _blocks([pieces[first], pieces[second]]))])
     return pieces
+
+
+def _union_of_two(one: Tile, other: Tile) -> Tile | None:
+    """`union`, after a look at whether they touch at all."""
+    apart = one.q.hi < other.q.lo or other.q.hi < one.q.lo or one.kv.hi < other.kv.lo or other.kv.hi < one.kv.lo
+    return None if apart else union([one, other])
+
+
+def _blocks(pieces: Sequence[Piece]) -> tuple[Block, ...]:
+    return tuple(sorted({block for _, blocks in pieces for block in blocks}))
