@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.copy_engine import open_transport
 from dfa_megatron.runtime.transport import GlooTransport, NcclTransport, Transport
 
 logger = logging.getLogger(__name__)
@@ -35,19 +36,38 @@ class Channel:
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self._ranks = ranks
         self.side = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        self._transports: dict[str, Transport] = {}
+        self._transports: dict[tuple[str, str], Transport] = {}
         self._collectives: dict[str, dist.ProcessGroup] = {}
         self._parts: dict[tuple[int, ...], Channel] = {}
 
-    def transport(self, device: torch.device) -> Transport:
-        """What moves messages of tensors on that kind of device.
+    def transport(self, device: torch.device, kind: str = "auto", timeout: float = 120.0) -> Transport:
+        """What moves messages of tensors on that kind of device: "p2p", "copy_engine", or "auto" for the better one.
 
         The first call is collective. It comes after the ranks have agreed: a rank whose tensors are elsewhere is
-        told so instead of being waited for.
+        told so instead of being waited for. `timeout` is in seconds.
+
+        Raises:
+            UnsupportedError: "copy_engine" was asked for, and cannot serve these ranks.
         """
-        if device.type not in self._transports:
-            self._transports[device.type] = _transport(self._ranks, device)
-        return self._transports[device.type]
+        known = self._transports.get((device.type, kind))
+        if known is None:
+            known = self._transports[device.type, kind] = self._open(device, kind, timeout)
+        return known
+
+    def _open(self, device: torch.device, kind: str, timeout: float) -> Transport:
+        if kind == "auto":
+            try:
+                return self.transport(device, "copy_engine" if device.type == "cuda" else "p2p", timeout)
+            except UnsupportedError as error:
+                logger.info("messages go point to point: the copy engines cannot serve: %s", error.why)
+                return self.transport(device, "p2p", timeout)
+        if kind == "copy_engine":
+            found = open_transport(self.side, device, timeout)
+            if isinstance(found, str):
+                raise UnsupportedError("transport='copy_engine'", found, "transport='p2p'")
+            return found
+        group = _communicator(self._ranks, device)
+        return GlooTransport(group) if device.type == "cpu" else NcclTransport(group, device)
 
     def collectives(self, device: torch.device) -> dist.ProcessGroup:
         """A process group for collectives of tensors on that kind of device; the first call is itself collective."""
@@ -103,11 +123,6 @@ def channel(name: str) -> Channel:
     if known is None or known[0] is not group:
         known = _channels[name] = (group, Channel(dist.get_process_group_ranks(group)))
     return known[1]
-
-
-def _transport(ranks: list[int], device: torch.device) -> Transport:
-    group = _communicator(ranks, device)
-    return GlooTransport(group) if device.type == "cpu" else NcclTransport(group, device)
 
 
 def _communicator(ranks: list[int], device: torch.device) -> dist.ProcessGroup:

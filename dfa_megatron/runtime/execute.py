@@ -33,6 +33,7 @@ def execute(algebra: Tensors, transport: Transport, picture: Callable[[int], str
                 transport.post(step.after, lambda number=number, step=step: _sends(algebra, number, step), receives)  # type: ignore[misc]
             else:
                 transport.land()
+        transport.finish()
     except Exception as error:
         place = f"rank {algebra.program.rank}, step {number} of a distributed {algebra.program.phase.name}"
         raise ExecutionError(f"{place} failed: {error}\n{picture(number)}") from error

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 from dfa_megatron.plan.geometry import Span
 from dfa_megatron.plan.program import Program, Write
@@ -80,7 +81,7 @@ def _buffer_folds(rows: int, writes: list[tuple[Write, bool]]) -> BufferFolds:
     parts: dict[int, list[Part]] = defaultdict(list)
     readers: dict[int, tuple[int, int]] = {}
     empty: list[Span] = []
-    for lo, hi in zip(edges, edges[1:], strict=False):
+    for lo, hi in pairwise(edges):
         order = [at for at, (write, _) in enumerate(writes) if write.region.lo <= lo and hi <= write.region.hi]
         if not order:
             empty.append(Span(lo, hi))

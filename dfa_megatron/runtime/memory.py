@@ -62,7 +62,7 @@ def plan_memory(programs: tuple[Program, ...] | list[Program], rank: int, format
 
 
 def _arena(program: Program, format: Format) -> tuple[int, dict[int, dict[str, tuple[Placed, ...]]]]:
-    """(bytes, buffer -> its tensors' places) of the slots that messages land in; accumulators have memory of their own."""
+    """(bytes, buffer -> its tensors' places) of the slots that messages land in; accumulators lie elsewhere."""
     starts: dict[int, int] = {}
     total = 0
     landings: dict[int, dict[str, tuple[Placed, ...]]] = {}

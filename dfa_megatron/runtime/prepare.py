@@ -153,6 +153,7 @@ def prepare(text: str, group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Te
             agree(_facts(prepared, q, k, v), over.side, request.agreement_timeout)
         return prepared
     prepared = _build_and_agree(request, over, q, k, v)
+    _open_transport(prepared, q.device)
     _prepared[key] = prepared
     if len(_prepared) > _KEPT:
         _prepared.popitem(last=False)
@@ -181,6 +182,18 @@ def _build_and_agree(
     if compare and over is not None:
         agree(_facts(prepared, q, k, v), over.side, request.agreement_timeout)
     return prepared if heads is None or over is None else _connected(prepared, heads, over)
+
+
+def _open_transport(prepared: Prepared, device: torch.device) -> None:
+    """Make what will move the messages, and its memory, now that all ranks have agreed: both are collective.
+
+    Raises:
+        UnsupportedError: the transport that was asked for cannot serve these ranks.
+    """
+    if prepared.channel is not None:
+        request = prepared.request
+        transport = prepared.channel.transport(device, request.transport, request.agreement_timeout)
+        transport.reserve(max(prepared.forward.arena_bytes, prepared.backward.arena_bytes))
 
 
 def _connected(prepared: Prepared, heads: Split, over: Channel) -> Prepared:

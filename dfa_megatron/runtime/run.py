@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dfa_megatron.kernels.merge import row_dot
+from dfa_megatron.runtime.ablation import ablated
 from dfa_megatron.runtime.accumulators import Fields
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute import execute
@@ -87,7 +88,7 @@ def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], ar
 def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, torch.Tensor]:
     """How messages move, and the memory in which they land."""
     channel = prepared.channel
-    transport: Transport = channel.transport(device) if channel else _Nobody()
+    transport: Transport = ablated(channel.transport(device, prepared.request.transport)) if channel else _Nobody()
     return transport, transport.arena(memory.arena_bytes, device)
 
 
@@ -97,6 +98,9 @@ def _execute(prepared: Prepared, algebra: Tensors, transport: Transport) -> None
 
 class _Nobody:
     """The transport of a group of one rank: there is nothing to move."""
+
+    def reserve(self, nbytes: int) -> None:
+        pass
 
     def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -111,4 +115,7 @@ class _Nobody:
         pass
 
     def computed(self, step: int) -> None:
+        pass
+
+    def finish(self) -> None:
         pass

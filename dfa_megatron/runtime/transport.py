@@ -20,6 +20,10 @@ class Parcel(NamedTuple):
 class Transport(Protocol):
     """Moves the messages of one rank of one group."""
 
+    def reserve(self, nbytes: int) -> None:
+        """Arenas of this size will be wanted: called at set-up, by all ranks of the group with the same number."""
+        ...
+
     def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Bytes for what lands in one run, as many on every rank; what they hold is garbage."""
         ...
@@ -38,6 +42,10 @@ class Transport(Protocol):
 
     def computed(self, step: int) -> None:
         """The compute of a step has been issued."""
+        ...
+
+    def finish(self) -> None:
+        """The compute of the last step has been issued."""
         ...
 
 
@@ -61,6 +69,9 @@ class GlooTransport:
         self.works: list[dist.Work] = []
         self.sending: Sequence[Parcel] = ()
 
+    def reserve(self, nbytes: int) -> None:
+        """Each call takes its memory from PyTorch's allocator."""
+
     def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory of the call's own."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -81,6 +92,9 @@ class GlooTransport:
 
     def computed(self, step: int) -> None:
         """The host has already done it."""
+
+    def finish(self) -> None:
+        """All has landed."""
 
 
 class Streams:
@@ -125,6 +139,9 @@ class NcclTransport:
         self.works: list[dist.Work] = []
         self.sending: Sequence[Parcel] = ()
 
+    def reserve(self, nbytes: int) -> None:
+        """Each call takes its memory from PyTorch's allocator."""
+
     def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory of the call's own, from PyTorch's allocator."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -151,3 +168,6 @@ class NcclTransport:
     def computed(self, step: int) -> None:
         """See `Streams.computed`."""
         self.streams.computed(step)
+
+    def finish(self) -> None:
+        """All has landed, as far as the streams are concerned."""

@@ -1,0 +1,107 @@
+"""Ablations, as the paper's: what overlap and communication cost, by leaving one out. For measurements only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.transport import Parcel, Transport
+
+logger = logging.getLogger(__name__)
+
+Ablation = Literal["none", "no_overlap", "no_communication"]
+ABLATIONS: tuple[Ablation, ...] = ("none", "no_overlap", "no_communication")
+
+_active: Ablation = "none"
+
+
+@contextmanager
+def ablation(name: Ablation) -> Iterator[None]:
+    """Leave out overlap or communication of every distributed attention of this process inside; set it on all ranks.
+
+    no_overlap: compute and messages take turns. no_communication: nothing is sent, and results are WRONG.
+
+    Raises:
+        UnsupportedError: there is no such ablation.
+    """
+    global _active
+    if name not in ABLATIONS:
+        raise UnsupportedError(f"ablation {name!r}", "there is no such ablation", "one of " + ", ".join(ABLATIONS))
+    if name == "no_communication":
+        logger.warning("communication is left out: every distributed attention gives wrong results")
+    before, _active = _active, name
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def ablated(transport: Transport) -> Transport:
+    """The transport that the active ablation leaves."""
+    if _active == "none":
+        return transport
+    return _InTurn(transport) if _active == "no_overlap" else _Silent(transport)
+
+
+class _InTurn:
+    """Messages wait for all compute that was issued before them, and compute for the messages."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner, self.last = inner, -1
+
+    def reserve(self, nbytes: int) -> None:
+        self.inner.reserve(nbytes)
+
+    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        return self.inner.arena(nbytes, device)
+
+    def start(self) -> None:
+        self.last = -1
+        self.inner.start()
+
+    def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
+        self.inner.post(self.last, sends, receives)
+        self.inner.land()
+
+    def land(self) -> None:
+        """It has landed already."""
+
+    def computed(self, step: int) -> None:
+        self.last = step
+        self.inner.computed(step)
+
+    def finish(self) -> None:
+        self.inner.finish()
+
+
+class _Silent:
+    """Sends nothing: what should have landed is what was in memory."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+
+    def reserve(self, nbytes: int) -> None:
+        self.inner.reserve(nbytes)
+
+    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        return self.inner.arena(nbytes, device)
+
+    def start(self) -> None:
+        """Nothing will move."""
+
+    def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
+        """Nothing moves."""
+
+    def land(self) -> None:
+        """Nothing has moved."""
+
+    def computed(self, step: int) -> None:
+        """Nobody waits."""
+
+    def finish(self) -> None:
+        """Nothing was moving."""

@@ -1,0 +1,206 @@
+"""The copy-engine transport: every rank writes straight into its peers' memory, and no multiprocessor is taken for it.
+
+What lands, lands in an arena of symmetric memory that every rank of the group has mapped. For each pair of ranks there
+are two flags. `ready` (in the sender's memory, set by the receiver): the memory of this step's message is free.
+`filled` (in the receiver's, set by the sender): the message is there. Whoever has waited for a flag takes it down, so a
+step needs no number, and a captured graph can be replayed. Every rank raises its `ready` flags of a step before it
+waits for any: by induction on the step nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.runtime.agree import exchange
+from dfa_megatron.runtime.driver import driver
+from dfa_megatron.runtime.transport import Parcel, Streams
+
+_TRIAL_SECONDS = 30.0
+_ALIGNMENT = 1 << 21
+_WORD = 4
+
+
+class CopyEngineTransport:
+    """Moves messages with the GPUs' copy engines; all ranks on one host, each GPU able to reach all others.
+
+    Args:
+        group: a gloo group of the ranks, through whose store the memory's handles are exchanged.
+        device: this rank's GPU.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device, self.streams = group, device, Streams(device)
+        self.driver = driver()
+        rank, size = group.rank(), group.size()
+        self._flags, addresses = _symmetric(2 * size * _WORD, group, device)
+        self._my_ready = [addresses[rank] + peer * _WORD for peer in range(size)]
+        self._my_filled = [addresses[rank] + (size + peer) * _WORD for peer in range(size)]
+        self._their_ready = [address + rank * _WORD for address in addresses]
+        self._their_filled = [address + (size + rank) * _WORD for address in addresses]
+        self._arena = torch.empty(0, dtype=torch.uint8, device=device)
+        self._arenas: list[int] = []
+        self._receives: Sequence[Parcel] = ()
+        self._sending: Sequence[Parcel] = ()
+        self._finished = torch.cuda.Event()
+        self.generation = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the arena at least that large; every rank of the group calls this with the same number."""
+        if nbytes <= self._arena.numel():
+            return
+        torch.cuda.synchronize(self.device)
+        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._arena = torch.empty(0, dtype=torch.uint8, device=self.device)  # the old one goes first
+        self._arena, self._arenas = _symmetric(size, self.group, self.device)
+        self.generation += 1
+
+    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """The symmetric memory that was reserved: it is there between calls, and belongs to one call at a time."""
+        return self._arena[:nbytes]
+
+    def start(self) -> None:
+        """Nothing moves before the inputs are there, and the call before has read what it received."""
+        if not torch.cuda.is_current_stream_capturing():
+            self.streams.stream.wait_event(self._finished)
+        self.streams.start()
+
+    def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
+        """Queue the batch on the communication stream: say what may come, then write what others are ready for."""
+        stream, queue = self.streams.stream.cuda_stream, self.driver
+        self.streams.wait_for_compute(after)
+        for parcel in receives:
+            queue.write(stream, self._their_ready[parcel.peer], 1)
+        with torch.cuda.stream(self.streams.stream):
+            self._sending = sends()
+        for parcel in self._sending:
+            queue.wait(stream, self._my_ready[parcel.peer], 1)
+            queue.write(stream, self._my_ready[parcel.peer], 0)
+            for x, offset in zip(parcel.tensors, parcel.offsets, strict=True):
+                queue.copy(stream, self._arenas[parcel.peer] + offset, x.data_ptr(), x.nbytes)
+            queue.write(stream, self._their_filled[parcel.peer], 1)
+        self._receives = receives
+
+    def land(self) -> None:
+        """Queue the wait of the compute stream."""
+        stream, queue = self.streams.stream.cuda_stream, self.driver
+        for parcel in self._receives:
+            queue.wait(stream, self._my_filled[parcel.peer], 1)
+            queue.write(stream, self._my_filled[parcel.peer], 0)
+        self._receives, self._sending = (), ()
+        self.streams.land()
+
+    def computed(self, step: int) -> None:
+        """See `Streams.computed`."""
+        self.streams.computed(step)
+
+    def finish(self) -> None:
+        """The call's compute has been issued to its end: the arena is the next call's after it."""
+        if not torch.cuda.is_current_stream_capturing():
+            self._finished.record(torch.cuda.current_stream(self.device))
+
+    def trial(self) -> None:
+        """Send a word to every other rank and compare what comes.
+
+        Raises:
+            RuntimeError: it came wrong, or not at all.
+        """
+        rank, size = self.group.rank(), self.group.size()
+        self.reserve(size * _WORD)
+        mine = torch.arange(rank * size, (rank + 1) * size, dtype=torch.int32, device=self.device)
+        landing = self._arena[: size * _WORD].view(torch.int32)
+        peers = [peer for peer in range(size) if peer != rank]
+        self.start()
+        self.post(
+            -1,
+            lambda: [Parcel(peer, [mine[peer : peer + 1]], [rank * _WORD]) for peer in peers],
+            [Parcel(peer, [landing[peer : peer + 1]]) for peer in peers],
+        )
+        self.land()
+        self.finish()
+        done, deadline = torch.cuda.Event(), time.monotonic() + _TRIAL_SECONDS
+        done.record()
+        while not done.query():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"a word to each other rank did not arrive within {_TRIAL_SECONDS:.0f} seconds")
+            time.sleep(0.001)
+        got = landing.tolist()
+        if wrong := {peer: got[peer] for peer in peers if got[peer] != peer * size + rank}:
+            raise RuntimeError(f"words from other ranks arrived wrong: {wrong}")
+
+
+def refusal(group: dist.ProcessGroup, device: torch.device, timeout: float) -> str | None:
+    """Why the copy engines cannot serve the ranks of a gloo group, or None: the same answer on every rank."""
+    mine = {"host": _host(), "device": str(device.index or 0), "why": _local_refusal(device)}
+    everyone = exchange(mine, group, timeout)
+    if len({facts["host"] for facts in everyone}) > 1:
+        return "the ranks are on several hosts"
+    for rank, facts in enumerate(everyone):
+        if facts["why"]:
+            return f"rank {rank}: {facts['why']}"
+    devices = [int(facts["device"]) for facts in everyone]
+    why = ""
+    if len(set(devices)) == len(devices) <= torch.cuda.device_count():
+        blind = [d for d in devices if d != device.index and not torch.cuda.can_device_access_peer(device, d)]
+        why = f"GPU {device.index} cannot reach the memory of {blind}" if blind else ""
+    reached = exchange({"why": why}, group, timeout)
+    return next((facts["why"] for facts in reached if facts["why"]), None)
+
+
+def open_transport(group: dist.ProcessGroup, device: torch.device, timeout: float) -> CopyEngineTransport | str:
+    """A transport for the ranks of a gloo group that has passed its trial, or why there is none: equal on all."""
+    why = refusal(group, device, timeout)
+    if why is not None:
+        return why
+    transport, why = None, ""
+    try:
+        transport = CopyEngineTransport(group, device)
+        transport.trial()
+    except Exception as error:  # noqa: BLE001 -- drivers, fabric and permissions fail in many ways; p2p still works
+        why = f"{type(error).__name__}: {error}"
+    tried = exchange({"why": why}, group, timeout + _TRIAL_SECONDS)
+    failed = [f"rank {rank}: {facts['why']}" for rank, facts in enumerate(tried) if facts["why"]]
+    return failed[0] if failed or transport is None else transport
+
+
+def _local_refusal(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"it moves between GPUs, not on {device.type}"
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "NCCL_P2P_DISABLE=1 says that GPUs must not reach each other's memory"
+    try:
+        import torch.distributed._symmetric_memory
+
+        driver()
+    except (ImportError, OSError) as error:
+        return f"PyTorch {torch.__version__}: {error}"
+    return ""
+
+
+def _host() -> str:
+    """What tells this machine, and this boot of it, from others."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{socket.gethostname()} {file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _symmetric(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+    """Zeroed memory that every rank of the group has mapped, and its address on each; collective."""
+    # Multicast would bind all GPUs' memory to one address, which nothing here needs.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    memory.zero_()
+    handle = symmetric_memory.rendezvous(memory, group.group_name)
+    torch.cuda.synchronize(device)
+    dist.monitored_barrier(group, timedelta(seconds=_TRIAL_SECONDS))
+    return memory, list(handle.buffer_ptrs)

@@ -1,0 +1,60 @@
+"""The three operations of the CUDA driver that PyTorch does not offer: queue a copy, a flag's write, a flag's wait."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+_EQUAL = 1
+"""CU_STREAM_WAIT_VALUE_EQ"""
+
+
+class Driver:
+    """libcuda, called by address: nothing here takes a multiprocessor, and nothing makes the host wait.
+
+    Raises:
+        OSError: there is no driver, or it is older than CUDA 11.7.
+    """
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        self._error = library.cuGetErrorString
+        self._copy = self._function(library, "cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, None)
+        flag = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+        self._write = self._function(library, "cuStreamWriteValue32_v2", None, *flag)
+        self._wait = self._function(library, "cuStreamWaitValue32_v2", None, *flag)
+
+    @staticmethod
+    def _function(library: ctypes.CDLL, name: str, *arguments: type | None) -> ctypes._NamedFuncPointer:
+        """None stands for a stream's handle."""
+        try:
+            function: ctypes._NamedFuncPointer = getattr(library, name)
+        except AttributeError as error:
+            raise OSError(f"the CUDA driver has no {name}") from error
+        function.argtypes = [ctypes.c_void_p if kind is None else kind for kind in arguments]
+        function.restype = ctypes.c_int
+        return function
+
+    def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
+        """Queue a copy between device addresses; between two GPUs it is a copy engine that moves."""
+        self._check(self._copy(to, source, nbytes, stream), "cuMemcpyAsync")
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        """Queue a 32-bit write; what was queued before is visible before it."""
+        self._check(self._write(stream, address, value, 0), "cuStreamWriteValue32")
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        """Hold the stream until the 32 bits at an address of its own GPU have that value."""
+        self._check(self._wait(stream, address, value, _EQUAL), "cuStreamWaitValue32")
+
+    def _check(self, code: int, name: str) -> None:
+        if code:
+            text = ctypes.c_char_p()
+            self._error(code, ctypes.byref(text))
+            raise RuntimeError(f"{name} failed with code {code}: {(text.value or b'?').decode()}")
+
+
+@functools.cache
+def driver() -> Driver:
+    """The process's driver."""
+    return Driver()
