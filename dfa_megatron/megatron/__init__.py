@@ -1,7 +1,8 @@
 """Distributed attention in Megatron-Core, through its public hooks only.
 
 In a script of Megatron's:   --context-parallel-size 8 --cp-comm-type dfa --spec dfa_megatron.megatron get_spec
-                             (Megatron-Core up to 0.18: --spec dfa_megatron.megatron SPEC)
+                             (Megatron-Core up to 0.18: --spec dfa_megatron.megatron SPEC;
+                             hybrid models: --spec dfa_megatron.megatron hybrid_stack_spec)
 In a loop of your own:       dfa_ify(spec, config, options) makes the model's spec,
                              shard_batch(batch, cp_group, options) slices the data
 """
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from dfa_megatron.megatron.spec import dfa_ify
 
     SPEC: Any
+    hybrid_stack_spec: Any
 
 __all__ = [
     "SPEC",
@@ -35,6 +37,7 @@ __all__ = [
     "declare_batch_layout",
     "dfa_ify",
     "get_spec",
+    "hybrid_stack_spec",
     "options_of",
     "shard_batch",
 ]
@@ -49,6 +52,9 @@ _HOME = {
     "shard_batch": "batch",
 }
 
+_SPECS = {"SPEC": "spec_from_args", "hybrid_stack_spec": "hybrid_stack_spec"}
+"""Objects for Megatron's --spec, made when they are first asked for, by these functions of spec.py."""
+
 
 def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
     """The spec for Megatron's `--spec dfa_megatron.megatron get_spec` (Megatron-Core 0.19 and later); see spec.py."""
@@ -58,16 +64,15 @@ def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SPEC":
+    if name in _SPECS:
         # Kept, because Megatron reads vars(module); and never an ImportError, because Megatron logs that and goes on
         # with its own attention.
         try:
-            from dfa_megatron.megatron.spec import spec_from_args
-
-            globals()["SPEC"] = spec_from_args()
+            spec = importlib.import_module(f"{__name__}.spec")
+            globals()[name] = getattr(spec, _SPECS[name])()
         except ImportError as error:
-            raise RuntimeError(f"dfa_megatron.megatron SPEC cannot be made: {error}") from error
-        return globals()["SPEC"]
+            raise RuntimeError(f"dfa_megatron.megatron {name} cannot be made: {error}") from error
+        return globals()[name]
     if name in _HOME:
         return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

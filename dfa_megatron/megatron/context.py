@@ -16,10 +16,16 @@ logger = logging.getLogger("dfa_megatron.megatron")
 
 
 class AttentionContext:
-    """Travels in the `params` of the layer specs that `dfa_ify` makes; copies of a spec share it."""
+    """Travels in the `params` of the layer specs that `dfa_ify` makes; copies of a spec share it.
 
-    def __init__(self, options: DistAttentionConfig) -> None:
+    Args:
+        options: what the user asked for.
+        hybrid: the layers between the attention layers are of other kinds and rely on Megatron's order.
+    """
+
+    def __init__(self, options: DistAttentionConfig, *, hybrid: bool = False) -> None:
         self.options = options
+        self.hybrid = hybrid
         self.tables = TableCache()
         self._relayouts: dict[tuple[Any, ...], Relayout] = {}
         self._said: set[str] = set()

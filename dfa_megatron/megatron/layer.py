@@ -22,7 +22,8 @@ class DistributedAttentionLayer:
 
     - Rematerialization: the layer runs inside Megatron's own checkpoint; its attention's output and lse are recorded in
       the first pass and replayed in the recompute, so attention and its messages never run twice.
-    - Layout `boundary`: hidden states go from zigzag to contiguous before global layer 1 and back after the last one.
+    - Layout `boundary`: hidden states go from zigzag to contiguous before global layer 1 and back after the last one;
+      in a hybrid stack, before and after each attention layer.
     - Layouts `boundary` and `contiguous`: the rotary table, which Megatron slices in zigzag order, is exchanged once.
     """
 
@@ -37,6 +38,15 @@ class DistributedAttentionLayer:
         self._dfa_permuted = config.context_parallel_size > 1 and context.options.layout != "zigzag"
         layer: Any = self
         exchanges = self._dfa_permuted and context.options.layout == "boundary"
+        if context.hybrid:
+            self._dfa_first = self._dfa_last = exchanges
+            return
+        if self._dfa_permuted and getattr(config, "is_hybrid_model", False):
+            raise UnsupportedError(
+                "an attention layer by itself in a hybrid model",
+                "the layers beside it rely on Megatron's zigzag order",
+                "dfa_ify of the whole hybrid stack spec, or --dfa-layout zigzag",
+            )
         if self._dfa_permuted and (kwargs.get("is_mtp_layer") or layer.layer_number > config.num_layers):
             raise UnsupportedError(
                 "this layer as a multi-token prediction layer",
@@ -63,7 +73,7 @@ class DistributedAttentionLayer:
             kwargs.get("packed_seq_params"),
             kwargs.get("inference_context"),
         )
-        if layer.layer_number == 1:
+        if layer.layer_number == 1 or self._dfa.hybrid:
             self._dfa.check_batch(layer.pg_collection.cp)
         if self._dfa_permuted:
             if kwargs.get("padding_mask") is not None and self._dfa.options.layout == "boundary":

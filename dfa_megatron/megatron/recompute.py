@@ -45,6 +45,12 @@ def take_over(config: Any, context: AttentionContext) -> Recompute | None:
         raise UnsupportedError(
             f"recompute_method={asked.method!r}", "the method is not known here", "--recompute-method uniform or block"
         )
+    if asked.method == "block" and context.hybrid:
+        raise UnsupportedError(
+            "recompute_method='block' in a hybrid model",
+            "not every layer of its stack knows its place in the pipeline stage",
+            "--recompute-method uniform --recompute-num-layers 1",
+        )
     if asked.method == "uniform" and asked.num_layers not in (None, 1):
         context.say_once(
             "uniform",

@@ -169,10 +169,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "--dfa-layout zigzag",
     ),
     Refusal(
-        lambda c, o: _permuted(c, o) and bool(_get(c, "is_hybrid_model")),
-        "a hybrid model in this layout",
+        lambda c, o: o.layout == "contiguous" and _permuted(c, o) and bool(_get(c, "is_hybrid_model")),
+        "a hybrid model in the contiguous layout",
         "its other layers rely on Megatron's zigzag order",
-        "--dfa-layout zigzag",
+        "--dfa-layout boundary or zigzag",
     ),
     Refusal(
         lambda c, o: o.layout == "contiguous" and _permuted(c, o) and bool(_get(c, "mtp_num_layers")),

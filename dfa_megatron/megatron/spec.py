@@ -17,6 +17,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.context import AttentionContext
 from dfa_megatron.megatron.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.flags import global_args, options_of
+from dfa_megatron.megatron.hybrid import ATTENTION_SLOTS, default_stack_spec, is_stack, recomputed_class
 from dfa_megatron.megatron.layer import layer_class
 from dfa_megatron.megatron.norm import SequenceParallelNorm
 from dfa_megatron.megatron.refusals import check_config
@@ -38,8 +39,9 @@ def dfa_ify(
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
     Args:
-        spec: a layer spec (ModuleSpec of a TransformerLayer) or TransformerBlockSubmodules, for instance of a model
-            with experts in some layers; with Transformer Engine's modules or Megatron's own.
+        spec: a layer spec (ModuleSpec of a TransformerLayer), TransformerBlockSubmodules, for instance of a model
+            with experts in some layers, or the stack spec of a hybrid model; with Transformer Engine's modules or
+            Megatron's own.
         config: the TransformerConfig, checked now rather than when the model is built. Needed for sequence parallelism
             without Transformer Engine and Apex, where the norms are replaced as well (see norm.py).
         options: the defaults of DistAttentionConfig where None. layout="contiguous" wants batches from `shard_batch`.
@@ -56,6 +58,8 @@ def dfa_ify(
     options = DistAttentionConfig() if options is None else options
     if config is not None:
         check_config(config, options)
+    if is_stack(spec):
+        return _stack(spec, config, AttentionContext(options, hybrid=True))
     context = AttentionContext(options)
     if isinstance(spec, TransformerBlockSubmodules):
         block = copy.copy(spec)
@@ -90,6 +94,33 @@ def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
     for slot in ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"):
         setattr(layer.submodules, slot, _norm(getattr(layer.submodules, slot), config))
     return layer
+
+
+def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
+    if context.options.layout == "contiguous":
+        raise UnsupportedError(
+            "a hybrid model in the contiguous layout",
+            "its other layers rely on Megatron's zigzag order",
+            "--dfa-layout boundary or zigzag",
+        )
+    stack = copy.copy(spec)
+    stack.submodules = copy.copy(spec.submodules)
+    for slot, layer in vars(spec.submodules).items():
+        if not isinstance(layer, ModuleSpec) or slot == "mtp_block_spec":  # prediction layers are made of these layers
+            continue
+        if slot in ATTENTION_SLOTS:
+            made = _layer(layer, config, context)
+        else:
+            made = copy.copy(layer)
+            made.module = recomputed_class(layer.module)
+            made.params = {**(layer.params or {}), "distributed_attention": context}
+        setattr(stack.submodules, slot, made)
+    return stack
+
+
+def hybrid_stack_spec() -> Any:
+    """Megatron's default hybrid stack spec with ours in it, for `--spec dfa_megatron.megatron hybrid_stack_spec`."""
+    return dfa_ify(default_stack_spec(), None, options_of())
 
 
 def _norm(norm: Any, config: Any) -> Any:

@@ -51,7 +51,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("heterogeneous_block_specs", {"heterogeneous_block_specs": True}, {}),
     ("multi-latent attention", {"multi_latent_attention": True}, {}),
     ("multimodal rotary", {"mrope_section": [4, 2, 2]}, {}),
-    ("hybrid model", {"is_hybrid_model": True}, {}),
+    ("hybrid model", {"is_hybrid_model": True}, {"layout": "contiguous"}),
     ("multi-token prediction", {"mtp_num_layers": 1}, {"layout": "contiguous"}),
     ("the zigzag schedule", {}, {"schedule": "zigzag"}),
 ]

@@ -1,0 +1,207 @@
+"""Hybrid stacks: attention layers run distributed, the layers between them see tokens in Megatron's own order."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.exchange import positions
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.workers import run_ranks
+from tests.megatron import harness
+from tests.megatron.harness import Topology, case, make_config
+
+PATTERN = "M*-M*"
+LENGTH, BATCH = 24, 2
+
+
+class InMegatronsOrder(torch.nn.Module):
+    """Stands in for a Mamba layer: what it does to a token depends on the token's place in the zigzag order."""
+
+    calls = 0
+
+    def __init__(self, config: Any, layer_number: int = 1, pg_collection: Any = None, **_: Any) -> None:
+        super().__init__()
+        self.config, self.layer_number, self.cp_group = config, layer_number, pg_collection.cp
+        self.mix = torch.nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        InMegatronsOrder.calls += 1
+        ranks = dist.get_world_size(self.cp_group)
+        here = positions("zigzag", len(hidden_states) * ranks, ranks, dist.get_rank(self.cp_group))
+        return hidden_states + torch.tanh(self.mix(hidden_states)) * torch.sin(here.float())[:, None, None]
+
+
+def stack_class() -> tuple[Any, Any]:
+    try:
+        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    except ImportError:
+        from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+
+        return MambaStack, MambaStackSubmodules
+    return HybridStack, HybridStackSubmodules
+
+
+def plain_spec() -> Any:
+    """A stack of Megatron's own modules, without Transformer Engine."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    stack, submodules = stack_class()
+    attention = get_gpt_layer_local_spec(normalization="RMSNorm")
+    mlp = copy.deepcopy(attention)
+    for name, nothing in (("pre_mlp_layernorm", IdentityOp), ("mlp", IdentityOp), ("mlp_bda", IdentityFuncOp)):
+        setattr(attention.submodules, name, nothing)
+    for name, nothing in (
+        ("input_layernorm", IdentityOp),
+        ("self_attention", IdentityOp),
+        ("self_attn_bda", IdentityFuncOp),
+    ):
+        setattr(mlp.submodules, name, nothing)
+    mlp.module = MLPLayer
+    mamba = ModuleSpec(module=InMegatronsOrder)
+    return ModuleSpec(module=stack, submodules=submodules(mamba_layer=mamba, attention_layer=attention, mlp_layer=mlp))
+
+
+def build(spec: Any, config: Any, groups: Any) -> Any:
+    from megatron.core.transformer.spec_utils import build_module
+
+    takes = inspect.signature(spec.module.__init__).parameters
+    pattern = {"layer_type_list": list(PATTERN)} if "layer_type_list" in takes else {"hybrid_override_pattern": PATTERN}
+    stack = build_module(spec, config=config, post_layer_norm=False, pg_collection=groups, **pattern)
+    for name, parameter in stack.named_parameters():
+        parameter.data.copy_(harness.weight(name, parameter, 1))
+    return stack.train()
+
+
+def run(stack: Any, groups: Any, mask: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Output in this rank's zigzag order, and gradients summed over the sequence's ranks."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    generator = torch.Generator().manual_seed(3)
+    whole, weights = (torch.randn(LENGTH, BATCH, harness.HIDDEN, generator=generator) for _ in range(2))
+    ranks = dist.get_world_size(groups.cp)
+    here = positions("zigzag", LENGTH, ranks, dist.get_rank(groups.cp))
+    rotary = RotaryEmbedding(harness.HIDDEN // harness.HEADS, 1.0, use_cpu_initialization=True, cp_group=groups.cp)
+    hidden = whole[here].requires_grad_()
+    out = stack(hidden, mask, rotary_pos_emb=rotary(LENGTH))
+    (out * weights[here]).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in stack.named_parameters()}
+    if ranks > 1:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient, group=groups.cp)
+    return out.detach(), {**gradients, "hidden": hidden.grad}
+
+
+def compare_with_one_rank(rank: int, world_size: int, layout: str, remat: str) -> None:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from dfa_megatron.megatron import dfa_ify
+
+    harness.start(Topology(cp=world_size))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    alone = copy.copy(groups)
+    alone.cp = [dist.new_group([member]) for member in range(world_size)][rank]
+    here = positions("zigzag", LENGTH, world_size, rank)
+
+    spec = plain_spec()
+    layers = {"num_layers": len(PATTERN)}
+    causal = torch.triu(torch.ones(1, 1, LENGTH, LENGTH), 1).bool()
+    reference = build(spec, make_config(Topology(), harness.MEGATRONS, **layers), alone)
+    expected, expected_gradients = run(reference, alone, causal)
+
+    config = make_config(Topology(cp=world_size), case(layout, remat), **layers)
+    ours = build(dfa_ify(spec, config, DistAttentionConfig(layout=layout, remat=remat)), config, groups)
+    assert set(ours.state_dict()) == set(reference.state_dict())
+    COUNTERS.reset()
+    InMegatronsOrder.calls = 0
+    out, gradients = run(ours, groups, None)
+    torch.testing.assert_close(out, expected[here], rtol=1e-5, atol=1e-5)
+    expected_gradients["hidden"] = expected_gradients["hidden"][here]
+    for name, gradient in expected_gradients.items():
+        error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
+        assert error <= 1e-5, f"the gradient of {name} is off by {error:.2e}"
+    attentions, others = PATTERN.count("*"), PATTERN.count("M")
+    recomputed = remat == "auto"
+    assert COUNTERS.attention_forwards == attentions
+    assert COUNTERS.replays == attentions * recomputed
+    assert InMegatronsOrder.calls == others * (1 + recomputed), "layers of other kinds are recomputed as asked for"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "remat"),
+    [(2, "boundary", "off"), (2, "boundary", "auto"), (3, "boundary", "auto"), (2, "zigzag", "auto")],
+)
+def test_a_hybrid_stack_equals_megatrons_own_on_one_rank(ranks: int, layout: str, remat: str) -> None:
+    run_ranks(ranks, compare_with_one_rank, layout, remat)
+
+
+def test_the_given_stack_spec_stays_and_every_layer_shares_one_context() -> None:
+    from dfa_megatron.megatron import DistributedAttentionLayer, dfa_ify
+
+    given = plain_spec()
+    modules = {slot: layer.module for slot, layer in vars(given.submodules).items() if hasattr(layer, "module")}
+    made = dfa_ify(given, None, DistAttentionConfig(layout="boundary"))
+    assert {slot: getattr(given.submodules, slot).module for slot in modules} == modules
+    assert issubclass(made.submodules.attention_layer.module, DistributedAttentionLayer)
+    for slot, module in modules.items():
+        assert issubclass(getattr(made.submodules, slot).module, module)
+    contexts = {id(getattr(made.submodules, slot).params["distributed_attention"]) for slot in modules}
+    assert len(contexts) == 1
+    again = dfa_ify(made, None, DistAttentionConfig(layout="boundary"))
+    assert again.submodules.mlp_layer.module is made.submodules.mlp_layer.module
+
+
+def refuse(rank: int, world_size: int) -> None:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from dfa_megatron.megatron import dfa_ify
+
+    harness.start(Topology(cp=2))
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    boundary = DistAttentionConfig(layout="boundary")
+    with pytest.raises(UnsupportedError, match=r"a hybrid model in the contiguous layout.*boundary or zigzag"):
+        dfa_ify(plain_spec(), None, DistAttentionConfig(layout="contiguous"))
+    config = make_config(Topology(cp=2), case("boundary", recompute=("block", 1)), num_layers=len(PATTERN))
+    with pytest.raises(UnsupportedError, match=r"'block' in a hybrid model.*uniform"):
+        build(dfa_ify(plain_spec(), config, boundary), config, groups)
+    config = make_config(Topology(cp=2), case("boundary"), is_hybrid_model=True)
+    with pytest.raises(UnsupportedError, match=r"by itself in a hybrid model.*whole hybrid stack spec"):
+        dfa_ify(harness.megatrons_spec(config), config, boundary)(config=config, pg_collection=groups)
+
+
+def test_what_would_be_in_another_order_than_other_layers_believe_is_refused() -> None:
+    run_ranks(2, refuse)
+
+
+def test_megatrons_spec_flag_finds_the_stack_spec_or_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.spec_utils import import_module
+
+    import dfa_megatron.megatron as package
+    from dfa_megatron.megatron import spec as spec_module
+    from dfa_megatron.megatron.hybrid import default_stack_spec, is_stack
+
+    try:
+        importlib.import_module("mamba_ssm")
+        importlib.import_module("transformer_engine")
+    except ImportError:
+        with pytest.raises(UnsupportedError, match=r"it cannot be imported: .*stack spec of your own"):
+            default_stack_spec()
+    else:
+        assert is_stack(default_stack_spec())
+    monkeypatch.setattr(spec_module, "default_stack_spec", plain_spec)
+    try:
+        made = import_module(("dfa_megatron.megatron", "hybrid_stack_spec"))
+        assert made.submodules.attention_layer.params["distributed_attention"].options.layout == "boundary"
+    finally:
+        vars(package).pop("hybrid_stack_spec", None)
