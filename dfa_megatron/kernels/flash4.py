@@ -26,7 +26,7 @@ READ = "4.0.0b36"
 
 _COMMON = ("q", "k", "v", "softmax_scale", "causal", "window_size_left", "window_size_right")
 _FORWARD = (*_COMMON, "return_lse")
-_BACKWARD = (*_COMMON, "out", "dout", "lse", "deterministic")
+_BACKWARD = (*_COMMON, "out", "dout", "lse", "dlse", "deterministic")
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -36,11 +36,12 @@ class Flash4Kernel:
 
     Its kernels are compiled at the first call of a shape class (dtype, head_dim, group, form): seconds each, once a
     process, or once a machine with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1. Calls are shrunk to the pairs of the band,
-    so that no row is blind. The backward takes the global lse, from which it computes the probabilities anew.
+    so that no row is blind. The backward takes the global lse, from which it computes the probabilities anew, and
+    delta: the package computes rowsum(dout * out) - dlse itself, so it is given an out of zeros and dlse = -delta.
     """
 
     name = "flash4"
-    reads: Literal["delta", "out"] = "out"
+    reads: Literal["delta", "out"] = "delta"
 
     def refusal(self, need: Need) -> str | None:
         """See `BlockKernel.refusal`."""
@@ -73,7 +74,7 @@ class Flash4Kernel:
         softmax_scale: float,
         deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `BlockKernel.backward`; reads `saved.out`."""
+        """See `BlockKernel.backward`; reads `saved.delta`."""
         piece_backward = functools.partial(_piece_backward, softmax_scale, deterministic)
         return backward_by_pieces(_pieces(band, q, k), dout, q, k, v, saved, piece_backward)
 
@@ -90,9 +91,9 @@ def _head_dim_refusal(need: Need) -> str | None:
         )
     if hopper and need.head_dim in (104, 112):
         return f"its backward of full blocks does not compile for head_dim {need.head_dim} on {capability_text(need)}"
-    if need.head_dim <= (256 if hopper else 128) or need.head_dim == 256:
+    limit = 256 if hopper else 128  # at 256 its backward for Blackwell takes no delta
+    if need.head_dim <= limit:
         return None
-    limit = "256" if hopper else "128, and not 256,"
     return f"head_dim {need.head_dim} is over {limit} on compute capability {capability_text(need)}"
 
 
@@ -140,9 +141,11 @@ def _piece_backward(
     saved: Saved,
     band: Band,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    assert saved.out is not None, "the flash4 kernel reads out"
+    assert saved.delta is not None, "the flash4 kernel reads delta"
     call = _call("deterministic backward" if deterministic else "backward", q, k, v, band, softmax_scale)
-    rows = {"out": dense(saved.out), "dout": dense(dout), "lse": dense(saved.lse)}
+    dout = dense(dout)
+    nothing = dout.new_zeros(dout.shape[-1]).expand_as(dout)
+    rows = {"out": nothing, "dout": dout, "lse": dense(saved.lse), "dlse": -dense(saved.delta)}
     results = _loaded()[1](**call, **rows, deterministic=deterministic)
     return results[0], results[1], results[2]
 

@@ -29,15 +29,17 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def gradients_of(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    seen: torch.Tensor, scale: float,
+    seen: torch.Tensor, scale: float, dlse: torch.Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """The gradient of a block from the global lse and out, heads grouped, (batch, length, heads, head_dim)."""
+    """The gradient of a block from the global lse and out (and lse's), heads grouped, (batch, length, heads, dim)."""
     group = q.shape[2] // k.shape[2]
     dout64, q64, out64 = dout.double(), q.double(), out.double()
     k64, v64 = (x.double().repeat_interleave(group, 2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q64, k64) * scale
     p = torch.exp(scores - lse.double().unsqueeze(-1)).masked_fill(~seen, 0.0)
     delta = (dout64 * out64).sum(-1).transpose(1, 2).unsqueeze(-1)
+    if dlse is not None:
+        delta = delta - dlse.double().unsqueeze(-1)
     ds = p * (torch.einsum("bihd,bjhd->bhij", dout64, v64) - delta) * scale
     dq = torch.einsum("bhij,bjhd->bihd", ds, k64)
     dk, dv = torch.einsum("bhij,bihd->bjhd", ds, q64), torch.einsum("bhij,bihd->bjhd", p, dout64)
@@ -280,11 +282,12 @@ class Flash4StandIn:
 
     def backward(self, **a: Any) -> Gradients:
         readable(a["q"], a["k"], a["v"], a["out"], a["dout"])
-        assert a["lse"].is_contiguous()
-        assert a["lse"].dtype == torch.float32
+        for name in ("lse", "dlse"):
+            assert a[name].is_contiguous()
+            assert a[name].dtype == torch.float32
         assert a["deterministic"] is False
         rows = (a[name] for name in ("dout", "q", "k", "v", "out", "lse"))
-        return gradients_of(*rows, self.seen(**a), a["softmax_scale"])
+        return gradients_of(*rows, self.seen(**a), a["softmax_scale"], a["dlse"])
 
 
 def over_fake_package(adapter: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +357,8 @@ def test_gpu_kernels_give_their_operators_what_these_mean(
         assert lse.shape == (2, 4, q_len)
         assert_close(out, want[0], tolerance=1e-4, name="out")
         assert_close(lse, want[1], tolerance=1e-6, name="lse")
-        saved = Saved(lse=want[1].transpose(1, 2).contiguous().transpose(1, 2), out=out_x)
+        strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (want[1], delta)]
+        saved = Saved(strided[0], delta=strided[1]) if kernel.reads == "delta" else Saved(strided[0], out=out_x)
         got = kernel.backward(dout_x, q_x, k_x, v_x, saved, band=band, softmax_scale=0.3, deterministic=False)
         for name, g, w in zip(("dq", "dk", "dv"), got, want_gradients, strict=True):
             assert g.shape == w.shape
