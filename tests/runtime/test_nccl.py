@@ -1,4 +1,4 @@
-"""GPUs over NCCL: exact in bfloat16 on every schedule and kernel, without a host synchronisation, under random load."""
+"""GPUs over NCCL and over copy engines: exact in bfloat16 on every schedule and kernel, without a host synchronisation, under random load."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def _exact(rank: int, ranks: int) -> None:
             for schedule in ("ring", "balanced", "balanced_shared"):
                 compare(whole, rank, ranks, schedule=schedule, kernel=kernel)
             compare(whole, rank, ranks, schedule="zigzag", layout="zigzag", kernel=kernel)
-        compare(whole, rank, ranks, schedule="balanced_shared", wire_dtype="float32")
+        for transport in ("p2p", "copy_engine"):
+            compare(whole, rank, ranks, schedule="balanced_shared", wire_dtype="float32", transport=transport)
+            compare(whole, rank, ranks, schedule="ring", kernel="cudnn", transport=transport)
     window = gpu_case(ranks * 256, heads=4, kv_heads=2, head_dim=64, causal=True, window_size=(300, 0))
     compare(window, rank, ranks, window_size=(300, 0), kernel="aten")
     compare(window, rank, ranks, window_size=(300, 0), kernel="auto")
@@ -62,13 +64,13 @@ def test_every_schedule_and_kernel_is_exact_over_nccl(ranks: int) -> None:
     run_ranks(ranks, _exact, cuda=True, timeout=170)
 
 
-def _without_synchronisation(rank: int, ranks: int) -> None:
+def _without_synchronisation(rank: int, ranks: int, transport: str) -> None:
     whole = gpu_case(ranks * 512, batch=1, heads=8, kv_heads=2, head_dim=128)
     rows = slice(rank * 512, rank * 512 + 512)
     shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
 
     def step() -> tuple[torch.Tensor, ...]:
-        out = dfa_megatron.dist_flash_attn_func(*shard)
+        out = dfa_megatron.dist_flash_attn_func(*shard, transport=transport)
         return (out, *torch.autograd.grad(out, shard, whole.dout[:, rows]))
 
     step()  # plans, agrees, makes communicators
@@ -84,8 +86,9 @@ def _without_synchronisation(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.gpu(2)
-def test_the_loop_never_synchronises_the_host() -> None:
-    run_ranks(2, _without_synchronisation, cuda=True, timeout=120)
+@pytest.mark.parametrize("transport", ["p2p", "copy_engine"])
+def test_the_loop_never_synchronises_the_host(transport: str) -> None:
+    run_ranks(2, _without_synchronisation, transport, cuda=True, timeout=120)
 
 
 def _stress(rank: int, ranks: int) -> None:
@@ -105,7 +108,7 @@ def _stress(rank: int, ranks: int) -> None:
         noise = torch.randn(1024, 1024, device=DEVICE)
         for _ in range(draw.randrange(4)):
             noise = noise @ noise * 1e-3
-        compare(whole, rank, ranks, schedule=schedule)
+        compare(whole, rank, ranks, schedule=schedule, transport=draw.choice(["p2p", "copy_engine"]))
 
 
 @pytest.mark.gpu(2)
