@@ -30,9 +30,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "huggingface": {"attention", "packing", "remat", "runtime", "kernels", "plan"},
     "deepspeed": {"huggingface", "attention", "packing", "remat", "runtime", "kernels", "plan"},
     "argument_file": set(),
+    "bench": {"attention", "packing", "runtime", "kernels", "plan"},
     "launch": {"megatron", "argument_file"},
     "cli": {
         "argument_file",
+        "bench",
         "deepspeed",
         "huggingface",
         "megatron",
@@ -53,6 +55,16 @@ OUTSIDE: dict[str, set[str]] = {
     "cli": set(),
     "launch": set(),
     "argument_file": set(),
+    "bench": {
+        "torch",
+        "rich",
+        "matplotlib",
+        "deepspeed",
+        "flash_attn",
+        "ring_flash_attn",
+        "yunchang",
+        "transformer_engine",
+    },
     "kernels": {"torch", "triton", "flash_attn", "flash_attn_interface", "cutlass"},
     "runtime": {"torch"},
     "remat": {"torch"},
@@ -60,7 +72,7 @@ OUTSIDE: dict[str, set[str]] = {
     "packing": {"torch"},
     "megatron": {"torch", "megatron", "packaging", "transformer_engine"},
     "huggingface": {"torch", "transformers"},
-    "deepspeed": {"torch", "deepspeed", "transformers"},
+    "deepspeed": {"torch", "deepspeed", "transformers", "accelerate"},
 }
 """Packages outside the standard library that each part may import."""
 

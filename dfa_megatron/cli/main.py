@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from dfa_megatron import __version__
 from dfa_megatron.errors import DistAttentionError
 
-_COMMANDS = {"plan": "dfa_megatron.cli.plan"}
+_COMMANDS = {
+    "plan": "dfa_megatron.cli.plan",
+    "bench": "dfa_megatron.cli.bench",
+}
 """Each module has `add_parser(subparsers)`, which sets `run`, a function of the parsed arguments, as a default."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every sub-command."""
-    parser = argparse.ArgumentParser(prog="dfa-megatron", description="Distributed attention: schedules on paper.")
+    parser = argparse.ArgumentParser(prog="dfa-megatron", description="Distributed attention: on paper and timed.")
     parser.add_argument("--version", action="version", version=f"dfa-megatron {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in _COMMANDS.values():
@@ -26,7 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; returns the exit status: 0, or 2 for a request that cannot be served."""
-    args = build_parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    args = build_parser().parse_args(given, argparse.Namespace(argv=given))
     try:
         return int(args.run(args) or 0)
     except (DistAttentionError, OSError) as error:

@@ -1,0 +1,104 @@
+"""What a benchmark compares: a method takes a rank's q, k, v and gives its out; ours and the bare kernels are here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from dfa_megatron.attention import dist_flash_attn_func
+from dfa_megatron.bench.job import Job, Problem
+from dfa_megatron.bench.local import local_attention
+from dfa_megatron.bench.world import World
+from dfa_megatron.plan.schedules import SCHEDULES
+from dfa_megatron.runtime.ablation import Ablation
+from dfa_megatron.runtime.ablation import ablation as ablated
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(batch, local_seq, heads, head_dim) and kv_heads of k and v -> out like q; differentiable."""
+
+Start = Callable[[Problem, int, World, ExitStack], Attention]
+"""(problem, local_seq, world, stack) -> the attention; what it enters in the stack is left when the cell is done.
+
+It raises UnsupportedError, or whatever the package raises, where the method does not serve the problem.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One competitor.
+
+    kind: "ours"; "peer"; "kernel", the bare kernel on one GPU; or "ablation", whose answer is wrong by intent and which
+        is timed without a check.
+    layout: the tokens a rank holds, as `dfa_megatron.shard_sequence` names them.
+    note: what the table says beside the name.
+    around: entered around each forward and its backward, outside the clock.
+    """
+
+    name: str
+    kind: Literal["ours", "peer", "kernel", "ablation"]
+    start: Start
+    layout: str = "contiguous"
+    note: str = ""
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+def our_methods(job: Job) -> list[Method]:
+    """Every combination of the flags that describe our attention."""
+    many = itertools.product(job.schedule, job.kernel, job.transport, job.ulysses_degree, job.cuda_graph, job.ablation)
+    return [_ours(*one) for one in many]
+
+
+def _ours(
+    schedule: str, kernel: str, transport: str, ulysses_degree: int, cuda_graph: bool, ablation: Ablation
+) -> Method:
+    layout = SCHEDULES[schedule].layout if schedule in SCHEDULES else "contiguous"
+    options: dict[str, Any] = {"schedule": schedule, "kernel": kernel, "layout": layout}
+    words = ["dfa", schedule, kernel]
+    if transport != "auto":
+        options["transport"] = transport
+        words.append(transport)
+    if ulysses_degree != 1:
+        options["ulysses_degree"] = ulysses_degree
+        words.append(f"ulysses{ulysses_degree}")
+    if cuda_graph:
+        options["cuda_graph"] = True
+        words.append("graph")
+    if ablation != "none":
+        words.append(ablation)
+
+    def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out = dist_flash_attn_func(q, k, v, causal=problem.causal, window_size=problem.window_size, **options)
+            assert isinstance(out, torch.Tensor)
+            return out
+
+        return attend
+
+    def around() -> AbstractContextManager[object]:
+        return ablated(ablation)
+
+    return Method(
+        name=" ".join(words),
+        kind="ablation" if ablation == "no_communication" else "ours",
+        start=start,
+        layout=layout,
+        note="computes nothing meaningful: what is left without messages" if ablation == "no_communication" else "",
+        around=nullcontext if ablation == "none" else around,
+    )
+
+
+def kernel_methods(job: Job) -> list[Method]:
+    """The bare kernels, with which an attention on one GPU is compared."""
+    return [_bare(name) for name in job.kernel]
+
+
+def _bare(kernel: str) -> Method:
+    def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
+        return local_attention(kernel, problem, world.device)
+
+    return Method(f"kernel {kernel}", "kernel", start)

@@ -1,0 +1,131 @@
+"""The ranks of a benchmark: joining them, and running something on all so that a failure on one is known to all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.errors import DisagreementError, DistAttentionError, UnsupportedError
+from dfa_megatron.runtime.agree import exchange
+
+T = TypeVar("T")
+
+OUT_OF_MEMORY = "out of memory"
+PATIENCE = 300.0
+"""Seconds that a rank waits for another: some kernels compile at their first call."""
+_IDLE_PATIENCE = 20.0
+_LONGEST = 500
+"""Characters of a reason."""
+
+
+class StuckError(DistAttentionError, RuntimeError):
+    """After a failure some rank still waits for a message that will not come; nothing more can be run."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The default group, and a gloo group beside it on which the host may wait whatever the device does."""
+
+    rank: int
+    size: int
+    device: torch.device
+    side: dist.ProcessGroup
+
+    @property
+    def cuda(self) -> bool:
+        """Whether tensors are on GPUs."""
+        return self.device.type == "cuda"
+
+    def sums(self, values: Iterable[float]) -> list[float]:
+        """The sum over the ranks of each value."""
+        total = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(total, group=self.side)
+        return [float(value) for value in total]
+
+    def slowest(self, values: Iterable[float]) -> list[float]:
+        """The largest over the ranks of each value."""
+        largest = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.side)
+        return [float(value) for value in largest]
+
+    def from_first(self, value: float) -> float:
+        """Rank 0's value, on every rank."""
+        told = torch.tensor([value], dtype=torch.float64)
+        dist.broadcast(told, 0, group=self.side)
+        return float(told)
+
+
+def join(device: str) -> World:
+    """Join the ranks that torchrun (or whoever set its environment variables) has started.
+
+    Raises:
+        UnsupportedError: a rank has no GPU of its own.
+    """
+    patience = timedelta(seconds=PATIENCE)
+    if device == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise UnsupportedError(
+                f"local rank {local}", f"this machine has {torch.cuda.device_count()} GPUs", "one rank per GPU"
+            )
+        where = torch.device("cuda", local)
+        torch.cuda.set_device(where)
+    else:
+        where = torch.device("cpu")
+    if not dist.is_initialized():
+        backend, own = ("cpu:gloo,cuda:nccl", where) if device == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, device_id=own, timeout=patience)
+    world = World(dist.get_rank(), dist.get_world_size(), where, dist.new_group(backend="gloo", timeout=patience))
+    dist.all_reduce(torch.zeros(1, device=where))  # communicators are made before anything is measured
+    return world
+
+
+def together(world: World, action: Callable[[], T]) -> tuple[T | None, str]:
+    """Run an action on every rank: what it returned and "", or None and why the first rank that failed did.
+
+    Raises:
+        StuckError: ranks failed at different places, and one still waits for a message from another.
+    """
+    value, said = None, ""
+    try:
+        value = action()
+    except torch.OutOfMemoryError:
+        said = OUT_OF_MEMORY
+    except DistAttentionError as error:
+        said = str(error)
+    except Exception as error:  # noqa: BLE001 -- other people's packages raise anything, and a row says what
+        said = f"{type(error).__name__}: {error}"
+    failures = [(rank, text) for rank, text in enumerate(_told(world, said)) if text]
+    if not failures:
+        return value, ""
+    rank, why = failures[0]
+    if set(_told(world, "idle" if _idle(world, len(failures)) else "busy")) != {"idle"}:
+        raise StuckError(f"rank {rank} failed ({why}) and another waits for its messages")
+    if world.cuda:
+        torch.cuda.empty_cache()
+    return None, why
+
+
+def _told(world: World, text: str) -> list[str]:
+    """What every rank says, in rank order."""
+    try:
+        return [facts["said"] for facts in exchange({"said": text[:_LONGEST]}, world.side, PATIENCE)]
+    except DisagreementError as error:
+        raise StuckError(f"not every rank came back within {PATIENCE:g} s") from error
+
+
+def _idle(world: World, failed: int) -> bool:
+    """Whether nothing is under way on this rank after a failure; on a CPU that is so if every rank has failed."""
+    if not world.cuda:
+        return failed == world.size
+    waiter = threading.Thread(target=torch.cuda.synchronize, args=(world.device,), daemon=True)
+    waiter.start()
+    waiter.join(_IDLE_PATIENCE)
+    return not waiter.is_alive()
