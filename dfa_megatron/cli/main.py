@@ -13,6 +13,7 @@ from dfa_megatron.errors import DistAttentionError
 _COMMANDS = {
     "plan": "dfa_megatron.cli.plan",
     "bench": "dfa_megatron.cli.bench",
+    "doctor": "dfa_megatron.cli.doctor",
 }
 """Each module has `add_parser(subparsers)`, which sets `run`, a function of the parsed arguments, as a default."""
 

@@ -1,0 +1,141 @@
+"""`dfa-megatron doctor`: what it prints, when it fails, and the profile that it measures over gloo."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from dfa_megatron import kernels
+from dfa_megatron.cli import doctor, profile
+from dfa_megatron.cli.main import build_parser, main
+from dfa_megatron.kernels import examine
+from dfa_megatron.kernels.reference import ReferenceKernel
+from dfa_megatron.plan import profile as profiles
+from dfa_megatron.plan.hardware import Hardware
+from dfa_megatron.runtime.probe import fit, neighbours
+from dfa_megatron.testing.workers import run_ranks
+
+TINY = ["doctor", "--device", "cpu", "--length", "32", "--heads", "4", "--head-dim", "16", "--repetitions", "1"]
+
+
+class Liar(ReferenceKernel):
+    """Says that it serves everything, and is a tenth off."""
+
+    name = "liar"
+
+    def forward(self, *args: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = super().forward(*args, **options)
+        return out * 1.1, lse
+
+
+def test_the_doctor_names_every_kernel_and_what_auto_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--kv-heads", "2"]) == 0
+    out = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ") and line.split()}
+    assert f"torch {torch.__version__}" in out
+    assert set(kernels.KERNELS) <= set(lines)
+    assert "refused: it runs on CUDA, not on cpu" in lines["cudnn"]
+    assert "kernels: float32 on cpu, 4 heads on 2 of 16; rates: causal, 32 tokens" in out
+    assert "kernel='auto' takes cpu" in out
+    for name in ("cpu", "reference"):
+        errors = [float(word) for word in lines[name].split()[1:6]]
+        assert 0 < max(errors) < 4e-6
+
+
+def test_a_wrong_kernel_is_named_and_the_exit_status_is_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(examine, "KERNELS", {"liar": Liar(), "reference": ReferenceKernel()})
+    assert main(TINY) == 1
+    out = capsys.readouterr().out
+    assert "WRONG: causal out" in out
+    assert out.splitlines()[-1] == "WRONG: liar"
+
+
+def test_json_holds_all_of_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(examine, "KERNELS", {"liar": Liar(), "cpu": kernels.get("cpu")})
+    monkeypatch.setattr(examine, "errors", lambda kernel, shape: {"out": math.inf if kernel.name == "liar" else 0.0})
+    assert main([*TINY, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert report["auto"] == "cpu"
+    assert report["shape"]["q_len"] == 32
+    assert report["versions"]["torch"] == torch.__version__ or report["versions"]["torch"] in torch.__version__
+    liar, cpu = report["kernels"]
+    assert liar["errors"]["full"]["out"] is None
+    assert liar["wrong"]
+    assert cpu["wrong"] == []
+    assert cpu["tflops"]["backward"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--kernel", "cuddn"], "perhaps 'cudnn'"),
+        (["--heads", "6", "--kv-heads", "4"], "heads must be a multiple of kv_heads"),
+        (["--length", "-3"], "must be positive"),
+        (["--profile", "a.json"], "torchrun --nproc-per-node 2 --no-python dfa-megatron doctor --profile a.json"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["doctor", "--device", "cpu", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
+
+
+def _measure(rank: int, ranks: int) -> Hardware:
+    args: argparse.Namespace = build_parser().parse_args([*TINY, "--kernel", "cpu"])
+    profile.LENGTHS = {"cpu": (16, 32)}
+    shape = doctor.shape_of(args)
+    hardware, measured = profile.measure(kernels.get("cpu"), shape, "here")
+    assert profile.table(hardware, measured).count("\n") == 7
+    return hardware
+
+
+def test_ranks_measure_one_profile_that_the_planner_reads(tmp_path: Path) -> None:
+    first, second, third = run_ranks(3, _measure)
+    assert first.links == second.links == third.links
+    assert [link.transport for link in first.links] == ["p2p"]
+    assert 1e6 < first.link.bytes_per_second < 1e12
+    assert first.network is None
+    assert [tokens for tokens, _ in first.forward] == pytest.approx([136**0.5, 16, 528**0.5, 32])
+    assert first.forward == second.forward
+    assert first.launch_overhead > 0
+    profiles.save(first, tmp_path / "here.json")
+    assert profiles.load(tmp_path / "here.json") == first
+
+
+def test_rings_stay_on_a_node_or_go_from_node_to_node() -> None:
+    for size, node in ((4, 4), (8, 2), (6, 3), (4, 1)):
+        both = [neighbours(rank, size, node) for rank in range(size)]
+        for which in (0, 1):
+            ring = [pair[which] for pair in both]
+            if ring[0] is None:
+                assert set(ring) == {None}
+                continue
+            for rank, (to, _) in enumerate(ring):
+                assert to != rank
+                assert ring[to][1] == rank
+                assert (to // node == rank // node) is (which == 0)
+
+
+def test_the_fit_finds_latency_and_rate() -> None:
+    sizes = [4096, 1 << 16, 1 << 20, 1 << 26]
+    latency, rate = fit([(n, 2e-5 + n / 3e11) for n in sizes])
+    assert latency == pytest.approx(2e-5)
+    assert rate == pytest.approx(3e11)
+    latency, rate = fit([(n, n / 3e11) for n in sizes])
+    assert latency == pytest.approx(0, abs=1e-12)
+    assert rate == pytest.approx(3e11)
+    assert fit([(1000, 1e-3)]) == (0.0, pytest.approx(1e6))
+    latency, rate = fit([(1000, 1e-6), (2000, 4e-6)])  # faster for its size when small: no latency explains it
+    assert latency == 0
+    assert 5e8 < rate < 1e9
