@@ -13,7 +13,7 @@ if [ ! -e "$folder/.ready" ]; then
   site=$("$folder/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
   "$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$site/first.pth"
   DS_BUILD_OPS=0 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-    deepspeed transformers
+    deepspeed transformers accelerate peft
   touch "$folder/.ready"
 fi
 

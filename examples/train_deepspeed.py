@@ -12,66 +12,24 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dfa_megatron import deepspeed as dfa_ds
-from gpt.text import Tokens, open_tokens, sample
-
-
-class _Encoded:
-    """A text in the tokens of a model's own tokenizer."""
-
-    def __init__(self, path: str, tokenizer: Any) -> None:
-        self.name, self.vocabulary = path, len(tokenizer)
-        self._ids = torch.tensor(tokenizer(Path(path).read_text(encoding="utf-8"))["input_ids"])
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def window(self, start: int, length: int) -> torch.Tensor:
-        return self._ids[start : start + length]
+from gpt.text import sample
+from hf_model import add_arguments, build
 
 
 def parse() -> argparse.Namespace:
-    """The command line; launchers add --local_rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="name or path of a causal language model; a tiny new Llama if left out")
-    parser.add_argument("--data", help="a text file; Python's language reference if left out")
-    parser.add_argument("--seq-length", type=int, default=512)
-    parser.add_argument("--train-iters", type=int, default=40)
-    parser.add_argument("--local_rank", type=int, default=-1)
+    """The command line."""
+    parser = add_arguments(
+        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    )
     deepspeed.add_config_arguments(parser)
     parser.set_defaults(deepspeed_config=str(Path(__file__).with_suffix(".json")))
-    args = parser.parse_args()
-    if args.model and not args.data:
-        parser.error("--model needs --data, a text for its tokenizer")
-    return args
-
-
-def build(args: argparse.Namespace) -> tuple[Any, Tokens]:
-    """The model and the tokens to train on; nothing in either knows of distributed attention."""
-    torch.manual_seed(0)
-    if args.model:
-        encoded = _Encoded(args.data, AutoTokenizer.from_pretrained(args.model))
-        if len(encoded) <= args.seq_length:
-            raise SystemExit(f"{args.data} has {len(encoded)} tokens, fewer than --seq-length {args.seq_length} needs")
-        return AutoModelForCausalLM.from_pretrained(args.model), encoded
-    tokens = open_tokens(args.data, vocab_size=None, seq_length=args.seq_length)
-    config = LlamaConfig(
-        vocab_size=tokens.vocabulary,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        max_position_embeddings=args.seq_length,
-    )
-    return LlamaForCausalLM(config), tokens
+    return parser.parse_args()
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from dfa_megatron.attention import DistFlashAttention
 from dfa_megatron.deepspeed.block import KEY, Block
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, remember
-from dfa_megatron.deepspeed.refusals import check_call, check_engine, check_settings
+from dfa_megatron.deepspeed.refusals import check_batch_sizes, check_call, check_engine, check_settings
+from dfa_megatron.deepspeed.sequence_groups import SequenceGroups, publish, unpublished
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import distribute_attention
 from dfa_megatron.runtime.channel import group_name
@@ -68,26 +70,53 @@ def initialize(
     block = Block.from_mapping(settings[KEY]) if KEY in settings else None
     if block is None or not block.enabled:
         given = {"mpu": mpu, "mesh_param": mesh_param, "training_data": training_data}
-        plain: tuple[Any, Any, Any, Any] = deepspeeds_own()(
-            args=args, model=model, config=config, config_params=config_params, **given, **rest
-        )
+        with unpublished():
+            plain: tuple[Any, Any, Any, Any] = deepspeeds_own()(
+                args=args, model=model, config=config, config_params=config_params, **given, **rest
+            )
         return plain
-    check_settings(settings, block.size)
+    check_settings(settings, block.size)  # before the ranks meet
     check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
-    _check_checkpoint(model, block)
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    mesh = make_mesh(block.size or settings.get("sequence_parallel_size"))
-    _distribute(model, mesh, block)
+    settings, finish = before_initialize(model, settings, mpu)
     if args is not None:  # DeepSpeed takes one configuration, and ours is complete
         args = copy.copy(args)
         for name in _IN_ARGS:
             setattr(args, name, None)
-    result: tuple[Any, Any, Any, Any] = deepspeeds_own()(
-        args=args, model=model, config=_for_deepspeed(settings, mesh), **rest
-    )
-    check_engine(result[0], dist.get_world_size())
-    remember(result[0], mesh)
+    with unpublished():
+        result: tuple[Any, Any, Any, Any] = deepspeeds_own()(args=args, model=model, config=settings, **rest)
+    finish(result[0])
     return result
+
+
+def before_initialize(
+    model: torch.nn.Module, settings: dict[str, Any], mpu: Any = None
+) -> tuple[dict[str, Any], Callable[[Any], None]]:
+    """What has to happen before DeepSpeed makes its engine and after; `initialize` calls it, and so does the patch.
+
+    Args:
+        settings: DeepSpeed's configuration with the block in it; it is not changed.
+        mpu: None, or the `SequenceGroups` that accelerate was given.
+
+    Returns:
+        The configuration for DeepSpeed, which takes no mpu then, and what to call with the engine.
+    """
+    block = Block.from_mapping(settings[KEY])
+    groups = mpu if isinstance(mpu, SequenceGroups) else None
+    size = block.size if groups is None else groups.mesh.size
+    check_settings(settings, size)
+    _check_checkpoint(model, block)
+    mesh = make_mesh(size or settings.get("sequence_parallel_size")) if groups is None else groups.mesh
+    check_batch_sizes(settings, mesh)
+    _distribute(model, mesh, block, accelerate=groups is not None)
+
+    def finish(engine: Any) -> None:
+        check_engine(engine, dist.get_world_size())
+        remember(engine, mesh)
+        if groups is not None:
+            publish(groups)
+
+    return _for_deepspeed(settings, mesh), finish
 
 
 def _settings(args: Any, given: str | dict[str, Any] | None) -> dict[str, Any]:
@@ -115,11 +144,13 @@ def _for_deepspeed(settings: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     return settings
 
 
-def _distribute(model: torch.nn.Module, mesh: Mesh, block: Block) -> None:
+def _distribute(model: torch.nn.Module, mesh: Mesh, block: Block, *, accelerate: bool) -> None:
     """Give the model's attention the group of its sequence."""
     own = _own_attention(model)
     if not own:
-        distribute_attention(model, group=mesh.group, options=block.options, checkpoint=block.checkpoint)
+        distribute_attention(
+            model, group=mesh.group, options=block.options, checkpoint=block.checkpoint, accelerate=accelerate
+        )
     for module in own:
         module.group_name = group_name(mesh.group)
         module.options = {**block.options.keywords(), **module.options}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dfa_megatron.deepspeed.mesh import Mesh
+from dfa_megatron.deepspeed.sequence_groups import SequenceGroups
 from dfa_megatron.errors import UnsupportedError
 
 OLDEST = (0, 19, 6)
@@ -63,6 +65,28 @@ def check_settings(settings: Mapping[str, Any], size: int | None) -> None:
         )
 
 
+def check_batch_sizes(settings: Mapping[str, Any], mesh: Mesh) -> None:
+    """Refuse batch sizes that count the ranks of a sequence as if each had a sequence of its own.
+
+    Raises:
+        UnsupportedError: they do; what DeepSpeed would say of it explains nothing.
+    """
+    counts = [
+        settings.get(name)
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    ]
+    if mesh.size == 1 or not all(isinstance(count, int) for count in counts):
+        return
+    whole, micro, accumulated = (int(count or 0) for count in counts)
+    if whole == micro * accumulated * mesh.size * mesh.data_size:
+        raise UnsupportedError(
+            f"train_batch_size={whole} for {mesh.data_size} sequences at a time",
+            f"it counts all {mesh.size * mesh.data_size} ranks, but {mesh.size} of them share a sequence",
+            f"train_batch_size {whole // mesh.size}; under HF Trainer and accelerate, "
+            f"ParallelismConfig(sp_size={mesh.size}, dp_replicate_size={mesh.data_size}, sp_backend='deepspeed')",
+        )
+
+
 def check_call(model: Any, *, mpu: Any, mesh_param: Any, training_data: Any) -> None:
     """Refuse arguments of `initialize` that contradict the block.
 
@@ -80,12 +104,13 @@ def check_call(model: Any, *, mpu: Any, mesh_param: Any, training_data: Any) -> 
             "process already",
             "DeepSpeed 0.19.6 or later",
         )
-    if mpu is not None:
+    if mpu is not None and not isinstance(mpu, SequenceGroups):
         raise UnsupportedError(
             "mpu with dist_flash_attention",
             "with an mpu that knows of sequences DeepSpeed scales gradients by ZeRO stage: summed at 0, 1 and 2, "
             "averaged at 3",
-            "no mpu; the groups are made from dist_flash_attention.size",
+            "no mpu (nor UlyssesSPAttentionHF.register_with_transformers, which makes one); the groups are made from "
+            "dist_flash_attention.size",
         )
     if mesh_param is not None:
         raise UnsupportedError("mesh_param with dist_flash_attention", _KEYS["data_parallel_size"][0], "no mesh_param")

@@ -36,12 +36,15 @@ class LayerContext:
 
     group: name of the process group that shares the sequence, "" for a single process.
     before: the attention implementation that the model had.
+    accelerate: batches come from accelerate: in evaluation every rank has whole sequences of its own, and the loss of
+        this rank's tokens is weighed by who called the model.
     """
 
     group: str
     size: int
     options: DistAttentionConfig
     before: str
+    accelerate: bool = False
 
 
 def register() -> None:

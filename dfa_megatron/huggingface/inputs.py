@@ -1,10 +1,12 @@
 """What goes into a distributed model: positions are those of the whole sequence, labels are shifted, nothing is cached.
 
-Both are forward pre-hooks with keyword arguments; they do nothing while the model has another attention.
+They are forward pre-hooks, and do nothing while the model has another attention.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.attention import CONTEXT, NAME, LayerContext
 from dfa_megatron.packing import local_positions
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_HELD = "_dfa_attention_held"
+"""The attribute of a model that is set while `local_attention` is in force."""
 
 
 def prepare(
@@ -58,6 +61,27 @@ def prepare(
     return args, {**kwargs, "position_ids": expected if given is None else given, "use_cache": False}
 
 
+def follow_mode(module: Any, args: tuple[Any, ...]) -> None:
+    """Under accelerate, have distributed attention in training and the model's own in evaluation."""
+    context: LayerContext = getattr(module, CONTEXT)
+    if not context.accelerate or getattr(module, _HELD, False):
+        return
+    wanted = NAME if module.training else context.before
+    if module.config._attn_implementation != wanted:
+        module.set_attn_implementation(wanted)
+
+
+@contextmanager
+def held(module: Any) -> Iterator[None]:
+    """Within it the model keeps the attention it has, whatever its mode."""
+    before = getattr(module, _HELD, False)
+    setattr(module, _HELD, True)
+    try:
+        yield
+    finally:
+        setattr(module, _HELD, before)
+
+
 def check_labels(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse the two ways in which a model's own loss would be wrong on a part of a sequence.
 
@@ -74,7 +98,7 @@ def check_labels(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             "the model would take the mean over the tokens of this rank, not of all",
         ),
     ):
-        if kwargs.get(name) is None:
+        if kwargs.get(name) is None and not (name == "num_items_in_batch" and context.accelerate):
             raise UnsupportedError(
                 f"labels without {name}",
                 why,

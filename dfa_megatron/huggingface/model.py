@@ -34,6 +34,7 @@ def distribute_attention(
     group: Group = None,
     options: DistAttentionConfig | None = None,
     checkpoint: str = "none",
+    accelerate: bool = False,
 ) -> torch.nn.Module:
     """Give a causal language model distributed attention; it then takes this rank's part of each sequence.
 
@@ -45,6 +46,8 @@ def distribute_attention(
         group: the ranks that share a sequence, in the order of their tokens; None is the default group.
         options: schedule, kernel and the like.
         checkpoint: one of `CHECKPOINTS`.
+        accelerate: batches come from HF Trainer or accelerate. In evaluation, every rank then has whole sequences of
+            its own and attention is local; in training, whoever called the model weighs the loss of this rank's tokens.
 
     Returns:
         The same model.
@@ -63,12 +66,13 @@ def distribute_attention(
     name = group_name(group)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
     before = known.before if known is not None else inner.config._attn_implementation
-    context = LayerContext(group=name, size=group_size(name), options=options, before=before)
+    context = LayerContext(group=name, size=group_size(name), options=options, before=before, accelerate=accelerate)
     decoder = inner.get_decoder()
     if known is None:
-        decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
+        inner.register_forward_pre_hook(inputs.follow_mode)
         if inner is not decoder:
             inner.register_forward_pre_hook(inputs.check_labels, with_kwargs=True)
+        decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
     for module in {inner, decoder, *layers}:
         setattr(module, CONTEXT, context)
     inner.set_attn_implementation(NAME)
@@ -84,11 +88,12 @@ def local_attention(model: torch.nn.Module) -> Iterator[None]:
     if context is None:
         yield
         return
-    inner.set_attn_implementation(context.before)
-    try:
-        yield
-    finally:
-        inner.set_attn_implementation(NAME)
+    with inputs.held(inner):
+        inner.set_attn_implementation(context.before)
+        try:
+            yield
+        finally:
+            inner.set_attn_implementation(NAME)
 
 
 def transformers_model(model: torch.nn.Module) -> Any:

@@ -16,7 +16,10 @@ def prepare_worker(rank: int) -> None:
     """What a launcher would have done, and one thing for speed."""
     import deepspeed
 
-    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
     # DeepSpeed would compile an operator for inference at its first use, which takes minutes and serves no test.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

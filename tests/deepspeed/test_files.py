@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -56,12 +57,12 @@ def test_the_loss_falls_with_every_shipped_configuration_and_alike() -> None:
         assert abs(second - losses["zero1"][1]) < 0.05 * second, name
 
 
-def test_the_example_learns_on_two_ranks_that_torchrun_starts() -> None:
+def losses_of(launcher: list[str], script: str, folder: Path, *flags: str) -> list[float]:
+    """What an example prints, started as a user would."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    script = str(ROOT / "examples" / "train_deepspeed.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     done = subprocess.run(
-        [*torchrun, "--seq-length", "128", "--train-iters", "15"],
+        [*launcher, str(ROOT / "examples" / script), "--seq-length", "128", "--train-iters", "15", *flags],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -69,7 +70,31 @@ def test_the_example_learns_on_two_ranks_that_torchrun_starts() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    return [float(loss) for loss in re.findall(r"\bloss'?:? '?(\d+\.?\d*)", done.stdout)]
+
+
+def test_the_trainer_example_learns_on_two_ranks_that_torchrun_starts(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    losses = losses_of(torchrun, "train_trainer.py", tmp_path)
     assert len(losses) == 15
     assert losses[0] > 5.0
+    assert losses[-1] < losses[0] - 1.0
+
+
+def test_the_deepspeed_example_learns_on_two_ranks_that_deepspeeds_launcher_starts(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_accelerators",
+        "2",
+        "--master_port",
+        str(port),
+    ]
+    config = str(ROOT / "examples" / "train_deepspeed.json")
+    losses = losses_of(launcher, "train_deepspeed.py", tmp_path, "--deepspeed_config", config)
+    assert len(losses) == 15
     assert losses[-1] < losses[0] - 1.5

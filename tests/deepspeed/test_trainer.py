@@ -1,0 +1,176 @@
+"""HF Trainer and accelerate, unchanged, train with distributed attention as they would on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.workers import run_ranks
+from tests.deepspeed import harness
+from tests.huggingface.models import LAYERS, VOCABULARY, build
+
+LENGTH = 24
+
+
+class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Labels lie unevenly: with two ranks, the first one has none."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        labels = ids.clone()
+        labels[: LENGTH // 2 + 2] = -100
+        return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(LENGTH)}
+
+
+def parallelism(size: int) -> dict[str, Any]:
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    config = ParallelismConfig(
+        sp_size=size, dp_replicate_size=dist.get_world_size() // size, sp_backend="deepspeed", sp_handler=handler
+    )
+    return {"parallelism_config": config}
+
+
+def model() -> Any:
+    built = build("Llama")
+    built.set_attn_implementation("sdpa")  # Ulysses refuses eager, so that is what accelerate's users have
+    return built
+
+
+def json(stage: int, **block: Any) -> dict[str, Any]:
+    names = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+    return {
+        **dict.fromkeys(names, "auto"),
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "dist_flash_attention": block,
+    }
+
+
+def trainer(folder: str, **arguments: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    settled = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        disable_tqdm=True,
+        **arguments,
+    )
+    return Trainer(model=model(), args=settled, train_dataset=Sequences(), eval_dataset=Sequences())
+
+
+def history(of: Any, key: str) -> list[float]:
+    return [float(entry[key]) for entry in of.state.log_history if key in entry]
+
+
+def alone(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float], list[float]]:
+    run = trainer(folder)
+    run.train()
+    return history(run, "loss"), history(run, "eval_loss"), history(run, "grad_norm")
+
+
+def together(rank: int, world_size: int, folder: str) -> dict[int, tuple[list[float], list[float], list[float]]]:
+    harness.prepare_worker(rank)
+    from accelerate.state import AcceleratorState
+
+    dfa_ds.install()
+    found = {}
+    for stage in (0, 1, 2, 3):
+        run = trainer(folder, deepspeed=json(stage, checkpoint="remat"), **parallelism(world_size))
+        COUNTERS.reset()
+        run.train()
+        counts = COUNTERS.snapshot()
+        micro_batches = 2 * 2
+        assert counts["attention_forwards"] == counts["replays"] == micro_batches * LAYERS  # none in evaluation
+        assert dfa_ds.mesh_of(run.model_wrapped).size == world_size
+        found[stage] = (history(run, "loss"), history(run, "eval_loss"), history(run, "grad_norm"))
+        AcceleratorState._reset_state()
+    return found
+
+
+def test_trainer_has_the_losses_and_gradient_norms_of_one_process_at_every_zero_stage(tmp_path: Any) -> None:
+    losses, evaluations, norms = run_ranks(1, alone, str(tmp_path), timeout=120)[0]
+    for found in run_ranks(2, together, str(tmp_path), timeout=170):
+        for stage, (mine, evaluated, mine_norms) in found.items():
+            assert mine == pytest.approx(losses, rel=1e-4), f"ZeRO {stage}"
+            assert evaluated == pytest.approx(evaluations, rel=1e-4), f"ZeRO {stage}"
+            if stage > 0:  # DeepSpeed knows no norm at stage 0
+                assert mine_norms == pytest.approx(norms, rel=1e-4), f"ZeRO {stage}"
+
+
+def other_ways(rank: int, world_size: int, folder: str) -> None:
+    harness.prepare_worker(rank)
+    from accelerate.state import AcceleratorState
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from deepspeed.utils import groups
+
+    dfa_ds.install()
+    without = trainer(folder, deepspeed=json(1))
+    with pytest.raises(UnsupportedError, match=r"ParallelismConfig\(sp_size=2"):
+        without.train()
+    AcceleratorState._reset_state()
+    differing = trainer(folder, deepspeed=json(1, size=1), **parallelism(2))
+    with pytest.raises(UnsupportedError, match="beside dist_flash_attention"):
+        differing.train()
+    AcceleratorState._reset_state()
+
+    accelerated(world_size)
+    dfa_ds.install()  # a second time changes nothing
+    dfa_ds.uninstall()
+    assert not hasattr(UlyssesSPAttentionHF.__dict__["register_with_transformers"], "_dfa_original")
+    assert groups.mpu is None
+    AcceleratorState._reset_state()
+
+    dfa_ds.install()
+    ulysses = trainer(folder, deepspeed=json(1, enabled=False), **parallelism(2))
+    COUNTERS.reset()
+    ulysses.train()  # the block is not enabled: DeepSpeed's own attention
+    assert COUNTERS.snapshot()["attention_forwards"] == 0
+
+
+def accelerated(size: int) -> None:
+    """A loop of one's own around accelerate."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    settings = json(2, checkpoint="remat") | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    settings |= {"train_batch_size": 1, "gradient_clipping": 0.0}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings), **parallelism(size))
+    mine = model()
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.0)
+    loader = torch.utils.data.DataLoader(Sequences(), batch_size=1)
+    engine, optimizer, loader = accelerator.prepare(mine, optimizer, loader)
+    group = dfa_ds.mesh_of(engine).group
+    batch = next(iter(loader))
+    assert batch["input_ids"].shape == (1, LENGTH // size)
+    labels = batch.pop("shift_labels")
+    loss = dfa_ds.loss(engine(**batch).logits, labels, group=group)
+    accelerator.backward(loss)
+    want = model()(**{key: value[None] for key, value in Sequences()[0].items()}).loss
+    assert harness.mean_over_ranks(loss) == pytest.approx(want.item(), rel=1e-5)
+
+
+def test_accelerate_alone_contradictions_and_ulysses_when_the_block_is_not_enabled(tmp_path: Any) -> None:
+    run_ranks(2, other_ways, str(tmp_path), timeout=170)
