@@ -30,14 +30,14 @@ def check_degree(degree: int, ranks: int, heads: int) -> None:
         UnsupportedError: says which degrees would work.
     """
     works = [str(d) for d in range(1, ranks + 1) if ranks % d == 0 and heads % d == 0]
-    instead = f"what divides both {ranks} ranks and {heads} heads: ulysses_degree " + " or ".join(works)
+    instead = f"a degree that divides both {ranks} ranks and {heads} heads: {', '.join(works)}"
     if degree < 1 or ranks % degree:
         raise UnsupportedError(
             f"ulysses_degree={degree} on a group of {ranks} ranks", "the degree must divide the ranks", instead
         )
     if heads % degree:
         raise UnsupportedError(
-            f"ulysses_degree={degree} with {heads} heads", "every rank must get as many query heads", instead
+            f"ulysses_degree={degree} with {heads} heads", "every rank must get as many heads as the others", instead
         )
 
 

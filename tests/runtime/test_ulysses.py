@@ -1,0 +1,415 @@
+"""Heads exchanged for tokens around the plan: exact for every count of heads, in every layout, and refused by name."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dfa_megatron
+from dfa_megatron import remat
+from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.runtime.channel import Channel
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.ulysses import split
+from dfa_megatron.testing.compare import assert_close, dense_attention
+from dfa_megatron.testing.memory import nan_memory
+from dfa_megatron.testing.workers import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import Case, case, positions
+from test_gloo import attend_and_compare
+
+HEADS = ((4, 4), (8, 2), (8, 1), (12, 4), (12, 6), (12, 12))
+"""(heads, kv_heads): multi-head, grouped, multi-query; 12 and 6 on 4 ranks give ranks unlike shares of kv heads."""
+
+
+def inputs(heads: int, kv_heads: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(1, rows, heads, 1), torch.empty(1, rows, kv_heads, 1)
+
+
+# The numbers of a split.
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 6])
+def test_every_query_head_finds_its_kv_head(degree: int) -> None:
+    for kv_heads, group in itertools.product(range(1, 9), range(1, 13)):
+        heads = kv_heads * group
+        if heads % degree:
+            continue
+        parts = split(degree, 0, degree, "contiguous", *inputs(heads, kv_heads))
+        assert parts.heads * degree == heads
+        assert parts.kv_heads * degree == kv_heads * parts.copies
+        local_group = parts.heads // parts.kv_heads
+        for head in range(heads):
+            rank, local = divmod(head, parts.heads)
+            place = rank * parts.kv_heads + local // local_group
+            assert place // parts.copies == head // group, "the place that serves a query head has its kv head"
+        if kv_heads % degree == 0:
+            assert parts.copies == 1, "nothing is copied that need not be"
+        if degree % kv_heads == 0:
+            assert parts.kv_heads == 1
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("ranks", "degree"), [(2, 2), (4, 2), (6, 2), (6, 3), (8, 4), (5, 5), (7, 1)])
+def test_gathered_tokens_are_those_of_a_rank_of_the_plan(layout: str, ranks: int, degree: int) -> None:
+    rows = 6
+    have = positions(layout, ranks * rows, ranks)
+    want = positions(layout, ranks * rows, ranks // degree)
+    for rank in range(ranks):
+        parts = split(degree, rank, ranks, layout, *inputs(degree, degree, rows))
+        theirs = [have[other] for other in parts.inner]
+        pieces = [theirs[other][span.lo : span.hi] for other, span in parts.pieces] or theirs
+        gathered = torch.cat(pieces)
+        assert torch.equal(gathered, want[parts.outer.index(rank)])
+        if parts.pieces:
+            back = torch.cat([gathered[span.lo : span.hi] for span in parts.returned])
+            assert torch.equal(back, torch.cat(theirs)), "and they find their way back"
+        else:
+            assert layout == "contiguous" or degree == 1, "contiguous tokens need no other order"
+
+
+def test_neighbours_exchange_and_ranks_with_the_same_heads_share_a_plan() -> None:
+    parts = split(2, 5, 8, "contiguous", *inputs(4, 2))
+    assert list(parts.inner) == [4, 5]
+    assert list(parts.outer) == [1, 3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("degree", "ranks", "heads", "said"),
+    [
+        (2, 4, 33, r"ulysses_degree=2 with 33 heads.*as many heads.*divides both 4 ranks and 33 heads: 1\."),
+        (4, 4, 6, r"ulysses_degree=4 with 6 heads.*6 heads: 1, 2\."),
+        (3, 4, 12, r"ulysses_degree=3 on a group of 4 ranks.*12 heads: 1, 2, 4\."),
+        (0, 4, 12, r"ulysses_degree=0"),
+        (8, 4, 8, r"ulysses_degree=8 on a group of 4 ranks"),
+    ],
+)
+def test_a_degree_that_does_not_divide_is_refused_with_those_that_do(
+    degree: int, ranks: int, heads: int, said: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        split(degree, 0, ranks, "contiguous", *inputs(heads, heads))
+
+
+def test_layouts_whose_neighbours_do_not_make_a_whole_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dfa_megatron.plan import layout as layouts
+
+    def scattered(length: int, ranks: int) -> layouts.Layout:
+        return layouts.Layout(layouts.cut(length, ranks), tuple(3 * chunk % ranks for chunk in range(ranks)))
+
+    monkeypatch.setitem(layouts.LAYOUTS, "scattered", scattered)
+    monkeypatch.setitem(layouts.PIECES, "scattered", 1)
+    with pytest.raises(UnsupportedError, match=r"layout 'scattered'.*neighbouring ranks do not hold"):
+        split(2, 0, 8, "scattered", *inputs(2, 2))
+
+
+def test_a_single_process_has_nobody_to_exchange_with() -> None:
+    with pytest.raises(UnsupportedError, match="group of 1 ranks"):
+        attend_and_compare(case(8), 0, 1, ulysses_degree=2)
+
+
+def test_the_option_is_a_number_of_ranks() -> None:
+    for wrong in (0, -2, 2.0, True, "2"):
+        with pytest.raises(UnsupportedError, match="ulysses_degree"):
+            dfa_megatron.DistAttentionConfig(ulysses_degree=wrong)  # type: ignore[arg-type]
+    assert dfa_megatron.DistAttentionConfig(ulysses_degree=2).keywords()["ulysses_degree"] == 2
+    schema = dfa_megatron.DistAttentionConfig.json_schema()["properties"]["ulysses_degree"]
+    assert (schema["type"], schema["default"]) == ("integer", 1)
+
+
+def test_groups_whose_ranks_do_not_ascend_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"global ranks \[3, 1\].*ascend"):
+        Channel([3, 1])
+
+
+# Real processes over gloo.
+
+
+def _heads(rank: int, ranks: int, degree: int) -> None:
+    with nan_memory():
+        for seed, (heads, kv_heads) in enumerate(HEADS):
+            if heads % degree == 0:
+                whole = case(ranks * 6, heads=heads, kv_heads=kv_heads, head_dim=8, seed=seed)
+                attend_and_compare(whole, rank, ranks, ulysses_degree=degree)
+
+
+@pytest.mark.parametrize(("ranks", "degree"), [(2, 2), (3, 3), (4, 2), (4, 4)])
+def test_every_count_of_heads_is_exact(ranks: int, degree: int) -> None:
+    run_ranks(ranks, _heads, degree)
+
+
+def _masks(rank: int, ranks: int, degree: int) -> None:
+    heads = 2 * degree
+    with nan_memory():
+        for seed, (schedule, layout) in enumerate(
+            [("ring", "contiguous"), ("balanced", "contiguous"), ("balanced_shared", "contiguous"), ("auto", "zigzag")]
+        ):
+            for dtype in (torch.float64, torch.bfloat16):
+                whole = case(ranks * 10, dtype=dtype, heads=heads, kv_heads=1, seed=seed)
+                options = {"schedule": schedule, "layout": layout, "ulysses_degree": degree}
+                attend_and_compare(whole, rank, ranks, **options)
+        whole = case(ranks * 10, heads=heads, causal=False, seed=9)
+        attend_and_compare(whole, rank, ranks, causal=False, ulysses_degree=degree)
+        attend_and_compare(whole, rank, ranks, causal=False, ulysses_degree=degree, layout="zigzag")
+        whole = case(ranks * 10, heads=heads, window_size=(13, 0), batch=1, seed=10)
+        for more in ({"kernel": "cpu"}, {"kernel": "reference", "wire_dtype": "float32"}):
+            attend_and_compare(whole, rank, ranks, window_size=(13, -1), ulysses_degree=degree, **more)
+
+
+@pytest.mark.parametrize(("ranks", "degree"), [(3, 3), (4, 2), (4, 4)])
+def test_every_schedule_layout_and_mask_is_exact(ranks: int, degree: int) -> None:
+    run_ranks(ranks, _masks, degree, timeout=120)
+
+
+def _shapes(rank: int, ranks: int) -> None:
+    generator = torch.Generator().manual_seed(11)
+    # Odd widths, another width for v, Megatron's strides, and a gradient that is one number expanded.
+    shapes = ((ranks * 5, 3, 4, 7), (ranks * 5, 3, 2, 7), (ranks * 5, 3, 2, 5))
+    qkv = [torch.randn(shape, generator=generator, dtype=torch.float64).transpose(0, 1) for shape in shapes]
+    exact = [x.clone().requires_grad_() for x in qkv]
+    out, _ = dense_attention(*exact, causal=True)
+    gradients = torch.autograd.grad(out.sum(), exact)
+    rows = slice(rank * 5, rank * 5 + 5)
+    shard = [x[:, rows].requires_grad_() for x in qkv]
+    got = dfa_megatron.dist_flash_attn_func(*shard, ulysses_degree=2, kernel="reference")
+    assert got.is_contiguous()
+    assert_close(got, out[:, rows], tolerance=1e-12)
+    for name, mine, want in zip(("dq", "dk", "dv"), torch.autograd.grad(got.sum(), shard), gradients, strict=True):
+        assert_close(mine, want[:, rows], tolerance=1e-11, name=name)
+
+
+def test_strided_inputs_and_odd_widths_are_exact() -> None:
+    run_ranks(4, _shapes)
+
+
+def _subgroups(rank: int, ranks: int) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = rank % 2
+    attend_and_compare(case(24, seed=mine), rank // 2, 2, group=groups[mine], ulysses_degree=2)
+    attend_and_compare(case(24, seed=3), rank, ranks, ulysses_degree=2)
+
+
+def test_groups_of_other_than_all_ranks_exchange_among_themselves() -> None:
+    run_ranks(4, _subgroups)
+
+
+def _communicators(rank: int, ranks: int) -> None:
+    from torch.distributed import distributed_c10d
+
+    from dfa_megatron.runtime.prepare import _prepared
+
+    attend_and_compare(case(ranks * 8), rank, ranks)
+    plain = len(distributed_c10d._world.pg_map)
+    assert all(prepared.exchange is None for prepared in _prepared.values())
+    assert COUNTERS.ulysses_exchanges == COUNTERS.ulysses_forward_bytes == COUNTERS.ulysses_backward_bytes == 0
+    attend_and_compare(case(ranks * 8), rank, ranks, ulysses_degree=2)
+    made = len(distributed_c10d._world.pg_map)
+    assert made > plain
+    for schedule in ("ring", "balanced"):
+        attend_and_compare(case(ranks * 10), rank, ranks, schedule=schedule, ulysses_degree=2)
+    assert len(distributed_c10d._world.pg_map) == made, "the parts of a group serve every attention of it"
+
+
+def test_communicators_are_made_once_and_for_a_degree_above_one_only() -> None:
+    run_ranks(4, _communicators)
+
+
+def _counted(rank: int, ranks: int) -> dict[str, int]:
+    whole = case(ranks * 64, batch=1, heads=4, kv_heads=1, head_dim=32, dtype=torch.bfloat16)
+    rows = positions("contiguous", ranks * 64, ranks)[rank]
+    shard = [x[:, rows].requires_grad_() for x in whole.inputs]
+    COUNTERS.reset()
+    dfa_megatron.dist_flash_attn_func(*shard, schedule="ring", ulysses_degree=2).sum().backward()
+    return COUNTERS.snapshot()
+
+
+def test_bytes_on_the_wire_are_those_of_the_heads_that_leave() -> None:
+    counts = run_ranks(4, _counted)
+    head = 64 * 32 * 2  # one head of a rank's tokens; half of 4 leave
+    statistic = 64 * 16  # lse of two heads, 8 bytes, on the next multiple of 16
+    for c in counts:
+        assert c["ulysses_exchanges"] == 4
+        assert c["ulysses_forward_bytes"] == (2 + 1 + 1) * head + 2 * head + statistic
+        assert c["ulysses_backward_bytes"] == (3 * 2 + 1 + 1) * head + statistic + (2 + 1 + 1) * head
+    # The plan: rank 0 of two sends its kv head, of twice the tokens, to rank 1; whose rows these are twice.
+    assert [c["forward_bytes"] for c in counts] == [4 * head, 4 * head, 0, 0]
+
+
+def _deterministic(rank: int, ranks: int) -> None:
+    whole = case(ranks * 16, dtype=torch.float32, heads=4, kv_heads=1)
+    rows = positions("contiguous", ranks * 16, ranks)[rank]
+    runs = []
+    for _ in range(3):
+        shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
+        out = dfa_megatron.dist_flash_attn_func(*shard, deterministic=True, ulysses_degree=2)
+        runs.append((out.detach(), *torch.autograd.grad(out, shard, whole.dout[:, rows])))
+    assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
+
+
+def test_gradients_of_copied_kv_heads_are_equal_to_the_bit_from_run_to_run() -> None:
+    run_ranks(4, _deterministic)
+
+
+# Agreement.
+
+
+def _other_degrees(rank: int, ranks: int) -> None:
+    with pytest.raises(DisagreementError, match=r"request.ulysses_degree: 1 on rank 0; 2 on ranks 1, 2, 3"):
+        attend_and_compare(case(ranks * 8), rank, ranks, ulysses_degree=1 if rank == 0 else 2)
+    with pytest.raises(DisagreementError, match=r"request.ulysses_degree: 2 on ranks 0, 1, 2; 4 on rank 3"):
+        attend_and_compare(case(ranks * 8), rank, ranks, ulysses_degree=4 if rank == 3 else 2)
+    attend_and_compare(case(ranks * 8), rank, ranks, ulysses_degree=2)
+
+
+def test_ranks_with_other_degrees_are_told_and_can_go_on() -> None:
+    run_ranks(4, _other_degrees)
+
+
+def _refused(rank: int, ranks: int) -> None:
+    with pytest.raises(UnsupportedError, match=r"ulysses_degree=2 with 33 heads"):
+        attend_and_compare(case(ranks * 2, heads=33, kv_heads=33), rank, ranks, ulysses_degree=2)
+    one_of_them = UnsupportedError if rank == 2 else DisagreementError
+    with pytest.raises(one_of_them, match=r"ulysses_degree=3 on a group of 4 ranks"):
+        attend_and_compare(case(ranks * 8), rank, ranks, ulysses_degree=3 if rank == 2 else 2)
+
+
+def test_heads_and_ranks_that_do_not_divide_are_refused_on_every_rank() -> None:
+    run_ranks(4, _refused)
+
+
+# Rematerialization and compilers.
+
+
+def _region(*qkv: torch.Tensor) -> torch.Tensor:
+    return dfa_megatron.dist_flash_attn_func(*(x * 1.0 for x in qkv), ulysses_degree=2)
+
+
+def _remat(rank: int, ranks: int) -> None:
+    whole = case(ranks * 8, heads=4, kv_heads=1)
+    rows = positions("contiguous", ranks * 8, ranks)[rank]
+    shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
+    COUNTERS.reset()
+    plain = torch.autograd.grad(_region(*shard), shard, whole.dout[:, rows])
+    once = COUNTERS.snapshot()
+    COUNTERS.reset()
+    remat.remat_checkpoint(_region, *shard).backward(whole.dout[:, rows])
+    again = COUNTERS.snapshot()
+    assert all(torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True) if x.grad is not None)
+    assert (again.pop("replays"), once.pop("replays")) == (1, 0)
+    assert again.pop("remat_bytes") > once.pop("remat_bytes") == 0
+    assert again == once, "neither a kernel nor a message runs twice"
+    assert once["ulysses_exchanges"] == 4
+
+
+def test_rematerialization_repeats_no_exchange() -> None:
+    run_ranks(4, _remat)
+
+
+def _compiled(rank: int, ranks: int) -> None:
+    whole = case(ranks * 8, heads=4, kv_heads=1)
+    rows = positions("contiguous", ranks * 8, ranks)[rank]
+    shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
+    plain = torch.autograd.grad(_region(*shard), shard, whole.dout[:, rows])
+    compiled = torch.compile(_region, backend="aot_eager", fullgraph=True)
+    out = compiled(*shard)
+    assert_close(out, whole.out[:, rows], tolerance=1e-12)
+    for a, b in zip(torch.autograd.grad(out, shard, whole.dout[:, rows]), plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_compilers_trace_through_it_without_a_break() -> None:
+    run_ranks(4, _compiled, timeout=120)
+
+
+def _opcheck(rank: int, ranks: int) -> None:
+    from dfa_megatron.runtime.channel import group_name
+    from dfa_megatron.runtime.op import attention
+    from dfa_megatron.runtime.request import Request
+
+    q, k, v = (x[:, rank * 3 : rank * 3 + 3].clone().requires_grad_() for x in case(ranks * 3).inputs)
+    text = Request(softmax_scale=0.25, kernel="reference", ulysses_degree=2).to_text()
+    torch.library.opcheck(attention, (q, k, v, text, group_name(None)))
+
+
+def test_the_operator_passes_the_checks_of_torch_library() -> None:
+    run_ranks(2, _opcheck, timeout=120)
+
+
+# GPUs over NCCL.
+
+
+def _gpu_case(length: int, **options: Any) -> Case:
+    return case(length, dtype=torch.bfloat16, device="cuda", head_dim=128, **options)
+
+
+def _gpu_compare(whole: Case, rank: int, ranks: int, **options: Any) -> None:
+    rows = positions(options.get("layout", "contiguous"), whole.out.shape[1], ranks)[rank].to("cuda")
+    shard = [x[:, rows].requires_grad_() for x in whole.inputs]
+    out, lse = dfa_megatron.dist_flash_attn_func(*shard, return_lse=True, **options)
+    assert_close(out, whole.out[:, rows], tolerance=1e-2, name="out")
+    assert_close(lse, whole.lse[:, :, rows], tolerance=1e-2, name="lse")
+    gradients = torch.autograd.grad(out, shard, whole.dout[:, rows])
+    for name, got, want in zip(("dq", "dk", "dv"), gradients, whole.gradients, strict=True):
+        assert_close(got, want[:, rows], tolerance=1e-2, name=name)
+
+
+def _exact_on_gpus(rank: int, ranks: int) -> None:
+    for degree in (d for d in (2, 4) if ranks % d == 0):
+        for seed, (heads, kv_heads) in enumerate(((4, 4), (8, 2), (8, 1), (12, 6))):
+            whole = _gpu_case(ranks * 256, heads=heads, kv_heads=kv_heads, seed=seed)
+            for kernel in ("cudnn", "aten", "reference"):
+                _gpu_compare(whole, rank, ranks, kernel=kernel, ulysses_degree=degree)
+            _gpu_compare(whole, rank, ranks, schedule="balanced", ulysses_degree=degree)
+            _gpu_compare(whole, rank, ranks, layout="zigzag", ulysses_degree=degree)
+        window = _gpu_case(ranks * 256, heads=4, kv_heads=2, window_size=(300, 0))
+        _gpu_compare(window, rank, ranks, window_size=(300, 0), ulysses_degree=degree)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_it_is_exact_over_nccl(ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    run_ranks(ranks, _exact_on_gpus, cuda=True, timeout=170)
+
+
+def _steady_on_gpus(rank: int, ranks: int) -> None:
+    whole = _gpu_case(ranks * 512, batch=1, heads=8, kv_heads=1)
+    rows = slice(rank * 512, rank * 512 + 512)
+    shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
+
+    def step(deterministic: bool = False) -> tuple[torch.Tensor, ...]:
+        out = dfa_megatron.dist_flash_attn_func(*shard, deterministic=deterministic, ulysses_degree=2)
+        return (out, *torch.autograd.grad(out, shard, whole.dout[:, rows]))
+
+    step()  # plans, agrees, makes communicators
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [step() for _ in range(5)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for got, want in zip(results[-1], (whole.out, *whole.gradients), strict=True):
+        assert_close(got, want[:, rows], tolerance=1e-2)
+    runs = [step(deterministic=True) for _ in range(4)]
+    assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
+
+    plain = torch.autograd.grad(_region(*shard), shard, whole.dout[:, rows])
+    COUNTERS.reset()
+    remat.remat_checkpoint(_region, *shard).backward(whole.dout[:, rows])
+    assert (COUNTERS.attention_forwards, COUNTERS.replays, COUNTERS.ulysses_exchanges) == (1, 1, 4)
+    for x, want in zip(shard, plain, strict=True):
+        assert x.grad is not None
+        assert_close(x.grad, want.double(), tolerance=1e-2)
+
+
+@pytest.mark.gpu(2)
+def test_on_gpus_it_never_synchronises_the_host_nor_repeats_an_exchange() -> None:
+    run_ranks(4 if torch.cuda.device_count() >= 4 else 2, _steady_on_gpus, cuda=True, timeout=170)
