@@ -39,6 +39,10 @@ def _permuted(config: Any, options: DistAttentionConfig) -> bool:
     return bool(_get(config, "context_parallel_size", 1) > 1) and options.layout != "zigzag"
 
 
+def _heads_per_rank(config: Any) -> int:
+    return int(_get(config, "num_attention_heads", 0) // _get(config, "tensor_model_parallel_size", 1))
+
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c, o: bool(_get(c, "attention_dropout", 0.0)),
@@ -185,6 +189,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "the zigzag schedule in this layout",
         "its ranks must hold zigzag chunks inside the layers",
         "--dfa-layout zigzag, or another schedule",
+    ),
+    Refusal(
+        lambda c, o: _get(c, "context_parallel_size", 1) % o.ulysses_degree != 0,
+        "a ulysses_degree with context_parallel_size={context_parallel_size}",
+        "it must divide the context-parallel ranks",
+        "a --dfa-ulysses-degree that does",
+    ),
+    Refusal(
+        lambda c, o: _heads_per_rank(c) % o.ulysses_degree != 0,
+        "a ulysses_degree with num_attention_heads={num_attention_heads}",
+        "it must divide the query heads of a tensor-parallel rank",
+        "a --dfa-ulysses-degree that does, or another tensor-parallel size",
     ),
 )
 

@@ -54,6 +54,12 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("hybrid model", {"is_hybrid_model": True}, {"layout": "contiguous"}),
     ("multi-token prediction", {"mtp_num_layers": 1}, {"layout": "contiguous"}),
     ("the zigzag schedule", {}, {"schedule": "zigzag"}),
+    ("context_parallel_size=2", {}, {"ulysses_degree": 4}),
+    (
+        "num_attention_heads=10",
+        {"num_attention_heads": 10, "tensor_model_parallel_size": 2},
+        {"ulysses_degree": 2},
+    ),
 ]
 
 
