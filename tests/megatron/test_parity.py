@@ -18,16 +18,18 @@ def expected(topology: Topology, wanted: Case) -> dict[str, int]:
     """What the first step of a case must count on every rank: each attention runs once per layer and micro-batch."""
     assert wanted.options is not None
     layers = harness.LAYERS // topology.pp
-    attentions = layers * harness.MICRO_BATCHES
+    micro_batches = harness.MICRO_BATCHES // topology.dp
+    attentions = layers * micro_batches
     full = wanted.recompute is not None
     if wanted.options.remat == "off":
         return {"attention_forwards": attentions * (2 if full else 1), "replays": 0, "remat_bytes": 0}
     replays = attentions
     if wanted.options.remat == "auto" and wanted.recompute is not None and wanted.recompute[0] == "block":
         chunks = topology.vp or 1
-        replays = min(wanted.recompute[1], layers // chunks) * chunks * harness.MICRO_BATCHES
+        replays = min(wanted.recompute[1], layers // chunks) * chunks * micro_batches
     rows = harness.SEQUENCE // topology.cp * harness.BATCH * harness.HEADS // topology.tp
-    kept = rows * (harness.HIDDEN // harness.HEADS + 1) * 4  # out and lse, float32
+    width = dict(wanted.config).get("v_head_dim", harness.HIDDEN // harness.HEADS)
+    kept = rows * (width + 1) * 4  # out and lse, float32
     return {"attention_forwards": attentions, "replays": replays, "remat_bytes": replays * kept}
 
 
