@@ -36,8 +36,9 @@ def balanced(mask: Mask, layout: Layout) -> tuple[Block, ...]:
 def balanced_shared(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """`balanced` for even P with the last step's blocks cut in two by query rows, so that no rank idles.
 
-    The owner takes the second half of its rows and the otherwise idle helper the first. The shared step runs second, so
-    that its results travel behind compute. On an odd number of ranks it is `balanced`.
+    The owner takes the second half of its rows and the otherwise idle helper the first. That step stays the last: what
+    then remains to be brought home behind no compute are the results of half a chunk, not of a whole one. On an odd
+    number of ranks it is `balanced`.
     """
     return _balanced(mask, layout, share_last=True)
 
@@ -45,11 +46,8 @@ def balanced_shared(mask: Mask, layout: Layout) -> tuple[Block, ...]:
 def _balanced(mask: Mask, layout: Layout, share_last: bool) -> tuple[Block, ...]:
     ranks, needed = layout.ranks, needed_pairs(mask, layout)
     _refuse_work_above_the_diagonal(layout, needed)
-    distances = list(range(ranks // 2 + 1))
-    if share_last and ranks % 2 == 0 and ranks > 2:
-        distances.insert(1, distances.pop())
     blocks: list[Block] = []
-    for step, distance in enumerate(distances):
+    for distance in range(ranks // 2 + 1):
         far = 2 * distance == ranks
         for rank in range(ranks):
             owns = rank >= distance
@@ -60,7 +58,7 @@ def _balanced(mask: Mask, layout: Layout, share_last: bool) -> tuple[Block, ...]
             if far and share_last:
                 half = len(rows) // 2
                 rows = rows[half:] if owns else rows[:half]
-            blocks += [Block(step, rank, q, kv) for q in rows for kv in layout.of(keys) if (q, kv) in needed]
+            blocks += [Block(distance, rank, q, kv) for q in rows for kv in layout.of(keys) if (q, kv) in needed]
     return tuple(blocks)
 
 

@@ -41,6 +41,11 @@ def ablation(name: Ablation) -> Iterator[None]:
         _active = before
 
 
+def active_ablation() -> Ablation:
+    """What is left out now."""
+    return _active
+
+
 def ablated(transport: Transport) -> Transport:
     """The transport that the active ablation leaves."""
     if _active == "none":
@@ -52,7 +57,7 @@ class _InTurn:
     """Messages wait for all compute that was issued before them, and compute for the messages."""
 
     def __init__(self, inner: Transport) -> None:
-        self.inner, self.last = inner, -1
+        self.inner, self.last, self.generation = inner, -1, inner.generation
 
     def reserve(self, nbytes: int) -> None:
         self.inner.reserve(nbytes)
@@ -83,7 +88,7 @@ class _Silent:
     """Sends nothing: what should have landed is what was in memory."""
 
     def __init__(self, inner: Transport) -> None:
-        self.inner = inner
+        self.inner, self.generation = inner, inner.generation
 
     def reserve(self, nbytes: int) -> None:
         self.inner.reserve(nbytes)

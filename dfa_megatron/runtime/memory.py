@@ -21,7 +21,7 @@ class MemoryPlan:
     offsets: where this rank's messages go in the arenas of their receivers.
     folds: how each accumulator is filled.
     sent: names of which this rank sends its own rows.
-    message_bytes: bytes and count of what this rank sends.
+    calls, messages, message_bytes: how many kernel calls this rank makes, and what it sends.
     """
 
     program: Program
@@ -31,6 +31,7 @@ class MemoryPlan:
     offsets: Offsets
     folds: dict[int, BufferFolds]
     sent: frozenset[str]
+    calls: int
     messages: int
     message_bytes: int
 
@@ -56,6 +57,7 @@ def plan_memory(programs: tuple[Program, ...] | list[Program], rank: int, format
         offsets,
         plan_folds(program),
         frozenset(regions[0].name for message in program.sends for regions in message.parts),
+        sum(len(step.calls) for step in program.steps),
         len(program.sends),
         sum(format.nbytes(message.signature) for message in program.sends),
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 
 from dfa_megatron import kernels
+from dfa_megatron.config import TRANSPORTS
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel, Form, Need, accumulator_dtype, form_of
 from dfa_megatron.plan.check import check
@@ -22,6 +23,7 @@ from dfa_megatron.plan.program import Program
 from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime.agree import Facts, agree
 from dfa_megatron.runtime.channel import Channel, channel, group_size
+from dfa_megatron.runtime.graph import Captured
 from dfa_megatron.runtime.memory import MemoryPlan, plan_memory
 from dfa_megatron.runtime.request import Request, from_text
 from dfa_megatron.runtime.ulysses import HeadExchange, Split, split
@@ -38,6 +40,7 @@ class Prepared:
 
     exchange: what turns the call's tensors into the plan's, where ulysses_degree > 1; channel is then that of the ranks
         with the same heads, and everything else speaks of the plan's ranks, tokens and heads.
+    graphs: captured phases, where the request asks for graphs.
     """
 
     request: Request
@@ -48,6 +51,7 @@ class Prepared:
     format: Format
     channel: Channel | None
     exchange: HeadExchange | None = None
+    graphs: dict[tuple[str, int, str], Captured] = field(default_factory=dict, compare=False, repr=False)
 
     def picture(self, phase: str, step: int) -> str:
         """The grid of a phase with a step of this rank marked."""
@@ -97,6 +101,12 @@ def build(
         UnsupportedError: the tensors do not fit together, or nothing serves the request.
     """
     _refuse_tensors(q, k, v)
+    if request.transport not in TRANSPORTS:
+        raise UnsupportedError(
+            f"transport={request.transport!r}", "there is no such transport", "one of " + ", ".join(TRANSPORTS)
+        )
+    if request.cuda_graph and not q.is_cuda:
+        raise UnsupportedError(f"cuda_graph=True on {q.device}", "it has no CUDA graphs", "cuda_graph=False")
     high, wire = accumulator_dtype(q.dtype), q.dtype if request.wire_dtype == "input" else accumulator_dtype(q.dtype)
     shape = AttentionShape(
         q.shape[0],

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from dfa_megatron.kernels.merge import row_dot
-from dfa_megatron.runtime.ablation import ablated
+from dfa_megatron.runtime.ablation import ablated, active_ablation
 from dfa_megatron.runtime.accumulators import Fields
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute import execute
+from dfa_megatron.runtime.graph import Captured
 from dfa_megatron.runtime.memory import MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared
 from dfa_megatron.runtime.tensors import Tensors
@@ -44,12 +46,10 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's rows: out in q's dtype, lse in the accumulator's."""
     COUNTERS.attention_forwards += 1
+    COUNTERS.kernel_forwards += prepared.forward.calls
     COUNTERS.forward_messages += prepared.forward.messages
     COUNTERS.forward_bytes += prepared.forward.message_bytes
-    transport, arena = _way(prepared, prepared.forward, q.device)
-    algebra = forward_algebra(prepared, q, k, v, arena)
-    _execute(prepared, algebra, transport)
-    out, lse = algebra.result("out")
+    out, lse = _captured_or_not(prepared, prepared.forward, _forward, (q, k, v))
     return out, lse
 
 
@@ -64,13 +64,46 @@ def run_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of this rank's rows, in q's dtype."""
     COUNTERS.attention_backwards += 1
+    COUNTERS.kernel_backwards += prepared.backward.calls
     COUNTERS.backward_messages += prepared.backward.messages
     COUNTERS.backward_bytes += prepared.backward.message_bytes
-    transport, arena = _way(prepared, prepared.backward, q.device)
+    dq, dk, dv = _captured_or_not(prepared, prepared.backward, _backward, (dout, q, k, v, out, lse))
+    return dq, dk, dv
+
+
+def _forward(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Fields:
+    transport, arena = _way(prepared, prepared.forward, q.device)
+    algebra = forward_algebra(prepared, q, k, v, arena)
+    _execute(prepared, algebra, transport)
+    return algebra.result("out")
+
+
+def _backward(
+    prepared: Prepared,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> Fields:
+    transport, arena = _way(prepared, prepared.backward, dout.device)
     algebra = backward_algebra(prepared, dout, q, k, v, out, lse, arena)
     _execute(prepared, algebra, transport)
-    (dq,), (dk, dv) = algebra.result("dq"), algebra.result("dkv")
-    return dq, dk, dv
+    return *algebra.result("dq"), *algebra.result("dkv")
+
+
+def _captured_or_not(prepared: Prepared, memory: MemoryPlan, run: Callable[..., Fields], inputs: Fields) -> Fields:
+    """Run, or replay where graphs were asked for and the caller is not capturing one of its own."""
+    if not prepared.request.cuda_graph or torch.cuda.is_current_stream_capturing():
+        return run(prepared, *inputs)
+    # An arena that has grown lies elsewhere.
+    key = memory.program.phase.name, _way(prepared, memory, inputs[0].device)[0].generation, active_ablation()
+    if key not in prepared.graphs:
+        for stale in [other for other in prepared.graphs if other[0] == key[0]]:
+            del prepared.graphs[stale]
+        prepared.graphs[key] = Captured(functools.partial(run, prepared), inputs)
+    return prepared.graphs[key](inputs)
 
 
 def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], arena: torch.Tensor) -> Tensors:
@@ -98,6 +131,8 @@ def _execute(prepared: Prepared, algebra: Tensors, transport: Transport) -> None
 
 class _Nobody:
     """The transport of a group of one rank: there is nothing to move."""
+
+    generation = 0
 
     def reserve(self, nbytes: int) -> None:
         pass

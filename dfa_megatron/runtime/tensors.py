@@ -9,7 +9,6 @@ import torch
 from dfa_megatron.kernels.api import BlockKernel, Saved
 from dfa_megatron.plan.program import Call, Fold, Message, Region
 from dfa_megatron.runtime.accumulators import Accumulator, Fields
-from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.memory import MemoryPlan
 from dfa_megatron.runtime.wire import rows_of
 
@@ -66,11 +65,9 @@ class Tensors:
         """One kernel call and the folds of its results."""
         q, (k, v) = self.fields(call.q), self.fields(call.kv)
         if self.forward:
-            COUNTERS.kernel_forwards += 1
             partial = self.kernel.forward(q[0], k, v, band=call.band, softmax_scale=self.softmax_scale)
             self.write[call.writes[0].region.buffer].write(partial, kept=True)
             return
-        COUNTERS.kernel_backwards += 1
         rows, dout, lse, memory = q
         saved = Saved(lse, delta=memory) if self.format.reads == "delta" else Saved(lse, out=memory)
         dq, dk, dv = self.kernel.backward(

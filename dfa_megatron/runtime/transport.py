@@ -18,7 +18,12 @@ class Parcel(NamedTuple):
 
 
 class Transport(Protocol):
-    """Moves the messages of one rank of one group."""
+    """Moves the messages of one rank of one group.
+
+    generation: changes when what was reserved before is no longer there.
+    """
+
+    generation: int
 
     def reserve(self, nbytes: int) -> None:
         """Arenas of this size will be wanted: called at set-up, by all ranks of the group with the same number."""
@@ -63,6 +68,8 @@ def _batch(group: dist.ProcessGroup, sends: Sequence[Parcel], receives: Sequence
 
 class GlooTransport:
     """Point-to-point over gloo: the host waits where a step lands."""
+
+    generation = 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -133,6 +140,8 @@ class Streams:
 
 class NcclTransport:
     """Point-to-point over NCCL on a communicator and a stream of its own; the host waits for nothing."""
+
+    generation = 0
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.streams = group, Streams(device)

@@ -71,6 +71,9 @@ def _bad_requests(rank: int, ranks: int) -> dict[str, str]:
         "zigzag": attempt(*tensors(local=7), layout="zigzag"),
         "three": attempt(*(x[0] for x in tensors())),
         "k and v": attempt(tensors()[0], tensors()[1], tensors(kv_heads=4)[2]),
+        "transport": attempt(*tensors(), transport="nccl"),
+        "copy engine": attempt(*tensors(), transport="copy_engine"),
+        "graph": attempt(*tensors(), cuda_graph=True),
         "integers": attempt(*tensors(dtype=torch.int32)),
     }
 
@@ -85,6 +88,11 @@ def test_a_request_nobody_can_serve_names_what_would_work() -> None:
         assert "reference" in report["unknown kernel"]
         assert "zigzag" in report["layout"]
         assert "ring" in report["mask"]
+        assert "one of auto, p2p, copy_engine" in report["transport"]
+        assert "it moves between GPUs, not on cpu. Try: transport='p2p'" in report["copy engine"].replace(
+            "; try", ". Try"
+        )
+        assert "cuda_graph=False" in report["graph"]
         assert "multiple of 4" in report["zigzag"]
         assert "16 tokens" in report["zigzag"]
 
