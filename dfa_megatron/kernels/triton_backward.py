@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dfa_megatron.kernels.triton_forward import LOG2_E, dot, load_rows, padded, spans, visible
+from dfa_megatron.kernels.triton_forward import LOG2_E, SIZES, dot, load_rows, padded, spans, visible
 from dfa_megatron.kernels.triton_support import Diagonals, interpreted, multiprocessors
 
 
@@ -53,7 +53,7 @@ def _fold_rows(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _dk_dv(
     q, k, v, dout, lse, delta, dk, dv, scale, q_len, kv_len, lo, hi, heads, group, share,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
@@ -146,7 +146,7 @@ def _fold_columns(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _dq(
     q, k, v, dout, lse, delta, dq, scale, q_len, kv_len, lo, hi, group,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,

@@ -11,6 +11,9 @@ from dfa_megatron.kernels.triton_support import Diagonals, interpreted
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
+SIZES = ("q_len", "kv_len", "lo", "hi", "heads", "group", "share")
+"""Arguments whose values no kernel is compiled anew for: a training run meets many lengths and offsets."""
+
 
 @triton.jit
 def dot(a, b, acc, UPCAST: tl.constexpr):
@@ -108,7 +111,7 @@ def _fold(
     return acc, total, peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _forward(
     q, k, v, out, lse, scale, q_len, kv_len, lo, hi, group,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,

@@ -1,15 +1,43 @@
-"""Memory that nobody has written is NaN in every kernel test, allocated by Python or inside PyTorch."""
+"""Memory that nobody has written is NaN in every kernel test; under xdist a compiled kernel is one worker's."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.utils.deterministic
 
+from dfa_megatron.kernels.bands import tile_of
 from dfa_megatron.testing import memory
+
+SLOW_TO_COMPILE = ("flash4", "triton")
+"""Their tests go first, so that no worker is left with one at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): tests of one group run on one worker of pytest-xdist")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One group for each kernel that a test compiles, for `pytest -n 12 --dist loadgroup`."""
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if parameters.get("device") == "cuda" and "name" in parameters:
+            item.add_marker(pytest.mark.xdist_group(_compiled(parameters)))
+    items.sort(key=lambda item: not any(f"{name} on cuda" in item.name for name in SLOW_TO_COMPILE))
+
+
+def _compiled(parameters: dict[str, Any]) -> str:
+    """Equal for tests that run the same compiled kernels, as far as flash-attn-4 and Triton tell them apart."""
+    words = [parameters["name"], parameters.get("dtype", torch.bfloat16), parameters.get("rows")]
+    if case := parameters.get("case"):
+        tile = tile_of(case.band, case.q_len, case.kv_len)
+        bounds = None if tile is None else (tile.band.left < 0, tile.band.right < 0, tile.band.right == 0)
+        words += [case.head_dim, case.head_dim_v, case.heads // case.kv_heads, bounds]
+    return "-".join(map(str, words))
 
 
 @pytest.fixture(autouse=True)
