@@ -10,7 +10,6 @@ import torch
 from dfa_megatron.bench.job import Problem
 from dfa_megatron.bench.method import Attention, Method
 from dfa_megatron.bench.world import World
-from dfa_megatron.packing import shard_sequence
 
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """Largest |got - exact| / |exact| (Frobenius norms over the whole sequence)."""
@@ -67,7 +66,7 @@ def squares(method: Method, exact: Truth, world: World) -> torch.Tensor:
     Raises:
         Exception: whatever the method raises.
     """
-    inputs = [shard_sequence(x, layout=method.layout).detach().contiguous() for x in exact.inputs]
+    inputs = [method.split(x, world).detach().contiguous() for x in exact.inputs]
     q, k, v = (x.requires_grad_() for x in inputs[:3])
     with ExitStack() as stack:
         attend: Attention = method.start(exact.problem, q.shape[1], world, stack)
@@ -76,7 +75,7 @@ def squares(method: Method, exact: Truth, world: World) -> torch.Tensor:
             got = (out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3]))
     found = []
     for name, mine, whole in zip(NAMES, got, exact.wanted, strict=True):
-        wanted = shard_sequence(whole, layout=method.layout)
+        wanted = method.split(whole, world)
         if mine.shape != wanted.shape:
             raise ValueError(f"{name} has shape {tuple(mine.shape)}, not {tuple(wanted.shape)}")
         found.append(((mine.double() - wanted).norm() / whole.norm()) ** 2)

@@ -10,6 +10,12 @@ from dfa_megatron.errors import UnsupportedError
 
 MASKS = ("causal", "full", "window")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+PEERS = ("pytorch", "ulysses", "deepspeed", "ring_flash_attn", "yunchang", "transformer_engine")
+"""Modules of `dfa_megatron.bench.peers`."""
+INSTALLED = "installed"
+"""In place of peers' names: those that run here."""
+ABLATIONS = ("none", "no_overlap", "no_communication")
+"""As in `dfa_megatron.runtime.ablation`, which needs PyTorch."""
 PASSES = ("forward", "both")
 """`both` is a forward and its backward."""
 
@@ -70,7 +76,6 @@ class Job:
     kernel: tuple[str, ...] = ("auto",)
     transport: tuple[str, ...] = ("auto",)
     ablation: tuple[Any, ...] = ("none",)
-    """Of `dfa_megatron.runtime.ablation.ABLATIONS`."""
     ulysses_degree: tuple[int, ...] = (1,)
     cuda_graph: tuple[bool, ...] = (False,)
     peers: tuple[str, ...] = ()

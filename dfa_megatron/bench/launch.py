@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.bench.job import Job
-from dfa_megatron.bench.method import Method
+from dfa_megatron.bench.method import Method, kernel_methods, our_methods
+from dfa_megatron.bench.peers import peer_methods
 from dfa_megatron.bench.plot import plot
 from dfa_megatron.bench.progress import Progress
 from dfa_megatron.bench.record import Record
 from dfa_megatron.bench.report import show, tables, text_of
-from dfa_megatron.bench.run import benchmark, methods_of
+from dfa_megatron.bench.run import benchmark
 from dfa_megatron.bench.world import StuckError, World, join
 from dfa_megatron.errors import UnsupportedError
 
@@ -78,11 +80,11 @@ def run_rank(job: Job) -> int:
         UnsupportedError: the job asks for what there is not; on every rank.
     """
     world = join(job.device)
-    try:
-        status = measure(job, world, methods_of(job, world))
-    except UnsupportedError:
-        dist.destroy_process_group()
-        raise
+    if world.rank:
+        warnings.simplefilter("ignore")  # rank 0 has the same
+    peers, absent = peer_methods(job)
+    roof = kernel_methods(job) if world.size == 1 else []
+    status = measure(job, world, [*our_methods(job), *roof, *peers], absent)
     if status == STUCK_STATUS:  # a communicator that waits for a message would wait for ever in its destructor
         sys.stdout.flush()
         os._exit(status)
@@ -90,11 +92,11 @@ def run_rank(job: Job) -> int:
     return status
 
 
-def measure(job: Job, world: World, methods: Sequence[Method]) -> int:
+def measure(job: Job, world: World, methods: Sequence[Method], absent: Sequence[str] = ()) -> int:
     """Measure on this rank; rank 0 writes the files and prints the tables. Returns the exit status."""
     logging.getLogger("dfa_megatron.runtime.ablation").setLevel(logging.ERROR)  # the tables say it
     progress = Progress(len(job.cells)) if world.rank == 0 else None
-    record = Record(job, world, progress)
+    record = Record(job, world, progress, absent)
     status = 0
     try:
         benchmark(job, world, methods, record)

@@ -41,17 +41,20 @@ def local_attention(kernel: str, problem: Problem, device: torch.device, share: 
     scale = float(problem.head_dim**-0.5)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _Kernel.apply(q, k, v, chosen, band, scale)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = KernelAttention.apply(q, k, v, chosen, band, scale)  # type: ignore[no-untyped-call]
         return out
 
     return attend
 
 
-class _Kernel(torch.autograd.Function):
+class KernelAttention(torch.autograd.Function):
+    """A block kernel with its own backward, as an operation of autograd."""
+
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: BlockKernel, band: Band, scale: float
     ) -> torch.Tensor:
+        """The block's out."""
         out, lse = kernel.forward(q, k, v, band=band, softmax_scale=scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.kernel, ctx.band, ctx.scale = kernel, band, scale
@@ -59,6 +62,7 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        """(dq, dk, dv), and nothing for the rest."""
         q, k, v, out, lse = ctx.saved_tensors
         if ctx.kernel.reads == "delta":
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2).contiguous()

@@ -58,7 +58,8 @@ def line(row: Row) -> str:
         )
         if ms
     ]
-    return f"{what} {', '.join(times)}, peak {row.peak_gib:.2f} GiB, error {row.error:.0e}"
+    checked = f"error {row.error:.0e}" if row.error else row.note
+    return f"{what} {', '.join(times)}, peak {row.peak_gib:.2f} GiB, {checked}"
 
 
 def short(length: int) -> str:

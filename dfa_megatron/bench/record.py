@@ -8,6 +8,7 @@ import io
 import json
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,14 @@ class Row:
 class Record:
     """The rows so far; on rank 0 also files in a folder, and lines for whoever waits."""
 
-    def __init__(self, job: Job, world: World, progress: Progress | None) -> None:
-        self.job, self.progress = job, progress
+    def __init__(self, job: Job, world: World, progress: Progress | None, absent: Sequence[str] = ()) -> None:
+        self.job, self.progress, self.absent = job, progress, absent
         self.machine = machine(world)
         self.rows: list[Row] = []
         self._told = 0
+        if progress is not None:
+            for why in absent:
+                progress.say(f"not compared with {why}")
 
     def add(self, row: Row) -> None:
         """Keep a row."""
@@ -96,7 +100,12 @@ class Record:
         """results.json and results.csv, each replaced at once."""
         folder = Path(self.job.out)
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"machine": self.machine, "arguments": asdict(self.job), "rows": [asdict(row) for row in self.rows]}
+        content = {
+            "machine": self.machine,
+            "arguments": asdict(self.job),
+            "not_compared": list(self.absent),
+            "rows": [asdict(row) for row in self.rows],
+        }
         _replace(folder / "results.json", json.dumps(content, indent=1) + "\n")
         names = [spec.name for spec in fields(Row) if spec.name != "times"]
         text = io.StringIO()

@@ -117,9 +117,7 @@ def _ratios(cells: dict[int, list[Row]]) -> list[tuple[str, ...]]:
 
 def _notes(rows: Sequence[Row]) -> list[str]:
     """What is behind a word in a cell or a name, once each."""
-    notes = [
-        f"{BEST} the fastest; GiB: peak at the longest length; host ms: until the call returned, at the shortest"
-    ]
+    notes = [f"{BEST} the fastest; GiB: peak at the longest length; host ms: until the call returned, at the shortest"]
     said = dict.fromkeys(f"{row.method}: {row.note}" for row in rows if row.note and row.state == "timed")
     said |= dict.fromkeys(f"{row.method}: {row.state}, {row.why}" for row in rows if row.state != "timed")
     return [*notes, *said]

@@ -13,26 +13,15 @@ import torch
 from dfa_megatron.bench import check
 from dfa_megatron.bench.clock import LONG, Memory, Timer, once, repetitions, take_turns
 from dfa_megatron.bench.job import FLOPS_OF, Job, Problem
-from dfa_megatron.bench.method import Attention, Method, kernel_methods, our_methods
-from dfa_megatron.bench.peers import peer_methods
+from dfa_megatron.bench.method import Attention, Method
 from dfa_megatron.bench.record import Record, Row
-from dfa_megatron.bench.world import OUT_OF_MEMORY, StuckError, World, together
+from dfa_megatron.bench.world import OUT_OF_MEMORY, REFUSED, Failure, StuckError, World, together
 from dfa_megatron.runtime.counters import COUNTERS
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _GUESS = {"cuda": 4e14, "cpu": 1e10}
 """Floating-point operations per second of a rank, for a first guess at how long a cell takes."""
-
-
-def methods_of(job: Job, world: World) -> list[Method]:
-    """Every competitor of the job.
-
-    Raises:
-        UnsupportedError: a peer that there is not.
-    """
-    roof = kernel_methods(job) if world.size == 1 else []
-    return [*our_methods(job), *roof, *peer_methods(job)]
 
 
 def benchmark(job: Job, world: World, methods: Sequence[Method], record: Record) -> None:
@@ -140,29 +129,31 @@ class _Run:
         """Give the row a state if the method need not be tried: it is wrong, refused, or cannot fit."""
         row, key = entry.row, (entry.method.name, problem)
         if length % (2 * self.world.size):
-            row.state, row.why = "refused", f"{length} tokens do not divide into 2 parts on each of {row.ranks} ranks"
+            row.state, row.why = REFUSED, f"{length} tokens do not divide into 2 parts on each of {row.ranks} ranks"
         elif key in self.full:
             row.state, row.why = OUT_OF_MEMORY, f"it ran out of memory at {self.full[key]} tokens"
-        elif entry.method.kind != "ablation":
+        elif entry.method.exact:
             if key not in self.answers:
                 self.answers[key] = self._check(entry.method, problem)
             row.error, row.state, row.why = self.answers[key]
 
     def _check(self, method: Method, problem: Problem) -> tuple[float, str, str]:
         exact = _truth(problem, self.world)
-        shares, why = together(self.world, functools.partial(check.squares, method, exact, self.world))
-        if shares is None:
-            return 0.0, "refused", why
+        shares = together(self.world, functools.partial(check.squares, method, exact, self.world))
+        if isinstance(shares, Failure):
+            return 0.0, shares.state, shares.why
         error, why = check.verdict(self.world.sums(shares.tolist()), problem.dtype)
         return error, "wrong" if why else "", why
 
     def _inputs(self, entries: Sequence[_Entry], problem: Problem, length: int) -> Inputs | None:
         """q, k, v and dout of a rank, for all methods."""
-        inputs, why = together(self.world, functools.partial(_draw, problem, length // self.world.size, self.world))
+        inputs = together(self.world, functools.partial(_draw, problem, length // self.world.size, self.world))
+        if not isinstance(inputs, Failure):
+            return inputs
         for entry in entries:
-            if inputs is None and entry.row.state == "":
-                entry.row.state, entry.row.why = OUT_OF_MEMORY if why == OUT_OF_MEMORY else "failed", f"inputs: {why}"
-        return inputs
+            if entry.row.state == "":
+                entry.row.state, entry.row.why = inputs.state, f"the inputs alone: {inputs.why}"
+        return None
 
     def _try(self, entry: _Entry, problem: Problem, inputs: Inputs, stack: ExitStack) -> None:
         """The first call, which may compile, run out of memory or fail; then one more of each pass to know its time."""
@@ -176,10 +167,10 @@ class _Run:
             passes[self.job.passes[-1]]()
             return passes
 
-        passes, why = together(self.world, first)
-        if passes is None:
-            row.state, row.why = (OUT_OF_MEMORY, why) if why == OUT_OF_MEMORY else ("failed", why)
-            if why == OUT_OF_MEMORY:
+        passes = together(self.world, first)
+        if isinstance(passes, Failure):
+            row.state, row.why = passes.state, passes.why
+            if passes.state == OUT_OF_MEMORY:
                 self.full[method.name, problem] = row.seq_length
             return
         memory.read()

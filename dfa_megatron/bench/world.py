@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from dfa_megatron.runtime.agree import exchange
 T = TypeVar("T")
 
 OUT_OF_MEMORY = "out of memory"
+REFUSED = "refused"
+FAILED = "failed"
 PATIENCE = 300.0
 """Seconds that a rank waits for another: some kernels compile at their first call."""
 _IDLE_PATIENCE = 20.0
@@ -27,6 +29,14 @@ _LONGEST = 500
 
 class StuckError(DistAttentionError, RuntimeError):
     """After a failure some rank still waits for a message that will not come; nothing more can be run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong on the first rank on which something did; `state` is one of the three above."""
+
+    state: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,36 +97,40 @@ def join(device: str) -> World:
     return world
 
 
-def together(world: World, action: Callable[[], T]) -> tuple[T | None, str]:
-    """Run an action on every rank: what it returned and "", or None and why the first rank that failed did.
+def together(world: World, action: Callable[[], T]) -> T | Failure:
+    """Run an action on every rank: what it returned if it went well on all, else the failure.
+
+    The action should leave waiting for the device to the caller: a rank that waits in it cannot be told of a failure.
 
     Raises:
         StuckError: ranks failed at different places, and one still waits for a message from another.
     """
-    value, said = None, ""
+    value, mine = None, Failure("", "")
     try:
         value = action()
-    except torch.OutOfMemoryError:
-        said = OUT_OF_MEMORY
-    except DistAttentionError as error:
-        said = str(error)
+    except torch.OutOfMemoryError as error:
+        mine = Failure(OUT_OF_MEMORY, str(error).split(". ")[0])
+    except UnsupportedError as error:
+        mine = Failure(REFUSED, f"{error.what}: {error.why}" if error.why else str(error))
     except Exception as error:  # noqa: BLE001 -- other people's packages raise anything, and a row says what
-        said = f"{type(error).__name__}: {error}"
-    failures = [(rank, text) for rank, text in enumerate(_told(world, said)) if text]
+        mine = Failure(FAILED, f"{type(error).__name__}: {error}")
+    everyone = _told(world, {"state": mine.state, "why": mine.why[:_LONGEST]})
+    failures = [(rank, facts) for rank, facts in enumerate(everyone) if facts["state"]]
     if not failures:
-        return value, ""
-    rank, why = failures[0]
-    if set(_told(world, "idle" if _idle(world, len(failures)) else "busy")) != {"idle"}:
-        raise StuckError(f"rank {rank} failed ({why}) and another waits for its messages")
+        return cast(T, value)
+    rank, facts = failures[0]
+    idle = _idle(world, len(failures))
+    if any(facts["busy"] for facts in _told(world, {"busy": "" if idle else "yes"})):
+        raise StuckError(f"rank {rank} failed ({facts['why']}) and another waits for its messages")
     if world.cuda:
         torch.cuda.empty_cache()
-    return None, why
+    return Failure(facts["state"], facts["why"])
 
 
-def _told(world: World, text: str) -> list[str]:
+def _told(world: World, facts: dict[str, str]) -> list[dict[str, str]]:
     """What every rank says, in rank order."""
     try:
-        return [facts["said"] for facts in exchange({"said": text[:_LONGEST]}, world.side, PATIENCE)]
+        return exchange(facts, world.side, PATIENCE)
     except DisagreementError as error:
         raise StuckError(f"not every rank came back within {PATIENCE:g} s") from error
 

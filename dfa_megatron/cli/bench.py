@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dfa_megatron.bench.job import DTYPES, MASKS, PASSES, PRESETS, Job, head_pairs
+from dfa_megatron.bench.job import ABLATIONS, DTYPES, INSTALLED, MASKS, PASSES, PEERS, PRESETS, Job, head_pairs
 from dfa_megatron.config import KERNELS, SCHEDULES, TRANSPORTS
 from dfa_megatron.errors import DistAttentionError
 
@@ -25,9 +25,6 @@ DEFAULTS: dict[str, Any] = {
     "ulysses_degree": (1,),
 }
 """What neither a flag nor --preset says."""
-
-ABLATIONS = ("none", "no_overlap", "no_communication")
-PEERS = ("pytorch", "ulysses", "deepspeed", "ring_flash_attn", "yunchang", "transformer_engine")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -70,7 +67,7 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     ours.add_argument("--cuda-graph", action="store_true", help="each of ours as CUDA graphs too")
     ours.add_argument("--ablation", nargs="+", choices=ABLATIONS, help="default: none")
     ours.add_argument(
-        "--peers", nargs="*", choices=PEERS, metavar="NAME", help=f"all, or some of {', '.join(PEERS)} (default: none)"
+        "--peers", nargs="*", choices=PEERS, metavar="NAME", help=f"what is installed, or some of {', '.join(PEERS)}"
     )
 
 
@@ -113,7 +110,7 @@ def job_of(args: argparse.Namespace, device: str) -> Job:
         window=args.window,
         dtype=args.dtype or ("bfloat16" if device == "cuda" else "float32"),
         cuda_graph=(False, True) if args.cuda_graph else (False,),
-        peers=() if args.peers is None else tuple(args.peers or PEERS),
+        peers=() if args.peers is None else tuple(args.peers or (INSTALLED,)),
         passes=tuple(name for name in PASSES if name in args.passes),
         repetitions=args.repetitions,
         seconds=args.seconds,

@@ -1,0 +1,190 @@
+"""The functions of the flash_attn package that peers import, on PyTorch's FlashAttention-2; for benchmarks only.
+
+ring-flash-attn and yunchang import names of the package flash-attn 2, which has to be compiled for hours where there is
+no wheel. PyTorch carries the same kernels. Here are these names over our `aten` kernel (on a CPU, `cpu`), which calls
+them. Two things differ: a backward returns tensors of its own, which are copied to where the package would have
+written; and varlen calls take one document.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from dfa_megatron import kernels
+from dfa_megatron.bench.local import KernelAttention
+from dfa_megatron.kernels.api import BlockKernel, Saved
+from dfa_megatron.plan.geometry import Band
+
+INTERFACE = "flash_attn.flash_attn_interface"
+NOTE = "FlashAttention-2 of PyTorch"
+
+
+def install() -> str:
+    """Make `import flash_attn` work for peers; says what runs: "flash-attn VERSION", or PyTorch's."""
+    try:
+        if importlib.import_module(INTERFACE).__name__ == __name__:
+            return NOTE
+        return f"flash-attn {importlib.import_module('flash_attn').__version__}"
+    except ImportError:
+        pass
+    try:
+        package = importlib.import_module("flash_attn")  # a folder with flash-attn-4 in it
+    except ImportError:
+        package = sys.modules["flash_attn"] = ModuleType("flash_attn")
+        package.__path__ = []
+        package.__spec__ = ModuleSpec("flash_attn", None, is_package=True)
+    here: Any = package
+    here.__version__ = "2.8.3"  # whose signatures these are
+    here.flash_attn_func = flash_attn_func
+    here.flash_attn_interface = sys.modules[INTERFACE] = sys.modules[__name__]
+    return NOTE
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> torch.Tensor:
+    """The public function of the package, without dropout, softcap and ALiBi."""
+    _refuse(dropout_p, softcap, alibi_slopes)
+    band = Band(window_size[0], 0 if causal else window_size[1])
+    scale = softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5
+    out: torch.Tensor = KernelAttention.apply(q, k, v, _kernel(q), band, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _flash_attn_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    _refuse(dropout_p, softcap, alibi_slopes)
+    band = Band(window_size_left, 0 if causal else window_size_right)
+    out, lse = _kernel(q).forward(q, k, v, band=band, softmax_scale=softmax_scale)
+    return out, lse, None, None
+
+
+def _flash_attn_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
+) -> None:
+    _refuse(dropout_p, softcap, alibi_slopes)
+    gradients = _kernel(q).backward(
+        dout,
+        q,
+        k,
+        v,
+        Saved(softmax_lse, out=out),
+        band=Band(window_size_left, 0 if causal else window_size_right),
+        softmax_scale=softmax_scale,
+        deterministic=deterministic,
+    )
+    for place, gradient in zip((dq, dk, dv), gradients, strict=True):
+        place.copy_(gradient)
+
+
+def _flash_attn_varlen_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    return_softmax: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    _refuse_documents(cu_seqlens_q, cu_seqlens_k)
+    out, lse, _, _ = _flash_attn_forward(
+        q[None], k[None], v[None], dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+        alibi_slopes, return_softmax,
+    )  # fmt: skip
+    return out[0], lse[0], None, None
+
+
+def _flash_attn_varlen_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+) -> None:
+    _refuse_documents(cu_seqlens_q, cu_seqlens_k)
+    _flash_attn_backward(
+        dout[None], q[None], k[None], v[None], out[None], softmax_lse[None], dq[None], dk[None], dv[None], dropout_p,
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+    )  # fmt: skip
+
+
+def _kernel(q: torch.Tensor) -> BlockKernel:
+    return kernels.get("aten" if q.is_cuda else "cpu")
+
+
+def _refuse(dropout_p: float, softcap: float, alibi_slopes: torch.Tensor | None) -> None:
+    if dropout_p or softcap or alibi_slopes is not None:
+        raise NotImplementedError("dropout, softcap and ALiBi")
+
+
+def _refuse_documents(*cu_seqlens: torch.Tensor) -> None:
+    if any(lengths.numel() != 2 for lengths in cu_seqlens):
+        raise NotImplementedError("several documents in one call")
