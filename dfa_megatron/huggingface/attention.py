@@ -119,8 +119,7 @@ def mask(*, attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bo
         raise UnsupportedError(
             "an attention_mask with padding",
             "padded tokens would be attended to",
-            "sequences without padding: truncate them, or pad on the right with labels -100 and no attention_mask, "
-            "which changes no other token's output under a causal mask",
+            "padding on the right, which is checked and left out before it comes here",
         )
     if not allow_is_causal_skip:
         raise UnsupportedError(

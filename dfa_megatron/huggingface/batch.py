@@ -7,11 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.padding import IGNORED, check_right, check_unlabelled
 from dfa_megatron.packing import local_positions, shard_sequence
 from dfa_megatron.runtime.channel import Group, group_name, group_size
-
-IGNORED = -100
-"""The label of a token that has no loss, as everywhere in transformers."""
 
 _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids")
 
@@ -21,7 +19,8 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
 
     Args:
         batch: "input_ids" (batch, seq) and, if wanted, "labels" (batch, seq), not shifted, -100 where there is no loss.
-            "attention_mask" and "position_ids" may be there if they say nothing new: all ones, 0 to seq - 1.
+            "attention_mask" may be there with padding on the right, whose labels are -100; it is checked and left out,
+            for a causal mask hides padding by itself. "position_ids" may be there if they are 0 to seq - 1.
         group: the ranks that share the sequence; seq must be a multiple of their number.
 
     Returns:
@@ -30,7 +29,7 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
         ranks, divided by P. With these a transformers model computes `causal_lm_loss` by itself.
 
     Raises:
-        UnsupportedError: padding, packed documents, an unknown key, or a length that does not divide.
+        UnsupportedError: padding elsewhere or with labels, packed documents, an unknown key, or a length that does not divide.
     """
     unknown = sorted(set(batch) - set(_KNOWN))
     if unknown or "input_ids" not in batch:
@@ -52,13 +51,10 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
 
 
 def _check_plain(batch: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> None:
-    mask = batch.get("attention_mask")
-    if mask is not None and not bool(mask.all()):
-        raise UnsupportedError(
-            "an attention_mask with padding",
-            "padded tokens would be attended to",
-            "padding on the right with labels -100 and no attention_mask, which changes no other token's output",
-        )
+    if (mask := batch.get("attention_mask")) is not None:
+        check_right(mask)
+        if "labels" in batch:
+            check_unlabelled(mask, batch["labels"])
     positions = batch.get("position_ids")
     if positions is not None and not bool((positions == torch.arange(tokens.shape[1], device=positions.device)).all()):
         raise UnsupportedError(

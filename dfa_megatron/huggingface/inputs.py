@@ -13,6 +13,7 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.attention import CONTEXT, NAME, LayerContext
+from dfa_megatron.huggingface.padding import check_right, check_unlabelled
 from dfa_megatron.packing import local_positions
 
 _HELD = "_dfa_attention_held"
@@ -28,7 +29,8 @@ def prepare(
     sequence's other ranks leaves them out, and its batch would be taken for a part of one.
 
     Raises:
-        UnsupportedError: no or other positions (a packed batch, a whole sequence), or a cache.
+        UnsupportedError: no or other positions (a packed batch, a whole sequence), padding that is not on the right,
+            or a cache.
     """
     if module.config._attn_implementation != NAME:
         return None
@@ -58,7 +60,11 @@ def prepare(
     expected = local_positions(length, group=context.group, device=device)[None]
     if given is not None and context.options.verify != "off":
         _compare(given, expected)
-    return args, {**kwargs, "position_ids": expected if given is None else given, "use_cache": False}
+    kept = {**kwargs, "position_ids": expected if given is None else given, "use_cache": False}
+    if (mask := kwargs.get("attention_mask")) is not None and mask.dim() == 2:
+        check_right(mask, context.group)
+        kept["attention_mask"] = None
+    return args, kept
 
 
 def follow_mode(module: Any, args: tuple[Any, ...]) -> None:
@@ -83,13 +89,19 @@ def held(module: Any) -> Iterator[None]:
 
 
 def check_labels(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse the two ways in which a model's own loss would be wrong on a part of a sequence.
+    """Refuse the ways in which a model's own loss would be wrong on a part of a sequence.
 
     Raises:
-        UnsupportedError: labels that the model would shift by itself, or a mean over the tokens of this rank.
+        UnsupportedError: labels that the model would shift by itself, a mean over the tokens of this rank, or labels of
+            padded tokens.
     """
     context: LayerContext = getattr(module, CONTEXT)
-    if module.config._attn_implementation != NAME or context.size == 1 or kwargs.get("labels") is None:
+    if module.config._attn_implementation != NAME or kwargs.get("labels") is None:
+        return
+    if (mask := kwargs.get("attention_mask")) is not None and mask.dim() == 2:
+        shifted = kwargs.get("shift_labels")
+        check_unlabelled(mask, kwargs["labels"] if shifted is None else shifted)
+    if context.size == 1:
         return
     for name, why in (
         ("shift_labels", "the model would shift them by itself and lose a token at every boundary between ranks"),

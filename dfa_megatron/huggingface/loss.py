@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.huggingface.batch import IGNORED
+from dfa_megatron.huggingface.padding import IGNORED
 from dfa_megatron.runtime.channel import Group, group_name, group_size, resolve
 
 

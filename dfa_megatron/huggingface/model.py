@@ -24,7 +24,9 @@ CHECKPOINTS = ("none", "full", "remat")
 """none: the model's own setting stays. full: transformers' activation checkpointing, in which attention runs twice.
 remat: the same with attention's output and lse kept, so that it runs and sends once."""
 
-TESTED = ("llama", "mistral", "qwen2", "qwen3")
+TESTED = (
+    "gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe",
+)  # fmt: skip
 """Model types whose logits and gradients are compared with eager attention in this project's tests."""
 
 

@@ -68,6 +68,12 @@ def _check_config(config: Any, kind: str) -> None:
         )
     if getattr(config, "attn_logit_softcapping", None):
         raise UnsupportedError(f"{kind} with capped scores", "no kernel caps scores yet", "attn_logit_softcapping=None")
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedError(
+            f"{kind} with a loss of its router (output_router_logits)",
+            "it would balance the experts over this rank's part of a sequence",
+            "output_router_logits=False",
+        )
     dropout = getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0)
     if dropout:
         raise UnsupportedError(

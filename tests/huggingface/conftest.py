@@ -17,7 +17,7 @@ INSTALLED = importlib.util.find_spec("transformers") is not None
 if INSTALLED:
     preload(
         "dfa_megatron.attention",
-        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3")),
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("gemma", "gemma2", "gemma3", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")),
     )
 
 

@@ -9,6 +9,9 @@ import torch
 
 VOCABULARY = 61
 LAYERS = 2
+_LARGE_TOKENS = ("Phi3",)
+"""Types whose special tokens lie beyond the vocabulary by default."""
+
 
 
 def build(kind: str, seed: int = 0, heads: int = 4, kv_heads: int = 2, **changes: Any) -> Any:
@@ -17,6 +20,7 @@ def build(kind: str, seed: int = 0, heads: int = 4, kv_heads: int = 2, **changes
 
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if kind in _LARGE_TOKENS else {},
         vocab_size=VOCABULARY,
         hidden_size=8 * heads,
         intermediate_size=24,
@@ -28,7 +32,7 @@ def build(kind: str, seed: int = 0, heads: int = 4, kv_heads: int = 2, **changes
         attn_implementation="eager",
         **changes,
     )
-    model = getattr(transformers, f"{kind}ForCausalLM")(copy.deepcopy(config))
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(copy.deepcopy(config))
     for parameter in model.parameters():  # larger than at the start of a training, so that attention matters
         torch.nn.init.normal_(parameter, std=0.3)
     return model.train()

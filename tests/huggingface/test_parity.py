@@ -15,6 +15,8 @@ from dfa_megatron.testing.compare import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.models import build, gradients, text
 
+_MIXED = ["sliding_attention", "full_attention"]
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-one-kv-head-of-three": ("Llama", {"heads": 3, "kv_heads": 1}),
@@ -25,6 +27,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window-longer-than-a-ranks-part": ("Mistral", {"sliding_window": 15}),
     "mistral-window-longer-than-the-text": ("Mistral", {"sliding_window": 64}),
     "qwen2-window-in-one-layer": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 2}),
+    "gemma": ("Gemma", {}),
+    "gemma2-window-in-one-layer": ("Gemma2", {"attn_logit_softcapping": None, "sliding_window": 5}),
+    "gemma3-window-in-one-layer": ("Gemma3Text", {"sliding_window": 5, "layer_types": _MIXED}),
+    "phi3": ("Phi3", {}),
+    "phi3-window": ("Phi3", {"sliding_window": 9}),
 }
 
 
@@ -60,6 +69,54 @@ def compare(rank: int, world_size: int, names: list[str], schedule: str) -> None
 def test_logits_loss_and_gradients_are_those_of_one_rank(ranks: int, schedule: str) -> None:
     names = [name for name in MODELS if schedule == "auto" or "window" not in name]
     run_ranks(ranks, compare, names, schedule, timeout=120)
+
+
+def windows(rank: int, world_size: int, kernel: str) -> None:
+    for seed, name in enumerate(("gemma3-window-in-one-layer", "mistral-window-longer-than-a-ranks-part")):
+        kind, changes = MODELS[name]
+        batch = text(1, 11 * world_size, seed=20 + seed)
+        want = build(kind, seed, **changes)(**batch).logits
+        model = dfa_hf.distribute_attention(build(kind, seed, **changes), options=DistAttentionConfig(kernel=kernel))
+        got = model(**dfa_hf.shard_batch(batch)).logits
+        assert_close(unshard_sequence(got), want, tolerance=1e-5, name=f"{name} {kernel}")
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_windows_beside_full_layers_with_every_kernel_of_the_cpu(kernel: str) -> None:
+    run_ranks(3, windows, kernel, timeout=120)
+
+
+def padded(rank: int, world_size: int) -> None:
+    """Rows end within the first rank's part, at its end, within the second's, and not at all."""
+    length = 8 * world_size
+    ends = torch.tensor([5, 8, 13, length])
+    batch = text(4, length, seed=3)
+    batch["attention_mask"] = (torch.arange(length) < ends[:, None]).long()
+    batch["labels"][batch["attention_mask"] == 0] = -100
+    reference = build("Qwen2")
+    want = reference(**batch)
+    want.loss.backward()
+    local = dfa_hf.shard_batch(batch)
+    assert "attention_mask" not in local
+    mask = shard_sequence(batch["attention_mask"])
+    for given in ({}, {"attention_mask": mask}):  # as shard_batch leaves it, and as other loaders cut it
+        model = dfa_hf.distribute_attention(build("Qwen2"))
+        got = model(**local, **given)
+        got.loss.backward()
+        assert_close(
+            got.logits[mask.bool()], shard_sequence(want.logits)[mask.bool()], tolerance=1e-5, name="unpadded logits"
+        )
+        loss = got.loss.detach().clone()
+        dist.all_reduce(loss)
+        assert_close(loss / world_size, want.loss, tolerance=1e-5, name="loss")
+        for key, wanted in gradients(reference).items():
+            gradient = dict(model.named_parameters())[key].grad
+            dist.all_reduce(gradient)
+            assert_close(gradient / world_size, wanted, tolerance=1e-5, name=key)
+
+
+def test_padding_on_the_right_changes_nothing() -> None:
+    run_ranks(2, padded, timeout=120)
 
 
 def heads_fewer_than_ranks(rank: int, world_size: int) -> None:

@@ -21,6 +21,7 @@ from tests.huggingface.models import build, text
         ("Llama", {"attention_dropout": 0.1}, "attention dropout 0.1"),
         ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'"),
         ("Gemma2", {}, "capped scores"),
+        ("Mixtral", {"num_local_experts": 2, "output_router_logits": True}, "a loss of its router"),
         ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "attention sinks"),
         (
             "Llama4Text",
@@ -37,7 +38,7 @@ def test_a_model_that_needs_more_than_causal_attention_is_refused(kind: str, cha
 
 
 def _build(kind: str, changes: dict[str, Any]) -> Any:
-    if kind in ("Llama", "Gemma2"):
+    if kind in ("Llama", "Gemma2", "Mixtral"):
         return build(kind, **changes)
     import transformers
 
@@ -90,8 +91,7 @@ def _padding(right: bool) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"attention_mask": _padding(right=True)}, "padding"),
-        ({"attention_mask": _padding(right=False)}, "padding"),
+        ({"attention_mask": _padding(right=False)}, "padding that is not on the right"),
         ({"attention_mask": torch.ones(1, 1, 8, 8)}, "ready-made attention mask"),
         ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}, "position_ids from 0 to 3"),
         ({"position_ids": torch.arange(8, 16)[None]}, "position_ids from 8 to 15"),
@@ -127,7 +127,11 @@ def test_dropout_set_after_preparation_is_refused_at_the_call() -> None:
     [
         ({"labels": torch.ones(1, 8)}, "it is not known how to cut it"),
         ({"input_ids": torch.ones(1, 8), "pixel_values": torch.ones(1)}, "pixel_values"),
-        ({"input_ids": torch.ones(1, 8), "attention_mask": _padding(right=True)}, "padding"),
+        ({"input_ids": torch.ones(1, 8), "attention_mask": _padding(right=False)}, "padding that is not on the right"),
+        (
+            {"input_ids": torch.ones(1, 8), "labels": torch.ones(1, 8), "attention_mask": _padding(right=True)},
+            "labels of padded tokens",
+        ),
         ({"input_ids": torch.ones(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}, "start anew"),
     ],
 )
@@ -149,6 +153,13 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
         model(input_ids=batch["input_ids"], position_ids=torch.arange(8)[None] + 8 * (1 - rank))
     with pytest.raises(UnsupportedError, match="without position_ids on 2 ranks"):
         model(input_ids=batch["input_ids"])
+    positions = torch.arange(8 * rank, 8 * rank + 8)[None]
+    hidden = torch.ones(1, 8)
+    hidden[:, -1] = rank  # the first rank's last token, before the second's: each part alone would pass
+    with pytest.raises(UnsupportedError, match="not on the right"):
+        model(input_ids=batch["input_ids"], position_ids=positions, attention_mask=hidden)
+    with pytest.raises(UnsupportedError, match="labels of padded tokens"):
+        model(**batch, position_ids=positions, attention_mask=1 - hidden)
     with pytest.raises(UnsupportedError, match="7"):
         dfa_hf.shard_batch(text(1, 7, seed=0))
 
