@@ -19,6 +19,7 @@ from dfa_megatron.plan.choose import make_plan
 from dfa_megatron.plan.cost import AttentionShape
 from dfa_megatron.plan.grid import grid
 from dfa_megatron.plan.hardware import CPU_LOOPBACK, H200_NVLINK, Hardware
+from dfa_megatron.plan.heads import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.plan.program import Program
 from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime.agree import Facts, agree
@@ -26,7 +27,7 @@ from dfa_megatron.runtime.channel import Channel, channel, group_size
 from dfa_megatron.runtime.graph import Captured
 from dfa_megatron.runtime.memory import MemoryPlan, plan_memory
 from dfa_megatron.runtime.request import Request, from_text
-from dfa_megatron.runtime.ulysses import HeadExchange, Split, split
+from dfa_megatron.runtime.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.wire import Format
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -176,14 +177,16 @@ def _build_and_agree(
     """Build, and let every rank know of an error on any: nobody is left waiting."""
     rank, size = (over.rank, over.size) if over else (0, 1)
     compare = over is not None and request.verify != "off"
-    heads = None
+    splits = None
     try:
         if request.ulysses_degree == 1:
             prepared = build(request, size, rank, q, k, v, over)
         else:
             _refuse_tensors(q, k, v)
-            heads = split(request.ulysses_degree, rank, size, request.layout, q, k)
-            prepared = build(request, len(heads.outer), heads.outer.index(rank), *heads.shaped(q, k, v))
+            heads = split_heads(request.ulysses_degree, size, q.shape[2], k.shape[2])
+            tokens = split_tokens(request.ulysses_degree, rank, size, request.layout, q.shape[1])
+            splits = heads, tokens
+            prepared = build(request, len(tokens.outer), tokens.outer.index(rank), *stand_ins(heads, q, k, v))
     except DistAttentionError as error:
         if compare and over is not None:
             with contextlib.suppress(DistAttentionError):  # this rank's own reason is the clearer one
@@ -191,7 +194,7 @@ def _build_and_agree(
         raise
     if compare and over is not None:
         agree(_facts(prepared, q, k, v), over.side, request.agreement_timeout)
-    return prepared if heads is None or over is None else _connected(prepared, heads, over)
+    return prepared if splits is None or over is None else _connected(prepared, *splits, over, q.device)
 
 
 def _open_transport(prepared: Prepared, device: torch.device) -> None:
@@ -206,12 +209,14 @@ def _open_transport(prepared: Prepared, device: torch.device) -> None:
         transport.reserve(max(prepared.forward.arena_bytes, prepared.backward.arena_bytes))
 
 
-def _connected(prepared: Prepared, heads: Split, over: Channel) -> Prepared:
+def _connected(
+    prepared: Prepared, heads: HeadSplit, tokens: TokenSplit, over: Channel, device: torch.device
+) -> Prepared:
     """With the channels of the parts of the group, which all ranks make now that they have agreed."""
-    exchange = HeadExchange(heads, over.part(heads.inner))
-    return dataclasses.replace(
-        prepared, exchange=exchange, channel=over.part(heads.outer) if len(heads.outer) > 1 else None
-    )
+    inner = over.part(tokens.inner)
+    inner.collectives(device)
+    outer = over.part(tokens.outer) if len(tokens.outer) > 1 else None
+    return dataclasses.replace(prepared, exchange=HeadExchange(heads, tokens, inner), channel=outer)
 
 
 def _facts(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Facts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ import torch.distributed as dist
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.plan.cost import AttentionShape
+from dfa_megatron.plan.heads import split_heads
 from dfa_megatron.runtime.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.ulysses import split
 from dfa_megatron.testing.compare import assert_close, dense_attention
 from dfa_megatron.testing.memory import nan_memory
 from dfa_megatron.testing.workers import run_ranks
@@ -27,87 +27,6 @@ from test_gloo import attend_and_compare
 
 HEADS = ((4, 4), (8, 2), (8, 1), (12, 4), (12, 6), (12, 12))
 """(heads, kv_heads): multi-head, grouped, multi-query; 12 and 6 on 4 ranks give ranks unlike shares of kv heads."""
-
-
-def inputs(heads: int, kv_heads: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(1, rows, heads, 1), torch.empty(1, rows, kv_heads, 1)
-
-
-# The numbers of a split.
-
-
-@pytest.mark.parametrize("degree", [1, 2, 3, 4, 6])
-def test_every_query_head_finds_its_kv_head(degree: int) -> None:
-    for kv_heads, group in itertools.product(range(1, 9), range(1, 13)):
-        heads = kv_heads * group
-        if heads % degree:
-            continue
-        parts = split(degree, 0, degree, "contiguous", *inputs(heads, kv_heads))
-        assert parts.heads * degree == heads
-        assert parts.kv_heads * degree == kv_heads * parts.copies
-        local_group = parts.heads // parts.kv_heads
-        for head in range(heads):
-            rank, local = divmod(head, parts.heads)
-            place = rank * parts.kv_heads + local // local_group
-            assert place // parts.copies == head // group, "the place that serves a query head has its kv head"
-        if kv_heads % degree == 0:
-            assert parts.copies == 1, "nothing is copied that need not be"
-        if degree % kv_heads == 0:
-            assert parts.kv_heads == 1
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize(("ranks", "degree"), [(2, 2), (4, 2), (6, 2), (6, 3), (8, 4), (5, 5), (7, 1)])
-def test_gathered_tokens_are_those_of_a_rank_of_the_plan(layout: str, ranks: int, degree: int) -> None:
-    rows = 6
-    have = positions(layout, ranks * rows, ranks)
-    want = positions(layout, ranks * rows, ranks // degree)
-    for rank in range(ranks):
-        parts = split(degree, rank, ranks, layout, *inputs(degree, degree, rows))
-        theirs = [have[other] for other in parts.inner]
-        pieces = [theirs[other][span.lo : span.hi] for other, span in parts.pieces] or theirs
-        gathered = torch.cat(pieces)
-        assert torch.equal(gathered, want[parts.outer.index(rank)])
-        if parts.pieces:
-            back = torch.cat([gathered[span.lo : span.hi] for span in parts.returned])
-            assert torch.equal(back, torch.cat(theirs)), "and they find their way back"
-        else:
-            assert layout == "contiguous" or degree == 1, "contiguous tokens need no other order"
-
-
-def test_neighbours_exchange_and_ranks_with_the_same_heads_share_a_plan() -> None:
-    parts = split(2, 5, 8, "contiguous", *inputs(4, 2))
-    assert list(parts.inner) == [4, 5]
-    assert list(parts.outer) == [1, 3, 5, 7]
-
-
-@pytest.mark.parametrize(
-    ("degree", "ranks", "heads", "said"),
-    [
-        (2, 4, 33, r"ulysses_degree=2 with 33 heads.*as many heads.*divides both 4 ranks and 33 heads: 1\."),
-        (4, 4, 6, r"ulysses_degree=4 with 6 heads.*6 heads: 1, 2\."),
-        (3, 4, 12, r"ulysses_degree=3 on a group of 4 ranks.*12 heads: 1, 2, 4\."),
-        (0, 4, 12, r"ulysses_degree=0"),
-        (8, 4, 8, r"ulysses_degree=8 on a group of 4 ranks"),
-    ],
-)
-def test_a_degree_that_does_not_divide_is_refused_with_those_that_do(
-    degree: int, ranks: int, heads: int, said: str
-) -> None:
-    with pytest.raises(UnsupportedError, match=said):
-        split(degree, 0, ranks, "contiguous", *inputs(heads, heads))
-
-
-def test_layouts_whose_neighbours_do_not_make_a_whole_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dfa_megatron.plan import layout as layouts
-
-    def scattered(length: int, ranks: int) -> layouts.Layout:
-        return layouts.Layout(layouts.cut(length, ranks), tuple(3 * chunk % ranks for chunk in range(ranks)))
-
-    monkeypatch.setitem(layouts.LAYOUTS, "scattered", scattered)
-    monkeypatch.setitem(layouts.PIECES, "scattered", 1)
-    with pytest.raises(UnsupportedError, match=r"layout 'scattered'.*neighbouring ranks do not hold"):
-        split(2, 0, 8, "scattered", *inputs(2, 2))
 
 
 def test_a_single_process_has_nobody_to_exchange_with() -> None:
@@ -222,7 +141,7 @@ def test_communicators_are_made_once_and_for_a_degree_above_one_only() -> None:
 
 
 def _counted(rank: int, ranks: int) -> dict[str, int]:
-    whole = case(ranks * 64, batch=1, heads=4, kv_heads=1, head_dim=32, dtype=torch.bfloat16)
+    whole = case(ranks * 64, batch=1, heads=8, kv_heads=1, head_dim=32, dtype=torch.bfloat16)
     rows = positions("contiguous", ranks * 64, ranks)[rank]
     shard = [x[:, rows].requires_grad_() for x in whole.inputs]
     COUNTERS.reset()
@@ -232,13 +151,14 @@ def _counted(rank: int, ranks: int) -> dict[str, int]:
 
 def test_bytes_on_the_wire_are_those_of_the_heads_that_leave() -> None:
     counts = run_ranks(4, _counted)
-    head = 64 * 32 * 2  # one head of a rank's tokens; half of 4 leave
-    statistic = 64 * 16  # lse of two heads, 8 bytes, on the next multiple of 16
+    head = 64 * 32 * 2  # one head of a rank's tokens
+    lse = 64 * 4 * 4
+    planned = split_heads(2, 4, 8, 1).sent(AttentionShape(heads=8, kv_heads=1, head_dim=32), 64)
     for c in counts:
         assert c["ulysses_exchanges"] == 4
-        assert c["ulysses_forward_bytes"] == (2 + 1 + 1) * head + 2 * head + statistic
-        assert c["ulysses_backward_bytes"] == (3 * 2 + 1 + 1) * head + statistic + (2 + 1 + 1) * head
-    # The plan: rank 0 of two sends its kv head, of twice the tokens, to rank 1; whose rows these are twice.
+        assert c["ulysses_forward_bytes"] == (4 + 1 + 1) * head + 4 * head + lse == planned[0]
+        assert c["ulysses_backward_bytes"] == (3 * 4 + 1 + 1) * head + lse + (4 + 1 + 1) * head == planned[1]
+    # The plan: the first of its two ranks sends one head of k and of v, of twice the tokens, to the second.
     assert [c["forward_bytes"] for c in counts] == [4 * head, 4 * head, 0, 0]
 
 

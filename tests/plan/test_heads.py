@@ -1,0 +1,96 @@
+"""Who computes which heads of which tokens when neighbours share theirs: by brute force, and refused by name."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan import layout as layouts
+from dfa_megatron.plan.cost import AttentionShape
+from dfa_megatron.plan.heads import check_degree, split_heads, split_tokens
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 6])
+def test_every_query_head_finds_its_kv_head(degree: int) -> None:
+    for kv_heads, group in itertools.product(range(1, 9), range(1, 13)):
+        heads = kv_heads * group
+        if heads % degree:
+            continue
+        split = split_heads(degree, degree, heads, kv_heads)
+        assert split.heads * degree == heads
+        assert split.kv_heads * degree == kv_heads * split.copies
+        for head in range(heads):
+            rank, local = divmod(head, split.heads)
+            place = local // (split.heads // split.kv_heads)
+            assert (rank * split.kv_heads + place) // split.copies == head // group
+        if kv_heads % degree == 0:
+            assert split.copies == 1, "nothing is copied that need not be"
+        if degree % kv_heads == 0:
+            assert split.kv_heads == 1
+
+
+def tokens_of(layout: str, length: int, ranks: int, rank: int) -> list[int]:
+    return [token for span in layouts.by_name(layout, length, ranks).spans(rank) for token in range(span.lo, span.hi)]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("ranks", "degree"), [(2, 2), (4, 2), (6, 2), (6, 3), (8, 4), (5, 5), (7, 1)])
+def test_gathered_tokens_are_those_of_a_rank_of_the_plan(layout: str, ranks: int, degree: int) -> None:
+    rows = 6
+    for rank in range(ranks):
+        split = split_tokens(degree, rank, ranks, layout, rows)
+        theirs = [tokens_of(layout, ranks * rows, ranks, other) for other in split.inner]
+        in_order = [token for one in theirs for token in one]
+        gathered = [token for at, part in split.pieces for token in theirs[at][part.lo : part.hi]] or in_order
+        assert gathered == tokens_of(layout, ranks * rows, len(split.outer), split.outer.index(rank))
+        if split.pieces:
+            back = [token for part in split.returned for token in gathered[part.lo : part.hi]]
+            assert back == in_order, "and they find their way back"
+        else:
+            assert layout == "contiguous" or degree == 1
+
+
+def test_neighbours_exchange_and_ranks_with_the_same_heads_share_a_plan() -> None:
+    split = split_tokens(2, 5, 8, "contiguous", 4)
+    assert list(split.inner) == [4, 5]
+    assert list(split.outer) == [1, 3, 5, 7]
+    assert split.pieces == split.returned == ()
+
+
+@pytest.mark.parametrize(
+    ("degree", "ranks", "heads", "said"),
+    [
+        (2, 4, 33, r"ulysses_degree=2 with 33 heads.*as many heads.*divides both 4 ranks and 33 heads: 1\."),
+        (4, 4, 6, r"ulysses_degree=4 with 6 heads.*6 heads: 1, 2\."),
+        (3, 4, 12, r"ulysses_degree=3 on a group of 4 ranks.*12 heads: 1, 2, 4\."),
+        (0, 4, 12, r"ulysses_degree=0"),
+        (8, 4, 8, r"ulysses_degree=8 on a group of 4 ranks"),
+    ],
+)
+def test_a_degree_that_does_not_divide_is_refused_with_those_that_do(
+    degree: int, ranks: int, heads: int, said: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        check_degree(degree, ranks, heads)
+
+
+def test_layouts_whose_neighbours_do_not_make_a_whole_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scattered(length: int, ranks: int) -> layouts.Layout:
+        return layouts.Layout(layouts.cut(length, ranks), tuple(3 * chunk % ranks for chunk in range(ranks)))
+
+    monkeypatch.setitem(layouts.LAYOUTS, "scattered", scattered)
+    monkeypatch.setitem(layouts.PIECES, "scattered", 1)
+    with pytest.raises(UnsupportedError, match=r"layout 'scattered'.*neighbouring ranks do not hold"):
+        split_tokens(2, 0, 8, "scattered", 4)
+
+
+def test_what_is_sent_is_what_the_other_ranks_compute() -> None:
+    whole = AttentionShape(batch=3, heads=8, kv_heads=2, head_dim=16, head_dim_v=12)
+    split = split_heads(4, 8, 8, 2)
+    assert split.shape(whole) == AttentionShape(batch=3, heads=2, kv_heads=1, head_dim=16, head_dim_v=12)
+    row = 2 * (16 * 2 + 16 + 12)  # q, k and v of two query heads and a kv head, in 2 bytes
+    out = 2 * 12 * 2
+    assert split.sent(whole, 10) == (3 * 3 * 10 * (row + out + 8), 3 * 3 * 10 * (row + 2 * out + 8 + row))
+    assert split_heads(1, 8, 8, 2).sent(whole, 10) == (0, 0)
