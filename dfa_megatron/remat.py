@@ -26,7 +26,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from dfa_megatron.errors import RematError
+from dfa_megatron.errors import RematError, UnsupportedError
+from dfa_megatron.kept import HostKept, Kept
 from dfa_megatron.runtime.counters import COUNTERS
 
 logger = logging.getLogger(__name__)
@@ -45,34 +46,14 @@ class _Active(threading.local):
 _ACTIVE = _Active()
 
 
-class _Kept:
-    """One attention's (out, lse) and the versions they had, so that an in-place change does not pass unseen."""
-
-    __slots__ = ("pair", "versions")
-
-    def __init__(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        self.pair = (out.detach(), lse.detach())
-        self.versions = self._now()
-
-    def _now(self) -> tuple[int | None, ...]:
-        return tuple(None if kept.is_inference() else kept._version for kept in self.pair)
-
-    @property
-    def changed(self) -> bool:
-        return self._now() != self.versions
-
-    @property
-    def bytes(self) -> int:
-        return sum(kept.numel() * kept.element_size() for kept in self.pair)
-
-
 class _Region:
     """What one call of a checkpoint function keeps; a place whose pair was taken holds None."""
 
-    __slots__ = ("__weakref__", "kept", "recorded")
+    __slots__ = ("__weakref__", "kept", "offload", "recorded")
 
-    def __init__(self) -> None:
-        self.kept: list[_Kept | None] = []
+    def __init__(self, offload: bool = False) -> None:
+        self.kept: list[Kept | None] = []
+        self.offload = offload
         self.recorded = False
 
     def drop(self) -> None:
@@ -95,13 +76,17 @@ class Frame:
         return self._first and (self._enclosing is None or self._enclosing.recording)
 
     @property
+    def _offloads(self) -> bool:
+        return self._region.offload or (self._enclosing is not None and self._enclosing._offloads)
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes of (out, lse) that the region holds now."""
         return sum(kept.bytes for kept in self._region.kept if kept is not None)
 
     def record(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Keep the result of an attention that just ran: detached, the same storage, no copy."""
-        kept = _Kept(out, lse)
+        kept = HostKept(out, lse) if self._offloads else Kept(out, lse)
         COUNTERS.remat_bytes += kept.bytes
         frame: Frame | None = self
         while frame is not None:
@@ -117,7 +102,7 @@ class Frame:
         """
         if self._first and self._enclosing is not None:
             pair = self._enclosing.take()
-            self._region.kept.append(_Kept(*pair))
+            self._region.kept.append(Kept(*pair))
             return pair
         region, call = self._region, self._next
         if call >= len(region.kept):
@@ -128,7 +113,7 @@ class Frame:
             raise RematError(_TWICE.format(call=call))
         if kept.changed:
             raise RematError(_CHANGED.format(call=call))
-        return kept.pair
+        return kept.take()
 
     def _close(self, failed: bool) -> None:
         """The pass is over. An early stop of the recompute arrives here as an exception, too."""
@@ -136,6 +121,9 @@ class Frame:
         if self._first:
             if failed:
                 region.kept.clear()
+            for kept in region.kept:
+                if kept is not None:
+                    kept.settle()
             region.recorded = not failed
             return
         left = sum(kept is not None for kept in region.kept)
@@ -175,19 +163,33 @@ def active_frame() -> Frame | None:
     return _ACTIVE.frame
 
 
-def context_fn() -> Contexts:
+def context_fn(offload: bool = False) -> Contexts:
     """Contexts of the first pass and the recompute, for `torch.utils.checkpoint.checkpoint`.
 
     Use: `checkpoint(fn, *args, use_reentrant=False, context_fn=remat.context_fn)`. In a region that torch.compile
     traces, where only dispatch modes may be given, these are the ones of `selective_context_fn`.
+
+    Args:
+        offload: keep (out, lse) in pinned host memory between the two passes; `partial(context_fn, offload=True)`.
+
+    Raises:
+        UnsupportedError: offload in a region that torch.compile traces.
     """
     if _tracing():
+        if offload:
+            raise UnsupportedError(
+                "offload in a region that torch.compile traces",
+                "the compiler keeps attention's outputs there, and not this package",
+                "offload=False, or regions that are not compiled",
+            )
         return selective_context_fn()
-    region = _Region()
+    region = _Region(offload)
     return _Pass(region, first=True), _Pass(region, first=False)
 
 
-def remat_checkpoint(fn: Callable[..., Any], *args: Any, checkpoint: Callable[..., Any] | None = None) -> Any:
+def remat_checkpoint(
+    fn: Callable[..., Any], *args: Any, checkpoint: Callable[..., Any] | None = None, offload: bool = False
+) -> Any:
     """Run fn(*args) and keep only args and the (out, lse) of its attentions, with a re-entrant checkpoint function.
 
     Args:
@@ -196,13 +198,14 @@ def remat_checkpoint(fn: Callable[..., Any], *args: Any, checkpoint: Callable[..
             recomputes, as Megatron-Core's, Transformer Engine's, DeepSpeed's and PyTorch's re-entrant ones do. Default:
             PyTorch's, with the RNG state preserved. If it calls `run` just once, with gradients (a framework that does
             not checkpoint while a CUDA graph is captured), the attentions are run as if there were no region.
+        offload: keep (out, lse) in pinned host memory between the two passes.
 
     Returns:
         What `checkpoint` returns; with gradients disabled (evaluation), fn(*args), and nothing is kept.
     """
     if not torch.is_grad_enabled():
         return fn(*args)
-    region = _Region()
+    region = _Region(offload)
     plain_passes = 0
 
     def run(*inputs: Any) -> Any:

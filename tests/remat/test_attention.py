@@ -22,6 +22,7 @@ WAYS: dict[str, Callable[..., Any]] = {
     "full reentrant": partial(checkpoint, use_reentrant=True),
     "context_fn": partial(checkpoint, use_reentrant=False, context_fn=remat.context_fn),
     "remat_checkpoint": remat.remat_checkpoint,
+    "offloaded": partial(remat.remat_checkpoint, offload=True),
     "selective": partial(checkpoint, use_reentrant=False, context_fn=remat.selective_context_fn),
 }
 
@@ -67,10 +68,10 @@ def test_remat_runs_and_sends_half_of_full_recompute_with_the_same_bits(ranks: i
         for count in ("attention_forwards", "kernel_forwards", "forward_messages", "forward_bytes"):
             for full in ("full", "full reentrant"):
                 assert counts[full][count] == 2 * plain[count]
-            for kept in ("context_fn", "remat_checkpoint", "selective"):
+            for kept in ("context_fn", "remat_checkpoint", "offloaded", "selective"):
                 assert counts[kept][count] == plain[count]
         for count in ("attention_backwards", "kernel_backwards", "backward_messages", "backward_bytes"):
             assert all(counts[name][count] == plain[count] for name in WAYS)
-        for front in ("context_fn", "remat_checkpoint"):
+        for front in ("context_fn", "remat_checkpoint", "offloaded"):
             assert counts[front]["replays"] == 2 * LAYERS
             assert counts[front]["remat_bytes"] == 2 * LAYERS * LOCAL * (HIDDEN + HEADS) * 8

@@ -106,14 +106,25 @@ def non_reentrant(fn: Callable[..., Any], *args: Any) -> Any:
     return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=remat.context_fn)
 
 
+def offloaded(fn: Callable[..., Any], *args: Any) -> Any:
+    """The `context_fn` front whose results wait in host memory."""
+    return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=partial(remat.context_fn, offload=True))
+
+
 FRONTS: dict[str, Callable[..., Any]] = {
     "context_fn": non_reentrant,
     "context_fn without early stop": full_early_stop_off,
     "remat_checkpoint": remat.remat_checkpoint,
     "remat_checkpoint around a framework's own": partial(remat.remat_checkpoint, checkpoint=OwnReentrant.apply),
+    "context_fn, offloaded": offloaded,
+    "remat_checkpoint, offloaded": partial(remat.remat_checkpoint, offload=True),
 }
 front = pytest.mark.parametrize("front", FRONTS.values(), ids=FRONTS.keys())
-two_fronts = pytest.mark.parametrize("front", [non_reentrant, remat.remat_checkpoint], ids=["context_fn", "reentrant"])
+two_fronts = pytest.mark.parametrize(
+    "front",
+    [non_reentrant, remat.remat_checkpoint, offloaded, partial(remat.remat_checkpoint, offload=True)],
+    ids=["context_fn", "reentrant", "context_fn, offloaded", "reentrant, offloaded"],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -415,7 +426,7 @@ def test_an_exception_in_the_recompute_restores_the_thread(front: Any) -> None:
         return out * 2
 
     loss = front(region, torch.randn(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)).sum()
-    if front is non_reentrant:
+    if front in (non_reentrant, offloaded):
         loss.backward()  # the early stop comes before the failing line
     else:
         with pytest.raises(ZeroDivisionError):

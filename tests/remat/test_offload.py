@@ -1,0 +1,262 @@
+"""Results that wait in host memory: they come back in time and unchanged, and nothing stays when a step is over."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from dfa_megatron import dist_flash_attn_func, kept, remat
+from dfa_megatron.errors import RematError, UnsupportedError
+from dfa_megatron.kept import HostKept, Kept
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+    """What travels, in order: the direction, and the number that the pair is filled with."""
+    seen: list[tuple[str, float]] = []
+    down, up = kept._Lane.to_host, kept._Lane.to_device
+
+    def to_host(lane: Any, pair: Any) -> Any:
+        seen.append(("down", pair[0].flatten()[0].item()))
+        return down(lane, pair)
+
+    def to_device(lane: Any, moved: Any) -> Any:
+        seen.append(("up", moved.pair[0].flatten()[0].item()))
+        return up(lane, moved)
+
+    monkeypatch.setattr(kept._Lane, "to_host", to_host)
+    monkeypatch.setattr(kept._Lane, "to_device", to_device)
+    return seen
+
+
+def settled(count: int) -> list[HostKept]:
+    """Pairs of `count` layers after their first passes, filled with their numbers."""
+    pairs = []
+    for n in range(count):
+        pairs.append(HostKept(torch.full((2, 3), float(n)), torch.full((2,), -float(n))))
+        pairs[-1].settle()
+    return pairs
+
+
+def test_the_last_pair_stays_and_each_taker_starts_the_way_back_of_the_next(moves: list[tuple[str, float]]) -> None:
+    pairs = settled(4)
+    assert moves == [("down", 0), ("down", 1), ("down", 2), ("down", 3)]
+    moves.clear()
+    for n in (3, 2, 1, 0):
+        out, lse = pairs.pop().take()
+        assert torch.equal(out, torch.full((2, 3), float(n)))
+        assert torch.equal(lse, torch.full((2,), -float(n)))
+        # The pair of layer 3 never left; the one below the taker is on its way before the taker goes on.
+        assert moves == [("up", float(m)) for m in range(2, max(n - 2, -1), -1)][: 4 - n]
+
+
+def test_what_is_given_up_does_not_come_back(moves: list[tuple[str, float]]) -> None:
+    pairs = settled(3)
+    moves.clear()
+    del pairs[1]
+    for pair in reversed(pairs):
+        pair.take()
+    assert moves == [("up", 0)]
+
+
+def test_pairs_leave_the_device_when_the_next_one_is_settled() -> None:
+    first, second = settled(2)
+    assert first._pair is None
+    assert second._pair is not None
+    third = HostKept(torch.zeros(1), torch.zeros(1))
+    assert second._pair is not None, "its region may still be at work"
+    third.settle()
+    third.settle()
+    assert second._pair is None
+    assert third._pair is not None
+
+
+def test_a_write_is_seen_also_when_the_pair_has_left() -> None:
+    out = torch.zeros(3)
+    pair = HostKept(out, torch.zeros(3))
+    assert not pair.changed
+    out.add_(1)
+    pair.settle()
+    settled(1)
+    assert pair._pair is None
+    assert pair.changed
+
+
+def test_memory_format_and_bytes_are_kept() -> None:
+    out = torch.arange(24.0).view(2, 3, 4).transpose(1, 2)
+    pair = HostKept(out, torch.zeros(2, 3))
+    pair.settle()
+    settled(1)
+    back, _ = pair.take()
+    assert torch.equal(back, out)
+    assert back.stride() == out.stride()
+    assert pair.bytes == (24 + 6) * 4
+
+
+def test_offload_where_a_compiler_keeps_the_outputs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remat, "_tracing", lambda: True)
+    with pytest.raises(UnsupportedError, match=r"offload in a region that torch\.compile traces"):
+        remat.context_fn(offload=True)
+
+
+# One step of a small model in one process, in all the ways a step can go.
+
+LAYERS, TOKENS, HEADS, HEAD_DIM = 3, 8, 2, 4
+HIDDEN = HEADS * HEAD_DIM
+
+
+class Layer(torch.nn.Module):
+    """Attention with a projection before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.proj = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.failing = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.view(1, TOKENS, HEADS, HEAD_DIM) for part in self.qkv(x).chunk(3, -1))
+        out = dist_flash_attn_func(q, k, v)
+        assert isinstance(out, torch.Tensor)
+        if self.failing == ("recompute" if torch.is_grad_enabled() else "first pass"):
+            raise ZeroDivisionError(self.failing)
+        return x + self.proj(out.flatten(2)).tanh()
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "remat_checkpoint": remat.remat_checkpoint,
+    "remat_checkpoint, offloaded": partial(remat.remat_checkpoint, offload=True),
+    "context_fn": partial(torch_checkpoint, use_reentrant=False, context_fn=remat.context_fn),
+    "context_fn, offloaded": partial(
+        torch_checkpoint, use_reentrant=False, context_fn=partial(remat.context_fn, offload=True)
+    ),
+}
+
+
+def a_step(layers: list[Layer], way: Callable[..., Any], number: int) -> None:
+    """Training; every few steps an evaluation, a frozen layer, a failure, a forward without backward, or a re-run."""
+    x = torch.randn(1, TOKENS, HIDDEN)
+    kind = ("train", "evaluate", "freeze", "first pass", "recompute", "forget", "re-run")[number % 7]
+    if kind == "evaluate":
+        with torch.no_grad():
+            for layer in layers:
+                x = way(layer, x)
+        return
+    for layer in layers:
+        layer.requires_grad_(not (kind == "freeze" and layer is layers[1]))
+    layers[1].failing = kind if kind in ("first pass", "recompute") else ""
+    for _ in range(2 if kind == "re-run" else 1):
+        hidden = x.clone().requires_grad_()
+        with contextlib.suppress(ZeroDivisionError):
+            for layer in layers:
+                hidden = way(layer, hidden)
+            if kind != "forget":
+                hidden.square().sum().backward()
+    for layer in layers:
+        layer.zero_grad(set_to_none=True)
+
+
+def living() -> dict[str, int]:
+    """Tensors, and what regions are made of, that the interpreter still has."""
+    gc.collect()
+    kinds = {"tensors": torch.Tensor, "frames": remat.Frame, "regions": remat._Region, "pairs": Kept}
+    return {name: sum(issubclass(type(item), kind) for item in gc.get_objects()) for name, kind in kinds.items()}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_two_hundred_steps_of_every_kind_leave_nothing_behind(way: Callable[..., Any]) -> None:
+    torch.manual_seed(5)
+    layers = [Layer() for _ in range(LAYERS)]
+    counts = []
+    for number in range(200):
+        a_step(layers, way, number)
+        if number in (20, 199):
+            counts.append(living())
+    assert counts[0] == counts[1]
+    assert counts[1]["regions"] == counts[1]["frames"] == counts[1]["pairs"] == 0
+    assert remat.active_frame() is None
+
+
+def gradients(layers: list[Layer], way: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
+    hidden = leaf = x.clone().requires_grad_()
+    for layer in layers:
+        layer.zero_grad()
+        hidden = way(layer, hidden)
+    hidden.square().sum().backward()
+    assert leaf.grad is not None
+    return [leaf.grad, *(p.grad.clone() for layer in layers for p in layer.parameters() if p.grad is not None)]
+
+
+def test_gradients_are_the_same_to_the_bit_with_and_without() -> None:
+    torch.manual_seed(7)
+    layers = [Layer() for _ in range(LAYERS)]
+    x = torch.randn(1, TOKENS, HIDDEN)
+    want = gradients(layers, lambda fn, y: fn(y), x)
+    for name, way in WAYS.items():
+        got = gradients(layers, way, x)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [name for name in WAYS if "offloaded" in name])
+def test_on_a_gpu_memory_falls_and_gradients_stay_the_same_to_the_bit(way: str) -> None:
+    device, rows, depth = torch.device("cuda"), 1 << 16, 12
+    torch.manual_seed(9)
+
+    class Attention(torch.autograd.Function):
+        """Stands in for an attention whose results are large and cheap to make."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            frame = remat.active_frame()
+            assert frame is not None
+            if frame.recording:
+                out, lse = x.sin(), x[:, 0].clone()
+                frame.record(out, lse)
+            else:
+                out, lse = frame.take()
+            ctx.save_for_backward(x, out, lse)
+            return out.view_as(out)
+
+        @staticmethod
+        def backward(ctx: Any, dout: torch.Tensor) -> torch.Tensor:
+            x, out, lse = ctx.saved_tensors
+            return dout * x.cos() + out * lse[:, None]
+
+    weights = torch.randn(depth, 256, 256, device=device, requires_grad=True)
+    x = torch.randn(rows, 256, device=device)
+    peaks, results = {}, {}
+    for name in (way, way.removesuffix(", offloaded")):
+        for _ in range(3):  # the first rounds fill the allocators' pools
+            weights.grad = None
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            hidden = x.clone().requires_grad_()
+            for weight in weights:
+                hidden = WAYS[name](lambda y, weight=weight: Attention.apply(y @ weight * 0.05) @ weight * 0.05, hidden)
+            hidden.square().sum().backward()
+            torch.cuda.synchronize()
+        peaks[name], results[name] = torch.cuda.max_memory_allocated(), weights.grad
+    assert torch.equal(*results.values())
+    pair = rows * 257 * 4
+    saved = peaks[way.removesuffix(", offloaded")] - peaks[way]
+    assert saved > (depth - 4) * pair * 0.8, f"{saved / pair:.1f} of {depth} pairs are off the GPU at the peak"
+
+
+def test_a_second_backward_is_refused_and_its_host_memory_is_free() -> None:
+    torch.manual_seed(11)
+    (layer,) = (Layer() for _ in range(1))
+    loss = remat.remat_checkpoint(layer, torch.randn(1, TOKENS, HIDDEN, requires_grad=True), offload=True).sum()
+    pairs = [weakref.ref(item) for item in gc.get_objects() if type(item) is HostKept]
+    assert len(pairs) == 1
+    loss.backward(retain_graph=True)
+    assert pairs[0]() is None
+    with pytest.raises(RematError, match="second backward"):
+        loss.backward()
