@@ -61,6 +61,11 @@ class DistAttentionConfig:
         "auto: on where full recomputation was asked for.",
         REMAT,
     )
+    remat_offload: bool = _option(
+        False,
+        "Keep them in pinned host memory until the recompute takes them; they travel beside the computation. Needs "
+        "rematerialization.",
+    )
     deterministic: bool = _option(False, "The same gradients to the bit from run to run; may be slower.")
     wire_dtype: str = _option(
         "input",
@@ -181,9 +186,9 @@ class DistAttentionConfig:
     def keywords(self) -> dict[str, Any]:
         """These options as keywords of `dist_flash_attn_func`, for layers whose tokens lie as the layout says inside.
 
-        `boundary` is contiguous there; `remat` is no matter of the function's.
+        `boundary` is contiguous there; rematerialization is no matter of the function's.
         """
-        values = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "remat"}
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self) if not spec.name.startswith("remat")}
         return values | {"layout": "contiguous" if self.layout == "boundary" else self.layout}
 
     def replace(self, **changes: Any) -> DistAttentionConfig:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention, inputs
@@ -19,10 +18,6 @@ from dfa_megatron.huggingface.refusals import check_model, check_options
 from dfa_megatron.runtime.channel import Group, group_name, group_size
 
 logger = logging.getLogger(__name__)
-
-CHECKPOINTS = ("none", "full", "remat")
-"""none: the model's own setting stays. full: transformers' activation checkpointing, in which attention runs twice.
-remat: the same with attention's output and lse kept, so that it runs and sends once."""
 
 TESTED = (
     "gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe",
@@ -78,7 +73,7 @@ def distribute_attention(
     for module in {inner, decoder, *layers}:
         setattr(module, CONTEXT, context)
     inner.set_attn_implementation(NAME)
-    _set_checkpointing(inner, checkpoint)
+    _set_checkpointing(inner, checkpoint, options)
     return model
 
 
@@ -114,17 +109,6 @@ def transformers_model(model: torch.nn.Module) -> Any:
         "no transformers model was found in it",
         "a transformers causal language model; elsewhere, dfa_megatron.DistFlashAttention",
     )
-
-
-def _set_checkpointing(model: Any, checkpoint: str) -> None:
-    if checkpoint == "none":
-        return
-    keywords: dict[str, Any] = {"use_reentrant": False}
-    if checkpoint == "remat":
-        keywords["context_fn"] = remat.context_fn
-    # The first name is the newer one; the second warns that it is deprecated where both exist.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(keywords)
 
 
 @functools.cache

@@ -108,7 +108,8 @@ class DistributedAttentionLayer:
 
         self._dfa.report_kept(layer, hidden_states)
         checkpoint = checkpoint_of(layer.config, layer.tp_group)
-        return remat_checkpoint(body, hidden_states, context, checkpoint=checkpoint)
+        offload = self._dfa.options.remat_offload
+        return remat_checkpoint(body, hidden_states, context, checkpoint=checkpoint, offload=offload)
 
 
 @functools.cache

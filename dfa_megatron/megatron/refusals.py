@@ -149,6 +149,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "one of the two",
     ),
     Refusal(
+        lambda c, o: o.remat_offload and o.remat == "off",
+        "remat_offload together with remat='off'",
+        "nothing is kept that could travel",
+        "remat='auto' or 'on'",
+    ),
+    Refusal(
         lambda c, o: _get(c, "num_microbatches_with_partial_activation_checkpoints") is not None and o.remat != "off",
         "num_microbatches_with_partial_activation_checkpoints",
         "rematerialization recomputes the same layers in every micro-batch",

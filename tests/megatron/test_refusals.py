@@ -47,6 +47,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("inference_optimized", {"transformer_impl": "inference_optimized"}, {}),
     ("offloading core_attn", {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, {}),
     ("cpu_offloading", {"cpu_offloading": True}, {"remat": "on"}),
+    ("remat_offload", {}, {"remat_offload": True, "remat": "off"}),
     ("partial_activation_checkpoints", {"num_microbatches_with_partial_activation_checkpoints": 1}, {}),
     ("heterogeneous_block_specs", {"heterogeneous_block_specs": True}, {}),
     ("multi-latent attention", {"multi_latent_attention": True}, {}),
