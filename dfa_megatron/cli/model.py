@@ -34,6 +34,7 @@ class Model:
     recompute_granularity: str | None = None
     dfa_schedule: str = "auto"
     dfa_layout: str = "boundary"
+    dfa_ulysses_degree: int = 1
 
     @property
     def head_dim(self) -> int:

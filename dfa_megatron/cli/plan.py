@@ -12,10 +12,11 @@ from dfa_megatron.argument_file import read_arguments
 from dfa_megatron.cli import model as models
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan import mask as masks
-from dfa_megatron.plan.choose import TOKEN_LAYOUTS, candidates, make_plan
+from dfa_megatron.plan.choose import TOKEN_LAYOUTS, Candidate, candidates, make_plan
 from dfa_megatron.plan.cost import AttentionShape, bytes_of, phases_of, simulate
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.hardware import PROFILES, Hardware, Link
+from dfa_megatron.plan.heads import HeadSplit, split_heads, split_tokens
 from dfa_megatron.plan.ir import PHASES, Plan, to_text
 from dfa_megatron.plan.lower import lower_all
 from dfa_megatron.plan.mask import Mask
@@ -34,6 +35,7 @@ DEFAULTS = {
     "ranks": 8,
     "schedule": "auto",
     "layout": "auto",
+    "ulysses_degree": 1,
     "seq_length": 65536,
     "batch": 1,
     "heads": 32,
@@ -57,6 +59,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--ranks", type=int, help="ranks that share the sequence (default: 8)")
     parser.add_argument("--schedule", help="auto, " + ", ".join(SCHEDULES) + " (default: auto)")
     parser.add_argument("--layout", help="auto, " + ", ".join(TOKEN_LAYOUTS) + " (default: auto)")
+    parser.add_argument(
+        "--ulysses-degree", type=int, help="ranks that exchange heads for tokens around the schedule (default: 1)"
+    )
     parser.add_argument("--seq-length", type=int, help="tokens of all ranks (default: 65536)")
     _add_mask(parser)
     shape = parser.add_argument_group("attention")
@@ -122,13 +127,26 @@ def run(args: argparse.Namespace) -> int:
         payload=args.payload,
     )
     hardware = _hardware(args)
-    plan = make_plan(mask, args.ranks, schedule=args.schedule, layout=args.layout, shape=shape, hardware=hardware)
+    heads = split_heads(args.ulysses_degree, args.ranks, shape.heads, shape.kv_heads)
+    whole, shape, ranks = shape, heads.shape(shape), args.ranks // args.ulysses_degree
+    plan = make_plan(mask, ranks, schedule=args.schedule, layout=args.layout, shape=shape, hardware=hardware)
     print(report(plan, shape, hardware, args.phase, args.width))
+    tokens = args.seq_length // args.ranks
+    if args.ulysses_degree > 1:
+        split_tokens(args.ulysses_degree, 0, args.ranks, plan.layout, tokens)
+        print("\n" + _exchange(heads, whole, tokens, args.ranks))
     if model is not None:
         sized = dataclasses.replace(model, seq_length=args.seq_length, micro_batch_size=args.batch)
-        print("\n" + models.report(sized, args.ranks, _message_bytes(plan, shape)))
+        packets = heads.landed(whole, tokens)
+        print("\n" + models.report(sized, args.ranks, _message_bytes(plan, shape) + packets))
     if args.schedule == "auto":
-        print("\n" + _comparison(plan, mask, args, shape, hardware))
+        looked_at = candidates(mask, ranks, layout=args.layout, shape=shape, hardware=hardware)
+        print("\n" + _comparison(plan, looked_at))
+    _write_files(args, plan, shape, hardware)
+    return 0
+
+
+def _write_files(args: argparse.Namespace, plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> None:
     if args.svg is not None:
         _write(args.svg, draw(plan, "svg", phase=args.phase, shape=shape, hardware=hardware))
     if args.chrome is not None:
@@ -138,7 +156,6 @@ def run(args: argparse.Namespace) -> int:
         for one in shown:
             name = f"{args.text.stem}.{one.phase.name}{args.text.suffix}" if len(shown) > 1 else args.text.name
             _write(args.text.with_name(name), to_text(one))
-    return 0
 
 
 def _fill_in(args: argparse.Namespace, model: models.Model | None) -> None:
@@ -148,6 +165,7 @@ def _fill_in(args: argparse.Namespace, model: models.Model | None) -> None:
         known.update(
             ranks=model.context_parallel_size,
             schedule=model.dfa_schedule,
+            ulysses_degree=model.dfa_ulysses_degree,
             layout="zigzag" if model.dfa_layout == "zigzag" else "contiguous",  # inside the layers
             seq_length=model.seq_length,
             batch=model.micro_batch_size,
@@ -169,6 +187,16 @@ def _message_bytes(plan: AttentionPlan, shape: AttentionShape) -> int:
             slots = program.peak_slots().items()
             most = max(most, sum(count * bytes_of(name, tokens, shape) for name, count in slots))
     return most
+
+
+def _exchange(heads: HeadSplit, whole: AttentionShape, tokens: int, ranks: int) -> str:
+    """What happens around a plan whose ranks are groups of ranks."""
+    forward, backward = heads.sent(whole, tokens)
+    return (
+        f"around it, not simulated: {heads.degree} neighbours each of {ranks} ranks exchange heads for tokens\n"
+        f"the plan    is of {ranks // heads.degree} ranks with {heads.heads} heads and {heads.kv_heads} kv heads\n"
+        f"MB sent     {forward / 1e6:.1f} by every rank around the forward, {backward / 1e6:.1f} around the backward"
+    )
 
 
 def _write(path: Path, text: str) -> None:
@@ -206,11 +234,9 @@ def _per_rank(name: str, nbytes: tuple[int, ...], width: int) -> list[str]:
     return lines
 
 
-def _comparison(
-    plan: AttentionPlan, mask: Mask, args: argparse.Namespace, shape: AttentionShape, hardware: Hardware
-) -> str:
+def _comparison(plan: AttentionPlan, looked_at: tuple[Candidate, ...]) -> str:
     lines = [f"auto took {plan.schedule}; forward and backward together:"]
-    for candidate in candidates(mask, args.ranks, layout=args.layout, shape=shape, hardware=hardware):
+    for candidate in looked_at:
         cost = f"{1e3 * candidate.seconds:.3f} ms" if candidate.plan else candidate.refusal
         lines.append(f"  {candidate.schedule:16s} {cost}")
     return "\n".join(lines)

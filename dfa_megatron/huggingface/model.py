@@ -15,6 +15,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention, inputs
 from dfa_megatron.huggingface.attention import CONTEXT, NAME, LayerContext
 from dfa_megatron.huggingface.refusals import check_model, check_options
+from dfa_megatron.plan.heads import check_degree
 from dfa_megatron.runtime.channel import Group, group_name, group_size
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ def distribute_attention(
     _note_untested(inner.config.model_type)
     attention.register()
     name = group_name(group)
+    check_degree(options.ulysses_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
     before = known.before if known is not None else inner.config._attn_implementation
     context = LayerContext(group=name, size=group_size(name), options=options, before=before, accelerate=accelerate)

@@ -49,18 +49,26 @@ class HeadSplit:
         """What one rank of the plan computes."""
         return replace(whole, heads=self.heads, kv_heads=self.kv_heads)
 
-    def sent(self, whole: AttentionShape, tokens: int) -> tuple[int, int]:
-        """Bytes that a rank with that many tokens sends to others around a forward, and around a backward.
+    def packets(self, whole: AttentionShape) -> tuple[int, int, int, int]:
+        """Bytes for a token of a sequence from one rank to one other: before and after a forward, then a backward.
 
         Without what packets are padded by. `whole` is the shape of the call.
         """
-        peers = (self.degree - 1) * whole.batch * tokens
         q, k = self.heads * whole.head_dim, self.kv_heads * whole.head_dim
         out, v = self.heads * whole.value_dim, self.kv_heads * whole.value_dim
+        qkv, out = (q + k + v) * whole.bytes_per_element, out * whole.bytes_per_element
         lse = self.heads * whole.accumulator_bytes
-        forward = (q + k + v + out) * whole.bytes_per_element + lse
-        backward = (2 * (q + k + v) + 2 * out) * whole.bytes_per_element + lse
-        return peers * forward, peers * backward
+        return qkv, out + lse, qkv + 2 * out + lse, qkv
+
+    def sent(self, whole: AttentionShape, tokens: int) -> tuple[int, int]:
+        """Bytes that a rank with that many tokens sends to others around a forward, and around a backward."""
+        peers = (self.degree - 1) * whole.batch * tokens
+        packets = self.packets(whole)
+        return peers * sum(packets[:2]), peers * sum(packets[2:])
+
+    def landed(self, whole: AttentionShape, tokens: int) -> int:
+        """Bytes of what such a rank has taken in while the backward of the plan runs; nothing is where degree is 1."""
+        return self.degree * whole.batch * tokens * self.packets(whole)[2] if self.degree > 1 else 0
 
 
 def split_heads(degree: int, ranks: int, heads: int, kv_heads: int) -> HeadSplit:

@@ -75,6 +75,7 @@ def test_a_model_that_was_only_switched_by_name_says_what_is_missing() -> None:
         ({"options": DistAttentionConfig(layout="zigzag")}, "layout='zigzag'"),
         ({"options": DistAttentionConfig(remat="on")}, "remat='on'"),
         ({"checkpoint": "selective"}, "checkpoint='selective'"),
+        ({"options": DistAttentionConfig(ulysses_degree=2)}, "ulysses_degree=2 on a group of 1 ranks"),
     ],
 )
 def test_an_option_that_means_nothing_here_is_refused(keywords: Any, message: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
+from dfa_megatron.cli.main import main
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan import layout as layouts
 from dfa_megatron.plan.cost import AttentionShape
@@ -94,3 +96,36 @@ def test_what_is_sent_is_what_the_other_ranks_compute() -> None:
     out = 2 * 12 * 2
     assert split.sent(whole, 10) == (3 * 3 * 10 * (row + out + 8), 3 * 3 * 10 * (row + 2 * out + 8 + row))
     assert split_heads(1, 8, 8, 2).sent(whole, 10) == (0, 0)
+    assert split.landed(whole, 10) == 3 * 4 * 10 * (row + 2 * out + 8)
+    assert split_heads(1, 8, 8, 2).landed(whole, 10) == 0
+
+
+def test_the_command_shows_the_plan_inside_and_what_the_exchange_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--heads", "32", "--kv-heads", "2", "--seq-length", "8192", "--schedule", "balanced"]
+    assert main(["plan", "--ranks", "8", "--ulysses-degree", "4", *shape]) == 0
+    out = capsys.readouterr().out
+    assert "balanced of causal over 8192 tokens on 2 ranks" in out
+    assert "4 neighbours each of 8 ranks" in out
+    assert "of 2 ranks with 8 heads and 1 kv heads" in out
+    forward = 3 * 1024 * ((8 + 1 + 1 + 8) * 256 + 8 * 4)
+    assert f"MB sent     {forward / 1e6:.1f} by every rank around the forward" in out
+    assert main(["plan", "--ranks", "8", *shape]) == 0
+    assert "neighbours" not in capsys.readouterr().out
+
+
+def test_the_command_reads_the_degree_of_a_file_of_flags_and_refuses_wrong_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = tmp_path / "flags.args"
+    flags.write_text(
+        "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 4096 --context-parallel-size 4\n"
+        "--dfa-ulysses-degree 2\n"
+    )
+    assert main(["plan", "--config", str(flags)]) == 0
+    assert "of 2 ranks with 4 heads and 4 kv heads" in capsys.readouterr().out
+    for arguments, said in (
+        (["--ulysses-degree", "3"], "divides both 8 ranks and 32 heads: 1, 2, 4, 8"),
+        (["--ulysses-degree", "2", "--seq-length", "4"], "multiple of 8"),
+    ):
+        assert main(["plan", "--ranks", "8", *arguments]) != 0
+        assert said in capsys.readouterr().err
