@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +17,9 @@ logger = logging.getLogger(__name__)
 Partial = tuple[torch.Tensor, torch.Tensor]
 """(out, lse): out (batch, rows, heads, head_dim), lse (batch, heads, rows); views allowed."""
 
+MOST_PARTS = 4
+"""How many partials are folded at once."""
+
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -25,32 +29,39 @@ def identity_(out: torch.Tensor, lse: torch.Tensor) -> None:
     lse.fill_(-math.inf)
 
 
-def merge(old: Partial, new: Partial, into: Partial) -> None:
-    """Merge two normalised partials of the same rows; `into` is `old`, tensor for tensor, or memory of its own.
+def merge(parts: Sequence[Partial], into: Partial) -> None:
+    """Merge up to MOST_PARTS normalised partials of the same rows.
 
-    Any dtypes; the arithmetic is float32, float64 where any of them is. A side whose lse is -inf weighs exactly 0, and
-    -inf on both sides leaves 0 and -inf. NaN is passed on, never hidden. Source: the online softmax (Milakov and
-    Gimelshein 2018) in normalised form, O = O1 + sigmoid(L2 - L1) (O2 - O1), L = log(exp L1 + exp L2). On CUDA one
-    Triton kernel does it where it can.
+    `into` is the first part, tensor for tensor, or memory of its own. Any dtypes; the arithmetic is float32, float64
+    where any of them is. A part whose lse is -inf weighs exactly 0, and -inf everywhere leaves 0 and -inf. NaN is
+    passed on, never hidden. Source: the online softmax (Milakov and Gimelshein 2018) in normalised form,
+    L = log(sum of exp L_i), O = sum of exp(L_i - L) O_i. On CUDA one Triton kernel does it where it can.
     """
-    if _fusable(*old, *new, *into) and all(out.stride(-1) == 1 for out, _ in (old, new, into)):
+    tensors = [x for part in (*parts, into) for x in part]
+    if _fusable(*tensors) and all(out.stride(-1) == 1 for out, _ in (*parts, into)):
         from dfa_megatron.kernels import triton_merge
 
-        triton_merge.merge(old, new, into)
+        triton_merge.merge(parts, into)
         return
-    _merge_by_operations(old, new, into)
+    _merge_by_operations(parts, into)
 
 
-def add(old: torch.Tensor, new: torch.Tensor, into: torch.Tensor) -> None:
-    """`into` = old + new, (batch, rows, heads, dim) each, rounded once; `into` is `old` or memory of its own."""
-    if _fusable(old, new, into) and all(_dense_rows(x) for x in (old, new, into)):
+def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """`into` = the sum of up to MOST_PARTS parts, (batch, rows, heads, dim) each, rounded once.
+
+    `into` is the first part, or memory of its own.
+    """
+    if _fusable(*parts, into) and all(_dense_rows(x) for x in (*parts, into)):
         from dfa_megatron.kernels import triton_merge
 
-        triton_merge.add(old, new, into)
-    elif into is old:
-        into.add_(new)
-    else:
-        torch.add(old.to(_high(old, new, into)), new, out=into)
+        triton_merge.add(parts, into)
+        return
+    high = _high(*parts, into)
+    total = parts[0] if parts[0] is into and into.dtype == high else parts[0].to(high, copy=True)
+    for part in parts[1:]:
+        total += part
+    if total is not into:
+        into.copy_(total)
 
 
 def _high(*tensors: torch.Tensor) -> torch.dtype:
@@ -62,16 +73,16 @@ def _dense_rows(x: torch.Tensor) -> bool:
     return x[0].is_contiguous()
 
 
-def _merge_by_operations(old: Partial, new: Partial, into: Partial) -> None:
-    high = _high(*old, *new, *into)
-    old_lse, new_lse = old[1].to(high), new[1].to(high)
-    gap = (new_lse - old_lse).masked_fill_(new_lse == -math.inf, -math.inf)  # -inf - -inf would be NaN
-    weight = torch.sigmoid_(gap).transpose(1, 2).unsqueeze(-1)
-    if into[0] is old[0] and old[0].dtype == high:
-        into[0].lerp_(new[0].to(high), weight)
-    else:
-        into[0].copy_(torch.lerp(old[0].to(high), new[0].to(high), weight))
-    into[1].copy_(torch.logaddexp(old_lse, new_lse))
+def _merge_by_operations(parts: Sequence[Partial], into: Partial) -> None:
+    high = _high(*(x for part in (*parts, into) for x in part))
+    lses = [lse.to(high) for _, lse in parts]
+    lse = torch.logsumexp(torch.stack(lses), 0)
+    total = torch.zeros(into[0].shape, dtype=high, device=into[0].device)
+    for (out, _), part_lse in zip(parts, lses, strict=True):
+        weight = torch.exp(part_lse - lse).masked_fill_(part_lse == -math.inf, 0.0)  # -inf - -inf would be NaN
+        total.addcmul_(out.to(high), weight.transpose(1, 2).unsqueeze(-1))
+    into[0].copy_(total)
+    into[1].copy_(lse)
 
 
 def _fusable(*tensors: torch.Tensor) -> bool:
@@ -105,16 +116,16 @@ def _difference(device: torch.device) -> str | None:
     lse, other_lse = (4 * torch.sin(rows[k : k + 24]).view(1, 6, 4) for k in (0, 24))
     lse[0, :2] = other_lse[0, 1:3] = -math.inf
     want, got = (out.clone(), lse.clone()), (out.clone(), lse.clone())
-    _merge_by_operations(want, (other, other_lse), want)
-    triton_merge.merge(got, (other, other_lse), got)
+    _merge_by_operations([want, (other, other_lse), (out, lse)], want)
+    triton_merge.merge([got, (other, other_lse), (out, lse)], got)
     same = torch.allclose(got[0], want[0], rtol=1e-5, atol=1e-6) and torch.allclose(got[1], want[1], rtol=1e-5)
     total = torch.empty_like(out)
-    triton_merge.add(out, other, total)
+    triton_merge.add([out, other], total)
     return None if same and torch.equal(total, out + other) else "the Triton kernels' numbers are wrong here"
 
 
 def row_dot(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """delta = rowsum(dout * out), (batch, heads, rows) in the accumulator's dtype (paper, section 3.2; FlashAttention-2)."""
+    """delta = rowsum(dout * out), (batch, heads, rows) in the accumulator's dtype (paper, section 3.2)."""
     if _fusable(dout, out) and dout.stride(-1) == out.stride(-1) == 1:
         from dfa_megatron.kernels import triton_merge
 

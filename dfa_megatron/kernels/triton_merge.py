@@ -1,6 +1,8 @@
-"""Folding two partials as one Triton kernel each: every value is read once and written once, in its final dtype."""
+"""Folding partials as one Triton kernel: every value is read once and written once, in its final dtype."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -11,13 +13,15 @@ from dfa_megatron.kernels.triton_support import interpreted, on_device_of
 
 @triton.jit
 def _merge(
-    old_out, old_lse, new_out, new_lse, into_out, into_lse, length, heads,
-    old_batch, old_row, old_head, old_lse_batch, old_lse_head, old_lse_row,
-    new_batch, new_row, new_head, new_lse_batch, new_lse_head, new_lse_row,
+    out0, out1, out2, out3, lse0, lse1, lse2, lse3, into_out, into_lse, length, heads,
+    out0_batch, out0_row, out0_head, lse0_batch, lse0_head, lse0_row,
+    out1_batch, out1_row, out1_head, lse1_batch, lse1_head, lse1_row,
+    out2_batch, out2_row, out2_head, lse2_batch, lse2_head, lse2_row,
+    out3_batch, out3_row, out3_head, lse3_batch, lse3_head, lse3_row,
     into_batch, into_row, into_head, into_lse_batch, into_lse_head, into_lse_row,
-    DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    COUNT: tl.constexpr, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_ROWS rows of one head. `into` may be `old`."""
+    """One program: BLOCK_ROWS rows of one head, of the first COUNT parts. `into` may be the first."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     head = (tl.program_id(1) % heads).to(tl.int64)
     batch = (tl.program_id(1) // heads).to(tl.int64)
@@ -25,75 +29,95 @@ def _merge(
     dims = tl.arange(0, BLOCK_D)
     inside = there[:, None] & (dims < DIM)[None, :]
     rows = rows.to(tl.int64)
-    old_lse += batch * old_lse_batch + head * old_lse_head + rows * old_lse_row
-    new_lse += batch * new_lse_batch + head * new_lse_head + rows * new_lse_row
-    before = tl.load(old_lse, mask=there, other=0.0).to(tl.float32)
-    here = tl.load(new_lse, mask=there, other=0.0).to(tl.float32)
-    gap = tl.where(here == -float("inf"), -float("inf"), here - before)  # -inf - -inf would be NaN
-    # sigmoid(gap) and log(1 + exp(-|gap|)) through exp(-|gap|), which cannot overflow.
-    small = tl.exp(-tl.abs(gap))
-    weight = tl.where(gap >= 0, 1.0, small) / (1.0 + small)
-    weight = tl.where(gap == gap, weight, gap)[:, None]
-    peak = tl.where(gap > 0, here, before)
-    merged_lse = tl.where(gap == -float("inf"), before, peak + tl.log(1.0 + small))
-    old_out += batch * old_batch + head * old_head + rows[:, None] * old_row + dims[None, :]
-    new_out += batch * new_batch + head * new_head + rows[:, None] * new_row + dims[None, :]
-    old = tl.load(old_out, mask=inside, other=0.0).to(tl.float32)
-    new = tl.load(new_out, mask=inside, other=0.0).to(tl.float32)
-    # From the nearer end, so that a weight of 0 or 1 gives that side exactly.
-    step = new - old
-    merged = tl.where(weight < 0.5, old + weight * step, new - (1.0 - weight) * step)
-    into_out += batch * into_batch + head * into_head + rows[:, None] * into_row + dims[None, :]
+    a = tl.load(lse0 + batch * lse0_batch + head * lse0_head + rows * lse0_row, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(lse1 + batch * lse1_batch + head * lse1_head + rows * lse1_row, mask=there, other=0.0).to(tl.float32)
+    peak = tl.maximum(a, b)
+    if COUNT > 2:
+        c = tl.load(lse2 + batch * lse2_batch + head * lse2_head + rows * lse2_row, mask=there, other=0.0)
+        c = c.to(tl.float32)
+        peak = tl.maximum(peak, c)
+    if COUNT > 3:
+        d = tl.load(lse3 + batch * lse3_batch + head * lse3_head + rows * lse3_row, mask=there, other=0.0)
+        d = d.to(tl.float32)
+        peak = tl.maximum(peak, d)
+    peak = tl.where(peak == -float("inf"), 0.0, peak)  # -inf - -inf would be NaN
+    a, b = tl.exp(a - peak), tl.exp(b - peak)
+    total = a + b
+    at = rows[:, None]
+    x0 = tl.load(out0 + batch * out0_batch + head * out0_head + at * out0_row + dims[None, :], mask=inside, other=0.0)
+    x1 = tl.load(out1 + batch * out1_batch + head * out1_head + at * out1_row + dims[None, :], mask=inside, other=0.0)
+    merged = a[:, None] * x0.to(tl.float32) + b[:, None] * x1.to(tl.float32)
+    if COUNT > 2:
+        c = tl.exp(c - peak)
+        total += c
+        x2 = tl.load(
+            out2 + batch * out2_batch + head * out2_head + at * out2_row + dims[None, :], mask=inside, other=0.0
+        )
+        merged += c[:, None] * x2.to(tl.float32)
+    if COUNT > 3:
+        d = tl.exp(d - peak)
+        total += d
+        x3 = tl.load(
+            out3 + batch * out3_batch + head * out3_head + at * out3_row + dims[None, :], mask=inside, other=0.0
+        )
+        merged += d[:, None] * x3.to(tl.float32)
+    merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
+    into_out += batch * into_batch + head * into_head + at * into_row + dims[None, :]
     into_lse += batch * into_lse_batch + head * into_lse_head + rows * into_lse_row
     # Several warps load the same lse, because a vector of rows is repeated over them. None may store before all have
-    # loaded, or a late one would take the merged lse for the old one where into is old.
+    # loaded, or a late one would take the merged lse for the old one where into is the first part.
     tl.debug_barrier()
-    tl.store(into_lse, tl.where(gap == gap, merged_lse, gap), mask=there)
+    tl.store(into_lse, peak + tl.log(total), mask=there)
     tl.store(into_out, merged.to(into_out.dtype.element_ty), mask=inside)
 
 
-def merge(
-    old: tuple[torch.Tensor, torch.Tensor],
-    new: tuple[torch.Tensor, torch.Tensor],
-    into: tuple[torch.Tensor, torch.Tensor],
-) -> None:
-    """`into` becomes the merge of the partials (out, lse) `old` and `new`; shapes as in `merge.merge`.
+def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], into: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """`into` becomes the merge of two to four partials (out, lse); shapes as in `merge.merge`.
 
-    `into` is `old`, tensor for tensor, or shares no memory with it. Last dimensions of every out are contiguous.
+    `into` is the first part, tensor for tensor, or shares no memory with any. Last dimensions of outs are contiguous.
     """
     batch, length, heads, dim = into[0].shape
     if not into[0].numel():
         return
     block_d = triton.next_power_of_2(dim)
     block_rows = 16 if interpreted() else max(1, 4096 // block_d)
-    strides = [stride for out, lse in (old, new, into) for stride in (*out.stride()[:3], *lse.stride())]
+    four = [*parts, *[parts[0]] * (4 - len(parts))]
+    strides = [stride for out, lse in (*four, into) for stride in (*out.stride()[:3], *lse.stride())]
     with on_device_of(into[0]):
         _merge[(triton.cdiv(length, block_rows), batch * heads)](
-            *old, *new, *into, length, heads, *strides,
-            DIM=dim, BLOCK_ROWS=block_rows, BLOCK_D=block_d, num_warps=4,
+            *(out for out, _ in four), *(lse for _, lse in four), *into, length, heads, *strides,
+            COUNT=len(parts), DIM=dim, BLOCK_ROWS=block_rows, BLOCK_D=block_d, num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit
-def _add(old, new, into, count, old_batch, new_batch, into_batch, BLOCK: tl.constexpr):
+def _add(
+    x0, x1, x2, x3, into, count, x0_batch, x1_batch, x2_batch, x3_batch, into_batch,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK elements of one sequence, whose rows lie one after another."""
     batch = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < count
-    a = tl.load(old + batch * old_batch + at, mask=there, other=0.0).to(tl.float32)
-    b = tl.load(new + batch * new_batch + at, mask=there, other=0.0).to(tl.float32)
-    tl.store(into + batch * into_batch + at, (a + b).to(into.dtype.element_ty), mask=there)
+    total = tl.load(x0 + batch * x0_batch + at, mask=there, other=0.0).to(tl.float32)
+    total += tl.load(x1 + batch * x1_batch + at, mask=there, other=0.0).to(tl.float32)
+    if COUNT > 2:
+        total += tl.load(x2 + batch * x2_batch + at, mask=there, other=0.0).to(tl.float32)
+    if COUNT > 3:
+        total += tl.load(x3 + batch * x3_batch + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(into + batch * into_batch + at, total.to(into.dtype.element_ty), mask=there)
 
 
-def add(old: torch.Tensor, new: torch.Tensor, into: torch.Tensor) -> None:
-    """`into` becomes old + new, added in float32: (batch, rows, heads, dim) each, dense but for the batch's stride."""
+def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """`into` becomes the float32 sum of two to four parts (batch, rows, heads, dim); all but the batch lies dense."""
     if not into.numel():
         return
     block = 128 if interpreted() else 4096
     batch, count = into.shape[0], into[0].numel()
+    four = [*parts, *[parts[0]] * (4 - len(parts))]
     with on_device_of(into):
         _add[(triton.cdiv(count, block), batch)](
-            old, new, into, count, old.stride(0), new.stride(0), into.stride(0), BLOCK=block, num_warps=8
+            *four, into, count, *(x.stride(0) for x in (*four, into)), COUNT=len(parts), BLOCK=block, num_warps=8
         )
 
 

@@ -12,7 +12,7 @@ Fields = tuple[torch.Tensor, ...]
 
 
 class Accumulator:
-    """The rows of one name: first partials, a sum and a result, each there only while it is needed.
+    """The rows of one name: kept partials, a sum and a result, each there only while it is needed.
 
     Args:
         folds: how it is filled; writes must come in that order.
@@ -37,7 +37,7 @@ class Accumulator:
         self._fields = {Place.SUM: sums, Place.RESULT: results}
         self._one_dtype = sums == results  # then the sum is the result, in place
         self._held: dict[Place, Fields] = {}
-        self._pieces: dict[int, tuple[int, Fields]] = {}
+        self._kept: dict[int, tuple[int, Fields]] = {}
         self._next = 0
 
     @property
@@ -55,38 +55,40 @@ class Accumulator:
                 for x in rows:
                     x.zero_()
 
-    def write(self, partial: Fields, *, kept: bool) -> None:
-        """Fold the next partial. `kept`: nobody else will write to its memory, so that it need not be copied."""
+    def write(self, partial: Fields) -> None:
+        """Fold the next partial; a kernel's own output must stay as it is, for it may be kept."""
         number, self._next = self._next, self._next + 1
         folding = self.folds.writes[number]
         wanted = self._fields[Place.RESULT]
         if folding.adopts and all(x.dtype == field.dtype for x, field in zip(partial, wanted, strict=True)):
             self._held[Place.RESULT] = partial
             return
-        if any(part.into is Place.FIRST for part in folding.parts):
+        if any(part.into is Place.KEPT for part in folding.parts):
             first = folding.parts[0]
-            self._pieces[number] = first.lo - first.skip, partial if kept else tuple(x.clone() for x in partial)
+            self._kept[number] = first.lo - first.skip, partial
         for part in folding.parts:
-            if part.into is not Place.FIRST:
+            if part.into is not Place.KEPT:
                 self._fold(part, tuple(rows_of(x, part.skip, part.skip + part.hi - part.lo) for x in partial))
 
     def _fold(self, part: Part, rows: Fields) -> None:
-        if part.old is Place.NOTHING:
-            for x, value in zip(self._rows(part, Place.RESULT), rows, strict=True):
+        if not part.kept and not part.sum:
+            for x, value in zip(self._rows(part, part.into), rows, strict=True):
                 x.copy_(value)
             return
-        old = self._first(part) if part.old is Place.FIRST else self._rows(part, Place.SUM)
-        in_place = part.old is Place.SUM and (part.into is Place.SUM or self._one_dtype)
-        into = old if in_place else self._rows(part, part.into)
+        parts = [self._rows(part, Place.SUM)] if part.sum else []
+        in_place = part.sum and (part.into is Place.SUM or self._one_dtype)
+        into = parts[0] if in_place else self._rows(part, part.into)
+        for number in part.kept:
+            start, fields = self._kept[number]
+            parts.append(tuple(rows_of(x, part.lo - start, part.hi - start) for x in fields))
+        parts.append(rows)
         if self.merges:
-            merge((old[0], old[1]), (rows[0], rows[1]), (into[0], into[1]))
+            merge([(out, lse) for out, lse in parts], (into[0], into[1]))
         else:
-            for a, b, x in zip(old, rows, into, strict=True):
-                add(a, b, x)
-
-    def _first(self, part: Part) -> Fields:
-        start, fields = self._pieces.pop(part.piece) if part.drops else self._pieces[part.piece]
-        return tuple(rows_of(x, part.lo - start, part.hi - start) for x in fields)
+            for x, values in zip(into, zip(*parts, strict=True), strict=True):
+                add(values, x)
+        for number in part.drops:
+            del self._kept[number]
 
     def _rows(self, part: Part, place: Place) -> Fields:
         return tuple(rows_of(x, part.lo, part.hi) for x in self._whole(place))

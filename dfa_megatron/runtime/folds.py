@@ -1,27 +1,31 @@
-"""How each partial result is folded, row by row: what it meets there, and whether it is the last that comes.
+"""How each partial result is folded, row by row: what it is folded with, and whether it is the last that comes.
 
-A partial that is the first of its rows is kept as the kernel wrote it; the second and later ones are added to it in the
-accumulator's dtype; the last goes straight into the dtype in which the result is wanted. So rows with one partial are
-never copied, rows with two never pass through the accumulator's dtype, and no result is cast at the end.
+A kernel's partials are kept as they are until several can be folded in one pass: with what has landed from another rank
+(whose memory is needed again), when enough are there, or with the last one, which goes straight into the dtype in which
+the result is wanted. So rows with one partial are never copied, few partials are summed without a detour through the
+accumulator's dtype, and no result is cast at the end.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 
+from dfa_megatron.kernels.merge import MOST_PARTS
 from dfa_megatron.plan.geometry import Span
 from dfa_megatron.plan.program import Program, Write
 
+KEPT_BESIDE_A_SUM = 1
+"""Partials kept where there is a sum already: a second one would cost more memory than the pass it saves."""
+
 
 class Place(Enum):
-    """Where rows of an accumulator are: nowhere yet, the partial that came first, a sum, or the result."""
+    """Where rows go: they are kept as they came, or folded into the sum or the result."""
 
-    NOTHING = "nothing"
-    FIRST = "first"
+    KEPT = "kept"
     SUM = "sum"
     RESULT = "result"
 
@@ -30,17 +34,17 @@ class Place(Enum):
 class Part:
     """Rows of a partial that are folded alike.
 
-    lo, hi: rows of the buffer. skip: the partial's row for `lo`. old, into: where the rows are before and after.
-    piece: the number of the write whose partial is read, or kept. drops: it is read for the last time.
+    lo, hi: rows of the buffer. skip: the partial's row for `lo`. kept: numbers of the writes whose partials are folded
+    with it. sum: so is the sum. into: where to. drops: numbers of kept partials that nothing needs afterwards.
     """
 
     lo: int
     hi: int
     skip: int
-    old: Place
+    kept: tuple[int, ...]
+    sum: bool
     into: Place
-    piece: int = -1
-    drops: bool = False
+    drops: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +83,51 @@ def _buffer_folds(rows: int, writes: list[tuple[Write, bool]]) -> BufferFolds:
     """`writes` are (write, whether the partial may be kept: a kernel's own output may, a landed message may not)."""
     edges = sorted({0, rows} | {edge for write, _ in writes for edge in (write.region.lo, write.region.hi)})
     parts: dict[int, list[Part]] = defaultdict(list)
-    readers: dict[int, tuple[int, int]] = {}
     empty: list[Span] = []
     for lo, hi in pairwise(edges):
         order = [at for at, (write, _) in enumerate(writes) if write.region.lo <= lo and hi <= write.region.hi]
         if not order:
             empty.append(Span(lo, hi))
-        for nth, at in enumerate(order):
-            old = Place.NOTHING if nth == 0 else Place.FIRST if nth == 1 else Place.SUM
-            last = nth == len(order) - 1
-            into = Place.RESULT if last else Place.FIRST if nth == 0 else Place.SUM
-            piece = order[0] if Place.FIRST in (old, into) else -1
-            part = Part(lo, hi, lo - writes[at][0].region.lo, old, into, piece)
+        for at, kept, has_sum, into in _rows(order, writes):
+            part = Part(lo, hi, lo - writes[at][0].region.lo, kept, has_sum, into)
             before = parts[at][-1] if parts[at] else None
-            if before and (before.hi, before.old, before.into, before.piece) == (lo, old, into, piece):
-                parts[at][-1] = Part(before.lo, hi, before.skip, old, into, piece)
+            if before and (before.hi, before.kept, before.sum, before.into) == (lo, kept, has_sum, into):
+                parts[at][-1] = replace(before, hi=hi)
             else:
                 parts[at].append(part)
-            if old is Place.FIRST:
-                readers[piece] = max(readers.get(piece, (-1, -1)), (at, len(parts[at]) - 1))
-    for at, index in readers.values():
-        part = parts[at][index]
-        parts[at][index] = Part(part.lo, part.hi, part.skip, part.old, part.into, part.piece, drops=True)
+    _drop_after_last_use(parts)
     foldings = []
-    for at, (_, keeps) in enumerate(writes):
+    for at, (write, keepable) in enumerate(writes):
         (first, *more) = parts[at]
-        adopts = keeps and not more and first.old is Place.NOTHING and (first.lo, first.hi) == (0, rows)
-        foldings.append(Folding(tuple(parts[at]), adopts and first.into is Place.RESULT))
+        whole = (write.region.lo, write.region.hi) == (0, rows)
+        alone = not more and not first.kept and not first.sum and first.into is Place.RESULT
+        foldings.append(Folding(tuple(parts[at]), adopts=keepable and whole and alone))
     return BufferFolds(tuple(foldings), _joined(empty))
+
+
+def _rows(order: list[int], writes: list[tuple[Write, bool]]) -> Iterable[tuple[int, tuple[int, ...], bool, Place]]:
+    """(write, kept writes it is folded with, whether the sum is too, where to) for rows that see these writes."""
+    kept: tuple[int, ...] = ()
+    has_sum = False
+    for nth, at in enumerate(order):
+        last = nth == len(order) - 1
+        room = KEPT_BESIDE_A_SUM if has_sum else MOST_PARTS - 1
+        if writes[at][1] and not last and len(kept) < room:
+            yield at, (), False, Place.KEPT
+            kept = (*kept, at)
+        else:
+            yield at, kept, has_sum, Place.RESULT if last else Place.SUM
+            kept, has_sum = (), True
+
+
+def _drop_after_last_use(parts: dict[int, list[Part]]) -> None:
+    last: dict[int, tuple[int, int]] = {}
+    for at in sorted(parts):
+        for index, part in enumerate(parts[at]):
+            for piece in part.kept:
+                last[piece] = at, index
+    for piece, (at, index) in last.items():
+        parts[at][index] = replace(parts[at][index], drops=(*parts[at][index].drops, piece))
 
 
 def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:

@@ -66,7 +66,7 @@ class Tensors:
         q, (k, v) = self.fields(call.q), self.fields(call.kv)
         if self.forward:
             partial = self.kernel.forward(q[0], k, v, band=call.band, softmax_scale=self.softmax_scale)
-            self.write[call.writes[0].region.buffer].write(partial, kept=True)
+            self.write[call.writes[0].region.buffer].write(partial)
             return
         rows, dout, lse, memory = q
         saved = Saved(lse, delta=memory) if self.format.reads == "delta" else Saved(lse, out=memory)
@@ -80,12 +80,12 @@ class Tensors:
             softmax_scale=self.softmax_scale,
             deterministic=self.deterministic,
         )
-        self.write[call.writes[0].region.buffer].write((dq,), kept=True)
-        self.write[call.writes[1].region.buffer].write((dk, dv), kept=True)
+        self.write[call.writes[0].region.buffer].write((dq,))
+        self.write[call.writes[1].region.buffer].write((dk, dv))
 
     def fold(self, fold: Fold) -> None:
         """A landed partial goes into an accumulator."""
-        self.write[fold.write.region.buffer].write(self.fields(fold.source), kept=False)
+        self.write[fold.write.region.buffer].write(self.fields(fold.source))
 
     def end(self, step: int) -> None:
         """Let go of results that have left: their memory may be reused from here on."""

@@ -341,7 +341,7 @@ def test_blocks_of_a_longer_row_sum_to_its_gradient(name: str, device: str, dtyp
     for r, c, band in blocks:
         out, lse = kernel.forward(p.q[:, r], p.k[:, c], p.v[:, c], band=band, softmax_scale=p.scale)
         rows = acc_out[:, r], acc_lse[:, :, r]
-        merge(rows, (out, lse), rows)
+        merge([rows, (out, lse)], rows)
     out = acc_out.to(dtype)
     dq = torch.zeros(p.q.shape, dtype=wide, device=device)
     dk, dv = torch.zeros_like(p.k, dtype=wide), torch.zeros_like(p.v, dtype=wide)

@@ -29,7 +29,7 @@ def fold(blocks: list[Partial], dtype: torch.dtype = torch.float64) -> Partial:
     whole = out, lse
     identity_(*whole)
     for block in blocks:
-        merge.merge(whole, block, whole)
+        merge.merge([whole, block], whole)
     return whole
 
 
@@ -44,7 +44,7 @@ def test_partials_merge_to_the_whole_in_any_order(order: tuple[int, ...]) -> Non
 def test_merging_is_associative() -> None:
     blocks, (out, lse) = partials(4)
     left, right = fold(blocks[:2]), fold(blocks[2:])
-    merge.merge(left, right, left)
+    merge.merge([left, right], left)
     assert_close(left[0], out, tolerance=1e-14)
     assert_close(left[1], lse, tolerance=1e-14)
 
@@ -107,7 +107,7 @@ def test_accumulators_may_be_rows_of_a_larger_buffer() -> None:
     view = big_out[:, 4:14], big_lse[:, :, 4:14]
     identity_(*view)
     for block in blocks:
-        merge.merge(view, block, view)
+        merge.merge([view, block], view)
     assert_close(view[0], out, tolerance=1e-14)
     assert_close(view[1], lse, tolerance=1e-14)
     assert (big_out[:, :4] == 7).all()
@@ -150,7 +150,7 @@ def test_the_fused_merge_is_the_merge(device: str, dtype: torch.dtype, into_dtyp
     """On CUDA, or in the interpreter; elsewhere this says that merging into another dtype is merging and rounding."""
     old, new = parts_with_every_case(dtype, device)
     want = old[0].clone(), old[1].clone()
-    merge._merge_by_operations(want, new, want)
+    merge._merge_by_operations([want, new], want)
     if device == "cuda" or interpreted():
         assert merge._fusable(*old, *new) == (triton_refusal() is None)
     into = old
@@ -158,7 +158,7 @@ def test_the_fused_merge_is_the_merge(device: str, dtype: torch.dtype, into_dtyp
         out = torch.empty(3, 2, 37, 40, dtype=into_dtype, device=device).permute(1, 2, 0, 3)
         into = out, torch.empty(3, 37, 2, device=device).permute(2, 0, 1)
     kept = old[0].clone(), old[1].clone()
-    merge.merge(old, new, into)
+    merge.merge([old, new], into)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 1e-3}.get(into[0].dtype, 1e-6)
     assert torch.allclose(into[0].float(), want[0], rtol=tolerance, atol=tolerance, equal_nan=True)
     assert torch.allclose(into[1], want[1], rtol=1e-6, atol=1e-6, equal_nan=True)
@@ -176,7 +176,7 @@ def test_gradients_add_in_float32_and_round_once(device: str, dtypes: tuple[torc
     old = old[:, 4:41]
     new = new[:, :37]
     into = torch.full((2, 45, 3, 24), 7.0, dtype=dtypes[2], device=device)
-    add(old, new, into[:, 3:40])
+    add([old, new], into[:, 3:40])
     want = (old.float() + new.float()).to(dtypes[2])
     if interpreted() and dtypes[2] == torch.bfloat16:  # Triton's interpreter cuts off where a GPU rounds
         assert torch.allclose(into[:, 3:40], want, rtol=2**-7)
@@ -186,7 +186,7 @@ def test_gradients_add_in_float32_and_round_once(device: str, dtypes: tuple[torc
     assert (into[:, 40:] == 7).all()
     if dtypes[0] == torch.float32:
         want = old + new.float()
-        add(old, new, old)
+        add([old, new], old)
         assert torch.equal(old, want)
 
 
@@ -201,6 +201,38 @@ def test_delta_is_the_row_sum_of_products(device: str, dtype: torch.dtype, toler
     assert_close(delta, (dout.double() * out.double()).sum(-1).transpose(1, 2), tolerance=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_several_partials_merge_at_once(device: str, count: int, dtype: torch.dtype) -> None:
+    blocks, (want_out, want_lse) = partials(count, dtype, seed=count)
+    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    parts = [(out.to(device), lse.to(lse_dtype).to(device)) for out, lse in blocks]
+    into = torch.empty_like(parts[0][0]), torch.empty_like(parts[0][1])
+    merge.merge(parts, into)
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
+    assert_close(into[0], want_out, tolerance=tolerance)
+    assert_close(into[1], want_lse, tolerance=max(tolerance, 1e-14) if dtype == torch.float64 else 1e-6)
+    parts[1][1].fill_(-math.inf)
+    parts[1][0].zero_()
+    rest = fold([(out.cpu().double(), lse.cpu().double()) for out, lse in parts])
+    merge.merge(parts, parts[0])
+    assert_close(parts[0][0], rest[0], tolerance=tolerance)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_several_gradients_add_at_once_and_round_once(device: str, count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    parts = [torch.randn(2, 9, 3, 40, generator=generator).bfloat16().to(device) for _ in range(count)]
+    total = sum(part.double() for part in parts)
+    into = torch.empty(2, 9, 3, 40, device=device)
+    add(parts, into)
+    assert_close(into, total, tolerance=1e-7)
+    add(parts, parts[0])
+    assert_close(parts[0], total, tolerance=4e-3)
+
+
 @pytest.mark.gpu
 def test_no_row_is_merged_twice_however_the_warps_of_a_program_are_scheduled() -> None:
     """Several warps read a row's lse, which is written in place: beside other work, none may read the new."""
@@ -208,14 +240,14 @@ def test_no_row_is_merged_twice_however_the_warps_of_a_program_are_scheduled() -
     out, old_out = (torch.randn(1, 4096, 16, 128, generator=generator, device="cuda") for _ in range(2))
     lse, old_lse = (torch.randn(1, 16, 4096, generator=generator, device="cuda") for _ in range(2))
     want = old_out.clone(), old_lse.clone()
-    merge._merge_by_operations(want, (out, lse), want)
+    merge._merge_by_operations([want, (out, lse)], want)
     busy, load = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
     worst = torch.zeros((), device="cuda")
     for _ in range(200):
         with torch.cuda.stream(load):
             busy = torch.sin(busy)
         got = old_out.clone(), old_lse.clone()
-        merge.merge(got, (out, lse), got)
+        merge.merge([got, (out, lse)], got)
         worst = torch.maximum(worst, torch.maximum((got[0] - want[0]).abs().max(), (got[1] - want[1]).abs().max()))
     assert worst < 1e-5
 

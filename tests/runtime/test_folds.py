@@ -1,0 +1,79 @@
+"""Accumulators: whatever rows come in whatever order, every row ends as the fold of its partials."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from dfa_megatron.plan.program import Region, Write
+from dfa_megatron.runtime.accumulators import Accumulator
+from dfa_megatron.runtime.folds import MOST_PARTS, Place, _buffer_folds
+from dfa_megatron.runtime.wire import Field
+from dfa_megatron.testing.compare import assert_close
+
+ROWS = 12
+
+
+def draw_writes(draw: random.Random) -> list[tuple[Write, bool]]:
+    writes = []
+    for _ in range(draw.randint(1, 9)):
+        lo, hi = sorted(draw.sample(range(ROWS + 1), 2))
+        if draw.random() < 0.4:
+            lo, hi = 0, ROWS
+        writes.append((Write(Region(0, "dq", lo, hi), fresh=False), draw.random() < 0.7))
+    return writes
+
+
+@pytest.mark.usefixtures("nan_memory")
+@pytest.mark.parametrize("result", [torch.float64, torch.float32])
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype) -> None:
+    draw = random.Random(seed)
+    writes = draw_writes(draw)
+    folds = _buffer_folds(ROWS, writes)
+    fields = (Field("dk", 2, 4, torch.float64), Field("dv", 2, 8, torch.float64))
+    results = (Field("dk", 2, 4, result), Field("dv", 2, 8, result))
+    accumulator = Accumulator(folds, 2, ROWS, fields, results, torch.device("cpu"), merges=False)
+    accumulator.open()
+    want = [torch.zeros(2, ROWS, 2, width, dtype=torch.float64) for width in (4, 8)]
+    generator = torch.Generator().manual_seed(seed)
+    for write, keepable in writes:
+        lo, hi = write.region.lo, write.region.hi
+        partial = tuple(torch.randn(2, hi - lo, 2, w, generator=generator, dtype=torch.float64) for w in (4, 8))
+        for total, x in zip(want, partial, strict=True):
+            total[:, lo:hi] += x
+        accumulator.write(partial)
+        if not keepable:  # its memory is used again
+            for x in partial:
+                x.fill_(float("nan"))
+    for got, total in zip(accumulator.result, want, strict=True):
+        assert got.dtype == result
+        assert_close(got, total, tolerance=1e-14 if result == torch.float64 else 1e-6)
+    assert not accumulator._kept
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_fold_takes_more_parts_than_the_kernel_has(seed: int) -> None:
+    folds = _buffer_folds(ROWS, draw_writes(random.Random(seed)))
+    for folding in folds.writes:
+        for part in folding.parts:
+            assert len(part.kept) + part.sum + 1 <= MOST_PARTS
+            assert part.into is not Place.KEPT or not (part.kept or part.sum)
+
+
+def test_partials_wait_for_one_pass_into_the_result() -> None:
+    """Three blocks of a kernel and nothing from elsewhere: one fold, no sum."""
+    whole = Region(0, "out", 0, ROWS)
+    folds = _buffer_folds(ROWS, [(Write(whole, fresh=False), True)] * 3)
+    assert [part.into for folding in folds.writes for part in folding.parts] == [Place.KEPT, Place.KEPT, Place.RESULT]
+    assert folds.writes[2].parts[0].kept == (0, 1)
+    assert folds.writes[2].parts[0].drops == (0, 1)
+
+
+def test_a_lone_partial_becomes_the_result_as_it_is() -> None:
+    (folding,) = _buffer_folds(ROWS, [(Write(Region(0, "out", 0, ROWS), fresh=True), True)]).writes
+    assert folding.adopts
+    (folding,) = _buffer_folds(ROWS, [(Write(Region(0, "out", 0, ROWS), fresh=True), False)]).writes
+    assert not folding.adopts, "landed memory is used again"
