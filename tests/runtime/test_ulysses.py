@@ -286,7 +286,8 @@ def _exact_on_gpus(rank: int, ranks: int) -> None:
             whole = _gpu_case(ranks * 256, heads=heads, kv_heads=kv_heads, seed=seed)
             for kernel in ("cudnn", "aten", "reference"):
                 _gpu_compare(whole, rank, ranks, kernel=kernel, ulysses_degree=degree)
-            _gpu_compare(whole, rank, ranks, schedule="balanced", ulysses_degree=degree)
+            for transport in ("p2p", "auto"):
+                _gpu_compare(whole, rank, ranks, schedule="balanced", transport=transport, ulysses_degree=degree)
             _gpu_compare(whole, rank, ranks, layout="zigzag", ulysses_degree=degree)
         window = _gpu_case(ranks * 256, heads=4, kv_heads=2, window_size=(300, 0))
         _gpu_compare(window, rank, ranks, window_size=(300, 0), ulysses_degree=degree)
@@ -320,6 +321,9 @@ def _steady_on_gpus(rank: int, ranks: int) -> None:
         assert_close(got, want[:, rows], tolerance=1e-2)
     runs = [step(deterministic=True) for _ in range(4)]
     assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
+
+    for _ in range(3):  # captured at the first
+        _gpu_compare(whole, rank, ranks, cuda_graph=True, ulysses_degree=2)
 
     plain = torch.autograd.grad(_region(*shard), shard, whole.dout[:, rows])
     COUNTERS.reset()
