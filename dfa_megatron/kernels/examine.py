@@ -108,4 +108,8 @@ def _time(kernel: BlockKernel, shape: Trial, repetitions: int, verdict: Verdict)
     except torch.OutOfMemoryError:
         verdict.untimed = "the device's memory is too small for the shape"
         return
+    except Exception as error:  # as above
+        logger.debug("%s failed", kernel.name, exc_info=True)
+        verdict.wrong.append(f"timed shape: {type(error).__name__}: {error}")
+        return
     verdict.tflops = {phase: shape.operations(phase) / taken[phase] / 1e12 for phase in taken}

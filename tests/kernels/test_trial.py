@@ -120,6 +120,22 @@ def test_verdicts_tell_usable_refused_wrong_and_failing_kernels(monkeypatch: pyt
     assert examine.automatic(SMALL) == "cpu"
 
 
+def test_a_kernel_that_fails_on_the_timed_shape_alone_is_wrong_and_a_small_memory_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for error, wrong, untimed in (
+        (RuntimeError("too long"), ["timed shape: RuntimeError: too long"], None),
+        (torch.OutOfMemoryError("no"), [], "the device's memory is too small for the shape"),
+    ):
+
+        def fail(*args: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(examine, "seconds", fail)
+        (verdict,) = examine.examine(SMALL, ["cpu"])
+        assert (verdict.wrong, verdict.untimed) == (wrong, untimed)
+
+
 def test_a_kernel_without_bands_is_checked_on_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoBands(ReferenceKernel):
         def refusal(self, need: kernels.Need) -> str | None:
