@@ -62,16 +62,24 @@ class AttentionContext:
         if config.sequence_parallel:
             rows *= tp
         heads = config.num_attention_heads // tp
-        out = rows * batch * heads * (getattr(config, "v_head_dim", None) or config.kv_channels)
+        value_dim = getattr(config, "v_head_dim", None) or config.kv_channels
+        out = rows * batch * heads * value_dim
         mib = {
             "the layer's input": hidden_states.numel() * hidden_states.element_size() / 2**20,
             "attention's output": out * hidden_states.element_size() / 2**20,
             "its lse": rows * batch * heads * 4 / 2**20,
         }
+        key_dim = config.kv_channels
+        if getattr(config, "multi_latent_attention", False):
+            key_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
+        # Two matrix products over the half of all pairs that a causal mask leaves, spread over the ranks.
+        tflop = rows * rows * dist.get_world_size(layer.pg_collection.cp) * batch * heads * (key_dim + value_dim) / 1e12
         self.say_once(
             "kept",
-            "dfa: rematerialization keeps %.2f MiB per layer and micro-batch on each rank (%s) and recomputes the rest "
-            "of the layer; attention and its messages run once",
+            "dfa: rematerialization keeps %.2f MiB per layer and micro-batch on each rank (%s%s) and recomputes the "
+            "rest of the layer; full recomputation would run attention, %.3g TFLOP, and its messages once more",
             sum(mib.values()),
             ", ".join(f"{name} {size:.2f}" for name, size in mib.items()),
+            "; the last two in pinned host memory" if self.options.remat_offload else "",
+            tflop,
         )

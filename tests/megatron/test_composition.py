@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
@@ -51,6 +52,17 @@ def full(layout: str, config: Any = (), steps: int = 3, **more: Any) -> Case:
     return case(layout, "auto", config=config, steps=steps, **more)
 
 
+def selective(layout: str, *modules: str, more: Any = ()) -> Case:
+    """--recompute-granularity selective --recompute-modules ...: Megatron's own, attention runs once without us."""
+    config = (*more, ("recompute_granularity", "selective"), ("recompute_modules", list(modules)))
+    return Case(DistAttentionConfig(layout=layout), steps=3, config=config)
+
+
+def offloaded() -> Case:
+    """What rematerialization keeps waits in host memory."""
+    return Case(DistAttentionConfig(remat_offload=True), recompute=("uniform", 1), steps=3)
+
+
 def test_two_ranks_with_other_layer_kinds_and_sharded_optimizers(reference: str, references: dict[str, str]) -> None:
     check(
         2,
@@ -58,6 +70,9 @@ def test_two_ranks_with_other_layer_kinds_and_sharded_optimizers(reference: str,
             (Topology(cp=2), full("contiguous", overlap=True), reference),
             (Topology(cp=2), full("boundary", distributed_optimizer=True), reference),
             (Topology(cp=2), full("contiguous", overlap=True, distributed_optimizer=True), reference),
+            (Topology(cp=2), offloaded(), reference),
+            (Topology(cp=2), selective("contiguous", "mlp"), reference),
+            (Topology(cp=2), selective("boundary", "moe", more=ALLGATHER), references["experts"]),
             (Topology(cp=2), full("zigzag", LATENT), references["latent"]),
             (Topology(cp=2), case("zigzag", config=LATENT, steps=2), references["latent"]),
             (Topology(tp=2), full("contiguous", ONE_GROUP, steps=2), references["one group"]),

@@ -144,6 +144,8 @@ def test_the_first_rank_says_once_what_is_kept() -> None:
     mib = rows * (2 * harness.HIDDEN + harness.HEADS) * 4 / 2**20
     assert len(first) == 1
     assert f"keeps {mib:.2f} MiB per layer and micro-batch" in first[0]
+    flop = harness.SEQUENCE**2 / 2 * harness.BATCH * 2 * harness.HIDDEN
+    assert f"full recomputation would run attention, {flop / 1e12:.3g} TFLOP, and its messages once more" in first[0]
     assert second == []
 
 

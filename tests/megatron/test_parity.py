@@ -21,7 +21,7 @@ def expected(topology: Topology, wanted: Case) -> dict[str, int]:
     micro_batches = harness.MICRO_BATCHES // topology.dp
     attentions = layers * micro_batches
     full = wanted.recompute is not None
-    if wanted.options.remat == "off":
+    if wanted.options.remat == "off" or (wanted.options.remat == "auto" and not full):
         return {"attention_forwards": attentions * (2 if full else 1), "replays": 0, "remat_bytes": 0}
     replays = attentions
     if wanted.options.remat == "auto" and wanted.recompute is not None and wanted.recompute[0] == "block":
