@@ -8,7 +8,7 @@ from typing import Literal
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.grid import cell
-from dfa_megatron.plan.hardware import H200_NVLINK, Hardware
+from dfa_megatron.plan.hardware import H200_NVLINK, RATED_HEADS, Hardware
 from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.ir import Block, Phase, Plan
 from dfa_megatron.plan.lower import lower_all
@@ -239,7 +239,7 @@ class _Clocks:
     def compute(self, call: Call) -> None:
         """One kernel call on the compute queue."""
         label = cell(self.plan, call.blocks)
-        rate = self.hardware.rate(self.plan.phase.name, call.area)
+        rate = self.hardware.rate(self.plan.phase.name, call.area * self.shape.batch * self.shape.heads / RATED_HEADS)
         self._work(self.hardware.launch_overhead + call.area * self.flops_per_pair / rate, label, call.blocks)
 
     def fold(self, fold: Fold) -> None:

@@ -14,6 +14,10 @@ Curve = tuple[tuple[float, float], ...]
 """A rate by block length: (tokens, floating-point operations per second), tokens increasing."""
 
 
+RATED_HEADS = 32
+"""Heads times batch that a curve is measured with; more of them keep a GPU as busy as more pairs do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """A way for messages.
@@ -45,9 +49,9 @@ class Hardware:
 
     Args:
         name: for people.
-        forward, backward: what the attention kernel reaches, by the side of a square block of as many pairs. Between
-            two points it is interpolated (both axes logarithmic); beyond the last it stays, before the first of several
-            it falls with the length.
+        forward, backward: what the attention kernel reaches with RATED_HEADS heads, by the side of a square block of as
+            many pairs. Between two points it is interpolated (both axes logarithmic); beyond the last it stays, before
+            the first of several it falls with the length.
         links: between ranks of one node, by transport; the first is the one in use.
         launch_overhead: seconds that every kernel call costs beside its arithmetic.
         ranks_per_node: ranks r // ranks_per_node are on one node; None puts all of them on one.

@@ -38,6 +38,10 @@ class Layout:
         """The tokens of a rank as spans of the sequence, in local order."""
         return tuple(self.chunks[chunk] for chunk in self.of(rank))
 
+    def positions(self, rank: int) -> list[int]:
+        """The global position of each token of a rank, in local order."""
+        return [token for span in self.spans(rank) for token in range(span.lo, span.hi)]
+
     def offsets(self, chunks: tuple[int, ...]) -> dict[int, int]:
         """Where each of these chunks starts when they lie one after another, in rows."""
         starts = accumulate((len(self.chunks[chunk]) for chunk in chunks), initial=0)
@@ -60,24 +64,38 @@ def halves(length: int, ranks: int) -> Layout:
     return Layout(cut(length, 2 * ranks), tuple(chunk // 2 for chunk in range(2 * ranks)))
 
 
+def pieces(length: int, ranks: int) -> Layout:
+    """The same tokens per rank as `contiguous`, in pieces so small that moving some of them evens out the work."""
+    per_rank = min(8, max(2, 64 // ranks))
+    return Layout(cut(length, per_rank * ranks), tuple(chunk // per_rank for chunk in range(per_rank * ranks)))
+
+
 def zigzag(length: int, ranks: int) -> Layout:
     """Rank r holds chunks r and 2P-1-r of 2P: equal causal work per rank, at the price of permuted data."""
     return Layout(cut(length, 2 * ranks), tuple(min(chunk, 2 * ranks - 1 - chunk) for chunk in range(2 * ranks)))
 
 
-LAYOUTS: dict[str, Callable[[int, int], Layout]] = {"contiguous": contiguous, "halves": halves, "zigzag": zigzag}
-"""Layouts by name. The tokens of `halves` are those of `contiguous`."""
+LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
+    "contiguous": contiguous,
+    "halves": halves,
+    "pieces": pieces,
+    "zigzag": zigzag,
+}
+"""Layouts by name. The tokens of `halves` and `pieces` are those of `contiguous`."""
 
-PIECES = {"contiguous": 1, "halves": 1, "zigzag": 2}
+PIECES = {"contiguous": 1, "halves": 1, "pieces": 1, "zigzag": 2}
 """The sequence length must be a multiple of this many pieces per rank, so that every rank holds as many tokens."""
 
 
 def by_name(name: str, length: int, ranks: int) -> Layout:
-    """The layout of that name.
+    """The layout of that name, for those that depend on the length only (`deal.layout_of` serves all).
 
     Raises:
         UnsupportedError: no such layout, or a length that does not divide among the ranks.
     """
+    if name == "dealt":
+        what = f"layout {name!r} of {length} tokens"
+        raise UnsupportedError(what, "it follows the documents, which a length does not tell", "give cu_seqlens")
     if name not in LAYOUTS:
         raise UnsupportedError(f"layout {name!r}", "there is no such layout", "one of " + ", ".join(LAYOUTS))
     pieces = PIECES[name] * ranks

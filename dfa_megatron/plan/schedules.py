@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.assign import balanced, balanced_shared, owner_computes
+from dfa_megatron.plan.deal import layout_of
+from dfa_megatron.plan.greedy import greedy, own_rows
 from dfa_megatron.plan.ir import BACKWARD, FORWARD, Block, Phase, Plan, Transfer
-from dfa_megatron.plan.layout import Layout, by_name
+from dfa_megatron.plan.layout import Layout
 from dfa_megatron.plan.mask import Mask
 from dfa_megatron.plan.route import direct, ring_relay
 
@@ -32,7 +34,7 @@ class Schedule:
         Raises:
             UnsupportedError: the mask or the length does not suit the schedule.
         """
-        layout = by_name(self.chunks, mask.length, ranks)
+        layout = layout_of(self.chunks, mask, ranks)
         blocks = self.assign(mask, layout)
         return Plan(mask, layout, phase, tuple(sorted(blocks)), self.route(blocks, layout, phase))
 
@@ -43,7 +45,9 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule("balanced_shared", "contiguous", "halves", balanced_shared, direct),
         Schedule("balanced", "contiguous", "contiguous", balanced, direct),
         Schedule("zigzag", "zigzag", "zigzag", owner_computes, direct),
+        Schedule("dealt", "dealt", "dealt", own_rows, direct),
         Schedule("ring", "contiguous", "contiguous", owner_computes, ring_relay),
+        Schedule("greedy", "contiguous", "pieces", greedy, direct),
     )
 }
 """In the order in which `auto` prefers them where their cost is equal."""

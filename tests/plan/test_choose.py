@@ -8,7 +8,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.choose import TIE, candidates, make_plan
 from dfa_megatron.plan.cost import AttentionShape
 from dfa_megatron.plan.hardware import H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK, Hardware
-from dfa_megatron.plan.mask import causal, documents, full, sliding_window
+from dfa_megatron.plan.mask import Mask, causal, documents, full, sliding_window
 from dfa_megatron.plan.schedules import SCHEDULES
 
 
@@ -36,9 +36,18 @@ def test_auto_takes_zigzag_where_keys_are_few_and_the_link_is_slow_and_the_layou
     assert make_plan(mask, 8, layout="contiguous", shape=shape, hardware=H200_SLOW_LINK).schedule != "zigzag"
 
 
-@pytest.mark.parametrize("mask", [full(48), sliding_window(48, 5, 5), documents([20, 28], causal=False)])
-def test_auto_on_contiguous_tokens_takes_the_ring_where_queries_look_forward(mask: object) -> None:
-    assert make_plan(mask, 4, layout="contiguous").schedule == "ring"  # type: ignore[arg-type]
+def test_auto_on_contiguous_tokens_takes_the_ring_for_full_attention() -> None:
+    assert make_plan(full(4 * 8192), 4, layout="contiguous").schedule == "ring"
+
+
+@pytest.mark.parametrize("mask", [sliding_window(48, 5, 5), documents([20, 28], causal=False)])
+def test_auto_on_contiguous_tokens_serves_queries_that_look_forward(mask: Mask) -> None:
+    assert make_plan(mask, 4, layout="contiguous").schedule in ("ring", "greedy")
+
+
+def test_auto_takes_greedy_where_the_work_of_a_pack_lies_on_one_side() -> None:
+    mask = documents([4 * 8192, *[512] * 64])
+    assert make_plan(mask, 8, layout="contiguous", shape=AttentionShape(kv_heads=8)).schedule == "greedy"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -53,11 +62,11 @@ def test_equal_requests_give_the_same_plan_without_planning_again() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"schedule": "circle"}, "one of auto, balanced_shared, balanced, zigzag, ring"),
-        ({"layout": "spiral"}, "one of auto, contiguous, zigzag"),
+        ({"schedule": "circle"}, "one of auto, balanced_shared, balanced, zigzag, dealt, ring, greedy"),
+        ({"layout": "spiral"}, "one of auto, contiguous, zigzag, dealt"),
         ({"schedule": "zigzag", "layout": "contiguous"}, "needs layout 'zigzag'"),
         ({"schedule": "ring", "ranks": 0}, "one at least"),
-        ({"ranks": 7}, "balanced_shared, balanced, ring: .* multiple of 7; zigzag: .* multiple of 14"),
+        ({"ranks": 7}, "balanced_shared, balanced, dealt, ring, greedy: .* multiple of 7; zigzag: .* multiple of 14"),
         ({"ranks": 7, "layout": "contiguous"}, "zigzag: it needs layout 'zigzag'"),
     ],
 )

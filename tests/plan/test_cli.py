@@ -72,7 +72,7 @@ def test_every_mask_can_be_shown(mask: list[str], capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--schedule", "circle"], "one of auto, balanced_shared, balanced, zigzag, ring"),
+        (["--schedule", "circle"], "one of auto, balanced_shared, balanced, zigzag, dealt, ring, greedy"),
         (["--mask", "polka"], "one of causal, full, window, documents, prefix"),
         (["--hardware", "abacus"], "one of h200-nvlink"),
         (["--seq-length", "65537"], "positive multiple of 8"),

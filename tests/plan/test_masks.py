@@ -59,7 +59,7 @@ def test_most_masks_have_few_tiles_and_no_row_twice() -> None:
         (masks.prefix_lm(32, 7), 2),
         (masks.prefix_lm_documents(lengths, 3), 7),
         (masks.causal_blockwise(lengths), 4),
-        (masks.block_causal_documents(lengths, 4), 10),
+        (masks.block_causal_documents(lengths, 4), 11),
         (masks.documents(lengths, causal=False, window_size=(2, 3)), 4),
     ):
         assert len(mask.tiles) == tiles

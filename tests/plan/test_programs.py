@@ -16,7 +16,7 @@ from dfa_megatron.plan.geometry import Band
 from dfa_megatron.plan.lower import lower, lower_all
 from dfa_megatron.plan.mask import causal
 from dfa_megatron.plan.program import Call, Program, Region, Step
-from dfa_megatron.plan.schedules import SCHEDULES, plan_named
+from dfa_megatron.plan.schedules import plan_named
 from tests.plan import arrays
 from tests.plan.cases import every_mask, plans
 from tests.plan.dense import reference
@@ -36,7 +36,7 @@ def test_programs_are_right_however_early_or_late_messages_travel(ranks: int) ->
                 assert right, f"{name} {plan.phase.name} of {case.mask.name}, messages {order}"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["balanced_shared", "balanced", "zigzag", "ring"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
 def test_a_rank_makes_one_kernel_call_per_step_on_a_causal_mask(schedule: str, ranks: int) -> None:
     attention = plan_named(schedule, causal(ranks * 12), ranks)
@@ -62,7 +62,7 @@ SLOTS = {"balanced_shared": (8, 11), "balanced": (6, 9), "zigzag": (4, 11), "rin
 """The most slots a rank needs on a causal mask from P = 8 on, forward and backward: docs/schedules.md states them."""
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SLOTS)
 @pytest.mark.parametrize("ranks", [8, 9, 16, 25, 32])
 def test_slots_do_not_grow_with_the_ranks(schedule: str, ranks: int) -> None:
     attention = plan_named(schedule, causal(ranks * 4), ranks)

@@ -1,0 +1,173 @@
+"""The greedy assignment: ranks with much work give blocks to ranks with little, by area, where it moves least.
+
+Every block starts with the owner of its rows. While the most loaded rank is above the mean by more than TOLERANCE, it
+gives a block to a rank with less work: the home of the block's keys, the rank with the least work of those that read
+the same rows or keys already, or of all. Of these moves it takes the one that costs the fewest transferred rows
+per pair of work taken off. So short documents stay where they are, and a pack whose long documents lie on one side is
+balanced, whatever the mask.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from dfa_megatron.plan.ir import Block, Pairs, needed_pairs
+from dfa_megatron.plan.layout import Layout
+from dfa_megatron.plan.mask import Mask
+
+TOLERANCE = 0.03
+"""Work above the mean that is let stand, as a share of the mean."""
+
+PRICE = {"q": 1.0, "kv": 0.5, "out": 1.0}
+"""What a row of each name costs to move, in rows of q: four query heads per key head."""
+
+STEPS_PER_MEAN = 8
+"""A remote step holds at least the mean work over this, so that it is worth its launch and its wait."""
+
+CANDIDATES = 24
+"""Blocks of a rank that are looked at for one move."""
+
+Pair = tuple[int, int]
+
+
+def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """Blocks of nearly equal work per rank, on any mask and layout: local ones first, then help, then own rows."""
+    return assign_steps(_Deal(mask, layout).run(), mask, layout)
+
+
+def own_rows(mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """Every rank computes its own rows, in as few steps as its own remote work fills: for tokens dealt by work."""
+    owned: list[list[Pair]] = [[] for _ in range(layout.ranks)]
+    for q, kv in needed_pairs(mask, layout):
+        owned[layout.home[q]].append((q, kv))
+    return assign_steps(owned, mask, layout)
+
+
+class _Deal:
+    """Who computes what, while blocks change hands."""
+
+    def __init__(self, mask: Mask, layout: Layout) -> None:
+        needed = needed_pairs(mask, layout)
+        self.home = layout.home
+        self.rows = [len(chunk) for chunk in layout.chunks]
+        self.area = areas(needed)
+        self.ranks = layout.ranks
+        self.mean = sum(self.area.values()) / self.ranks
+        self.load = [0] * self.ranks
+        self.owned: list[list[Pair]] = [[] for _ in range(self.ranks)]  # by area, the largest first
+        # How many blocks of a rank read a chunk on this side: a chunk that one reads already comes for free.
+        self.readers: dict[tuple[int, str, int], int] = defaultdict(int)
+        self.holders: dict[tuple[str, int], set[int]] = defaultdict(set)
+        for pair in needed:
+            self._take(self.home[pair[0]], pair)
+
+    def run(self) -> list[list[Pair]]:
+        """Move blocks until no rank is too far above the mean, or no move helps; the pairs of every rank."""
+        stuck: set[int] = set()
+        while len(stuck) < self.ranks:
+            rank = max((r for r in range(self.ranks) if r not in stuck), key=lambda r: (self.load[r], -r))
+            if self.load[rank] <= self.mean * (1 + TOLERANCE):
+                break
+            move = min(self._moves(rank), default=None)
+            if move is None:
+                stuck.add(rank)
+                continue
+            _, pair, target = move
+            self._drop(rank, pair)
+            self._take(target, pair)
+        return self.owned
+
+    def _moves(self, rank: int) -> Iterator[tuple[float, Pair, int]]:
+        """(price per pair taken off, block, new rank) of every move that helps."""
+        least = min(range(self.ranks), key=lambda r: (self.load[r], r))
+        surplus = self.load[rank] - self.mean
+        for pair in self._candidates(rank, surplus):
+            area = self.area[pair]
+            for target in self._targets(pair, least):
+                room = self.mean * (1 + TOLERANCE) - self.load[target]
+                taken = min(area, surplus, room)
+                if target == rank or taken <= 0 or self.load[target] + area >= self.load[rank]:
+                    continue
+                # A block that overshoots moves more than it takes off: the same price for less.
+                yield (self._price(target, pair) - self._saved(rank, pair)) / taken + area / taken, pair, target
+
+    def _candidates(self, rank: int, surplus: float) -> list[Pair]:
+        """A few blocks of about the surplus or less, the largest first; of equal ones, neighbours come together."""
+        blocks = self.owned[rank]
+        first = bisect_left(blocks, -surplus - self.mean * TOLERANCE, key=lambda pair: -self.area[pair])
+        return blocks[max(0, min(first, len(blocks) - CANDIDATES)) :][:CANDIDATES]
+
+    def _targets(self, pair: Pair, least: int) -> set[int]:
+        targets = {self.home[pair[0]], self.home[pair[1]], least}
+        for side, chunk in zip(("q", "kv"), pair, strict=True):
+            if holders := self.holders[side, chunk]:
+                targets.add(min(holders, key=lambda r: (self.load[r], r)))
+        return targets
+
+    def _price(self, rank: int, pair: Pair) -> float:
+        """What has to move so that a rank can compute a block that it does not compute yet."""
+        q, kv = pair
+        price = 0.0
+        if self.home[q] != rank and rank not in self.holders["q", q]:
+            price += self.rows[q] * (PRICE["q"] + PRICE["out"])
+        if self.home[kv] != rank and rank not in self.holders["kv", kv]:
+            price += self.rows[kv] * PRICE["kv"]
+        return price
+
+    def _saved(self, rank: int, pair: Pair) -> float:
+        """What need not move any more when a rank gives a block away."""
+        q, kv = pair
+        saved = 0.0
+        if self.home[q] != rank and self.readers[rank, "q", q] == 1:
+            saved += self.rows[q] * (PRICE["q"] + PRICE["out"])
+        if self.home[kv] != rank and self.readers[rank, "kv", kv] == 1:
+            saved += self.rows[kv] * PRICE["kv"]
+        return saved
+
+    def _size(self, pair: Pair) -> tuple[int, Pair]:
+        return -self.area[pair], pair
+
+    def _take(self, rank: int, pair: Pair) -> None:
+        self.load[rank] += self.area[pair]
+        insort(self.owned[rank], pair, key=self._size)
+        for side, chunk in zip(("q", "kv"), pair, strict=True):
+            self.readers[rank, side, chunk] += 1
+            self.holders[side, chunk].add(rank)
+
+    def _drop(self, rank: int, pair: Pair) -> None:
+        self.load[rank] -= self.area[pair]
+        self.owned[rank].remove(pair)
+        for side, chunk in zip(("q", "kv"), pair, strict=True):
+            self.readers[rank, side, chunk] -= 1
+            if not self.readers[rank, side, chunk]:
+                self.holders[side, chunk].remove(rank)
+
+
+def areas(needed: Pairs) -> dict[Pair, int]:
+    """The number of token pairs of every needed (q_chunk, kv_chunk)."""
+    return {pair: sum(tile.area for tile in tiles) for pair, tiles in needed.items()}
+
+
+def assign_steps(owned: Sequence[Sequence[Pair]], mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """Blocks from who computes what: step 0 is local, help comes next so that its results travel behind compute, and
+    near ranks come before far ones.
+    """
+    area, home = areas(needed_pairs(mask, layout)), layout.home
+    enough = sum(area.values()) / layout.ranks / STEPS_PER_MEAN
+    blocks: list[Block] = []
+    for rank, pairs in enumerate(owned):
+        groups: dict[tuple[bool, int, int], list[Pair]] = defaultdict(list)
+        for q, kv in pairs:
+            owns = home[q] == rank
+            groups[owns, (rank - home[kv]) % layout.ranks, (rank - home[q]) % layout.ranks].append((q, kv))
+        local = groups.pop((True, 0, 0), [])
+        blocks += [Block(0, rank, *pair) for pair in local]
+        step, filled = 1, 0
+        for key in sorted(groups):
+            if filled >= enough:
+                step, filled = step + 1, 0
+            blocks += [Block(step, rank, *pair) for pair in groups[key]]
+            filled += sum(area[pair] for pair in groups[key])
+    return tuple(sorted(blocks))
