@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from contextlib import ExitStack
 
 import torch
@@ -72,18 +73,19 @@ def squares(method: Method, exact: Truth, world: World) -> torch.Tensor:
         attend: Attention = method.start(exact.problem, q.shape[1], world, stack)
         with method.around():
             out = attend(q, k, v)
+            if out.shape != q.shape:
+                raise ValueError(f"out has shape {tuple(out.shape)}, not {tuple(q.shape)}")
             got = (out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3]))
     found = []
-    for name, mine, whole in zip(NAMES, got, exact.wanted, strict=True):
-        wanted = method.split(whole, world)
-        if mine.shape != wanted.shape:
-            raise ValueError(f"{name} has shape {tuple(mine.shape)}, not {tuple(wanted.shape)}")
-        found.append(((mine.double() - wanted).norm() / whole.norm()) ** 2)
+    for mine, whole in zip(got, exact.wanted, strict=True):
+        difference = mine.double() - method.split(whole, world)
+        found.append((difference.norm() / whole.norm()) ** 2)
     return torch.stack(found)
 
 
 def verdict(squared: list[float], dtype: str) -> tuple[float, str]:
-    """The largest relative error, given the sums over all ranks, and why it is too large, or ""."""
+    """The largest relative error, given the sums over all ranks, and why it is too large, or "" (0 if it is NaN)."""
     found = dict(zip(NAMES, (total**0.5 for total in squared), strict=True))
     wrong = [f"{name} is off by {error:.1e}" for name, error in found.items() if not error <= TOLERANCE[dtype]]
-    return max(found.values()), f"{', '.join(wrong)} (at most {TOLERANCE[dtype]:.0e})" if wrong else ""
+    largest = max((error for error in found.values() if math.isfinite(error)), default=0.0)
+    return largest, f"{', '.join(wrong)} (at most {TOLERANCE[dtype]:.0e})" if wrong else ""

@@ -22,6 +22,8 @@ REFUSED = "refused"
 FAILED = "failed"
 PATIENCE = 300.0
 """Seconds that a rank waits for another: some kernels compile at their first call."""
+_FAILED_PATIENCE = 60.0
+"""The same for a rank that has failed: whoever does not come by then is held up by its failure."""
 _IDLE_PATIENCE = 20.0
 _LONGEST = 500
 """Characters of a reason."""
@@ -114,7 +116,8 @@ def together(world: World, action: Callable[[], T]) -> T | Failure:
         mine = Failure(REFUSED, f"{error.what}: {error.why}" if error.why else str(error))
     except Exception as error:  # noqa: BLE001 -- other people's packages raise anything, and a row says what
         mine = Failure(FAILED, f"{type(error).__name__}: {error}")
-    everyone = _told(world, {"state": mine.state, "why": mine.why[:_LONGEST]})
+    patience = _FAILED_PATIENCE if mine.state else PATIENCE
+    everyone = _told(world, {"state": mine.state, "why": mine.why[:_LONGEST]}, patience)
     failures = [(rank, facts) for rank, facts in enumerate(everyone) if facts["state"]]
     if not failures:
         return cast(T, value)
@@ -127,12 +130,13 @@ def together(world: World, action: Callable[[], T]) -> T | Failure:
     return Failure(facts["state"], facts["why"])
 
 
-def _told(world: World, facts: dict[str, str]) -> list[dict[str, str]]:
+def _told(world: World, facts: dict[str, str], patience: float = PATIENCE) -> list[dict[str, str]]:
     """What every rank says, in rank order."""
     try:
-        return exchange(facts, world.side, PATIENCE)
+        return exchange(facts, world.side, patience)
     except DisagreementError as error:
-        raise StuckError(f"not every rank came back within {PATIENCE:g} s") from error
+        why = facts.get("why") or "this rank did not fail"
+        raise StuckError(f"not every rank came back within {patience:g} s ({why})") from error
 
 
 def _idle(world: World, failed: int) -> bool:

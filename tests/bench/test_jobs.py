@@ -1,0 +1,114 @@
+"""What flags, presets and defaults come to, and how much work a job says it is."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+
+import pytest
+
+from dfa_megatron.bench.clock import repetitions
+from dfa_megatron.bench.job import ABLATIONS, PRESETS, Job, Problem, head_pairs
+from dfa_megatron.cli.bench import job_of
+from dfa_megatron.cli.main import build_parser, main
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime import ablation
+
+
+def parsed(*flags: str) -> argparse.Namespace:
+    return build_parser().parse_args(["bench", *flags])
+
+
+def test_the_grid_preset_is_the_one_that_targets_are_given_for() -> None:
+    job = job_of(parsed("--preset", "grid"), "cuda")
+    assert job.seq_length == (8192, 32768, 65536, 131072, 524288)
+    assert job.heads == ((32, 32), (32, 8), (32, 1), (33, 33), (2, 2))
+    assert (job.head_dim, job.dtype, job.mask) == (128, "bfloat16", ("causal",))
+
+
+def test_a_flag_goes_before_its_preset_and_the_preset_before_the_default() -> None:
+    job = job_of(parsed("--preset", "quick", "--seq-length", "64", "--kernel", "cpu", "reference"), "cpu")
+    assert job.seq_length == (64,)
+    assert job.heads == ((32, 32), (32, 8))
+    assert (job.kernel, job.schedule, job.dtype) == (("cpu", "reference"), ("auto",), "float32")
+
+
+def test_heads_that_are_given_do_not_meet_the_kv_heads_of_a_preset() -> None:
+    assert job_of(parsed("--preset", "grid", "--heads", "6"), "cpu").heads == ((6, 6),)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_a_job(preset: str) -> None:
+    assert job_of(parsed("--preset", preset), "cpu").cells
+
+
+def test_heads_are_paired_where_there_are_as_many_and_combined_otherwise() -> None:
+    assert head_pairs((32, 33), (8, 33)) == ((32, 8), (33, 33))
+    assert head_pairs((32,), (8, 1)) == ((32, 8), (32, 1))
+    assert head_pairs((6, 4), None) == ((6, 6), (4, 4))
+    with pytest.raises(UnsupportedError, match="33 heads with 8"):
+        head_pairs((32, 33), (8, 8))
+
+
+def test_short_sequences_come_first_because_long_ones_may_run_out_of_memory() -> None:
+    job = Job(seq_length=(512, 128, 512), heads=((4, 4), (4, 2)))
+    assert [(length, problem.kv_heads) for problem, length in job.cells] == [(128, 4), (128, 2), (512, 4), (512, 2)]
+
+
+@pytest.mark.parametrize(("length", "window"), [*itertools.product((1, 7, 50), (0, 3, 6, 60))])
+def test_a_window_counts_the_pairs_that_it_lets_through(length: int, window: int) -> None:
+    pairs = sum(0 <= row - column <= window for row in range(length) for column in range(length))
+    problem = Problem(heads=3, kv_heads=3, head_dim=5, mask="window", window=window, dtype="float32")
+    if window < length:
+        assert problem.flops(length) == 4 * pairs * 15
+    else:
+        assert problem.flops(length) == 4 * length**2 * 15
+
+
+def test_causal_counts_half_of_all_pairs() -> None:
+    full, causal = (Problem(2, 2, 8, mask, 0, "float32").flops(100) for mask in ("full", "causal"))
+    assert (full, causal) == (4 * 100**2 * 16, 2 * 100**2 * 16)
+
+
+def test_calls_are_repeated_until_some_time_is_spent_and_long_ones_three_times() -> None:
+    assert repetitions(10.0, least=5, seconds=0.3) == 30
+    assert repetitions(200.0, least=5, seconds=0.3) == 5
+    assert repetitions(5000.0, least=5, seconds=0.3) == 3
+    assert repetitions(5000.0, least=2, seconds=0.3) == 2
+    assert repetitions(0.1, least=5, seconds=0.3) == 50
+
+
+def test_the_ablations_of_the_flag_are_those_of_the_runtime() -> None:
+    assert ABLATIONS == ablation.ABLATIONS
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--peers", "nobody"),
+        ("--mask", "diagonal"),
+        ("--schedule", "fast"),
+        ("--transport", "pigeon"),
+        ("--ablation", "all"),
+        ("--preset", "everything"),
+    ],
+)
+def test_unknown_names_are_refused_with_those_that_there_are(
+    flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(*flags)
+    assert "choose from" in capsys.readouterr().err
+
+
+def test_heads_that_do_not_divide_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--device", "cpu", "--heads", "33", "--kv-heads", "8"]) == 2
+    assert "33 heads with 8 kv_heads is not supported" in capsys.readouterr().err
+
+
+def test_gpus_that_are_not_there_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "--device", "cuda"]) == 2
+    assert "no GPU" in capsys.readouterr().err

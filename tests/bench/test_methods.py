@@ -1,0 +1,140 @@
+"""Every method that runs on a CPU against the check, and the check against another statement of the same truth."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.bench import check
+from dfa_megatron.bench.job import Job, Problem
+from dfa_megatron.bench.method import contiguous, our_methods, zigzag
+from dfa_megatron.bench.peers import peer_methods
+from dfa_megatron.bench.world import World
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.packing import shard_sequence
+from dfa_megatron.testing.compare import assert_close, dense_attention
+from dfa_megatron.testing.workers import run_ranks
+
+JOB = Job(seq_length=(64,), heads=((4, 4),), head_dim=16, dtype="bfloat16", kernel=("cpu",))
+
+
+def world() -> World:
+    return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.group.WORLD)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "window"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_the_truth_of_the_check_is_that_of_the_tests(mask: str, kv_heads: int) -> None:
+    problem = Problem(4, kv_heads, 8, mask, 7, "float64")
+    q, k, v = (torch.randn(1, 24, heads, 8, dtype=torch.float64) for heads in (4, kv_heads, kv_heads))
+    want, _ = dense_attention(q, k, v, causal=problem.causal, window_size=problem.window_size)
+    assert_close(check.dense(problem, q, k, v), want, tolerance=1e-13)
+
+
+def _splits(rank: int, ranks: int) -> None:
+    x = torch.arange(48.0).view(1, 48, 1, 1)
+    assert torch.equal(contiguous(x, world()), shard_sequence(x, layout="contiguous"))
+    assert torch.equal(zigzag(x, world()), shard_sequence(x, layout="zigzag"))
+    assert torch.equal(zigzag(x, world(), together=ranks), contiguous(x, world()))
+
+
+def test_a_rank_gets_the_tokens_that_the_layouts_say() -> None:
+    run_ranks(3, _splits)
+
+
+def _check(rank: int, ranks: int, peer: str, mask: str, heads: int, kv_heads: int, dtype: str) -> dict[str, str]:
+    """By method: "" if it is exact, else what is wrong, or why it does not serve the problem."""
+    problem = Problem(heads, kv_heads, 16, mask, 20, dtype)
+    exact = check.truth(problem, world())
+    methods, _ = peer_methods(replace(JOB, peers=(peer,)))
+    found = {}
+    for method in methods:
+        try:
+            shares = check.squares(method, exact, world())
+        except UnsupportedError as error:
+            found[method.name] = f"refused: {error}"
+            continue
+        dist.all_reduce(shares)
+        found[method.name] = check.verdict(shares.tolist(), dtype)[1]
+    return found
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "window"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (4, 1)])
+def test_ulysses_is_exact_and_copies_key_value_heads_that_are_too_few(mask: str, heads: int, kv_heads: int) -> None:
+    assert run_ranks(4, _check, "ulysses", mask, heads, kv_heads, "float64")[0] == {"ulysses cpu": ""}
+
+
+def test_ulysses_refuses_heads_that_do_not_divide() -> None:
+    (found,) = run_ranks(2, _check, "ulysses", "causal", 33, 33, "float32")[0].values()
+    assert "33 heads and 33 kv_heads is not supported" in found
+
+
+needs_ring_flash_attn = pytest.mark.skipif(
+    importlib.util.find_spec("ring_flash_attn") is None, reason="ring-flash-attn is not installed"
+)
+needs_yunchang = pytest.mark.skipif(importlib.util.find_spec("yunchang") is None, reason="yunchang is not installed")
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+@needs_ring_flash_attn
+def test_ring_flash_attn_is_exact_on_the_shim() -> None:
+    found = run_ranks(2, _check, "ring_flash_attn", "causal", 4, 2, "bfloat16")[0]
+    assert found == {f"ring-flash-attn {name}": "" for name in ("ring", "zigzag", "llama3")}
+    full = run_ranks(2, _check, "ring_flash_attn", "full", 4, 2, "bfloat16")[0]
+    assert full["ring-flash-attn ring"] == full["ring-flash-attn llama3"] == ""
+    assert full["ring-flash-attn zigzag"].startswith("refused")
+
+
+@needs_yunchang
+def test_yunchang_is_exact_on_the_shim_as_a_ring_of_pairs_too() -> None:
+    found = run_ranks(4, _check, "yunchang", "causal", 4, 4, "bfloat16")[0]
+    assert found == {f"yunchang {name}": "" for name in ("ring", "2 x ring", "ulysses")}
+
+
+@needs_deepspeed
+def test_deepspeeds_attention_is_exact_around_a_kernel_of_ours() -> None:
+    assert run_ranks(2, _check, "deepspeed", "causal", 4, 2, "float32", timeout=120)[0] == {"deepspeed ulysses cpu": ""}
+
+
+def test_a_peer_that_is_named_and_does_not_run_here_is_refused_and_otherwise_left_out() -> None:
+    with pytest.raises(UnsupportedError, match="CUDA"):
+        peer_methods(replace(JOB, peers=("pytorch",)))
+    methods, absent = peer_methods(replace(JOB, peers=("installed",)))
+    assert "ulysses cpu" in [method.name for method in methods]
+    assert any("CUDA" in why for why in absent)
+
+
+def test_the_shim_leaves_other_modules_of_the_package_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dfa_megatron.bench.peers import flash_attn_shim
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("flash_attn is installed")
+    try:
+        assert flash_attn_shim.install() == flash_attn_shim.install() == flash_attn_shim.NOTE
+        assert importlib.util.find_spec("flash_attn") is not None
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("flash_attn.cute")
+    finally:
+        for name in ("flash_attn", flash_attn_shim.INTERFACE):
+            sys.modules.pop(name, None)
+
+
+def test_names_tell_our_variants_apart() -> None:
+    job = replace(
+        JOB, schedule=("ring", "zigzag"), transport=("auto", "p2p"), ulysses_degree=(1, 2), cuda_graph=(False, True),
+        ablation=("none", "no_overlap"),
+    )  # fmt: skip
+    names = [method.name for method in our_methods(job)]
+    assert len(set(names)) == len(names) == 32
+    assert "dfa zigzag cpu p2p ulysses2 graph no_overlap" in names
+    with ExitStack() as stack:
+        assert our_methods(JOB)[0].start(Problem(4, 4, 16, "causal", 0, "float32"), 8, world=None, stack=stack)  # type: ignore[arg-type]

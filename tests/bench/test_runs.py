@@ -1,0 +1,255 @@
+"""Benchmarks over two ranks: what is checked, what is refused, what fails, and what is written whatever happens."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.bench.job import Job, Problem
+from dfa_megatron.bench.launch import STUCK_STATUS, measure
+from dfa_megatron.bench.local import local_attention
+from dfa_megatron.bench.method import Attention, Method, kernel_methods, our_methods
+from dfa_megatron.bench.world import World
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.testing.workers import run_ranks
+
+JOB = Job(
+    seq_length=(64, 128), heads=((2, 1),), head_dim=16, dtype="float32", kernel=("reference",), schedule=("ring",),
+    repetitions=2, seconds=0.0,
+)  # fmt: skip
+
+
+def world() -> World:
+    return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
+
+
+def changed(name: str, change: Any) -> Method:
+    """Our attention with its q or its answer changed by change(out, local_seq)."""
+    (ours,) = our_methods(JOB)
+
+    def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
+        attend = ours.start(problem, local_seq, world, stack)
+        return lambda q, k, v: change(attend(q, k, v), local_seq)
+
+    return Method(name, "peer", start)
+
+
+def alone(name: str, change: Any) -> Method:
+    """A method in which no rank waits for another, changed as above."""
+
+    def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
+        attend = local_attention("reference", problem, world.device)
+        return lambda q, k, v: change(attend(q, k, v), local_seq)
+
+    return Method(name, "peer", start, exact=False)
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    content = json.loads((folder / "results.json").read_text())
+    with (folder / "results.csv").open() as lines:
+        assert [row["state"] for row in csv.DictReader(lines)] == [row["state"] for row in content["rows"]]
+    rows: list[dict[str, Any]] = content["rows"]
+    return rows
+
+
+def by_length(rows: list[dict[str, Any]], method: str) -> dict[int, dict[str, Any]]:
+    return {row["seq_length"]: row for row in rows if row["method"] == method}
+
+
+def _wrong(rank: int, ranks: int, folder: str) -> int:
+    methods = [
+        *our_methods(JOB),
+        changed("a little off", lambda out, length: out * 1.001),
+        changed("not a number", lambda out, length: out * (float("nan") if rank else 1.0)),
+        changed("wrong gradients", lambda out, length: out.detach() + 0.9 * (out - out.detach())),
+        changed("another shape", lambda out, length: out[:, 1:]),
+    ]
+    return measure(replace(JOB, out=folder), world(), methods)
+
+
+def test_a_wrong_method_is_listed_and_never_timed(tmp_path: Path) -> None:
+    assert run_ranks(2, _wrong, str(tmp_path)) == [0, 0]
+    rows = rows_in(tmp_path)
+    ours = by_length(rows, "dfa ring reference")
+    assert [row["state"] for row in ours.values()] == ["timed", "timed"]
+    assert all(0 < row["error"] < 1e-5 and row["both_ms"] > row["forward_ms"] > 0 for row in ours.values())
+    assert all(len(row["times"]["both"]) == 2 and row["sent_mib"] > 0 for row in ours.values())
+    said = {
+        "a little off": "out is off by 1.0e-03",
+        "not a number": "out is off by nan",
+        "wrong gradients": "dq is off by 1.0e-01",
+        "another shape": "out has shape (1, ",
+    }
+    for name, why in said.items():
+        for row in by_length(rows, name).values():
+            assert row["state"] in ("wrong", "failed")
+            assert why in row["why"]
+            assert not row["both_ms"]
+            assert not row["times"]
+    table = (tmp_path / "tables.txt").read_text()
+    assert "ours / best peer" not in table
+    assert "a little off: wrong, out is off by 1.0e-03" in table
+
+
+def _full(rank: int, ranks: int, folder: str) -> list[int]:
+    tried = []
+
+    def overflow(out: torch.Tensor, local_seq: int) -> torch.Tensor:
+        if local_seq >= 64:
+            tried.append(local_seq)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+        return out
+
+    job = replace(JOB, seq_length=(64, 128, 256), out=folder)
+    assert measure(job, world(), [changed("greedy", overflow), *our_methods(JOB)]) == 0
+    return tried
+
+
+def test_out_of_memory_is_a_row_and_longer_sequences_are_not_tried(tmp_path: Path) -> None:
+    assert run_ranks(2, _full, str(tmp_path)) == [[64], [64]]
+    rows = rows_in(tmp_path)
+    greedy = by_length(rows, "greedy")
+    assert [row["state"] for row in greedy.values()] == ["timed", "out of memory", "out of memory"]
+    assert "at 128 tokens" in greedy[256]["why"]
+    assert {row["state"] for row in by_length(rows, "dfa ring reference").values()} == {"timed"}
+
+
+def _one_fails(rank: int, ranks: int, folder: str) -> int:
+    def stumble(out: torch.Tensor, local_seq: int) -> torch.Tensor:
+        if local_seq >= 64 and rank == 1:
+            raise torch.OutOfMemoryError("out of memory on this rank only")
+        return out
+
+    return measure(replace(JOB, out=folder), world(), [*our_methods(JOB), alone("uneven", stumble)])
+
+
+def test_a_failure_of_one_rank_ends_the_run_with_all_rows_kept(tmp_path: Path) -> None:
+    assert run_ranks(2, _one_fails, str(tmp_path)) == [STUCK_STATUS, STUCK_STATUS]
+    rows = rows_in(tmp_path)
+    assert [row["state"] for row in rows] == ["timed", "timed", "dropped", "dropped"]
+    assert "rank 1 failed" in rows[2]["why"]
+
+
+def _late(rank: int, ranks: int, folder: str) -> int:
+    calls = []
+
+    def tire(out: torch.Tensor, local_seq: int) -> torch.Tensor:
+        calls.append(local_seq)
+        if calls.count(32) > 5 and rank == 0:
+            raise RuntimeError("tired")
+        return out
+
+    return measure(replace(JOB, out=folder, repetitions=9), world(), [alone("tired", tire)])
+
+
+def test_a_failure_between_repetitions_ends_the_run_too(tmp_path: Path) -> None:
+    assert run_ranks(2, _late, str(tmp_path)) == [STUCK_STATUS, STUCK_STATUS]
+    assert [row["state"] for row in rows_in(tmp_path)] == ["dropped", "dropped"]
+
+
+def _refusals(rank: int, ranks: int, folder: str) -> int:
+    def refuse(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
+        raise UnsupportedError("this", "it cannot", "that")
+
+    job = replace(JOB, seq_length=(64, 66), schedule=("ring", "balanced"), mask=("full",), out=folder)
+    return measure(job, world(), [*our_methods(job), Method("shy", "peer", refuse)])
+
+
+def test_refusals_say_why_and_leave_the_others_running(tmp_path: Path) -> None:
+    assert run_ranks(2, _refusals, str(tmp_path)) == [0, 0]
+    rows = rows_in(tmp_path)
+    states = {(row["method"], row["seq_length"]): (row["state"], row["why"]) for row in rows}
+    assert states["dfa ring reference", 64] == ("timed", "")
+    assert states["shy", 64] == ("refused", "this: it cannot")
+    assert states["dfa balanced reference", 64][0] == "refused"
+    assert "causal" in states["dfa balanced reference", 64][1]
+    assert "do not divide" in states["dfa ring reference", 66][1]
+
+
+def _budget(rank: int, ranks: int, folder: str) -> int:
+    job = replace(JOB, seq_length=(64, 2**20), budget=4.0, out=folder)  # the second would take minutes
+    return measure(job, world(), our_methods(job))
+
+
+def test_a_budget_leaves_out_what_would_exceed_it_and_names_it(tmp_path: Path) -> None:
+    assert run_ranks(2, _budget, str(tmp_path)) == [0, 0]
+    rows = rows_in(tmp_path)
+    assert [(row["seq_length"], row["state"]) for row in rows] == [(64, "timed"), (2**20, "dropped")]
+    assert "budget of 4 s" in rows[1]["why"]
+
+
+def _ablations(rank: int, ranks: int, folder: str) -> int:
+    job = replace(JOB, seq_length=(64,), ablation=("none", "no_overlap", "no_communication"), out=folder)
+    return measure(job, world(), our_methods(job))
+
+
+def test_ablations_are_timed_and_never_count_as_ours(tmp_path: Path) -> None:
+    assert run_ranks(2, _ablations, str(tmp_path)) == [0, 0]
+    rows = rows_in(tmp_path)
+    assert [(row["kind"], row["state"]) for row in rows] == [
+        ("ours", "timed"), ("ablation", "timed"), ("ablation", "timed"),
+    ]  # fmt: skip
+    assert rows[1]["error"] > 0
+    assert rows[2]["error"] == 0
+    assert (tmp_path / "tables.txt").read_text().count("*\n") <= 1
+    assert "meant to be wrong" in rows[2]["note"]
+
+
+def _alone(rank: int, ranks: int, folder: str) -> int:
+    job = replace(JOB, seq_length=(64,), mask=("causal", "full", "window"), window=10, out=folder)
+    return measure(job, world(), [*our_methods(job), *kernel_methods(job)])
+
+
+def test_one_rank_is_compared_with_the_bare_kernel(tmp_path: Path) -> None:
+    assert run_ranks(1, _alone, str(tmp_path)) == [0]
+    rows = rows_in(tmp_path)
+    assert [(row["mask"], row["kind"], row["state"]) for row in rows] == [
+        (mask, kind, "timed") for mask in ("causal", "full", "window") for kind in ("ours", "kernel")
+    ]
+    assert (tmp_path / "tables.txt").read_text().count("ours / bare kernel") == 3
+
+
+def test_the_command_starts_its_ranks_and_leaves_tables_figures_and_versions(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "dfa_megatron.cli.main", "bench", "--device", "cpu", "--ranks", "2")
+    flags = ("--seq-length", "64", "128", "--heads", "4", "--kv-heads", "4", "1", "--head-dim", "16", "--seconds", "0")
+    methods = ("--schedule", "balanced_shared", "zigzag", "--kernel", "cpu", "--peers", "ulysses")
+    done = subprocess.run(
+        [*command, *flags, *methods, "--out", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert {row["state"] for row in content["rows"]} == {"timed"}
+    assert len(content["rows"]) == 2 * 2 * 3
+    assert content["machine"]["versions"]["torch"] == torch.__version__
+    assert content["arguments"]["seq_length"] == [64, 128]
+    assert "[4/4]" in done.stdout
+    assert done.stdout.count("ours / best peer") == 2
+    assert (tmp_path / "tables.txt").read_text() in done.stdout
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_run_the_command_with_the_peers_of_pytorch(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "dfa_megatron.cli.main", "bench", "--ranks", "2", "--seq-length", "4096")
+    flags = ("--heads", "8", "--kv-heads", "8", "2", "--kernel", "cudnn", "aten", "--peers", "pytorch", "ulysses")
+    done = subprocess.run(
+        [*command, *flags, "--out", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=170, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = rows_in(tmp_path)
+    assert {row["state"] for row in rows} == {"timed"}, [row["why"] for row in rows]
+    assert all(row["peak_gib"] > row["inputs_gib"] > 0 for row in rows)
