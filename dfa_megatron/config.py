@@ -11,7 +11,7 @@ from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
 
-SCHEDULES = ("auto", "ring", "balanced", "balanced_shared", "zigzag")
+SCHEDULES = ("auto", "ring", "balanced", "balanced_shared", "zigzag", "greedy")
 LAYOUTS = ("contiguous", "boundary", "zigzag")
 KERNELS = ("auto", "reference", "cpu", "triton", "aten", "flash2", "cudnn", "flash3", "flash4")
 REMAT = ("auto", "on", "off")
@@ -36,7 +36,8 @@ class DistAttentionConfig:
         "auto",
         "Who computes which block at which step. ring: every rank computes its own rows. balanced: DISTFLASHATTN as "
         "published. balanced_shared: the same with the idle slot of an even number of ranks filled. zigzag: needs the "
-        "zigzag layout. auto: the cheapest of those that the mask and the layout allow.",
+        "zigzag layout. greedy: helpers take work by area, for packed documents. auto: the cheapest of those that the "
+        "mask and the layout allow.",
         SCHEDULES,
     )
     layout: str = _option(
