@@ -33,7 +33,7 @@ class HeadExchange:
     """One all-to-all before a plan and one after, on the caller's stream.
 
     What travels to a peer is one packet of rows: a token with all its fields side by side, sequence before batch. So
-    what has landed is the tokens of all ranks in order, and the plan's inputs are views of it.
+    what has landed is the tokens of all ranks in order, and can be read as it lies.
     """
 
     def __init__(self, heads: HeadSplit, tokens: TokenSplit, inner: Channel) -> None:
@@ -79,19 +79,23 @@ class HeadExchange:
         return x if self.heads.copies == 1 else x.repeat_interleave(self.heads.copies, 2)
 
     def _gather_tokens(self, phase: str, fields: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """From (batch, local_seq, degree * heads, width) to (batch, degree * local_seq, heads, width), as views."""
+        """From (batch, local_seq, degree * heads, width) to (batch, degree * local_seq, heads, width)."""
         parts = [x.unflatten(2, (self.heads.degree, -1)) for x in fields]
         batch, rows, degree, _, _ = parts[0].shape
         kinds = [(x.shape[3], x.shape[4], x.dtype) for x in parts]
         packet = torch.empty((degree, rows, batch, _row_bytes(kinds)), dtype=torch.uint8, device=parts[0].device)
         for target, source in zip(_views(packet, kinds), parts, strict=True):
             target.copy_(source.permute(2, 1, 0, 3, 4))
-        landed = self._exchange(phase, packet)
+        return tuple(self._in_order(x) for x in _views(self._exchange(phase, packet), kinds))
+
+    def _in_order(self, landed: torch.Tensor) -> torch.Tensor:
+        """From (degree, local_seq, batch, heads, width) to (batch, degree * local_seq, heads, width)."""
         if self.tokens.pieces:
-            whole = torch.cat([landed[rank, rows.lo : rows.hi] for rank, rows in self.tokens.pieces])
-        else:
-            whole = landed.flatten(0, 1)
-        return tuple(x.transpose(0, 1) for x in _views(whole, kinds))
+            parts = [landed[rank, rows.lo : rows.hi].transpose(0, 1) for rank, rows in self.tokens.pieces]
+            return torch.cat(parts, 1).contiguous()
+        whole = landed.flatten(0, 1).transpose(0, 1)
+        # A plan of several ranks reads it block by block, and some kernels copy what is not dense each time.
+        return whole.contiguous() if len(self.tokens.outer) > 1 else whole
 
     def _gather_heads(self, phase: str, fields: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """From (batch, degree * local_seq, heads, width) to (batch, local_seq, degree * heads, width), contiguous."""
