@@ -95,23 +95,23 @@ def _folds() -> None:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    for length, heads, head_dim in ((37, 3, 40), (1, 5, 128), (129, 2, 64)):
-        outs, lses = draw(2, 2, length + 3, heads, head_dim), draw(2, 2, heads, length)
+    for count, length, heads, head_dim in ((2, 37, 3, 40), (3, 1, 5, 128), (4, 129, 2, 64)):
+        outs, lses = draw(count, 2, length + 3, heads, head_dim), draw(count, 2, heads, length)
         lses[0, :, :, 0] = -math.inf
-        old, new = ((out[:, 1:-2], lse) for out, lse in zip(outs, lses, strict=True))
-        there = [(out.to(_device()), lse.to(_device())) for out, lse in (old, new)]
-        want = tuple(x.double() for x in old)
-        merge.merge(want, tuple(x.double() for x in new), want)
-        into = torch.empty_like(there[0][0]), torch.empty_like(there[0][1])
-        merge.merge(there[0], there[1], into)
-        merge.merge(there[0], there[1], there[0])
+        parts = [(out[:, 1:-2], lse) for out, lse in zip(outs, lses, strict=True)]
+        there = [(out.to(_device()), lse.to(_device())) for out, lse in parts]
+        want = torch.empty_like(parts[0][0], dtype=torch.float64), torch.empty_like(parts[0][1], dtype=torch.float64)
+        merge.merge([(out.double(), lse.double()) for out, lse in parts], want)
+        sums = [out.contiguous().clone() for out, _ in there]
+        into = torch.empty_like(sums[0]), torch.empty_like(there[0][1])
+        merge.merge(there, into)
+        merge.merge(there, there[0])
         for result in (into, there[0]):
             for name, g, w in zip(("out", "lse"), result, want, strict=True):
                 _compare(f"merged {name}", g, w, 1e-5)
-        total = there[1][0].clone()
-        merge.add(total, there[1][0].contiguous(), total)
-        _compare("sum", total, 2 * new[0].double(), 1e-6)
-        _compare("row_dot", merge.row_dot(*(x[0] for x in there)), merge.row_dot(want[0], new[0].double()), 1e-5)
+        merge.add(sums, sums[0])
+        _compare("sum", sums[0], sum(out.double() for out, _ in parts), 1e-6)
+        _compare("row_dot", merge.row_dot(into[0], sums[1]), merge.row_dot(want[0], parts[1][0].double()), 1e-5)
 
 
 def _compare(name: str, got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
