@@ -1,0 +1,26 @@
+"""The greedy schedule in one process: real programs, kernels and wire format against dense float64 attention."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dfa_megatron.runtime.request import Request
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import case
+from test_together import MASKS, run
+
+
+@pytest.mark.usefixtures("nan_memory")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+def test_greedy_is_exact(ranks: int, mask: str) -> None:
+    causal, window = MASKS[mask]
+    whole = case(ranks * 11, causal=causal, window_size=window, softmax_scale=0.3, seed=ranks)
+    request = Request(
+        softmax_scale=0.3, causal=causal, window_size=window, schedule="greedy", layout="contiguous", kernel="reference"
+    )
+    run(request, whole, ranks, "contiguous")
