@@ -99,7 +99,8 @@ def _folds() -> None:
         outs, lses = draw(count, 2, length + 3, heads, head_dim), draw(count, 2, heads, length)
         lses[0, :, :, 0] = -math.inf
         parts = [(out[:, 1:-2], lse) for out, lse in zip(outs, lses, strict=True)]
-        there = [(out.to(_device()), lse.to(_device())) for out, lse in parts]
+        on_device = outs.to(_device(), copy=True)[:, :, 1:-2], lses.to(_device(), copy=True)
+        there = list(zip(*on_device, strict=True))
         want = torch.empty_like(parts[0][0], dtype=torch.float64), torch.empty_like(parts[0][1], dtype=torch.float64)
         merge.merge([(out.double(), lse.double()) for out, lse in parts], want)
         sums = [out.contiguous().clone() for out, _ in there]
