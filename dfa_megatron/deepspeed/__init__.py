@@ -10,9 +10,11 @@ engine.backward(loss)
 """
 
 from dfa_megatron.deepspeed.block import KEY, Block
+from dfa_megatron.deepspeed.checkpointing import checkpoint
 from dfa_megatron.deepspeed.initialize import initialize
 from dfa_megatron.deepspeed.install import install, uninstall
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, mesh_of
+from dfa_megatron.deepspeed.prepare import before_initialize
 from dfa_megatron.huggingface.batch import shard_batch
 from dfa_megatron.huggingface.loss import causal_lm_loss as loss
 from dfa_megatron.huggingface.model import local_attention
@@ -21,6 +23,8 @@ __all__ = [
     "KEY",
     "Block",
     "Mesh",
+    "before_initialize",
+    "checkpoint",
     "initialize",
     "install",
     "local_attention",

@@ -9,12 +9,12 @@ from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.model import CHECKPOINTS
+from dfa_megatron.huggingface.checkpointing import CHECKPOINTS, check_checkpoint
 
 KEY = "dist_flash_attention"
 """The top-level key of the block."""
 
-_OWN = ("enabled", "size", "checkpoint")
+_OWN = ("enabled", "size", "checkpoint", "reentrant")
 _OPTIONS = tuple(spec.name for spec in fields(DistAttentionConfig) if spec.name != "remat")
 
 _HELP = {
@@ -23,6 +23,8 @@ _HELP = {
     "sequence_parallel_size if that key is there, else all ranks.",
     "checkpoint": "Activation checkpointing of the model's layers. none: the model's own setting stays. full: "
     "attention runs and sends twice. remat: attention's output and lse are kept, so that it runs and sends once.",
+    "reentrant": "Checkpoint a Hugging Face model's layers with PyTorch's re-entrant form. activation_checkpointing's "
+    "cpu_checkpointing, which keeps their inputs on the host, always does.",
 }
 
 
@@ -37,6 +39,7 @@ class Block:
     enabled: bool = True
     size: int | None = None
     checkpoint: str = "none"
+    reentrant: bool = False
     options: DistAttentionConfig = field(default_factory=DistAttentionConfig)
 
     def __post_init__(self) -> None:
@@ -50,6 +53,9 @@ class Block:
                 "there is no such value",
                 _nearest(str(self.checkpoint), CHECKPOINTS),
             )
+        if type(self.reentrant) is not bool:
+            raise UnsupportedError(f"{KEY}.reentrant={self.reentrant!r}", "it must be of type bool", "true or false")
+        check_checkpoint(self.checkpoint, reentrant=self.reentrant, offload=self.options.remat_offload)
         if self.options.layout != "contiguous":
             raise UnsupportedError(
                 f"{KEY}.layout={self.options.layout!r}", "batches are cut into one slice a rank", "'contiguous'"
@@ -86,6 +92,7 @@ class Block:
                 "description": _HELP["checkpoint"],
                 "enum": list(CHECKPOINTS),
             },
+            "reentrant": {"type": "boolean", "default": False, "description": _HELP["reentrant"]},
         }
         block = {"type": "object", "additionalProperties": False, "properties": {**own, **properties}}
         return {

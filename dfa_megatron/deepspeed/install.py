@@ -52,13 +52,11 @@ def uninstall() -> None:
     """Put DeepSpeed's own functions back, if they are not in their places."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-    from deepspeed.utils import groups
 
     deepspeed.initialize = deepspeeds_own()
     present = UlyssesSPAttentionHF.__dict__[_ULYSSES]
     setattr(UlyssesSPAttentionHF, _ULYSSES, getattr(present, _MARK, present))
-    if isinstance(getattr(groups, "mpu", None), SequenceGroups):
-        publish(None)
+    publish(None)
 
 
 def deepspeeds_own() -> Callable[..., Any]:

@@ -30,26 +30,48 @@ class Mesh:
     data_size: int
 
 
-def make_mesh(size: int | None = None) -> Mesh:
-    """Make the groups of `size` consecutive ranks (all ranks if None); a collective call of all ranks.
+def make_mesh(size: int | None = None, *, stages: int = 1) -> Mesh:
+    """Make the groups of `size` consecutive ranks; a collective call of all ranks, whose groups are made once.
+
+    Args:
+        size: ranks that share a sequence; all ranks of a stage if None.
+        stages: of a pipeline, each of which has consecutive ranks, as `PipelineModule(num_stages=...)` places them.
 
     Raises:
-        UnsupportedError: size does not divide the number of ranks.
+        UnsupportedError: size does not divide the number of ranks of a stage.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
-    size = world if size is None else size
-    if size < 1 or world % size:
-        divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+    if stages < 1 or world % stages:
         raise UnsupportedError(
-            f"a sequence on {size} of {world} ranks", "every rank belongs to one group of that size", f"size {divisors}"
+            f"{stages} stages on {world} ranks", "every stage has as many ranks", "a number that divides the ranks"
         )
+    ranks = world // stages
+    size = ranks if size is None else size
+    if size < 1 or ranks % size:
+        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        raise UnsupportedError(
+            f"a sequence on {size} of {ranks} ranks", "every rank belongs to one group of that size", f"size {divisors}"
+        )
+    place = rank % ranks
+    return Mesh(_group(size), size, place % size, place // size, ranks // size)
+
+
+_groups: dict[int, tuple[Any, dist.ProcessGroup]] = {}
+"""This rank's group by its size, with the default group that it was made under."""
+
+
+def _group(size: int) -> dist.ProcessGroup:
+    default, known = _groups.get(size, (None, None))
+    if known is not None and default is dist.group.WORLD:
+        return known
     own: dist.ProcessGroup | None = None
-    for first in range(0, world, size):
+    for first in range(0, dist.get_world_size(), size):
         group = dist.new_group(list(range(first, first + size)))
-        if first <= rank < first + size:
+        if first <= dist.get_rank() < first + size:
             own = group
     assert own is not None
-    return Mesh(own, size, rank % size, rank // size, world // size)
+    _groups[size] = (dist.group.WORLD, own)
+    return own
 
 
 def remember(engine: Any, mesh: Mesh) -> None:

@@ -28,12 +28,8 @@ _KEYS: dict[str, tuple[str, str]] = {
     "zero_optimization.zero_quantized_nontrainable_weights": (_UNTESTED, "false"),
     "zero_optimization.zero_quantized_gradients": (_UNTESTED, "false"),
     "activation_checkpointing.partition_activations": (
-        "it would be ignored: DeepSpeed's own checkpointing is not used",
-        "dist_flash_attention.checkpoint 'remat' or 'full'",
-    ),
-    "activation_checkpointing.cpu_checkpointing": (
-        "it would be ignored: DeepSpeed's own checkpointing is not used",
-        "dist_flash_attention.checkpoint 'remat' or 'full'",
+        "it divides activations among ranks that hold the same ones; the ranks of a sequence hold different tokens",
+        "partition_activations false; cpu_checkpointing keeps them on the host",
     ),
 }
 """Keys that must be absent, false, 0 or empty, by their path in the JSON: why, and what works."""
@@ -95,7 +91,6 @@ def check_call(model: Any, *, mpu: Any, mesh_param: Any, training_data: Any) -> 
     """
     import deepspeed
     from deepspeed.moe.layer import MoE
-    from deepspeed.pipe import PipelineModule
 
     if (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__) < OLDEST:
         raise UnsupportedError(
@@ -120,8 +115,6 @@ def check_call(model: Any, *, mpu: Any, mesh_param: Any, training_data: Any) -> 
             "DeepSpeed's loader would give the ranks of one sequence different samples",
             "a loader of your own for rank mesh_of(engine).data_rank of .data_size, and shard_batch",
         )
-    if isinstance(model, PipelineModule):
-        raise UnsupportedError("a PipelineModule", _UNTESTED, "ZeRO 0 to 3 without a pipeline")
     if any(isinstance(module, MoE) for module in model.modules()):
         raise UnsupportedError("DeepSpeed's MoE layers", _UNTESTED, "a model without them")
 

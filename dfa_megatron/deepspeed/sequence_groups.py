@@ -63,10 +63,11 @@ class SequenceGroups:
 
 
 def publish(view: SequenceGroups | None) -> None:
-    """Answer with this view from now on, or with none."""
+    """Answer with this view from now on, or with none of ours."""
     from deepspeed.utils import groups
 
-    groups.mpu = view
+    if view is not None or isinstance(getattr(groups, "mpu", None), SequenceGroups):
+        groups.mpu = view
 
 
 @contextmanager

@@ -9,7 +9,8 @@ model(**batch).loss.backward()              # then average the gradients over al
 
 from dfa_megatron.huggingface.attention import NAME
 from dfa_megatron.huggingface.batch import shard_batch
+from dfa_megatron.huggingface.checkpointing import CHECKPOINTS
 from dfa_megatron.huggingface.loss import causal_lm_loss
-from dfa_megatron.huggingface.model import CHECKPOINTS, distribute_attention, local_attention
+from dfa_megatron.huggingface.model import distribute_attention, local_attention
 
 __all__ = ["CHECKPOINTS", "NAME", "causal_lm_loss", "distribute_attention", "local_attention", "shard_batch"]

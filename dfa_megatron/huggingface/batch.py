@@ -29,7 +29,8 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
         ranks, divided by P. With these a transformers model computes `causal_lm_loss` by itself.
 
     Raises:
-        UnsupportedError: padding elsewhere or with labels, packed documents, an unknown key, or a length that does not divide.
+        UnsupportedError: padding elsewhere or with labels, packed documents, an unknown key, or a length that does not
+            divide.
     """
     unknown = sorted(set(batch) - set(_KNOWN))
     if unknown or "input_ids" not in batch:

@@ -14,6 +14,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention, inputs
 from dfa_megatron.huggingface.attention import CONTEXT, NAME, LayerContext
+from dfa_megatron.huggingface.checkpointing import check_checkpoint, set_checkpointing
 from dfa_megatron.huggingface.refusals import check_model, check_options
 from dfa_megatron.plan.heads import check_degree
 from dfa_megatron.runtime.channel import Group, group_name, group_size
@@ -32,6 +33,7 @@ def distribute_attention(
     group: Group = None,
     options: DistAttentionConfig | None = None,
     checkpoint: str = "none",
+    reentrant: bool = False,
     accelerate: bool = False,
 ) -> torch.nn.Module:
     """Give a causal language model distributed attention; it then takes this rank's part of each sequence.
@@ -44,6 +46,7 @@ def distribute_attention(
         group: the ranks that share a sequence, in the order of their tokens; None is the default group.
         options: schedule, kernel and the like.
         checkpoint: one of `CHECKPOINTS`.
+        reentrant: checkpoint with PyTorch's re-entrant form; see `set_checkpointing`.
         accelerate: batches come from HF Trainer or accelerate. In evaluation, every rank then has whole sequences of
             its own and attention is local; in training, whoever called the model weighs the loss of this rank's tokens.
 
@@ -55,8 +58,7 @@ def distribute_attention(
     """
     options = options or DistAttentionConfig()
     check_options(options)
-    if checkpoint not in CHECKPOINTS:
-        raise UnsupportedError(f"checkpoint={checkpoint!r}", "there is no such way", "one of " + ", ".join(CHECKPOINTS))
+    check_checkpoint(checkpoint, reentrant=reentrant, offload=options.remat_offload)
     inner = transformers_model(model)
     layers = check_model(inner)
     _note_untested(inner.config.model_type)
@@ -75,7 +77,7 @@ def distribute_attention(
     for module in {inner, decoder, *layers}:
         setattr(module, CONTEXT, context)
     inner.set_attn_implementation(NAME)
-    _set_checkpointing(inner, checkpoint, options)
+    set_checkpointing(inner, checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
 
 

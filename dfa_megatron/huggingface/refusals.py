@@ -28,12 +28,6 @@ def check_options(options: DistAttentionConfig) -> None:
             "activation checkpointing is chosen with `checkpoint`",
             "checkpoint='remat', 'full' or 'none'",
         )
-    if options.remat_offload:
-        raise UnsupportedError(
-            "remat_offload for a transformers model",
-            "its checkpoint functions keep attention's output on the GPU",
-            "remat_offload=False; Megatron-Core's layers and dfa_megatron.remat offload it",
-        )
 
 
 def check_model(model: Any) -> list[torch.nn.Module]:

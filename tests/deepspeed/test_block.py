@@ -68,7 +68,6 @@ def test_a_wrong_block_is_refused_with_what_would_be_right(values: Any, message:
         {"zero_optimization": {"mics_shard_size": 2}},
         {"zero_optimization": {"zero_quantized_gradients": True}},
         {"activation_checkpointing": {"partition_activations": True}},
-        {"activation_checkpointing": {"cpu_checkpointing": True}},
     ],
     ids=lambda settings: next(iter(settings)),
 )
@@ -121,7 +120,7 @@ def test_an_engine_made_without_the_block_has_no_mesh() -> None:
 def test_the_schema_names_every_key_that_is_read() -> None:
     properties = Block.json_schema()["properties"][KEY]["properties"]
     shared = set(DistAttentionConfig.json_schema()["properties"]) - {"remat"}
-    assert set(properties) == {"enabled", "size", "checkpoint"} | shared
+    assert set(properties) == {"enabled", "size", "checkpoint", "reentrant"} | shared
     for name, entry in properties.items():
         if "default" in entry:
             Block.from_mapping({name: entry["default"]})

@@ -1,0 +1,128 @@
+"""What happens to model and configuration before DeepSpeed makes its engine, and to the engine after."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.attention import DistFlashAttention
+from dfa_megatron.deepspeed import pipeline
+from dfa_megatron.deepspeed.block import KEY, Block
+from dfa_megatron.deepspeed.checkpointing import deepspeeds_function
+from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, remember
+from dfa_megatron.deepspeed.refusals import check_batch_sizes, check_engine, check_settings
+from dfa_megatron.deepspeed.sequence_groups import SequenceGroups, publish
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checkpointing import set_checkpointing
+from dfa_megatron.huggingface.model import distribute_attention, transformers_model
+from dfa_megatron.runtime.channel import group_name
+
+logger = logging.getLogger(__name__)
+
+Prepared = tuple[dict[str, Any], Callable[[Any], None]]
+"""The configuration for DeepSpeed, and what to call with the engine."""
+
+
+def before_initialize(model: torch.nn.Module, settings: dict[str, Any], mpu: Any = None) -> Prepared:
+    """Distribute the model's attention; `initialize` calls it, and a patched `deepspeed.initialize` does.
+
+    Args:
+        settings: DeepSpeed's configuration with the block in it, which is enabled; it is not changed.
+        mpu: None, or the `SequenceGroups` that accelerate was given.
+
+    Returns:
+        The configuration for DeepSpeed, which takes no mpu then, and what to call with the engine.
+    """
+    block = Block.from_mapping(settings[KEY])
+    groups = mpu if isinstance(mpu, SequenceGroups) else None
+    size = block.size if groups is None else groups.mesh.size
+    check_settings(settings, size)
+    size = size or settings.get("sequence_parallel_size")
+    if pipeline.is_pipeline(model):
+        return _pipelined(model, settings, block, size)
+    if groups is None:
+        _check_own(model, block)
+        mesh = make_mesh(size)
+    else:
+        mesh = groups.mesh
+    check_batch_sizes(settings, mesh)
+    if not _give(_own_attention(model), mesh, block):
+        _distribute(model, settings, mesh, block, accelerate=groups is not None)
+
+    def finish(engine: Any) -> None:
+        _keep(engine, mesh)
+        if groups is not None:
+            publish(groups)
+
+    return {**_common(settings), "sequence_parallel_size": mesh.size}, finish
+
+
+def _pipelined(module: torch.nn.Module, settings: dict[str, Any], block: Block, size: int | None) -> Prepared:
+    mesh = pipeline.pipeline_mesh(module, size)
+    _give(_own_attention(module), mesh, block)  # a stage may have none
+
+    def finish(engine: Any) -> None:
+        _keep(engine, mesh)
+        if block.checkpoint == "remat":
+            pipeline.set_remat(engine, offload=block.options.remat_offload)
+
+    return pipeline.settings_for(_common(settings), module, block), finish
+
+
+def _common(settings: dict[str, Any]) -> dict[str, Any]:
+    """A copy without the block, and with gradients in a dtype that bears their sum over the ranks of a sequence.
+
+    `sequence_parallel_size` without an mpu divides the number of ranks in DeepSpeed's batch arithmetic and does nothing
+    else: gradients are averaged over all ranks at every ZeRO stage.
+    """
+    settings = {key: value for key, value in settings.items() if key != KEY}
+    if settings.get("bf16", settings.get("bfloat16", {})).get("enabled"):
+        settings.setdefault("communication_data_type", "fp32")  # in bfloat16 small shares would be lost
+    return settings
+
+
+def _keep(engine: Any, mesh: Mesh) -> None:
+    check_engine(engine, mesh.size * mesh.data_size)
+    remember(engine, mesh)
+    if dist.get_rank() == 0:
+        logger.info("attention over sequences on %d ranks, %d sequences at a time", mesh.size, mesh.data_size)
+
+
+def _give(attention: list[DistFlashAttention], mesh: Mesh, block: Block) -> bool:
+    """Give attention modules the group of their sequence; whether there are any. What they say themselves stays."""
+    for module in attention:
+        module.group_name = group_name(mesh.group)
+        module.options = {**block.options.keywords(), **module.options}
+    return bool(attention)
+
+
+def _distribute(model: torch.nn.Module, settings: dict[str, Any], mesh: Mesh, block: Block, accelerate: bool) -> None:
+    distribute_attention(
+        model,
+        group=mesh.group,
+        options=block.options,
+        checkpoint=block.checkpoint,
+        reentrant=block.reentrant,
+        accelerate=accelerate,
+    )
+    if (function := deepspeeds_function(settings, block.checkpoint)) is not None:
+        offload = block.options.remat_offload
+        set_checkpointing(transformers_model(model), block.checkpoint, offload=offload, function=function)
+
+
+def _own_attention(model: torch.nn.Module) -> list[DistFlashAttention]:
+    """The attention modules of a model that is not a transformers model."""
+    return [module for module in model.modules() if isinstance(module, DistFlashAttention)]
+
+
+def _check_own(model: torch.nn.Module, block: Block) -> None:
+    if block.checkpoint != "none" and _own_attention(model):
+        raise UnsupportedError(
+            f"{KEY}.checkpoint={block.checkpoint!r} for a model of your own",
+            "its layers are not known",
+            "checkpoint 'none', and dfa_megatron.deepspeed.checkpoint or dfa_megatron.remat.context_fn in the model",
+        )

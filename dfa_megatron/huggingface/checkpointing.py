@@ -1,0 +1,75 @@
+"""Activation checkpointing of a transformers model's layers, with attention run once or twice."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dfa_megatron import remat
+from dfa_megatron.errors import UnsupportedError
+
+CHECKPOINTS = ("none", "full", "remat")
+"""none: the model's own setting stays. full: transformers' activation checkpointing, in which attention runs twice.
+remat: the same with attention's output and lse kept, so that it runs and sends once."""
+
+_FUNCTION = "_gradient_checkpointing_func"
+"""Where transformers keeps the checkpoint function of a layer."""
+
+
+def set_checkpointing(
+    model: Any,
+    checkpoint: str,
+    *,
+    reentrant: bool = False,
+    offload: bool = False,
+    function: Callable[..., Any] | None = None,
+) -> None:
+    """Checkpoint the layers of a transformers model.
+
+    Args:
+        checkpoint: one of `CHECKPOINTS`.
+        reentrant: with PyTorch's re-entrant form, which keeps nothing but a layer's input while it runs. A layer's
+            input must have a gradient then, so with frozen embeddings (PEFT) it is given one.
+        offload: with 'remat', keep attention's output and lse in pinned host memory.
+        function: a re-entrant checkpoint function in place of PyTorch's, called as function(layer, *inputs).
+    """
+    if checkpoint == "none":
+        return
+    reentrant = reentrant or function is not None
+    keywords: dict[str, Any] = {"use_reentrant": reentrant}
+    if checkpoint == "remat" and not reentrant:
+        keywords["context_fn"] = functools.partial(remat.context_fn, offload=offload)
+    # The first name is the newer one; the second warns that it is deprecated where both exist.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(keywords)
+    if not reentrant:
+        return
+    for module in model.modules():
+        own = getattr(module, _FUNCTION, None)
+        if own is not None:
+            chosen = function or own
+            if checkpoint == "remat":
+                chosen = functools.partial(remat.remat_checkpoint, checkpoint=chosen, offload=offload)
+            setattr(module, _FUNCTION, chosen)
+    embeddings: torch.nn.Module = model.get_input_embeddings()
+    if not any(parameter.requires_grad for parameter in embeddings.parameters()):
+        model.enable_input_require_grads()
+
+
+def check_checkpoint(checkpoint: str, *, reentrant: bool, offload: bool) -> None:
+    """Refuse what is no way of checkpointing.
+
+    Raises:
+        UnsupportedError: an unknown value, or a form without a checkpoint.
+    """
+    if checkpoint not in CHECKPOINTS:
+        raise UnsupportedError(f"checkpoint={checkpoint!r}", "there is no such way", "one of " + ", ".join(CHECKPOINTS))
+    if reentrant and checkpoint == "none":
+        raise UnsupportedError("reentrant with checkpoint='none'", "nothing is checkpointed", "'remat' or 'full'")
+    if offload and checkpoint != "remat":
+        raise UnsupportedError(
+            f"remat_offload with checkpoint={checkpoint!r}", "nothing is kept for a recompute", "checkpoint='remat'"
+        )

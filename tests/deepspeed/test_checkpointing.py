@@ -1,0 +1,120 @@
+"""Every form of checkpointing gives the bits of none, and with remat runs attention once; with adapters (PEFT) too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron import dist_flash_attn_func
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.workers import run_ranks
+from tests.deepspeed import harness
+from tests.huggingface.models import LAYERS, build, text
+
+FORMS: dict[str, dict[str, Any]] = {
+    "remat": {"checkpoint": "remat"},
+    "full": {"checkpoint": "full"},
+    "re-entrant remat": {"checkpoint": "remat", "reentrant": True},
+    "re-entrant full": {"checkpoint": "full", "reentrant": True},
+    "attention on the host": {"checkpoint": "remat", "remat_offload": True},
+}
+
+
+def adapted() -> Any:
+    """LoRA: the weights and the embeddings are frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    model = build("Llama")
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    return get_peft_model(model, config)
+
+
+def two_steps(make: Any, stage: int, world_size: int, block: dict[str, Any]) -> tuple[Any, Any]:
+    """Gradients and counts of the second micro-batch, in which ZeRO-3's gathers have found their order."""
+    from deepspeed.utils import safe_get_full_grad
+
+    model = make()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config = harness.settings(stage, world_size, **block)
+    engine, *_ = dfa_ds.initialize(model=model, model_parameters=trained, config=config)
+    batch = dfa_ds.shard_batch(text(1, 10 * world_size, seed=5), group=dfa_ds.mesh_of(engine).group)
+    for _ in range(2):
+        COUNTERS.reset()
+        engine.backward(engine(**batch).loss)
+        counts = COUNTERS.snapshot()
+        gradients = [safe_get_full_grad(parameter) for parameter in trained]
+        engine.step()
+    engine.destroy()
+    return gradients, counts
+
+
+def forms(rank: int, world_size: int, stage: int, peft: bool) -> None:
+    harness.prepare_worker(rank)
+    make = adapted if peft else lambda: build("Qwen3")
+    want, plain = two_steps(make, stage, world_size, {})
+    assert plain["attention_forwards"] == LAYERS
+    assert all(bool(gradient.any()) for gradient in want)
+    for name, block in FORMS.items():
+        got, counts = two_steps(make, stage, world_size, block)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
+        once = block["checkpoint"] == "remat"
+        assert counts["attention_forwards"] == (LAYERS if once else 2 * LAYERS), name
+        assert counts["replays"] == (LAYERS if once else 0), name
+
+
+@pytest.mark.parametrize(("stage", "peft"), [(3, False), (3, True), (1, True)])
+def test_every_form_has_the_same_bits_and_remat_runs_attention_once(stage: int, peft: bool) -> None:
+    run_ranks(2, forms, stage, peft, timeout=170)
+
+
+def drop_in(rank: int, world_size: int) -> None:
+    import deepspeed
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    harness.prepare_worker(rank)
+    deepspeed.init_distributed()
+    weight = torch.randn(8, 24, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(rank))
+
+    def region(x: torch.Tensor, *, weight: torch.Tensor, bias: None = None) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, 4)) for t in (x @ weight).chunk(3, -1))
+        return dist_flash_attn_func(q, k, v, causal=True).flatten(2).sin()
+
+    found = []
+    for function, forwards in ((checkpointing.checkpoint, 2), (dfa_ds.checkpoint, 1)):
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        COUNTERS.reset()
+        function(region, leaves[0], weight=leaves[1], bias=None).square().sum().backward()
+        assert COUNTERS.snapshot()["attention_forwards"] == forwards
+        found.append([leaf.grad for leaf in leaves])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    with torch.no_grad():
+        assert torch.equal(dfa_ds.checkpoint(region, x, weight=weight), region(x, weight=weight))
+
+
+def test_the_drop_in_for_deepspeeds_checkpoint_runs_attention_once() -> None:
+    run_ranks(2, drop_in, timeout=120)
+
+
+def refusals(rank: int, world_size: int) -> None:
+    harness.prepare_worker(rank)
+    for block, section, message in (
+        ({}, {"cpu_checkpointing": True}, "no layer is checkpointed"),
+        ({"checkpoint": "remat"}, {"cpu_checkpointing": True}, "on a CPU"),
+        ({"reentrant": True}, {}, "reentrant with checkpoint='none'"),
+        ({"checkpoint": "full", "remat_offload": True}, {}, "remat_offload with checkpoint='full'"),
+        ({"checkpoint": "remat"}, {"partition_activations": True}, "partition_activations"),
+        ({"checkpoint": "remat", "reentrant": 1}, {}, "must be of type bool"),
+    ):
+        config = harness.settings(1, 2, **block) | {"activation_checkpointing": section}
+        with pytest.raises(UnsupportedError, match=message):
+            dfa_ds.initialize(model=build("Llama"), config=config)
+
+
+def test_what_would_do_nothing_is_refused() -> None:
+    run_ranks(2, refusals, timeout=120)
