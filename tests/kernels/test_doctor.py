@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import types
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,16 @@ def test_json_holds_all_of_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert liar["wrong"]
     assert cpu["wrong"] == []
     assert cpu["tflops"]["backward"] > 0
+
+
+def test_gpus_and_their_links_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = types.SimpleNamespace(name="NVIDIA X", major=9, minor=0, total_memory=140 << 30, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: i + j != 3)
+    text = doctor._machine({"versions": {"torch": "2"}, "devices": doctor.devices(), "peers": doctor.peers()})
+    assert "cuda:1  NVIDIA X, compute capability 9.0, 140.0 GiB, 132 multiprocessors" in text
+    assert text.splitlines()[-3:] == ["  cuda:0  + + +", "  cuda:1  + + -", "  cuda:2  + - +"]
 
 
 @pytest.mark.parametrize(
