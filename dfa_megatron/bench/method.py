@@ -17,6 +17,7 @@ from dfa_megatron.bench.world import World
 from dfa_megatron.plan.schedules import SCHEDULES
 from dfa_megatron.runtime.ablation import Ablation
 from dfa_megatron.runtime.ablation import ablation as ablated
+from dfa_megatron.runtime.prepare import plans_in_use
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(batch, local_seq, heads, head_dim) and kv_heads of k and v -> out like q; differentiable."""
@@ -54,6 +55,7 @@ class Method:
     note: what the table says beside the name.
     exact: False where a wrong answer is intended; it is timed without a check, and no result of the project.
     around: entered around each forward and its backward, outside the clock.
+    took: after a call, what "auto" came to, or "".
     """
 
     name: str
@@ -63,6 +65,7 @@ class Method:
     note: str = ""
     exact: bool = True
     around: Callable[[], AbstractContextManager[object]] = nullcontext
+    took: Callable[[], str] = str
 
 
 def our_methods(job: Job) -> list[Method]:
@@ -108,6 +111,7 @@ def _ours(
         note="not checked: its answer is meant to be wrong" if ablation == "no_communication" else "",
         exact=ablation != "no_communication",
         around=nullcontext if ablation == "none" else around,
+        took=(lambda: plans_in_use()[-1].schedule) if schedule == "auto" else str,
     )
 
 

@@ -36,6 +36,7 @@ class Row:
     inputs_gib: q, k, v and dout of a rank. beyond_gib: the most that the method needs beside them at once, out, dq, dk
         and dv included. peak_gib: both together. outside_gib: what it took past PyTorch's allocator meanwhile.
     sent_mib: what the rank that sends most sends in a forward and its backward; counted for our methods only.
+    took: the schedule that "auto" came to.
     error: the largest relative error of out, dq, dk and dv on a short sequence.
     times: every repetition, by pass.
     """
@@ -53,6 +54,7 @@ class Row:
     state: str = ""
     why: str = ""
     note: str = ""
+    took: str = ""
     error: float = 0.0
     forward_ms: float = 0.0
     both_ms: float = 0.0

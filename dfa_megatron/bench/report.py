@@ -119,5 +119,6 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     """What is behind a word in a cell or a name, once each."""
     notes = [f"{BEST} the fastest; GiB: peak at the longest length; host ms: until the call returned, at the shortest"]
     said = dict.fromkeys(f"{row.method}: {row.note}" for row in rows if row.note and row.state == "timed")
+    said |= dict.fromkeys(f"{row.method}: took {row.took} at {short(row.seq_length)}" for row in rows if row.took)
     said |= dict.fromkeys(f"{row.method}: {row.state}, {row.why}" for row in rows if row.state != "timed")
     return [*notes, *said]

@@ -174,6 +174,7 @@ class _Run:
                 self.full[method.name, problem] = row.seq_length
             return
         memory.read()
+        row.took = method.took()
         largest = self.world.slowest([memory.peak, memory.outside, _sent() - sent])
         row.beyond_gib, row.outside_gib, row.sent_mib = largest[0] / 2**30, largest[1] / 2**30, largest[2] / 2**20
         row.peak_gib = row.inputs_gib + row.beyond_gib
@@ -215,7 +216,8 @@ def _passes(method: Method, attend: Attention, inputs: Inputs) -> dict[str, Call
 
 
 def _sent() -> int:
-    return COUNTERS.forward_bytes + COUNTERS.backward_bytes
+    c = COUNTERS
+    return c.forward_bytes + c.backward_bytes + c.ulysses_forward_bytes + c.ulysses_backward_bytes
 
 
 def _fill(entry: _Entry, problem: Problem, length: int, ranks: int) -> None:
