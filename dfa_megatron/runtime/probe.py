@@ -101,7 +101,7 @@ def fit(timings: Sequence[Timing]) -> tuple[float, float]:
 
 def _exchange(transport: Transport, outgoing: torch.Tensor, ring: tuple[int, int]) -> None:
     to, source = ring
-    incoming = transport.arena(outgoing.nbytes, outgoing.device)
+    incoming = transport.arena(outgoing.nbytes, outgoing.device).flat[: outgoing.nbytes]
     transport.start()
     transport.post(-1, lambda: [Parcel(to, [outgoing], [0])], [Parcel(source, [incoming], [0])])
     transport.land()
