@@ -72,22 +72,19 @@ class Tile:
         No row or column of it is wholly masked, and a bound that never binds is unbounded, so two tiles that hold the
         same pairs are equal after this.
         """
-        q0, q1, k0, k1 = self.q.lo, self.q.hi, self.kv.lo, self.kv.hi
-        if q0 >= q1 or k0 >= k1 or self.lo > self.hi:
-            return None
-        q0, q1 = max(q0, k0 - self.hi), min(q1, k1 - self.lo)
-        if q0 >= q1:
-            return None
-        k0, k1 = max(k0, q0 + self.lo), min(k1, q1 + self.hi)
-        if k0 >= k1:
-            return None
-        lo = self.lo if self.lo > k0 - (q1 - 1) else -UNBOUNDED
-        hi = self.hi if self.hi < (k1 - 1) - q0 else UNBOUNDED
-        return Tile(Span(q0, q1), Span(k0, k1), lo, hi)
+        return _shrunk(self.q.lo, self.q.hi, self.kv.lo, self.kv.hi, self.lo, self.hi)
 
     def restrict(self, q: Span, kv: Span) -> Tile | None:
         """The part of this tile inside q x kv, shrunk."""
-        return Tile(self.q & q, self.kv & kv, self.lo, self.hi).shrink()
+        mine, theirs = self.q, self.kv
+        return _shrunk(
+            mine.lo if mine.lo > q.lo else q.lo,
+            mine.hi if mine.hi < q.hi else q.hi,
+            theirs.lo if theirs.lo > kv.lo else kv.lo,
+            theirs.hi if theirs.hi < kv.hi else kv.hi,
+            self.lo,
+            self.hi,
+        )
 
     def __and__(self, other: Tile) -> Tile | None:
         """The pairs that both tiles hold."""
@@ -136,6 +133,24 @@ class Tile:
         left = -1 if self.lo == -UNBOUNDED else offset - self.lo
         right = -1 if self.hi == UNBOUNDED else self.hi - offset
         return Band(left, right)
+
+
+def _shrunk(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None:
+    """`Tile.shrink` on numbers: plans of many ranks restrict a tile hundreds of thousands of times."""
+    if q0 >= q1 or k0 >= k1 or lo > hi:
+        return None
+    q0, q1 = max(q0, k0 - hi), min(q1, k1 - lo)
+    if q0 >= q1:
+        return None
+    k0, k1 = max(k0, q0 + lo), min(k1, q1 + hi)
+    if k0 >= k1:
+        return None
+    return Tile(
+        Span(q0, q1),
+        Span(k0, k1),
+        lo if lo > k0 - (q1 - 1) else -UNBOUNDED,
+        hi if hi < (k1 - 1) - q0 else UNBOUNDED,
+    )
 
 
 def _pairs_up_to(rows: int, columns: int, diagonal: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from dfa_megatron.errors import UnsupportedError
@@ -19,11 +19,18 @@ class Layout:
 
     chunks: tuple[Span, ...]
     home: tuple[int, ...]
+    _held: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        held: list[list[int]] = [[] for _ in range(max(self.home, default=-1) + 1)]
+        for chunk, home in enumerate(self.home):
+            held[home].append(chunk)
+        object.__setattr__(self, "_held", tuple(map(tuple, held)))
 
     @property
     def ranks(self) -> int:
         """How many ranks there are."""
-        return max(self.home) + 1
+        return len(self._held)
 
     @property
     def length(self) -> int:
@@ -32,7 +39,7 @@ class Layout:
 
     def of(self, rank: int) -> tuple[int, ...]:
         """The chunks that are at home on a rank, in local order."""
-        return tuple(chunk for chunk, home in enumerate(self.home) if home == rank)
+        return self._held[rank]
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """The tokens of a rank as spans of the sequence, in local order."""
