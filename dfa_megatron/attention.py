@@ -10,7 +10,7 @@ from torch import nn
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.channel import Group, group_name
-from dfa_megatron.runtime.op import Replay, attention
+from dfa_megatron.runtime.op import Replay, attend
 from dfa_megatron.runtime.request import Request
 
 
@@ -106,7 +106,7 @@ def _attend(
     if frame is not None and not frame.recording:
         out, lse = Replay.apply(q, k, v, *frame.take(), request, group)  # type: ignore[no-untyped-call]
         return out, lse
-    out, lse = attention(q, k, v, request, group)
+    out, lse = attend(q, k, v, request, group)
     if frame is not None:
         frame.record(out, lse)
     return out, lse

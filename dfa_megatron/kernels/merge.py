@@ -38,11 +38,12 @@ def merge(parts: Sequence[Partial], into: Partial) -> None:
     L = log(sum of exp L_i), O = sum of exp(L_i - L) O_i. On CUDA one Triton kernel does it where it can.
     """
     tensors = [x for part in (*parts, into) for x in part]
-    if _fusable(*tensors) and all(out.stride(-1) == 1 for out, _ in (*parts, into)):
+    if _fusable(*tensors):
         from dfa_megatron.kernels import triton_merge
 
-        triton_merge.merge(parts, into)
-        return
+        if all(triton_merge.takes(*part) for part in (*parts, into)):
+            triton_merge.merge(parts, into)
+            return
     _merge_by_operations(parts, into)
 
 

@@ -14,14 +14,13 @@ from dfa_megatron.kernels.triton_support import interpreted, on_device_of
 @triton.jit
 def _merge(
     out0, out1, out2, out3, lse0, lse1, lse2, lse3, into_out, into_lse, length, heads,
-    out0_batch, out0_row, out0_head, lse0_batch, lse0_head, lse0_row,
-    out1_batch, out1_row, out1_head, lse1_batch, lse1_head, lse1_row,
-    out2_batch, out2_row, out2_head, lse2_batch, lse2_head, lse2_row,
-    out3_batch, out3_row, out3_head, lse3_batch, lse3_head, lse3_row,
-    into_batch, into_row, into_head, into_lse_batch, into_lse_head, into_lse_row,
+    out0_batch, out1_batch, out2_batch, out3_batch, into_batch, rows0, rows1, rows2, rows3, into_rows,
     COUNT: tl.constexpr, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_ROWS rows of one head, of the first COUNT parts. `into` may be the first."""
+    """One program: BLOCK_ROWS rows of one head, of the first COUNT parts. `into` may be the first.
+
+    Rows are slices of dense tensors: an out's batches are `*_batch` elements apart, an lse's heads `rows*`.
+    """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     head = (tl.program_id(1) % heads).to(tl.int64)
     batch = (tl.program_id(1) // heads).to(tl.int64)
@@ -29,63 +28,60 @@ def _merge(
     dims = tl.arange(0, BLOCK_D)
     inside = there[:, None] & (dims < DIM)[None, :]
     rows = rows.to(tl.int64)
-    a = tl.load(lse0 + batch * lse0_batch + head * lse0_head + rows * lse0_row, mask=there, other=0.0).to(tl.float32)
-    b = tl.load(lse1 + batch * lse1_batch + head * lse1_head + rows * lse1_row, mask=there, other=0.0).to(tl.float32)
+    one = batch * heads + head
+    at = (rows * heads + head)[:, None] * DIM + dims[None, :]
+    a = tl.load(lse0 + one * rows0 + rows, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(lse1 + one * rows1 + rows, mask=there, other=0.0).to(tl.float32)
     peak = tl.maximum(a, b)
     if COUNT > 2:
-        c = tl.load(lse2 + batch * lse2_batch + head * lse2_head + rows * lse2_row, mask=there, other=0.0)
-        c = c.to(tl.float32)
+        c = tl.load(lse2 + one * rows2 + rows, mask=there, other=0.0).to(tl.float32)
         peak = tl.maximum(peak, c)
     if COUNT > 3:
-        d = tl.load(lse3 + batch * lse3_batch + head * lse3_head + rows * lse3_row, mask=there, other=0.0)
-        d = d.to(tl.float32)
+        d = tl.load(lse3 + one * rows3 + rows, mask=there, other=0.0).to(tl.float32)
         peak = tl.maximum(peak, d)
     peak = tl.where(peak == -float("inf"), 0.0, peak)  # -inf - -inf would be NaN
     a, b = tl.exp(a - peak), tl.exp(b - peak)
     total = a + b
-    at = rows[:, None]
-    x0 = tl.load(out0 + batch * out0_batch + head * out0_head + at * out0_row + dims[None, :], mask=inside, other=0.0)
-    x1 = tl.load(out1 + batch * out1_batch + head * out1_head + at * out1_row + dims[None, :], mask=inside, other=0.0)
-    merged = a[:, None] * x0.to(tl.float32) + b[:, None] * x1.to(tl.float32)
+    merged = a[:, None] * tl.load(out0 + batch * out0_batch + at, mask=inside, other=0.0).to(tl.float32)
+    merged += b[:, None] * tl.load(out1 + batch * out1_batch + at, mask=inside, other=0.0).to(tl.float32)
     if COUNT > 2:
         c = tl.exp(c - peak)
         total += c
-        x2 = tl.load(
-            out2 + batch * out2_batch + head * out2_head + at * out2_row + dims[None, :], mask=inside, other=0.0
-        )
-        merged += c[:, None] * x2.to(tl.float32)
+        merged += c[:, None] * tl.load(out2 + batch * out2_batch + at, mask=inside, other=0.0).to(tl.float32)
     if COUNT > 3:
         d = tl.exp(d - peak)
         total += d
-        x3 = tl.load(
-            out3 + batch * out3_batch + head * out3_head + at * out3_row + dims[None, :], mask=inside, other=0.0
-        )
-        merged += d[:, None] * x3.to(tl.float32)
+        merged += d[:, None] * tl.load(out3 + batch * out3_batch + at, mask=inside, other=0.0).to(tl.float32)
     merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
-    into_out += batch * into_batch + head * into_head + at * into_row + dims[None, :]
-    into_lse += batch * into_lse_batch + head * into_lse_head + rows * into_lse_row
     # Several warps load the same lse, because a vector of rows is repeated over them. None may store before all have
     # loaded, or a late one would take the merged lse for the old one where into is the first part.
     tl.debug_barrier()
-    tl.store(into_lse, peak + tl.log(total), mask=there)
-    tl.store(into_out, merged.to(into_out.dtype.element_ty), mask=inside)
+    tl.store(into_lse + one * into_rows + rows, peak + tl.log(total), mask=there)
+    tl.store(into_out + batch * into_batch + at, merged.to(into_out.dtype.element_ty), mask=inside)
+
+
+def takes(out: torch.Tensor, lse: torch.Tensor) -> bool:
+    """A partial whose rows are a slice of dense tensors, which is what `merge` can address."""
+    heads, dim = out.shape[2:]
+    stride, lse_stride = out.stride(), lse.stride()
+    return stride[1:] == (heads * dim, dim, 1) and lse_stride[0] == heads * lse_stride[1] and lse_stride[2] == 1
 
 
 def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], into: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """`into` becomes the merge of two to four partials (out, lse); shapes as in `merge.merge`.
+    """`into` becomes the merge of two to four partials (out, lse); shapes as in `merge.merge`, all as `takes` wants.
 
-    `into` is the first part, tensor for tensor, or shares no memory with any. Last dimensions of outs are contiguous.
+    `into` is the first part, tensor for tensor, or shares no memory with any.
     """
     batch, length, heads, dim = into[0].shape
     if not into[0].numel():
         return
     block_d = triton.next_power_of_2(dim)
     block_rows = 16 if interpreted() else max(1, 4096 // block_d)
-    four = [*parts, *[parts[0]] * (4 - len(parts))]
-    strides = [stride for out, lse in (*four, into) for stride in (*out.stride()[:3], *lse.stride())]
+    outs, lses = zip(*parts, *[parts[0]] * (4 - len(parts)), strict=True)
     with on_device_of(into[0]):
         _merge[(triton.cdiv(length, block_rows), batch * heads)](
-            *(out for out, _ in four), *(lse for _, lse in four), *into, length, heads, *strides,
+            *outs, *lses, *into, length, heads,
+            *(out.stride(0) for out in (*outs, into[0])), *(lse.stride(1) for lse in (*lses, into[1])),
             COUNT=len(parts), DIM=dim, BLOCK_ROWS=block_rows, BLOCK_D=block_d, num_warps=4,
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.memory import Arena
 from dfa_megatron.runtime.transport import Parcel, Transport
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class _InTurn:
     def reserve(self, nbytes: int) -> None:
         self.inner.reserve(nbytes)
 
-    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
+    def arena(self, nbytes: int, device: torch.device) -> Arena:
         return self.inner.arena(nbytes, device)
 
     def start(self) -> None:
@@ -93,7 +94,7 @@ class _Silent:
     def reserve(self, nbytes: int) -> None:
         self.inner.reserve(nbytes)
 
-    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
+    def arena(self, nbytes: int, device: torch.device) -> Arena:
         return self.inner.arena(nbytes, device)
 
     def start(self) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from dfa_megatron.runtime.agree import exchange
 from dfa_megatron.runtime.driver import driver
+from dfa_megatron.runtime.memory import Arena
 from dfa_megatron.runtime.transport import Parcel, Streams
 
 _TRIAL_SECONDS = 30.0
@@ -44,7 +45,7 @@ class CopyEngineTransport:
         self._my_filled = [addresses[rank] + (size + peer) * _WORD for peer in range(size)]
         self._their_ready = [address + rank * _WORD for address in addresses]
         self._their_filled = [address + (size + rank) * _WORD for address in addresses]
-        self._arena = torch.empty(0, dtype=torch.uint8, device=device)
+        self._arena = Arena.allocate(0, device)
         self._arenas: list[int] = []
         self._receives: Sequence[Parcel] = ()
         self._sending: Sequence[Parcel] = ()
@@ -53,17 +54,18 @@ class CopyEngineTransport:
 
     def reserve(self, nbytes: int) -> None:
         """Make the arena at least that large; every rank of the group calls this with the same number."""
-        if nbytes <= self._arena.numel():
+        if nbytes <= self._arena.flat.numel():
             return
         torch.cuda.synchronize(self.device)
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._arena = torch.empty(0, dtype=torch.uint8, device=self.device)  # the old one goes first
-        self._arena, self._arenas = _symmetric(size, self.group, self.device)
+        self._arena = Arena.allocate(0, self.device)  # the old one goes first
+        flat, self._arenas = _symmetric(size, self.group, self.device)
+        self._arena = Arena(flat)
         self.generation += 1
 
-    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
+    def arena(self, nbytes: int, device: torch.device) -> Arena:
         """The symmetric memory that was reserved: it is there between calls, and belongs to one call at a time."""
-        return self._arena[:nbytes]
+        return self._arena
 
     def start(self) -> None:
         """Nothing moves before the inputs are there, and the call before has read what it received."""
@@ -103,7 +105,7 @@ class CopyEngineTransport:
     def finish(self) -> None:
         """The call's compute has been issued to its end: the arena is the next call's after it."""
         if not torch.cuda.is_current_stream_capturing():
-            self._finished.record(torch.cuda.current_stream(self.device))
+            self._finished.record(self.streams.compute)
 
     def trial(self) -> None:
         """Send a word to every other rank and compare what comes.
@@ -114,7 +116,7 @@ class CopyEngineTransport:
         rank, size = self.group.rank(), self.group.size()
         self.reserve(size * _WORD)
         mine = torch.arange(rank * size, (rank + 1) * size, dtype=torch.int32, device=self.device)
-        landing = self._arena[: size * _WORD].view(torch.int32)
+        landing = self._arena.flat[: size * _WORD].view(torch.int32)
         peers = [peer for peer in range(size) if peer != rank]
         self.start()
         self.post(

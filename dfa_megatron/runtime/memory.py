@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from dfa_megatron.plan.program import Message, Program
 from dfa_megatron.runtime.folds import BufferFolds, plan_folds
 from dfa_megatron.runtime.wire import Format, Placed
+
+Landing = dict[str, tuple[torch.Tensor, ...]]
+"""The tensors of a received message, by name."""
 
 Offsets = dict[tuple[int, int], tuple[int, ...]]
 """(step, peer) of a message this rank sends -> where in the peer's arena each of its tensors goes, in bytes."""
@@ -34,6 +39,28 @@ class MemoryPlan:
     calls: int
     messages: int
     message_bytes: int
+
+
+class Arena:
+    """Flat memory in which messages land, and the tensors in it."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self._tensors: dict[MemoryPlan, dict[int, Landing]] = {}
+
+    @classmethod
+    def allocate(cls, nbytes: int, device: torch.device) -> Arena:
+        """That many bytes from PyTorch's allocator."""
+        return cls(torch.empty(nbytes, dtype=torch.uint8, device=device))
+
+    def tensors(self, memory: MemoryPlan) -> dict[int, Landing]:
+        """The tensors of every buffer that lands here, by name."""
+        if memory not in self._tensors:
+            self._tensors[memory] = {
+                number: {name: tuple(place.view(self.flat) for place in placed) for name, placed in landing.items()}
+                for number, landing in memory.landings.items()
+            }
+        return self._tensors[memory]
 
 
 def plan_memory(programs: tuple[Program, ...] | list[Program], rank: int, format: Format) -> MemoryPlan:

@@ -13,15 +13,13 @@ from dfa_megatron.runtime.accumulators import Fields
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute import execute
 from dfa_megatron.runtime.graph import Captured
-from dfa_megatron.runtime.memory import MemoryPlan
+from dfa_megatron.runtime.memory import Arena, MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared
 from dfa_megatron.runtime.tensors import Tensors
 from dfa_megatron.runtime.transport import Parcel, Transport
 
 
-def forward_algebra(
-    prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arena: torch.Tensor
-) -> Tensors:
+def forward_algebra(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arena: Arena) -> Tensors:
     """The memory of one rank's forward."""
     return _algebra(prepared, prepared.forward, {"q": (q,), "kv": (k, v)}, arena)
 
@@ -34,7 +32,7 @@ def backward_algebra(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    arena: torch.Tensor,
+    arena: Arena,
 ) -> Tensors:
     """The memory of one rank's backward; delta is computed once, where the kernel reads it."""
     memory = row_dot(dout, out) if prepared.format.reads == "delta" else out
@@ -106,7 +104,7 @@ def _captured_or_not(prepared: Prepared, memory: MemoryPlan, run: Callable[..., 
     return prepared.graphs[key](inputs)
 
 
-def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], arena: torch.Tensor) -> Tensors:
+def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], arena: Arena) -> Tensors:
     request = prepared.request
     return Tensors(
         memory,
@@ -118,7 +116,7 @@ def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], ar
     )
 
 
-def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, torch.Tensor]:
+def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, Arena]:
     """How messages move, and the memory in which they land."""
     channel = prepared.channel
     transport: Transport = ablated(channel.transport(device, prepared.request.transport)) if channel else _Nobody()
@@ -137,8 +135,8 @@ class _Nobody:
     def reserve(self, nbytes: int) -> None:
         pass
 
-    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def arena(self, nbytes: int, device: torch.device) -> Arena:
+        return Arena.allocate(nbytes, device)
 
     def start(self) -> None:
         pass

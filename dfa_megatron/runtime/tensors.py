@@ -9,7 +9,7 @@ import torch
 from dfa_megatron.kernels.api import BlockKernel, Saved
 from dfa_megatron.plan.program import Call, Fold, Message, Region
 from dfa_megatron.runtime.accumulators import Accumulator, Fields
-from dfa_megatron.runtime.memory import MemoryPlan
+from dfa_megatron.runtime.memory import Arena, MemoryPlan
 from dfa_megatron.runtime.wire import rows_of
 
 
@@ -20,7 +20,7 @@ class Tensors:
         memory: what will run, and the memory it needs.
         kernel: computes the blocks.
         home: this rank's own rows by read name, as `Format.fields` orders them.
-        arena: bytes in which messages land, at least `memory.arena_bytes` of them.
+        arena: where messages land, at least `memory.arena_bytes` large.
         softmax_scale: of the scores.
         deterministic: passed on to the kernel's backward.
     """
@@ -30,7 +30,7 @@ class Tensors:
         memory: MemoryPlan,
         kernel: BlockKernel,
         home: dict[str, Fields],
-        arena: torch.Tensor,
+        arena: Arena,
         *,
         softmax_scale: float,
         deterministic: bool,
@@ -38,14 +38,13 @@ class Tensors:
         self.memory, self.program, self.format, self.kernel = memory, memory.program, memory.format, kernel
         self.softmax_scale, self.deterministic = softmax_scale, deterministic
         self.forward = self.program.phase.name == "forward"
-        self.device = arena.device
+        self.device = arena.flat.device
         self.read: dict[int, dict[str, Fields]] = {}
         for name, fields in home.items():
             # What is sent must be dense: once for all its receivers.
             dense = tuple(x.contiguous() for x in fields) if name in memory.sent else fields
             self.read[self.program.home_buffer(name)] = {name: dense}
-        for number, landing in memory.landings.items():
-            self.read[number] = {name: tuple(p.view(arena) for p in placed) for name, placed in landing.items()}
+        self.read.update(arena.tensors(memory))
         self.write = {number: self._accumulator(number) for number in memory.folds}
 
     def result(self, name: str) -> Fields:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dfa_megatron.plan.interpret import run_together
-from dfa_megatron.runtime.memory import MemoryPlan
+from dfa_megatron.runtime.memory import Arena, MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared, build
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.run import backward_algebra, forward_algebra
@@ -43,5 +43,5 @@ def backward_together(
     return [(*algebra.result("dq"), *algebra.result("dkv")) for algebra in algebras]  # type: ignore[misc]
 
 
-def _arena(memory: MemoryPlan, q: Shards) -> torch.Tensor:
-    return torch.empty(memory.arena_bytes, dtype=torch.uint8, device=q[0].device)
+def _arena(memory: MemoryPlan, q: Shards) -> Arena:
+    return Arena.allocate(memory.arena_bytes, q[0].device)

@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.runtime.memory import Arena
+
 
 class Parcel(NamedTuple):
     """A message to or from a peer (a rank of the group): dense tensors, and where they go in the peer's arena."""
@@ -29,8 +31,8 @@ class Transport(Protocol):
         """Arenas of this size will be wanted: called at set-up, by all ranks of the group with the same number."""
         ...
 
-    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Bytes for what lands in one run, as many on every rank; what they hold is garbage."""
+    def arena(self, nbytes: int, device: torch.device) -> Arena:
+        """Memory for what lands in one run, as much on every rank; what it holds is garbage."""
         ...
 
     def start(self) -> None:
@@ -79,9 +81,9 @@ class GlooTransport:
     def reserve(self, nbytes: int) -> None:
         """Each call takes its memory from PyTorch's allocator."""
 
-    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
+    def arena(self, nbytes: int, device: torch.device) -> Arena:
         """Memory of the call's own."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return Arena.allocate(nbytes, device)
 
     def start(self) -> None:
         """Nothing runs behind the host's back on a CPU."""
@@ -115,11 +117,13 @@ class Streams:
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.started, self.filled = torch.cuda.Event(), torch.cuda.Event()
-        self.free: dict[int, torch.cuda.Event] = {}
+        self.free: list[torch.cuda.Event] = []
+        self.compute = torch.cuda.current_stream(device)
 
     def start(self) -> None:
-        """Nothing moves before the inputs are there."""
-        self.started.record(torch.cuda.current_stream(self.device))
+        """Nothing moves before the inputs are there, which the caller's stream computes."""
+        self.compute = torch.cuda.current_stream(self.device)
+        self.started.record(self.compute)
         self.stream.wait_event(self.started)
 
     def wait_for_compute(self, after: int) -> None:
@@ -130,12 +134,13 @@ class Streams:
     def land(self) -> None:
         """The compute stream goes on once all is moved."""
         self.filled.record(self.stream)
-        torch.cuda.current_stream(self.device).wait_event(self.filled)
+        self.compute.wait_event(self.filled)
 
     def computed(self, step: int) -> None:
         """Remember where the step's compute ends."""
-        event = self.free.setdefault(step, torch.cuda.Event())
-        event.record(torch.cuda.current_stream(self.device))
+        while step >= len(self.free):
+            self.free.append(torch.cuda.Event())
+        self.free[step].record(self.compute)
 
 
 class NcclTransport:
@@ -151,9 +156,9 @@ class NcclTransport:
     def reserve(self, nbytes: int) -> None:
         """Each call takes its memory from PyTorch's allocator."""
 
-    def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
+    def arena(self, nbytes: int, device: torch.device) -> Arena:
         """Memory of the call's own, from PyTorch's allocator."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return Arena.allocate(nbytes, device)
 
     def start(self) -> None:
         """See `Streams.start`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -130,17 +131,27 @@ def test_a_partial_is_not_changed_and_nan_is_not_hidden() -> None:
 
 
 def parts_with_every_case(dtype: torch.dtype, device: str) -> tuple[Partial, Partial]:
-    """An accumulator and a partial, strided, where either side, both or neither has seen something, and NaN."""
+    """Two partials, rows of larger ones, where either side, both or neither has seen something, and NaN."""
     generator = torch.Generator().manual_seed(11)
     acc_out = torch.randn(2, 45, 3, 40, generator=generator)[:, 3:40]
-    out = torch.randn(37, 2, 3, 40, generator=generator).to(dtype).transpose(0, 1)
-    acc_lse, lse = torch.randn(2, 3, 45, generator=generator)[:, :, 3:40], torch.randn(2, 37, 3, generator=generator)
-    lse = (lse * 30).transpose(1, 2)
+    out = torch.randn(2, 50, 3, 40, generator=generator).to(dtype)[:, 13:]
+    acc_lse, lse = torch.randn(2, 3, 45, generator=generator)[:, :, 3:40], torch.randn(2, 3, 37, generator=generator)
+    lse = lse * 30
     acc_lse[0, 0, :7] = lse[0, 0, 4:11] = -math.inf
     acc_out[0, :7, 0] = 0
     acc_lse[1, 2, 5] = lse[1, 1, 6] = math.nan
     acc_lse[1, 0, 9] = lse[1, 0, 9]
-    return (acc_out.to(device), acc_lse.to(device)), (out.to(device), lse.to(device))
+    moved = [
+        x._base.to(device).as_strided(x.shape, x.stride(), x.storage_offset()) if x._base is not None else x.to(device)
+        for x in (acc_out, acc_lse, out, lse)
+    ]
+    return (moved[0], moved[1]), (moved[2], moved[3])
+
+
+def triton_merge() -> Any:
+    from dfa_megatron.kernels import triton_merge
+
+    return triton_merge
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -153,10 +164,10 @@ def test_the_fused_merge_is_the_merge(device: str, dtype: torch.dtype, into_dtyp
     merge._merge_by_operations([want, new], want)
     if device == "cuda" or interpreted():
         assert merge._fusable(*old, *new) == (triton_refusal() is None)
+        assert triton_refusal() is not None or all(triton_merge().takes(*part) for part in (old, new))
     into = old
     if into_dtype is not None:
-        out = torch.empty(3, 2, 37, 40, dtype=into_dtype, device=device).permute(1, 2, 0, 3)
-        into = out, torch.empty(3, 37, 2, device=device).permute(2, 0, 1)
+        into = torch.empty(2, 41, 3, 40, dtype=into_dtype, device=device)[:, 4:], torch.empty(2, 3, 37, device=device)
     kept = old[0].clone(), old[1].clone()
     merge.merge([old, new], into)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 1e-3}.get(into[0].dtype, 1e-6)
@@ -231,6 +242,17 @@ def test_several_gradients_add_at_once_and_round_once(device: str, count: int) -
     assert_close(into, total, tolerance=1e-7)
     add(parts, parts[0])
     assert_close(parts[0], total, tolerance=4e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_partials_in_any_memory_order_merge(device: str) -> None:
+    blocks, (want_out, want_lse) = partials(3, torch.float32)
+    order = [(out.transpose(0, 1).contiguous().transpose(0, 1).to(device), lse.mT.contiguous().mT.to(device))
+             for out, lse in blocks]  # fmt: skip
+    into = torch.empty(10, 2, 3, 16, device=device).transpose(0, 1), torch.empty(2, 10, 3, device=device).mT
+    merge.merge(order, into)
+    assert_close(into[0], want_out, tolerance=1e-6)
+    assert_close(into[1], want_lse, tolerance=1e-6)
 
 
 @pytest.mark.gpu
