@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +52,8 @@ class Case:
     config: tuple[tuple[str, Any], ...] = ()
     overlap: bool = False
     """DDP reduces gradients, and the distributed optimizer gathers parameters, beside the computation."""
-    distributed_optimizer: bool = False
+    optimizer: str = "torch"
+    """torch: PyTorch's Adam. megatron: Megatron's around it. distributed: Megatron's, spread over data ranks."""
 
 
 MEGATRONS = Case(options=None)
@@ -271,8 +274,11 @@ def weight(name: str, parameter: torch.Tensor, tp: int) -> torch.Tensor:
     return whole.chunk(tp, dimension)[parallel_state.get_tensor_model_parallel_rank()] if cut else whole
 
 
-def train(topology: Topology, wanted: Case) -> Run:
-    """Train from the harness's weights; the process groups must stand (see `start`)."""
+def train(topology: Topology, wanted: Case, *, load: str = "", save: str = "", first_step: int = 0) -> Run:
+    """Train from the harness's weights; the process groups must stand (see `start`).
+
+    With `load` or `save`, from or to a torch_dist checkpoint of model and optimizer in that folder.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -285,8 +291,8 @@ def train(topology: Topology, wanted: Case) -> Run:
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=wanted.overlap,
-        overlap_param_gather=wanted.overlap and wanted.distributed_optimizer,
-        use_distributed_optimizer=wanted.distributed_optimizer,
+        overlap_param_gather=wanted.overlap and wanted.optimizer == "distributed",
+        use_distributed_optimizer=wanted.optimizer == "distributed",
         bucket_size=4096,  # parameters: several buckets, which are reduced while layers before them still compute
     )
     models = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
@@ -296,8 +302,10 @@ def train(topology: Topology, wanted: Case) -> Run:
     parameters = [p for model in models for p in model.parameters()]
     optimizer = make_optimizer(wanted, models)
     run = Run([], {}, {}, {})
+    if load:
+        load_checkpoint(load, chunks[0], optimizer)
     COUNTERS.reset()
-    for step in range(wanted.steps):
+    for step in range(first_step, wanted.steps):
         for model in models:
             model.train()
             model.zero_grad_buffer()
@@ -312,7 +320,7 @@ def train(topology: Topology, wanted: Case) -> Run:
         )
         if step == 0:
             run.counts = COUNTERS.snapshot()
-        if step == 0 and not wanted.distributed_optimizer:  # which leaves each rank a part of the summed gradients
+        if step == 0 and wanted.optimizer != "distributed":  # which leaves each rank a part of the summed gradients
             for p in parameters:
                 run.gradients[names[id(p)]] = p.main_grad.clone()
                 cut = topology.tp > 1 and getattr(p, "tensor_model_parallel", False)
@@ -321,18 +329,52 @@ def train(topology: Topology, wanted: Case) -> Run:
             total = torch.stack([entry["loss"] for entry in reduced]).sum(0)
             dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
             run.losses.append((total[0] / total[1]).item())
-        if not wanted.distributed_optimizer:
+        if wanted.optimizer == "torch":
             for p in parameters:
                 p.grad = p.main_grad
         optimizer.step()
         for p in parameters:
             p.grad = None  # left in place, autograd would add the next gradient to main_grad, and DDP once more
+    if save:
+        save_checkpoint(save, chunks[0], optimizer)
     return run
 
 
+def checkpoint_of(model: Any, optimizer: Any, loading: bool) -> dict[str, Any]:
+    """What Megatron's scripts hand to dist_checkpointing, of a model in one chunk and Megatron's optimizer."""
+    layers = model.sharded_state_dict()
+    return {"model": layers, "optimizer": optimizer.sharded_state_dict(layers, is_loading=loading)}
+
+
+def save_checkpoint(folder: str, model: Any, optimizer: Any) -> None:
+    """Write a torch_dist checkpoint; every rank calls this."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # It asks psutil, which is among nobody's requirements, for a line of its log.
+    filesystem_async._process_memory = lambda: 0
+    # Megatron writes through processes of its own, which a worker of the tests, being a daemon, may not start.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    if dist.get_rank() == 0:
+        Path(folder).mkdir()
+    dist.barrier()
+    dist_checkpointing.save(checkpoint_of(model, optimizer, loading=False), folder)
+
+
+def load_checkpoint(folder: str, model: Any, optimizer: Any) -> None:
+    """Read one; nothing in it may be left over or missing."""
+    from megatron.core import dist_checkpointing
+
+    wanted = checkpoint_of(model, optimizer, loading=True)
+    state, missing, unexpected = dist_checkpointing.load(wanted, folder, strict="return_all")
+    assert (missing, unexpected) == (set(), set())
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
 def make_optimizer(wanted: Case, models: list[Any]) -> Any:
-    """Adam: PyTorch's, or Megatron's over parameters that are spread over the data-parallel ranks."""
-    if not wanted.distributed_optimizer:
+    """Adam, as the case asks for it."""
+    if wanted.optimizer == "torch":
         return torch.optim.Adam([p for model in models for p in model.parameters()], lr=LEARNING_RATE, eps=1e-6)
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -344,7 +386,7 @@ def make_optimizer(wanted: Case, models: list[Any]) -> Any:
         adam_beta2=0.999,
         adam_eps=1e-6,
         clip_grad=0.0,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=wanted.optimizer == "distributed",
         overlap_param_gather=wanted.overlap,
     )
     return get_megatron_optimizer(chosen, models)
