@@ -9,10 +9,10 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.assign import balanced, balanced_shared, owner_computes
 from dfa_megatron.plan.deal import layout_of
 from dfa_megatron.plan.greedy import greedy, own_rows
-from dfa_megatron.plan.ir import BACKWARD, FORWARD, Block, Phase, Plan, Transfer
+from dfa_megatron.plan.ir import BACKWARD, FORWARD, Block, Phase, Plan
 from dfa_megatron.plan.layout import Layout
 from dfa_megatron.plan.mask import Mask
-from dfa_megatron.plan.route import direct, ring_relay
+from dfa_megatron.plan.route import Route, direct, gateway, ring_relay
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +26,23 @@ class Schedule:
     layout: str
     chunks: str
     assign: Callable[[Mask, Layout], tuple[Block, ...]]
-    route: Callable[[tuple[Block, ...], Layout, Phase], tuple[Transfer, ...]]
+    route: Route
 
-    def plan(self, mask: Mask, ranks: int, phase: Phase) -> Plan:
-        """The plan of one phase.
+    def plan(self, mask: Mask, ranks: int, phase: Phase, ranks_per_node: int | None = None) -> Plan:
+        """The plan of one phase; with `ranks_per_node`, what crosses to another node crosses once.
 
         Raises:
-            UnsupportedError: the mask or the length does not suit the schedule.
+            UnsupportedError: the mask or the length does not suit the schedule, or its route knows no nodes.
         """
+        route = self.route
+        if ranks_per_node is not None:
+            if route is not direct:
+                why = "its messages hop from rank to rank, and cross to a node once already"
+                raise UnsupportedError(f"schedule {self.name!r} with a gateway", why, "the same without")
+            route = gateway(ranks_per_node)
         layout = layout_of(self.chunks, mask, ranks)
-        blocks = self.assign(mask, layout)
-        return Plan(mask, layout, phase, tuple(sorted(blocks)), self.route(blocks, layout, phase))
+        blocks = tuple(sorted(self.assign(mask, layout)))
+        return Plan(mask, layout, phase, blocks, route(blocks, layout, phase))
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -55,12 +61,16 @@ SCHEDULES: dict[str, Schedule] = {
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """A forward and the backward of the same schedule, mask and layout."""
+    """A forward and the backward of the same schedule, mask and layout.
+
+    ranks_per_node: of the nodes that its routes cross to once, or None where the routes know no nodes.
+    """
 
     schedule: str
     layout: str
     forward: Plan
     backward: Plan
+    ranks_per_node: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -73,13 +83,13 @@ class AttentionPlan:
         return f"{self.forward.digest}-{self.backward.digest}"
 
     def __str__(self) -> str:
-        return (
-            f"{self.schedule} of {self.forward.mask.name} over {self.forward.mask.length} tokens on {self.ranks} ranks"
-        )
+        nodes = f", nodes of {self.ranks_per_node}" if self.ranks_per_node is not None else ""
+        mask = self.forward.mask
+        return f"{self.schedule} of {mask.name} over {mask.length} tokens on {self.ranks} ranks{nodes}"
 
 
-def plan_named(name: str, mask: Mask, ranks: int) -> AttentionPlan:
-    """Both phases of a schedule given by name.
+def plan_named(name: str, mask: Mask, ranks: int, ranks_per_node: int | None = None) -> AttentionPlan:
+    """Both phases of a schedule given by name; with `ranks_per_node`, what crosses to another node crosses once.
 
     Raises:
         UnsupportedError: no such schedule (the known ones are named), or it does not suit the mask or the length.
@@ -91,6 +101,5 @@ def plan_named(name: str, mask: Mask, ranks: int) -> AttentionPlan:
     schedule = SCHEDULES[name]
     if ranks < 1:
         raise UnsupportedError(f"a plan for {ranks} ranks", "there must be one at least", "ranks=1")
-    return AttentionPlan(
-        name, schedule.layout, schedule.plan(mask, ranks, FORWARD), schedule.plan(mask, ranks, BACKWARD)
-    )
+    forward, backward = (schedule.plan(mask, ranks, phase, ranks_per_node) for phase in (FORWARD, BACKWARD))
+    return AttentionPlan(name, schedule.layout, forward, backward, ranks_per_node)

@@ -1,0 +1,80 @@
+"""Routes over nodes: exact on every mask, and nothing crosses to a node twice that need not."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.check import check
+from dfa_megatron.plan.ir import Plan
+from dfa_megatron.plan.lower import lower_all
+from dfa_megatron.plan.mask import causal
+from dfa_megatron.plan.schedules import SCHEDULES, plan_named
+from tests.plan import oracle
+from tests.plan.cases import every_mask, heterogeneous_masks
+from tests.plan.dense import reference
+
+ROUTED = ("balanced", "balanced_shared", "zigzag", "dealt", "greedy")
+
+
+def crossings(plan: Plan, node: int) -> Counter[tuple[str, int, int]]:
+    """How often each chunk of each name crosses to, or comes back from, each node."""
+    found: Counter[tuple[str, int, int]] = Counter()
+    for t in plan.transfers:
+        if t.src // node != t.dst // node:
+            away = t.src if t.what in plan.phase.write_names else t.dst
+            found[t.what, t.chunk, away // node] += 1
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "node"), [(2, 1), (4, 2), (5, 2), (6, 3), (8, 4), (9, 4), (12, 4)])
+def test_gateways_are_exact_on_every_mask(ranks: int, node: int) -> None:
+    rng = random.Random(ranks)
+    served = set()
+    for case in [*every_mask(2 * ranks, rng), *heterogeneous_masks(4 * ranks, rng)]:
+        sees = case.dense
+        expected = reference(sees, seed=ranks)
+        for name in ROUTED:
+            try:
+                plan = plan_named(name, case.mask, ranks, node)
+            except UnsupportedError:
+                continue
+            for phase in (plan.forward, plan.backward):
+                check(phase)
+                assert oracle.is_right(phase, sees, expected), f"{name} {phase.phase.name} of {case.mask.name}"
+            served.add(name)
+    assert served == set(ROUTED)
+
+
+@pytest.mark.parametrize("name", ["balanced", "zigzag"])
+@pytest.mark.parametrize(("ranks", "node"), [(8, 4), (16, 8), (32, 8)])
+def test_what_crosses_to_a_node_crosses_once(name: str, ranks: int, node: int) -> None:
+    plain, routed = plan_named(name, causal(ranks * 8), ranks), plan_named(name, causal(ranks * 8), ranks, node)
+    for before, after in ((plain.forward, routed.forward), (plain.backward, routed.backward)):
+        assert max(crossings(before, node).values()) > node // 2
+        assert set(crossings(after, node)) == set(crossings(before, node))
+        once = crossings(after, node)
+        assert sum(once.values()) <= 1.15 * len(once), "a few are needed by two ranks in one step"
+        assert len(after.transfers) == len(before.transfers), "as many hops in all, most of them inside nodes"
+
+
+def test_a_gateway_of_one_node_is_the_direct_route() -> None:
+    for name in ROUTED:
+        routed, plain = plan_named(name, causal(64), 8, 8), plan_named(name, causal(64), 8)
+        assert (routed.forward, routed.backward) == (plain.forward, plain.backward)
+
+
+def test_handing_on_takes_few_more_slots() -> None:
+    for name, more in (("balanced", 4), ("zigzag", 10)):
+        plain, routed = (plan_named(name, causal(32 * 8), 32, node).backward for node in (None, 8))
+        slots = [max(len(program.slots) for program in lower_all(plan)) for plan in (plain, routed)]
+        assert slots[1] <= slots[0] + more
+
+
+def test_a_ring_has_no_gateway() -> None:
+    with pytest.raises(UnsupportedError, match="cross to a node once already"):
+        plan_named("ring", causal(64), 8, 4)
+    assert set(SCHEDULES) == {*ROUTED, "ring"}
