@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from dfa_megatron.deepspeed.block import KEY, Block
-from dfa_megatron.deepspeed.prepare import before_initialize
+from dfa_megatron.deepspeed.prepare import prepare
 from dfa_megatron.deepspeed.refusals import check_call, check_settings
 from dfa_megatron.deepspeed.sequence_groups import unpublished
 
@@ -67,7 +67,7 @@ def initialize(
     check_settings(settings, block.size)  # before the ranks meet
     check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    settings, finish = before_initialize(model, settings, mpu)
+    settings, finish = prepare(model, settings, mpu)
     if args is not None:  # DeepSpeed takes one configuration, and ours is complete
         args = copy.copy(args)
         for name in _IN_ARGS:

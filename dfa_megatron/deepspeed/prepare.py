@@ -14,7 +14,7 @@ from dfa_megatron.deepspeed import pipeline
 from dfa_megatron.deepspeed.block import KEY, Block
 from dfa_megatron.deepspeed.checkpointing import deepspeeds_function
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, remember
-from dfa_megatron.deepspeed.refusals import check_batch_sizes, check_engine, check_settings
+from dfa_megatron.deepspeed.refusals import check_batch_sizes, check_call, check_engine, check_settings
 from dfa_megatron.deepspeed.sequence_groups import SequenceGroups, publish
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
@@ -23,12 +23,37 @@ from dfa_megatron.runtime.channel import group_name
 
 logger = logging.getLogger(__name__)
 
-Prepared = tuple[dict[str, Any], Callable[[Any], None]]
-"""The configuration for DeepSpeed, and what to call with the engine."""
+Finish = Callable[[Any], None]
+"""What to call with the engine."""
 
 
-def before_initialize(model: torch.nn.Module, settings: dict[str, Any], mpu: Any = None) -> Prepared:
-    """Distribute the model's attention; `initialize` calls it, and a patched `deepspeed.initialize` does.
+def before_initialize(
+    model: torch.nn.Module, config: dict[str, Any], mpu: Any = None, mesh_param: Any = None, training_data: Any = None
+) -> tuple[dict[str, Any], Any, Finish]:
+    """What a patched `deepspeed.initialize` calls, with arguments of its own, for a configuration with the block.
+
+    Args:
+        config: DeepSpeed's configuration; it is not changed.
+
+    Returns:
+        The configuration and the mpu to go on with, and what to call with the engine.
+
+    Raises:
+        UnsupportedError: as `initialize` does.
+    """
+    if not Block.from_mapping(config[KEY]).enabled:
+        return config, mpu, _nothing
+    check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
+    config, finish = prepare(model, config, mpu)
+    return config, None, finish
+
+
+def _nothing(engine: Any) -> None:
+    """For an engine without distributed attention."""
+
+
+def prepare(model: torch.nn.Module, settings: dict[str, Any], mpu: Any = None) -> tuple[dict[str, Any], Finish]:
+    """Distribute the model's attention.
 
     Args:
         settings: DeepSpeed's configuration with the block in it, which is enabled; it is not changed.
@@ -61,7 +86,9 @@ def before_initialize(model: torch.nn.Module, settings: dict[str, Any], mpu: Any
     return {**_common(settings), "sequence_parallel_size": mesh.size}, finish
 
 
-def _pipelined(module: torch.nn.Module, settings: dict[str, Any], block: Block, size: int | None) -> Prepared:
+def _pipelined(
+    module: torch.nn.Module, settings: dict[str, Any], block: Block, size: int | None
+) -> tuple[dict[str, Any], Finish]:
     mesh = pipeline.pipeline_mesh(module, size)
     _give(_own_attention(module), mesh, block)  # a stage may have none
 

@@ -1,0 +1,86 @@
+"""A patched DeepSpeed honours the block in plain `deepspeed.initialize`, and without it is as it was."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import deepspeed
+from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.errors import UnsupportedError
+from tests.deepspeed import harness
+from tests.huggingface.models import build, text
+
+assert deepspeed.__file__.startswith({folder!r}), deepspeed.__file__
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nothing is compiled
+deepspeed.init_distributed()
+
+def start(config, **arguments):
+    model = build("Llama")
+    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config, **arguments)[0]
+
+engine = start(harness.settings(2, 1, checkpoint="remat"))
+assert dfa_ds.mesh_of(engine).size == 1
+assert engine.module.config._attn_implementation == "dfa"
+engine.backward(engine(**dfa_ds.shard_batch(text(1, 8, seed=0), group=dfa_ds.mesh_of(engine).group)).loss)
+engine.step()
+without = harness.settings(2)
+del without["dist_flash_attention"]
+for config in (without, harness.settings(2, enabled=False)):
+    assert start(config).module.config._attn_implementation == "eager"
+for config, arguments in ((harness.settings(2, sizes=1), {{}}), (harness.settings(2), {{"mesh_param": (1, 1)}})):
+    try:
+        start(config, **arguments)
+    except UnsupportedError as refused:
+        print(refused)
+    else:
+        raise AssertionError(config)
+"""
+
+
+def patched_copy(folder: Path) -> subprocess.CompletedProcess[str]:
+    """The installed DeepSpeed, by links but for the file that the patch changes, and the patch put into it."""
+    spec = importlib.util.find_spec("deepspeed")
+    assert spec is not None
+    assert spec.origin is not None
+    installed = Path(spec.origin).parent
+    (folder / "deepspeed").mkdir()
+    for entry in installed.iterdir():
+        (folder / "deepspeed" / entry.name).symlink_to(entry)
+    changed = folder / "deepspeed" / "__init__.py"
+    changed.unlink()
+    changed.write_bytes((installed / "__init__.py").read_bytes())
+    command = [sys.executable, str(ROOT / "patches" / "apply.py"), "deepspeed", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_patched_deepspeed_honours_the_block(tmp_path: Path) -> None:
+    applied = patched_copy(tmp_path)
+    assert applied.returncode == 0, applied.stdout + applied.stderr
+    path = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT.format(folder=str(tmp_path))],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "perhaps 'size'" in done.stdout
+    assert "mesh_param with dist_flash_attention" in done.stdout
