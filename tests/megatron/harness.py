@@ -204,7 +204,7 @@ def megatrons_spec(config: Any) -> Any:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     return get_gpt_layer_local_spec(
         normalization="RMSNorm",
-        qk_layernorm=config.multi_latent_attention,
+        qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
     )
 

@@ -20,6 +20,7 @@ LATENT = (
     ("qk_pos_emb_head_dim", 8),
     ("v_head_dim", 12),
     ("rope_type", "rope"),
+    ("qk_layernorm", True),
     ("num_query_groups", None),
 )
 ALLGATHER = (*EXPERTS[:-1], ("moe_token_dispatcher_type", "allgather"))
