@@ -1,0 +1,211 @@
+"""Looks for what only GPUs show: our messages beside ZeRO-3's gathers in every order, and checkpoints on the host.
+
+    torchrun --nproc-per-node 4 benchmarks/deepspeed_stress.py --out stress.json
+    DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 benchmarks/deepspeed_stress.py --dry-run
+
+orders: many small ZeRO-3 steps while random ranks are held up on the device, so that gathers, reductions and our
+messages meet in ever new orders; the losses must be those of the same steps with every kernel waited for. A deadlock
+ends the run after --timeout seconds with an error.
+forms: every form of checkpointing, DeepSpeed's cpu_checkpointing among them, must give the gradients of none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.utils import safe_get_full_grad
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dfa_megatron import deepspeed as dfa_ds
+
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({"checkpoint": "full"}, {}),
+    "remat": ({"checkpoint": "remat"}, {}),
+    "remat, re-entrant": ({"checkpoint": "remat", "reentrant": True}, {}),
+    "remat, attention on the host": ({"checkpoint": "remat", "remat_offload": True}, {}),
+    "full, inputs on the host": ({"checkpoint": "full"}, {"cpu_checkpointing": True}),
+    "remat, inputs on the host": ({"checkpoint": "remat"}, {"cpu_checkpointing": True}),
+    "remat, both on the host": ({"checkpoint": "remat", "remat_offload": True}, {"cpu_checkpointing": True}),
+}
+"""The block, and DeepSpeed's section activation_checkpointing."""
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--compared", type=int, default=50, help="steps that are run a second time, with waiting")
+    parser.add_argument("--length", type=int, default=2048, help="of whole sequences, times the ranks")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--schedule", default="auto")
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--timeout", type=float, default=90.0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args()
+    if args.dry_run:
+        args.steps, args.compared, args.length, args.layers = 6, 3, 16, 2
+    return args
+
+
+def start(args: argparse.Namespace, block: dict[str, Any], section: dict[str, Any], lr: float) -> Any:
+    """A small model whose parameters are all divided, so that every use of one is a gather."""
+    small = args.dry_run
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=32 if small else 512,
+        intermediate_size=64 if small else 1024,
+        num_hidden_layers=args.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8 if small else 128,
+        max_position_embeddings=args.length * dist.get_world_size(),
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    options = {"schedule": args.schedule, "kernel": args.kernel, "transport": args.transport}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 1_000_000,
+            "stage3_max_live_parameters": 2_000_000,
+            "reduce_bucket_size": 500_000,
+        },
+        "activation_checkpointing": section,
+        "dist_flash_attention": {"enabled": True, **options, **block},
+    }
+    engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+    engine.train()
+    return engine
+
+
+def batch_of(engine: Any, args: argparse.Namespace, seed: int) -> dict[str, torch.Tensor]:
+    """This rank's part of a sequence that repeats itself, so that there is something to learn."""
+    length = args.length * dist.get_world_size()
+    piece = torch.randint(0, 512, (1, 64), generator=torch.Generator().manual_seed(seed % 8))
+    ids = piece.repeat(1, length // 64 + 1)[:, :length].to(engine.device)
+    return dfa_ds.shard_batch({"input_ids": ids, "labels": ids}, group=dfa_ds.mesh_of(engine).group)
+
+
+def hold_up(random_numbers: random.Random) -> None:
+    """Keep this rank's device or host busy for up to some milliseconds, or not at all."""
+    kind = random_numbers.randrange(4)
+    if kind == 1 and torch.cuda.is_available():
+        torch.cuda._sleep(random_numbers.randrange(10_000_000))
+    if kind == 2:
+        time.sleep(random_numbers.random() * 0.004)
+
+
+def train(args: argparse.Namespace, steps: int, *, disturbed: bool) -> list[float]:
+    """The mean loss of each step; disturbed, or with every step waited for."""
+    engine = start(args, {"checkpoint": "remat"}, {}, lr=3e-4)
+    noise = random.Random(dist.get_rank())
+    handles = []
+    if disturbed:
+        for module in engine.module.modules():  # between any two gathers, forward and in the recompute
+            handles.append(
+                module.register_forward_pre_hook(lambda *_: hold_up(noise) if noise.random() < 0.02 else None)
+            )
+    losses = []
+    for step in range(steps):
+        loss = engine(**batch_of(engine, args, step)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().float())
+        if not disturbed and torch.cuda.is_available():
+            torch.cuda.synchronize()
+    for handle in handles:
+        handle.remove()
+    mean = torch.stack(losses)
+    dist.all_reduce(mean)
+    engine.destroy()
+    return [float(value) for value in mean / dist.get_world_size()]
+
+
+def orders(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare a disturbed run with a calm one."""
+    begin = time.perf_counter()
+    disturbed = train(args, args.steps, disturbed=True)
+    calm = train(args, args.compared, disturbed=False)
+    far = max(abs(a - b) / b for a, b in zip(disturbed, calm, strict=False))
+    learned = disturbed[-1] < disturbed[0]
+    assert far < 0.05, f"the disturbed run's losses are {far:.1%} from the calm one's"
+    assert learned or args.dry_run, f"the loss went from {disturbed[0]} to {disturbed[-1]}"
+    return {
+        "steps": args.steps,
+        "largest_relative_difference": far,
+        "first_and_last_loss": [disturbed[0], disturbed[-1]],
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+def gradients(
+    args: argparse.Namespace, block: dict[str, Any], section: dict[str, Any]
+) -> tuple[list[torch.Tensor], float]:
+    """Gradients of the second micro-batch, in which ZeRO-3 knows the order of its gathers, and its peak in GiB."""
+    engine = start(args, block, section, lr=0.0)
+    batch = batch_of(engine, args, 0)
+    for _ in range(2):
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        engine.backward(engine(**batch).loss)
+        found = [safe_get_full_grad(parameter).float().cpu() for parameter in engine.module.parameters()]
+        engine.step()
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    engine.destroy()
+    checkpointing.configure(None, checkpoint_in_cpu=False)  # it is kept in the process
+    return found, peak
+
+
+def forms(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare the gradients of every form of checkpointing with those of none."""
+    want, peak = gradients(args, {}, {})
+    report: dict[str, Any] = {"none": {"peak_gib": peak}}
+    for name, (block, section) in FORMS.items():
+        if section and not torch.cuda.is_available():
+            continue
+        got, peak = gradients(args, block, section)
+        far = max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(got, want, strict=True))
+        report[name] = {"relative_distance": far, "peak_gib": peak}
+        assert far < 0.02, f"{name}: gradients are {far:.2%} from those without checkpointing"
+    return report
+
+
+def main() -> None:
+    """Run both, and print what was found."""
+    args = parse()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and serves inference
+    deepspeed.init_distributed(timeout=timedelta(seconds=args.timeout))
+    report = {"forms": forms(args), "orders": orders(args), "gpus": dist.get_world_size()}
+    if dist.get_rank() == 0:
+        print(json.dumps(report, indent=2))
+        if args.out is not None:
+            args.out.write_text(json.dumps(report, indent=2) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
