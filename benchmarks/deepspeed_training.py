@@ -4,7 +4,8 @@
     DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 benchmarks/deepspeed_training.py --dry-run      # the same, tiny
 
 Layers and vocabulary are cut, which the output says; both methods share one engine per shape, so that only attention
-and checkpointing differ. A case that runs out of memory, that Ulysses refuses, or for which no time is left is recorded so.
+and checkpointing differ. A case that runs out of memory, that Ulysses refuses, or for which no time is left is recorded
+so.
 """
 
 from __future__ import annotations
