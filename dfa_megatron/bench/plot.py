@@ -26,7 +26,8 @@ def plot(rows: Sequence[Row], path: Path) -> bool:
     from matplotlib import pyplot
 
     shapes = list(dict.fromkeys(row.shape for row in timed))
-    figure, panels = pyplot.subplots(1, len(shapes), figsize=(2 + 4 * len(shapes), 5), sharey=True, squeeze=False)
+    size = (3 + 4 * len(shapes), 5)
+    figure, panels = pyplot.subplots(1, len(shapes), figsize=size, sharey=True, squeeze=False, layout="constrained")
     names = list(dict.fromkeys(row.method for row in timed))
     spectrum = matplotlib.colormaps["turbo"].resampled(max(2, len(names)))
     colours = {name: spectrum(number) for number, name in enumerate(names)}
@@ -49,6 +50,6 @@ def plot(rows: Sequence[Row], path: Path) -> bool:
         pair for panel in panels[0] for pair in zip(*reversed(panel.get_legend_handles_labels()), strict=True)
     )
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize="small")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True

@@ -30,24 +30,20 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def show(table: Table) -> None:
-    """Print it, by rich where that is installed and someone watches."""
+    """Print it, the best in colour where rich is installed and someone watches."""
+    text = text_of(table)
     if sys.stdout.isatty():
         try:
             from rich.console import Console
-            from rich.table import Table as Drawn
+            from rich.text import Text
         except ImportError:
             pass
         else:
-            drawn = Drawn(
-                title=table.title, title_justify="left", caption="\n".join(table.notes), caption_justify="left"
-            )
-            for number, name in enumerate(table.head):
-                drawn.add_column(name, justify="right" if number else "left", no_wrap=True)
-            for cells in table.lines:
-                drawn.add_row(*(f"[bold green]{cell}[/]" if cell.endswith(BEST) else cell for cell in cells))
-            Console().print(drawn)
+            coloured = Text(text)
+            coloured.highlight_regex(r"\S+ \(\S+\)\*", "bold green")
+            Console().print(coloured, soft_wrap=True)
             return
-    print(text_of(table), flush=True)
+    print(text, flush=True)
 
 
 def text_of(table: Table) -> str:
@@ -78,10 +74,11 @@ def _table(rows: Sequence[Row]) -> Table:
     lengths = sorted({row.seq_length for row in rows})
     cell_rows = {length: [row for row in rows if row.seq_length == length] for length in lengths}
     fastest = {length: best(cell_rows[length], "ours", "peer") for length in lengths}
+    prefix, scale = ("G", 1e3) if max(map(_speed, rows)) < 1 else ("T", 1.0)
     lines = []
     for method in dict.fromkeys(row.method for row in rows):
         mine = {row.seq_length: row for row in rows if row.method == method}
-        cells = [_cell(mine[length], fastest[length]) if length in mine else "" for length in lengths]
+        cells = [_cell(mine[length], fastest[length], scale) if length in mine else "" for length in lengths]
         timed = [row for row in mine.values() if row.state == "timed"]
         memory = f"{timed[-1].peak_gib:.2f}" if timed and timed[-1].peak_gib > timed[-1].inputs_gib else ""
         host = f"{max(timed[0].forward_host_ms, timed[0].both_host_ms):.2f}" if timed else ""
@@ -90,16 +87,16 @@ def _table(rows: Sequence[Row]) -> Table:
     window = f" of {first.window}" if first.window else ""
     title = (
         f"{first.ranks} ranks, {first.heads} heads, {first.kv_heads} kv_heads of {first.head_dim}, "
-        f"{first.mask}{window}, {first.dtype}: TFLOP/s per rank, forward and backward (forward alone)"
+        f"{first.mask}{window}, {first.dtype}: {prefix}FLOP/s per rank, forward and backward (forward alone)"
     )
     head = ("method", *(short(length) for length in lengths), "GiB", "host ms")
     return Table(title, head, tuple(lines), tuple(_notes(rows)))
 
 
-def _cell(row: Row, fastest: float) -> str:
+def _cell(row: Row, fastest: float, scale: float) -> str:
     if row.state != "timed":
         return row.state
-    values = {name: getattr(row, f"{name}_tflops") for name in PASSES}
+    values = {name: scale * getattr(row, f"{name}_tflops") for name in PASSES}
     both, forward = (f"{values[name]:.3g}" if values[name] else "-" for name in ("both", "forward"))
     mark = BEST if row.kind in ("ours", "peer") and _speed(row) == fastest else ""
     return f"{both} ({forward}){mark}"
@@ -119,6 +116,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     """What is behind a word in a cell or a name, once each."""
     notes = [f"{BEST} the fastest; GiB: peak at the longest length; host ms: until the call returned, at the shortest"]
     said = dict.fromkeys(f"{row.method}: {row.note}" for row in rows if row.note and row.state == "timed")
-    said |= dict.fromkeys(f"{row.method}: took {row.took} at {short(row.seq_length)}" for row in rows if row.took)
+    for method, took in dict.fromkeys((row.method, row.took) for row in rows if row.took):
+        lengths = (short(row.seq_length) for row in rows if (row.method, row.took) == (method, took))
+        said[f"{method}: took {took} at {', '.join(lengths)}"] = None
     said |= dict.fromkeys(f"{row.method}: {row.state}, {row.why}" for row in rows if row.state != "timed")
     return [*notes, *said]

@@ -25,7 +25,7 @@ PATIENCE = 300.0
 _FAILED_PATIENCE = 60.0
 """The same for a rank that has failed: whoever does not come by then is held up by its failure."""
 _IDLE_PATIENCE = 20.0
-_LONGEST = 500
+_LONGEST = 300
 """Characters of a reason."""
 
 
@@ -110,14 +110,10 @@ def together(world: World, action: Callable[[], T]) -> T | Failure:
     value, mine = None, Failure("", "")
     try:
         value = action()
-    except torch.OutOfMemoryError as error:
-        mine = Failure(OUT_OF_MEMORY, str(error).split(". ")[0])
-    except UnsupportedError as error:
-        mine = Failure(REFUSED, f"{error.what}: {error.why}" if error.why else str(error))
     except Exception as error:  # noqa: BLE001 -- other people's packages raise anything, and a row says what
-        mine = Failure(FAILED, f"{type(error).__name__}: {error}")
+        mine = _failure(error)
     patience = _FAILED_PATIENCE if mine.state else PATIENCE
-    everyone = _told(world, {"state": mine.state, "why": mine.why[:_LONGEST]}, patience)
+    everyone = _told(world, {"state": mine.state, "why": mine.why}, patience)
     failures = [(rank, facts) for rank, facts in enumerate(everyone) if facts["state"]]
     if not failures:
         return cast(T, value)
@@ -128,6 +124,19 @@ def together(world: World, action: Callable[[], T]) -> T | Failure:
     if world.cuda:
         torch.cuda.empty_cache()
     return Failure(facts["state"], facts["why"])
+
+
+def _failure(error: Exception) -> Failure:
+    """What a row says of an exception: its first line, and whether memory is behind it."""
+    if isinstance(error, UnsupportedError):
+        return Failure(REFUSED, f"{error.what}: {error.why}" if error.why else str(error))
+    text = (str(error).strip() or type(error).__name__).splitlines()[0][:_LONGEST]
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.OutOfMemoryError) or "out of memory" in str(cause).lower():
+            return Failure(OUT_OF_MEMORY, text)
+        cause = cause.__cause__
+    return Failure(FAILED, f"{type(error).__name__}: {text}")
 
 
 def _told(world: World, facts: dict[str, str], patience: float = PATIENCE) -> list[dict[str, str]]:

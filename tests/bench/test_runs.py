@@ -21,7 +21,7 @@ from dfa_megatron.bench.launch import STUCK_STATUS, measure
 from dfa_megatron.bench.local import local_attention
 from dfa_megatron.bench.method import Attention, Method, kernel_methods, our_methods
 from dfa_megatron.bench.world import World
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.errors import ExecutionError, UnsupportedError
 from dfa_megatron.testing.workers import run_ranks
 
 JOB = Job(
@@ -108,7 +108,7 @@ def _full(rank: int, ranks: int, folder: str) -> list[int]:
     def overflow(out: torch.Tensor, local_seq: int) -> torch.Tensor:
         if local_seq >= 64:
             tried.append(local_seq)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+            raise ExecutionError("step 1 failed") from torch.OutOfMemoryError("no room")  # as the runtime tells it
         return out
 
     job = replace(JOB, seq_length=(64, 128, 256), out=folder)

@@ -22,15 +22,18 @@ from dfa_megatron.kernels.api import BlockKernel, Saved
 from dfa_megatron.plan.geometry import Band
 
 INTERFACE = "flash_attn.flash_attn_interface"
-NOTE = "FlashAttention-2 of PyTorch"
+NOTES = {
+    "cuda": "on PyTorch's FlashAttention-2 in place of the package flash-attn",
+    "cpu": "on PyTorch's CPU attention in place of the package flash-attn",
+}
 
 
-def install() -> str:
-    """Make `import flash_attn` work for peers; says what runs: "flash-attn VERSION", or PyTorch's."""
+def install(device: str) -> str:
+    """Make `import flash_attn` work for peers; says what their blocks run on."""
     try:
         if importlib.import_module(INTERFACE).__name__ == __name__:
-            return NOTE
-        return f"flash-attn {importlib.import_module('flash_attn').__version__}"
+            return NOTES[device]
+        return f"on flash-attn {importlib.import_module('flash_attn').__version__}"
     except ImportError:
         pass
     try:
@@ -43,7 +46,7 @@ def install() -> str:
     here.__version__ = "2.8.3"  # whose signatures these are
     here.flash_attn_func = flash_attn_func
     here.flash_attn_interface = sys.modules[INTERFACE] = sys.modules[__name__]
-    return NOTE
+    return NOTES[device]
 
 
 def flash_attn_func(

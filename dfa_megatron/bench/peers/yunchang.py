@@ -25,7 +25,7 @@ def methods(job: Job) -> list[Method]:
         UnsupportedError: it is not installed.
     """
     version_of("yunchang")
-    note = flash_attn_shim.install()
+    note = flash_attn_shim.install(job.device)
     return [
         _usp("ring", lambda ranks: 1, note),
         _usp("2 x ring", lambda ranks: 2, note),

@@ -1,0 +1,72 @@
+"""What the tables say: the best marked, ours against the others, and every reason once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dfa_megatron.bench.progress import line, short
+from dfa_megatron.bench.record import Row
+from dfa_megatron.bench.report import tables, text_of
+
+
+def row(method: str, kind: str, length: int, both: float, **more: Any) -> Row:
+    fields = {"ranks": 4, "heads": 8, "kv_heads": 2, "head_dim": 64, "mask": "causal", "window": 0, "dtype": "bfloat16"}
+    timed = {"state": "timed", "both_tflops": both, "forward_tflops": both / 2, "both_ms": 9.0, "forward_ms": 3.0}
+    return Row(**fields | timed | {"method": method, "kind": kind, "seq_length": length} | more)
+
+
+def test_the_fastest_of_each_length_is_marked_and_ours_is_divided_by_the_best_peer() -> None:
+    rows = [
+        row("ours", "ours", 8192, 600.0),
+        row("theirs", "peer", 8192, 500.0),
+        row("slow", "peer", 8192, 100.0),
+        row("ours", "ours", 32768, 550.0),
+        row("theirs", "peer", 32768, 560.0),
+        row("slow", "peer", 32768, 0.0, state="wrong", why="dq is off"),
+        row("without messages", "ablation", 32768, 999.0),
+    ]
+    (table,) = tables(rows)
+    text = text_of(table)
+    assert table.head == ("method", "8K", "32K", "GiB", "host ms")
+    cells = {cells[0]: cells[1:3] for cells in table.lines}
+    assert cells == {
+        "ours": ("600 (300)*", "550 (275)"),
+        "theirs": ("500 (250)", "560 (280)*"),
+        "slow": ("100 (50)", "wrong"),
+        "without messages": ("", "999 (500)"),
+        "ours / best peer": ("1.200", "0.982"),
+    }
+    assert "TFLOP/s" in text
+    assert "slow: wrong, dq is off" in text
+
+
+def test_one_pass_alone_is_compared_by_it() -> None:
+    rows = [row("ours", "ours", 8192, 0.0, forward_tflops=300.0), row("them", "peer", 8192, 0.0, forward_tflops=200.0)]
+    (table,) = tables(rows)
+    assert [cells[1] for cells in table.lines] == ["- (300)*", "- (200)", "1.500"]
+
+
+def test_every_attention_has_a_table_and_a_reason_is_said_once() -> None:
+    refused = {"state": "refused", "why": "it divides the heads"}
+    rows = [row("theirs", "peer", length, 0.0, kv_heads=heads, **refused) for heads in (8, 2) for length in (64, 128)]
+    made = tables(rows)
+    assert [table.title.split(", ")[2] for table in made] == ["8 kv_heads of 64", "2 kv_heads of 64"]
+    assert all(text_of(table).count("it divides the heads") == 1 for table in made)
+
+
+def test_small_speeds_are_told_in_a_smaller_unit() -> None:
+    (table,) = tables([row("ours", "ours", 64, 0.0123)])
+    assert "GFLOP/s" in table.title
+    assert table.lines[0][1] == "12.3 (6.15)*"
+
+
+def test_a_line_tells_of_a_row() -> None:
+    assert "refused: it divides" in line(row("theirs", "peer", 64, 0.0, state="refused", why="it divides"))
+    told = line(row("ours", "ours", 131072, 600.0, error=0.0031, peak_gib=5.3))
+    assert " ".join(told.split()) == (
+        "128K 8:2x64 causal ours forward 3.000 ms 300 TFLOP/s, both 9.000 ms 600 TFLOP/s, peak 5.30 GiB, error 3e-03"
+    )
+
+
+def test_lengths_are_short_where_they_can_be() -> None:
+    assert [short(length) for length in (131072, 1024, 1000)] == ["128K", "1K", "1000"]
