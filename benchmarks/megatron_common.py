@@ -1,0 +1,267 @@
+"""What the Megatron-Core benchmarks share: ranks, a Llama-shaped configuration, timing, and an error on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.metadata
+import importlib.util
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+# Megatron demands this on Hopper; it must stand before CUDA starts, so it is set before torch is imported.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import DistAttentionConfig
+from dfa_megatron.errors import DistAttentionError
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "flash-attn-4")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model's layers, as Megatron names them."""
+
+    hidden_size: int = 4096
+    heads: int = 32
+    groups: int = 8
+    ffn: int = 14336
+
+    @property
+    def head_dim(self) -> int:
+        """Of queries, keys and values."""
+        return self.hidden_size // self.heads
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of the linear layers of one layer."""
+        attention = self.hidden_size * (2 * self.hidden_size + 2 * self.groups * self.head_dim)
+        return attention + 3 * self.hidden_size * self.ffn
+
+    def layer_flop(self, length: int) -> float:
+        """FLOP of one layer's forward pass over a causal sequence; the backward pass is twice as much."""
+        return 2.0 * self.layer_parameters * length + 2.0 * length * length * self.hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to run the layers."""
+
+    name: str
+    remat: str | None
+    """DistAttentionConfig.remat; None is Megatron's own attention through Transformer Engine."""
+    full: bool
+    """--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
+    offload: bool = False
+
+    def options(self, kernel: str, schedule: str) -> DistAttentionConfig:
+        """Ours, in the layout that costs nothing."""
+        assert self.remat is not None
+        return DistAttentionConfig(kernel=kernel, schedule=schedule, remat=self.remat, remat_offload=self.offload)
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("remat", "auto", full=True),
+        Mode("remat-offload", "auto", full=True, offload=True),
+        Mode("full", "off", full=True),
+        Mode("none", "off", full=False),
+        Mode("te", None, full=False),
+        Mode("te-full", None, full=True),
+    )
+}
+
+
+def available(mode: Mode) -> bool:
+    """Whether what the mode needs is installed."""
+    return mode.remat is not None or importlib.util.find_spec("transformer_engine") is not None
+
+
+def join(tensor: int) -> torch.device:
+    """Join the process group (NCCL with a GPU per rank, gloo on CPU) and Megatron's.
+
+    `tensor` ranks share each layer's weights; the ranks that do not share a sequence.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        from dfa_megatron.testing.megatron_cpu import use_cpu
+
+        use_cpu()
+    from megatron.core import parallel_state
+
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
+    context = dist.get_world_size() // tensor
+    parallel_state.initialize_model_parallel(tensor, context_parallel_size=context)
+    seed()
+    return device
+
+
+def seed() -> None:
+    """The same random numbers at the start of every case."""
+    from megatron.core import tensor_parallel
+
+    torch.manual_seed(1)
+    tensor_parallel.get_cuda_rng_tracker().reset()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def make_config(shape: Shape, layers: int, mode: Mode, *, fusion: bool) -> Any:
+    """The TransformerConfig of a Llama-shaped model."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    cuda, tensor = torch.cuda.is_available(), parallel_state.get_tensor_model_parallel_world_size()
+    dtype = torch.bfloat16 if cuda else torch.float32
+    return TransformerConfig(
+        num_layers=layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.groups,
+        ffn_hidden_size=shape.ffn,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=tensor > 1,
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        cp_comm_type="p2p" if mode.remat is None else "dfa",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=cuda,
+        use_cpu_initialization=not cuda,
+        # Compiled by PyTorch, without Apex or Transformer Engine; the other fusions need one of them.
+        bias_activation_fusion=fusion and cuda,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        recompute_granularity="full" if mode.full else None,
+        recompute_method="uniform" if mode.full else None,
+        recompute_num_layers=1 if mode.full else None,
+    )
+
+
+def make_spec(config: Any, mode: Mode, options: DistAttentionConfig | None) -> Any:
+    """Megatron's spec without Transformer Engine and ours in it, or Transformer Engine's as it is."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if options is None:
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    from dfa_megatron.megatron import dfa_ify
+
+    return dfa_ify(gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm"), config, options)
+
+
+def stopwatch(step: Callable[[], object], *, warmup: int, repeats: int) -> float:
+    """Milliseconds of a step: the median, and of the slowest rank."""
+    times = []
+    for repeat in range(warmup + repeats):
+        before = mark()
+        step()
+        elapsed = milliseconds(before, mark())
+        if repeat >= warmup:
+            times.append(elapsed)
+    return slowest(statistics.median(times))
+
+
+def mark() -> Any:
+    """A point in time: an event on the GPU, or the clock."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(before: Any, after: Any) -> float:
+    """Between two marks; waits for the later one."""
+    if isinstance(before, float):
+        return (float(after) - before) * 1e3
+    after.synchronize()
+    return float(before.elapsed_time(after))
+
+
+def slowest(value: float) -> float:
+    """The largest value of all ranks."""
+    shared = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)  # CPU tensors travel by gloo
+    return shared.item()
+
+
+def peak_gib(*, reset: bool = False) -> float:
+    """The largest memory of all GPUs since the last reset; 0 on CPU."""
+    if not torch.cuda.is_available():
+        return 0.0
+    if reset:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return 0.0
+    return slowest(torch.cuda.max_memory_allocated() / 2**30)
+
+
+def attempt(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A case's figures, or that it does not fit; every rank must come to the same.
+
+    Raises:
+        RuntimeError: some ranks ran out of memory and others did not, so that the rest cannot be trusted.
+    """
+    seed()
+    try:
+        result = case()
+    except (torch.OutOfMemoryError, DistAttentionError) as error:
+        if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+            raise
+        result = {"failed": "out of memory"}
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    # Ranks that are stuck in a collective of the case do not come; this names them instead of waiting for minutes.
+    dist.monitored_barrier(_gloo_group(), timeout=timedelta(seconds=30))
+    if slowest(float("failed" in result)) != float("failed" in result):
+        raise RuntimeError("some ranks ran out of memory and others did not")
+    return result
+
+
+@functools.cache
+def _gloo_group() -> Any:
+    return dist.new_group(backend="gloo")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were made on."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "ranks": dist.get_world_size(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "versions": versions,
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith(("CUDA_DEVICE_MAX", "NCCL_"))
+        },
+    }
+
+
+def described(shape: Shape) -> dict[str, int]:
+    """A shape, for the report."""
+    return asdict(shape)

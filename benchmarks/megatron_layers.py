@@ -1,0 +1,176 @@
+"""Times Megatron-Core layers, and training steps of a Llama-shaped model, with distributed attention; writes JSON.
+
+    torchrun --nproc-per-node 4 benchmarks/megatron_layers.py --out megatron.json
+    torchrun --nproc-per-node 4 benchmarks/megatron_layers.py --layers 131072:8:14336 --train --out x.json
+    torchrun --nproc-per-node 2 benchmarks/megatron_layers.py --toy --out toy.json     # on CPU, to see that it runs
+
+Layers alone (`--layers LENGTH:KV_HEADS:FFN ...`): forward and backward of four layers, without embedding, head and
+optimizer, in several modes:
+
+    remat           ours; attention's output and lse are kept, the rest is recomputed
+    remat-offload   the same, kept in pinned host memory
+    full            ours with Megatron's full recomputation: attention runs twice
+    none            ours without recomputation
+    te, te-full     Transformer Engine's attention over a ring, without and with full recomputation, if it is installed
+
+Training (`--train LENGTH:LAYERS:STEPS:MODE ...`): GPTModel, DDP, the distributed optimizer and random tokens. Every
+rank holds one contiguous part of each sequence. CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron demands on Hopper, unless
+it is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron_common import (
+    MODES,
+    Mode,
+    Shape,
+    attempt,
+    available,
+    described,
+    join,
+    machine,
+    make_config,
+    make_spec,
+    peak_gib,
+    stopwatch,
+)
+
+LAYERS = ("65536:8:14336", "131072:8:14336", "131072:32:11008")
+TRAINING = ("32768:8:30:remat", "32768:8:8:full", "131072:4:10:remat", "262144:4:4:remat")
+LAYER_MODES = ("remat", "full", "none", "te", "te-full")
+DEPTH = 4
+"""Layers that are timed together."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One rank; returns the exit status."""
+    args = flags(argv)
+    begin = time.perf_counter()
+    device = join(args.tensor_model_parallel_size)
+    report: dict[str, Any] = {"machine": machine(), "arguments": vars(args) | {"out": str(args.out)}}
+    report |= {"layers": [], "training": []}
+    for case in args.layers:
+        length, groups, ffn = case
+        shape = Shape(args.hidden_size, args.heads, groups, ffn)
+        for name in args.modes:
+            if available(MODES[name]):
+                figures = attempt(lambda s=shape, m=MODES[name], n=length: time_layers(args, s, m, n, device))
+                note(report, "layers", {"mode": name, "length": length, **described(shape), **figures}, args.out)
+    for length, depth, steps, name in args.train:
+        from megatron_training import train
+
+        shape = Shape(args.hidden_size, args.heads, args.kv_heads, args.ffn_hidden_size)
+        figures = attempt(lambda s=shape, n=length, d=depth, k=steps, m=MODES[name]: train(args, s, m, n, d, k, device))
+        case = {"mode": name, "length": length, "num_layers": depth, **described(shape)}
+        note(report, "training", {**case, **figures}, args.out)
+    report["seconds"] = round(time.perf_counter() - begin, 1)
+    write(report, args.out)
+    return 0
+
+
+def flags(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse them; --toy stands for sizes that a CPU can do."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", nargs="*", default=None, metavar="LENGTH:KV_HEADS:FFN")
+    parser.add_argument("--train", nargs="*", default=None, metavar="LENGTH:LAYERS:STEPS:MODE")
+    parser.add_argument("--modes", nargs="*", default=list(LAYER_MODES), choices=tuple(MODES))
+    parser.add_argument("--hidden-size", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8, help="of the trained model")
+    parser.add_argument("--ffn-hidden-size", type=int, default=14336, help="of the trained model")
+    parser.add_argument("--vocab-size", type=int, default=128256, help="of the trained model")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--schedule", default="auto")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--fusion", action=argparse.BooleanOptionalAction, default=True, help="compile SwiGLU")
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    if args.toy:
+        args.hidden_size, args.heads, args.kv_heads, args.ffn_hidden_size, args.vocab_size = 32, 4, 2, 48, 64
+        args.warmup, args.repeats = 1, 2
+    toy_layers, toy_training = ["48:2:48"], ["48:2:3:remat", "48:2:2:full"]
+    layers = (toy_layers if args.toy else LAYERS) if args.layers is None else args.layers
+    training = (toy_training if args.toy else TRAINING) if args.train is None else args.train
+    args.layers = [tuple(int(size) for size in case.split(":")) for case in layers]
+    args.train = [(*(int(size) for size in case.split(":")[:3]), case.split(":")[3]) for case in training]
+    return args
+
+
+def note(report: dict[str, Any], part: str, result: dict[str, Any], out: Path) -> None:
+    """Add a result, show it, and write what there is so far: a run that is cut short has its first cases."""
+    report[part].append(result)
+    if dist.get_rank() == 0:
+        print(json.dumps(result), flush=True)
+    write(report, out)
+
+
+def write(report: dict[str, Any], out: Path) -> None:
+    """Rank 0 writes the report."""
+    if dist.get_rank() == 0:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+
+
+def time_layers(
+    args: argparse.Namespace, shape: Shape, mode: Mode, length: int, device: torch.device
+) -> dict[str, Any]:
+    """Milliseconds per layer, forward and backward, and the peak memory in GiB, weights and gradients in it."""
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    from dfa_megatron.megatron import declare_batch_layout
+
+    group = parallel_state.get_context_parallel_group()
+    config = make_config(shape, DEPTH, mode, fusion=args.fusion)
+    options = None if mode.remat is None else mode.options(args.kernel, args.schedule)
+    if options is not None:
+        declare_batch_layout(group, "contiguous")
+    block = TransformerBlock(
+        config,
+        make_spec(config, mode, options),
+        post_layer_norm=False,
+        post_process=False,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    ).to(device, config.params_dtype)
+    rotary = RotaryEmbedding(shape.head_dim, 1.0, rotary_base=500000, use_cpu_initialization=True, cp_group=group)
+    table = rotary.to(device)(length)
+    rows = length // dist.get_world_size()  # under sequence parallelism tensor-parallel ranks share a part's rows
+    hidden = torch.randn(rows, 1, shape.hidden_size, device=device, dtype=config.params_dtype)
+    gradient = torch.randn_like(hidden)
+
+    def step() -> None:
+        for parameter in block.parameters():
+            parameter.grad = None
+        block(hidden.requires_grad_(), None, rotary_pos_emb=table).backward(gradient)
+        hidden.grad = None
+
+    block.train()
+    peak_gib(reset=True)
+    elapsed = stopwatch(step, warmup=args.warmup, repeats=args.repeats) / DEPTH
+    useful = 3 * shape.layer_flop(length) / dist.get_world_size()
+    return {
+        "ms_per_layer": round(elapsed, 3),
+        "tflops_per_gpu": round(useful / elapsed / 1e9, 1),
+        "peak_gib": round(peak_gib(), 2),
+    }
+
+
+if __name__ == "__main__":
+    status = main()
+    dist.barrier()
+    dist.destroy_process_group()
+    raise SystemExit(status)
