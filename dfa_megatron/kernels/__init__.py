@@ -38,7 +38,7 @@ KERNELS: Mapping[str, BlockKernel] = MappingProxyType(
 )
 """Every kernel by name, the one to prefer first."""
 
-BY_NAME_ONLY = frozenset({"flash4", "flash3", "flash2", "triton"})
+BY_NAME_ONLY = frozenset({"flash3", "flash2"})
 """Kernels that "auto" passes over: they have not been through the whole conformance suite on a GPU yet."""
 
 

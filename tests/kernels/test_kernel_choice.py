@@ -98,14 +98,16 @@ def test_auto_prefers_cudnn_and_leaves_it_for_what_it_cannot_do() -> None:
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, deterministic=True)).name == "aten"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=256, head_dim_v=256)).name == "aten"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=192, head_dim_v=128)).name == "cudnn"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=100, head_dim_v=100)).name == "reference"
-    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float32)).name == "reference"
-    assert kernels.select("triton", dataclasses.replace(ON_HOPPER, dtype=torch.float32)).name == "triton"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=100, head_dim_v=100)).name == "triton"
+    assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float32)).name == "triton"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float64)).name == "reference"
 
 
 @pytest.mark.usefixtures("flash4_present")
-def test_auto_passes_over_kernels_that_are_not_proven_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_passes_over_kernels_that_are_not_proven_and_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "BY_NAME_ONLY", frozenset({"flash4"}))
     kernels._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="dfa_megatron.kernels"):
         assert kernels.select("auto", ON_HOPPER).name == "cudnn"
@@ -114,8 +116,7 @@ def test_auto_passes_over_kernels_that_are_not_proven_and_says_so(caplog: pytest
 
 
 @pytest.mark.usefixtures("flash4_present")
-def test_a_proven_flash_attention_4_is_preferred_where_the_chip_is_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "BY_NAME_ONLY", frozenset())
+def test_flash_attention_4_is_preferred_where_the_chip_is_new_enough() -> None:
     assert kernels.select("auto", ON_HOPPER).name == "flash4"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, forms=frozenset({"band"}))).name == "flash4"
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, head_dim=256, head_dim_v=256)).name == "flash4"
