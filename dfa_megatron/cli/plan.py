@@ -12,7 +12,7 @@ from dfa_megatron.argument_file import read_arguments
 from dfa_megatron.cli import model as models
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan import mask as masks
-from dfa_megatron.plan.choose import TOKEN_LAYOUTS, Candidate, candidates, make_plan
+from dfa_megatron.plan.choose import TOKEN_LAYOUTS, Candidate, candidates, explain, make_plan
 from dfa_megatron.plan.cost import AttentionShape, bytes_of, phases_of, simulate
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.hardware import PROFILES, Hardware, Link
@@ -28,7 +28,14 @@ MASKS: dict[str, Callable[[argparse.Namespace], Mask]] = {
     "full": lambda args: masks.full(args.seq_length),
     "window": lambda args: masks.sliding_window(args.seq_length, *args.window_size),
     "documents": lambda args: masks.documents(_documents(args)),
+    "full-documents": lambda args: masks.documents(_documents(args), causal=False),
+    "window-documents": lambda args: masks.documents(_documents(args), causal=False, window_size=args.window_size),
     "prefix": lambda args: masks.prefix_lm(args.seq_length, args.prefix),
+    "prefix-documents": lambda args: masks.prefix_lm_documents(_documents(args), args.prefix),
+    "shared-question": lambda args: masks.shared_question([_documents(args)]),
+    "causal-blockwise": lambda args: masks.causal_blockwise(_documents(args)),
+    "block-causal": lambda args: masks.block_causal_documents(_documents(args), args.block),
+    "global-window": lambda args: masks.global_sliding(args.seq_length, max(args.window_size), args.prefix),
 }
 
 DEFAULTS = {
@@ -83,6 +90,11 @@ def add_parser(subparsers: Any) -> None:
     )
     out = parser.add_argument_group("output")
     out.add_argument("--phase", default="both", choices=("both", *PHASES), help="what to show (default: %(default)s)")
+    out.add_argument(
+        "--explain",
+        action="store_true",
+        help="compare all candidates, with every degree of Ulysses (auto compares the schedules anyway)",
+    )
     out.add_argument("--width", type=int, default=100, help="columns of the grid (default: %(default)s)")
     out.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the simulated run")
     out.add_argument(
@@ -96,10 +108,13 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("mask")
     group.add_argument("--mask", default="causal", help=", ".join(MASKS) + " (default: %(default)s)")
     group.add_argument(
-        "--window-size", type=int, nargs=2, default=(4096, 0), metavar=("LEFT", "RIGHT"), help="for --mask window"
+        "--window-size", type=int, nargs=2, default=(4096, 0), metavar=("LEFT", "RIGHT"), help="for masks of windows"
     )
-    group.add_argument("--documents", default="", metavar="N,N,...", help="lengths, for --mask documents")
-    group.add_argument("--prefix", type=int, default=0, metavar="N", help="tokens that all see, for --mask prefix")
+    group.add_argument("--documents", default="", metavar="N,N,...", help="lengths, for masks of documents")
+    group.add_argument("--prefix", type=int, default=0, metavar="N", help="tokens that all see")
+    group.add_argument(
+        "--block", type=int, default=1024, metavar="N", help="tokens of a block, for --mask block-causal"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,9 +154,12 @@ def run(args: argparse.Namespace) -> int:
         sized = dataclasses.replace(model, seq_length=args.seq_length, micro_batch_size=args.batch)
         packets = heads.landed(whole, tokens)
         print("\n" + models.report(sized, args.ranks, _message_bytes(plan, shape) + packets))
-    if args.schedule == "auto":
+    if args.explain:
+        looked_at = candidates(mask, args.ranks, layout=args.layout, shape=whole, hardware=hardware, degrees=True)
+        print("\n" + _comparison(f"the candidates on {hardware.name}", looked_at))
+    elif args.schedule == "auto":
         looked_at = candidates(mask, ranks, layout=args.layout, shape=shape, hardware=hardware)
-        print("\n" + _comparison(plan, looked_at))
+        print("\n" + _comparison(f"auto took {plan.schedule}", looked_at))
     _write_files(args, plan, shape, hardware)
     return 0
 
@@ -234,12 +252,8 @@ def _per_rank(name: str, nbytes: tuple[int, ...], width: int) -> list[str]:
     return lines
 
 
-def _comparison(plan: AttentionPlan, looked_at: tuple[Candidate, ...]) -> str:
-    lines = [f"auto took {plan.schedule}; forward and backward together:"]
-    for candidate in looked_at:
-        cost = f"{1e3 * candidate.seconds:.3f} ms" if candidate.plan else candidate.refusal
-        lines.append(f"  {candidate.schedule:16s} {cost}")
-    return "\n".join(lines)
+def _comparison(title: str, looked_at: tuple[Candidate, ...]) -> str:
+    return f"{title}; forward and backward together:\n{explain(looked_at)}"
 
 
 def _shown(plan: AttentionPlan, phase: str) -> list[Plan]:

@@ -38,11 +38,12 @@ def ring_relay(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[T
     """Keys and values hop from rank to rank; what accumulates on their side hops along and ends at home."""
     ranks = layout.ranks
     out: list[Transfer] = []
-    for chunk, home in enumerate(layout.home):
-        use = [block.step for block in blocks if block.kv_chunk == chunk and block.rank != home]
-        if not use:
-            continue
-        first, last = min(use), max(use)
+    uses: dict[int, list[int]] = defaultdict(list)
+    for block in blocks:
+        if block.rank != layout.home[block.kv_chunk]:
+            uses[block.kv_chunk].append(block.step)
+    for chunk, use in uses.items():
+        home, first, last = layout.home[chunk], min(use), max(use)
         out += _hops(range(last), home, ranks, phase.read_kv, chunk, delay=0)
         if phase.write_kv:
             out += _hops(range(first, last), home, ranks, phase.write_kv, chunk, delay=1)

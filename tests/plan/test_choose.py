@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.choose import TIE, candidates, make_plan
-from dfa_megatron.plan.cost import AttentionShape
-from dfa_megatron.plan.hardware import H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK, Hardware
+from dfa_megatron.plan.choose import TIE, best, candidates, make_plan
+from dfa_megatron.plan.cost import AttentionShape, bytes_sent
+from dfa_megatron.plan.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK, Hardware, Link
 from dfa_megatron.plan.mask import Mask, causal, documents, full, sliding_window
 from dfa_megatron.plan.schedules import SCHEDULES
 
@@ -18,9 +20,10 @@ from dfa_megatron.plan.schedules import SCHEDULES
 def test_auto_takes_the_cheapest(hardware: Hardware, kv_heads: int, ranks: int) -> None:
     mask, shape = causal(ranks * 8192), AttentionShape(kv_heads=kv_heads)
     chosen = make_plan(mask, ranks, shape=shape, hardware=hardware)
-    costs = {c.schedule: c.seconds for c in candidates(mask, ranks, shape=shape, hardware=hardware)}
+    looked_at = candidates(mask, ranks, shape=shape, hardware=hardware)
+    costs = {c.schedule: c.seconds for c in looked_at if c.plan}
     assert costs[chosen.schedule] <= min(costs.values()) * (1 + TIE)
-    earlier = list(SCHEDULES)[: list(SCHEDULES).index(chosen.schedule)]
+    earlier = list(costs)[: list(costs).index(chosen.schedule)]
     assert all(costs[name] > min(costs.values()) * (1 + TIE) for name in earlier), "a tie goes to the earlier one"
 
 
@@ -48,6 +51,39 @@ def test_auto_on_contiguous_tokens_serves_queries_that_look_forward(mask: Mask) 
 def test_auto_takes_greedy_where_the_work_of_a_pack_lies_on_one_side() -> None:
     mask = documents([4 * 8192, *[512] * 64])
     assert make_plan(mask, 8, layout="contiguous", shape=AttentionShape(kv_heads=8)).schedule == "greedy"
+
+
+def test_auto_does_not_ask_for_help_where_work_is_even() -> None:
+    looked_at = {c.schedule: c for c in candidates(causal(8 * 4096), 8)}
+    assert looked_at["greedy"].refusal == "the work of balanced_shared is even"
+    assert "zigzag deals" in looked_at["dealt"].refusal
+
+
+def test_auto_deals_the_tokens_of_a_pack_where_it_may() -> None:
+    mask = documents([2 * 8192, 3 * 8192, *[256] * 96])
+    assert make_plan(mask, 8, shape=AttentionShape(heads=64, kv_heads=8)).schedule == "dealt"
+
+
+def test_nodes_bring_gateways_that_a_slow_network_needs() -> None:
+    hardware = replace(H200_NIC_400G, network=Link("p2p", 10e9, 3e-5))
+    mask, shape = causal(32 * 4096), AttentionShape()
+    chosen = make_plan(mask, 32, shape=shape, hardware=hardware)
+    assert chosen.ranks_per_node == 8
+    assert make_plan(mask, 32, schedule="balanced", hardware=hardware).ranks_per_node == 8
+    assert make_plan(mask, 32, schedule="ring", hardware=hardware).ranks_per_node is None
+    assert make_plan(causal(8 * 4096), 8, hardware=hardware).ranks_per_node is None, "one node"
+
+
+def test_degrees_of_ulysses_are_candidates_where_they_divide() -> None:
+    shape = AttentionShape(heads=12, kv_heads=2)
+    looked_at = candidates(causal(8 * 4096), 8, shape=shape, degrees=True)
+    assert {c.ulysses_degree for c in looked_at} == {1, 2, 4}
+    assert all(c.plan.ranks == 8 // c.ulysses_degree for c in looked_at if c.plan)
+    cost = {(c.schedule, c.ulysses_degree): c for c in looked_at}
+    exchanged = cost["zigzag", 2]
+    assert exchanged.plan is not None
+    assert exchanged.sent > max(bytes_sent(exchanged.plan, replace(shape, heads=6, kv_heads=1)))
+    assert best(looked_at) in looked_at
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from dfa_megatron.cli.main import main
+from dfa_megatron.plan.hardware import H200_NIC_400G
 from dfa_megatron.plan.ir import from_text
 from dfa_megatron.plan.mask import causal
+from dfa_megatron.plan.profile import save
 from dfa_megatron.plan.schedules import plan_named
 
 
@@ -40,6 +43,31 @@ def test_auto_says_what_it_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert "pairs causal work only" in out
 
 
+def test_the_explanation_has_every_candidate_with_its_cost_and_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["plan", "--ranks", "4", "--seq-length", "16384", "--heads", "6", "--schedule", "ring", "--explain"]) == 0
+    )
+    table = capsys.readouterr().out.split("the candidates on h200-nvlink")[1].splitlines()
+    assert "taken: the cheapest" in next(line for line in table if line.startswith("* balanced_shared"))
+    rows = {line[2:].split("  ")[0].strip(): line for line in table[2:]}
+    assert {"ring", "zigzag", "greedy", "zigzag, ulysses 2"} <= set(rows)
+    assert not any("ulysses 4" in name for name in rows), "4 does not divide 6 heads"
+    assert "% slower" in rows["ring"]
+    assert "is even" in rows["greedy"]
+
+
+def test_a_profile_from_a_file_and_nodes_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.json"
+    save(replace(H200_NIC_400G, name="mine", ranks_per_node=2), path)
+    assert main(["plan", "--ranks", "4", "--seq-length", "16384", "--hardware", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "simulated on mine" in out
+    assert "balanced_shared, gateway" in out
+    path.write_text("{}")
+    assert main(["plan", "--hardware", str(path)]) == 2
+    assert "lacks format" in capsys.readouterr().err
+
+
 def test_files_are_written_and_the_plan_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     svg, chrome, text = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "a.plan"
     arguments = ["--ranks", "3", "--seq-length", "96", "--schedule", "balanced", "--link", "50"]
@@ -62,6 +90,13 @@ def test_files_are_written_and_the_plan_reads_back(tmp_path: Path, capsys: pytes
         ["--mask", "window", "--window-size", "9", "0"],
         ["--mask", "documents", "--documents", "10,40,46"],
         ["--mask", "prefix", "--prefix", "7"],
+        ["--mask", "full-documents", "--documents", "10,40,46"],
+        ["--mask", "window-documents", "--documents", "10,40,46", "--window-size", "5", "3"],
+        ["--mask", "prefix-documents", "--documents", "10,40,46", "--prefix", "7"],
+        ["--mask", "shared-question", "--documents", "10,40,46"],
+        ["--mask", "causal-blockwise", "--documents", "10,40,46"],
+        ["--mask", "block-causal", "--documents", "10,40,46", "--block", "8"],
+        ["--mask", "global-window", "--window-size", "5", "0", "--prefix", "7"],
     ],
 )
 def test_every_mask_can_be_shown(mask: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +108,10 @@ def test_every_mask_can_be_shown(mask: list[str], capsys: pytest.CaptureFixture[
     ("arguments", "complaint"),
     [
         (["--schedule", "circle"], "one of auto, balanced_shared, balanced, zigzag, dealt, ring, greedy"),
-        (["--mask", "polka"], "one of causal, full, window, documents, prefix"),
+        (
+            ["--mask", "polka"],
+            "one of causal, full, window, documents, full-documents, window-documents, prefix, prefix-doc",
+        ),
         (["--hardware", "abacus"], "one of h200-nvlink"),
         (["--seq-length", "65537"], "positive multiple of 8"),
         (["--seq-length", "0"], "positive length, got 0"),
