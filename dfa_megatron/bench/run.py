@@ -57,8 +57,8 @@ class _Run:
     def __init__(self, job: Job, world: World, methods: Sequence[Method], record: Record) -> None:
         self.job, self.world, self.methods, self.record = job, world, methods, record
         self.began = time.monotonic()
-        self.done = 0.0
-        """Guessed seconds of the cells so far: what they really took says how good the guess is."""
+        self.rate = 1.0
+        """Seconds that the last cell took once its methods were checked, in guesses."""
         self.answers: dict[tuple[str, Problem], tuple[float, str, str]] = {}
         """(error, state, why) of a method that was checked."""
         self.full: dict[tuple[str, Problem], int] = {}
@@ -72,6 +72,7 @@ class _Run:
         entries = [_Entry(method, self._row(method, problem, length)) for method in self.methods]
         for entry in entries:
             self._admit(entry, problem, length)
+        begin = time.monotonic()
         with ExitStack() as stack:
             inputs = self._inputs(entries, problem, length)
             for entry in entries:
@@ -83,7 +84,8 @@ class _Run:
             _fill(entry, problem, length, self.world.size)
         for entry in entries:
             self.record.add(entry.row)
-        self.done += self._guess(problem, length)
+        if racing:
+            self.rate = (time.monotonic() - begin) / self._guess(problem, length, len(racing))
 
     def drop(self, problem: Problem, length: int, why: str) -> None:
         """Say that a cell was left out."""
@@ -111,13 +113,12 @@ class _Run:
             note=method.note,
         )
 
-    def _guess(self, problem: Problem, length: int) -> float:
+    def _guess(self, problem: Problem, length: int, methods: int) -> float:
         call = FLOPS_OF["both"] * problem.flops(length) / self.world.size / _GUESS[self.world.device.type]
-        return len(self.methods) * (0.5 + max(2.5 * self.job.seconds, (self.job.repetitions + 1) * 1.3 * call))
+        return methods * (0.5 + max(2.5 * self.job.seconds, (self.job.repetitions + 1) * 1.3 * call))
 
     def _predicted(self, problem: Problem, length: int) -> float:
-        spent = time.monotonic() - self.began
-        return self._guess(problem, length) * (spent / self.done if self.done else 1.0)
+        return self.rate * self._guess(problem, length, len(self.methods))
 
     def _over_budget(self, problem: Problem, length: int) -> bool:
         if not self.job.budget:
