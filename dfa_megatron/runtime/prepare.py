@@ -141,9 +141,14 @@ def build(
 _prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
 
 
+def in_use() -> tuple[Prepared, ...]:
+    """What this process has prepared, the one it used last at the end."""
+    return tuple(_prepared.values())
+
+
 def plans_in_use() -> tuple[AttentionPlan, ...]:
-    """The plans this process has prepared, the one it used last at the end: what "auto" came to, for reports."""
-    return tuple(prepared.plan for prepared in _prepared.values())
+    """The plans of these: what "auto" came to, for reports."""
+    return tuple(prepared.plan for prepared in in_use())
 
 
 def prepare(text: str, group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Prepared:

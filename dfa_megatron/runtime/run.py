@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from dfa_megatron.runtime.graph import Captured
 from dfa_megatron.runtime.memory import Arena, MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared
 from dfa_megatron.runtime.tensors import Tensors
+from dfa_megatron.runtime.timeline import RecordedTensors, RecordedTransport, active
 from dfa_megatron.runtime.transport import Parcel, Transport
 
 
@@ -105,15 +107,12 @@ def _captured_or_not(prepared: Prepared, memory: MemoryPlan, run: Callable[..., 
 
 
 def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], arena: Arena) -> Tensors:
-    request = prepared.request
-    return Tensors(
-        memory,
-        prepared.kernel,
-        home,
-        arena,
-        softmax_scale=request.softmax_scale,
-        deterministic=request.deterministic,
-    )
+    request, recording = prepared.request, active()
+    options: dict[str, Any] = {"softmax_scale": request.softmax_scale, "deterministic": request.deterministic}
+    if recording is None:
+        return Tensors(memory, prepared.kernel, home, arena, **options)
+    plan = prepared.plan.forward if memory is prepared.forward else prepared.plan.backward
+    return RecordedTensors(memory, prepared.kernel, home, arena, plan=plan, recording=recording, **options)
 
 
 def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, Arena]:
@@ -124,6 +123,8 @@ def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[
 
 
 def _execute(prepared: Prepared, algebra: Tensors, transport: Transport) -> None:
+    if isinstance(algebra, RecordedTensors):
+        transport = RecordedTransport(transport, algebra)
     execute(algebra, transport, lambda step: prepared.picture(algebra.program.phase.name, step))
 
 
