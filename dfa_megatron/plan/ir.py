@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -130,17 +131,20 @@ class Plan:
 def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
     """The tiles of every (q_chunk, kv_chunk) pair in which the mask holds at least one token pair."""
     pairs: dict[tuple[int, int], list[Tile]] = defaultdict(list)
+    order = sorted(range(len(layout.chunks)), key=lambda chunk: (layout.chunks[chunk].lo, layout.chunks[chunk].hi))
+    starts = [layout.chunks[chunk].lo for chunk in order]
+
+    def overlapping(span: Span) -> list[int]:
+        first = max(0, bisect_right(starts, span.lo) - 1)
+        return order[first : bisect_left(starts, span.hi)]
+
     for tile in mask.tiles:
-        columns = _overlapping(layout.chunks, tile.kv)
-        for q in _overlapping(layout.chunks, tile.q):
+        columns = overlapping(tile.kv)
+        for q in overlapping(tile.q):
             for kv in columns:
                 if part := tile.restrict(layout.chunks[q], layout.chunks[kv]):
                     pairs[q, kv].append(part)
     return MappingProxyType({pair: tuple(pairs[pair]) for pair in sorted(pairs)})
-
-
-def _overlapping(chunks: tuple[Span, ...], span: Span) -> list[int]:
-    return [number for number, chunk in enumerate(chunks) if chunk.lo < span.hi and span.lo < chunk.hi]
 
 
 def to_text(plan: Plan) -> str:
