@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,27 +63,6 @@ def test_under_zero_3_remat_runs_and_sends_half_of_full_checkpointing_with_the_s
             assert results["full"][1][count] == 2 * plain[count]
             assert results["remat"][1][count] == plain[count]
         assert results["remat"][1]["replays"] == LAYERS
-
-
-def resume(rank: int, world_size: int, stage: int, folder: str) -> tuple[list[float], list[float]]:
-    harness.prepare_worker(rank)
-    config = harness.settings(stage, 2, checkpoint="remat")
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-    engine = start(config)
-    for seed in range(2):
-        step(engine, seed)
-    engine.save_checkpoint(folder, tag="two")
-    straight = [step(engine, seed) for seed in range(2, 4)]
-    engine.destroy()
-    engine = start(config, seed=9)
-    engine.load_checkpoint(folder, tag="two")
-    return straight, [step(engine, seed) for seed in range(2, 4)]
-
-
-def test_under_zero_3_a_run_that_is_loaded_continues_to_the_bit(tmp_path: Path) -> None:
-    for straight, loaded in run_ranks(4, resume, 3, str(tmp_path), timeout=120):
-        assert straight == loaded
-        assert straight[0] != straight[1]
 
 
 def train(rank: int, world_size: int) -> None:

@@ -1,0 +1,147 @@
+"""What a run keeps and where: resuming to the bit, on another number of ranks per sequence, offloaded, or never whole."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.testing.workers import run_ranks
+from tests.deepspeed import harness
+from tests.huggingface.models import build, text
+
+SEQUENCES = 4
+"""Of a step, however many ranks share one."""
+
+
+def adam(stage: int, size: int, **zero: Any) -> dict[str, Any]:
+    config = harness.settings(stage, size, checkpoint="remat")
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    config["zero_optimization"] |= zero
+    config["zero_force_ds_cpu_optimizer"] = False
+    return config
+
+
+def start(config: dict[str, Any], seed: int = 0, model: Any = None) -> Any:
+    model = model or build("Qwen3", seed)
+    mesh = dfa_ds.make_mesh(config["dist_flash_attention"]["size"])
+    config = config | {"gradient_accumulation_steps": SEQUENCES // mesh.data_size}
+    return dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def step(engine: Any, number: int) -> float:
+    """One step over the same sequences for any mesh."""
+    mesh, losses = dfa_ds.mesh_of(engine), []
+    for index in range(mesh.data_rank, SEQUENCES, mesh.data_size):
+        batch = dfa_ds.shard_batch(text(1, 24, seed=10 * number + index, unlabelled=3), group=mesh.group)
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return harness.mean_over_ranks(torch.stack(losses).mean())
+
+
+def resume(rank: int, world_size: int, folder: str) -> None:
+    harness.prepare_worker(rank)
+    for stage in (1, 2, 3):
+        engine = start(adam(stage, 2))
+        for number in range(2):
+            step(engine, number)
+        engine.save_checkpoint(folder, tag=f"zero{stage}")
+        straight = [step(engine, number) for number in (2, 3)]
+        engine.destroy()
+        for size in (2, 4, 1):
+            engine = start(adam(stage, size), seed=9)
+            engine.load_checkpoint(folder, tag=f"zero{stage}")
+            loaded = [step(engine, number) for number in (2, 3)]
+            engine.destroy()
+            # Sums over a sequence are ordered otherwise on another number of ranks, and that is all.
+            assert loaded == (straight if size == 2 else pytest.approx(straight, rel=1e-4)), (
+                f"ZeRO {stage}, size {size}"
+            )
+
+
+def test_a_loaded_run_continues_to_the_bit_and_on_other_numbers_of_ranks_per_sequence(tmp_path: Path) -> None:
+    run_ranks(4, resume, str(tmp_path), timeout=170)
+
+
+def losses_of(engine: Any) -> list[float]:
+    losses = [step(engine, number) for number in range(3)]
+    engine.destroy()
+    return losses
+
+
+def placed(rank: int, world_size: int) -> None:
+    """Offload and zero.Init change where a number is, and not the number."""
+    import deepspeed
+
+    harness.prepare_worker(rank)
+    want = losses_of(start(adam(3, 2)))
+    host = {"device": "cpu", "pin_memory": False}
+    for zero in ({"offload_optimizer": host}, {"offload_optimizer": host, "offload_param": host}):
+        assert losses_of(start(adam(3, 2, **copy.deepcopy(zero)))) == pytest.approx(want, rel=1e-5)
+    assert losses_of(start(adam(1, 2, offload_optimizer=dict(host)))) == pytest.approx(want, rel=1e-5)
+    whole = build("Qwen3")
+    with deepspeed.zero.Init(
+        config_dict_or_path={"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+    ):
+        model = type(whole)(copy.deepcopy(whole.config)).train()
+    for parameter, given in zip(model.parameters(), whole.parameters(), strict=True):
+        assert parameter.numel() == 0  # no rank holds it whole
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
+            parameter.data.copy_(given.data)
+    assert losses_of(start(adam(3, 2), model=model)) == pytest.approx(want, rel=1e-5)
+
+
+def test_offload_and_partitioned_initialization_change_no_loss() -> None:
+    run_ranks(2, placed, timeout=170)
+
+
+def save(rank: int, world_size: int, folder: str, stages: tuple[int, ...]) -> list[list[float]]:
+    harness.prepare_worker(rank)
+    losses = []
+    for stage in stages:
+        engine = start(adam(stage, 2))
+        for number in range(2):
+            step(engine, number)
+        engine.save_checkpoint(folder, tag=f"zero{stage}")
+        losses.append([step(engine, number) for number in (2, 3)])
+        engine.destroy()
+    return losses
+
+
+def load_universal(rank: int, world_size: int, folder: str, stages: tuple[int, ...], size: int) -> list[list[float]]:
+    harness.prepare_worker(rank)
+    losses = []
+    for stage in stages:
+        engine = start(adam(stage, size) | {"checkpoint": {"load_universal": True}}, seed=9)
+        engine.load_checkpoint(folder, tag=f"universal{stage}")
+        losses.append([step(engine, number) for number in (2, 3)])
+        engine.destroy()
+    return losses
+
+
+def test_a_universal_checkpoint_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
+    stages = (1, 3)
+    straight = run_ranks(4, save, str(tmp_path), stages, timeout=120)[0]
+    run_ranks(1, convert, str(tmp_path), stages, timeout=120)
+    for size in (2, 1):
+        loaded = run_ranks(2, load_universal, str(tmp_path), stages, size, timeout=120)[0]
+        for mine, wanted in zip(loaded, straight, strict=True):
+            assert mine == pytest.approx(wanted, rel=1e-4)
+
+
+def convert(rank: int, world_size: int, folder: str, stages: tuple[int, ...]) -> None:
+    """What `python -m deepspeed.checkpoint.ds_to_universal` does, without its time to start."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    for stage in stages:
+        arguments = ["--input_folder", f"{folder}/zero{stage}", "--output_folder", f"{folder}/universal{stage}"]
+        arguments += ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+        sys.argv = ["ds_to_universal", *arguments]
+        ds_to_universal.main(ds_to_universal.parse_arguments())
