@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         job = job_of(args, launch.device_of(args.device))
         if is_rank:
             return launch.run_rank(job)
-        return launch.start(args.ranks, job.device, [*args.argv, "--out", job.out])
+        return launch.start(args.ranks, job, [*args.argv, "--out", job.out])
     except DistAttentionError:
         if is_rank and os.environ["RANK"] != "0":  # every rank has the same error, and one says it
             return 2

@@ -112,3 +112,8 @@ def test_gpus_that_are_not_there_are_refused(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["bench", "--device", "cuda"]) == 2
     assert "no GPU" in capsys.readouterr().err
+
+
+def test_a_peer_that_does_not_run_here_is_refused_before_ranks_are_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--device", "cpu", "--peers", "pytorch"]) == 2
+    assert "context_parallel on a CPU is not supported" in capsys.readouterr().err
