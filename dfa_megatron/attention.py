@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +12,9 @@ from torch import nn
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.channel import Group, group_name
+from dfa_megatron.runtime.documents import check_offsets, offsets_of
 from dfa_megatron.runtime.op import Replay, attend
+from dfa_megatron.runtime.prepare import refuse
 from dfa_megatron.runtime.request import Request
 
 
@@ -73,26 +77,22 @@ def dist_flash_attn_func(
         DisagreementError: the ranks ask for different things.
         ExecutionError: a step failed; shows where.
     """
-    if softcap:
-        raise UnsupportedError(f"softcap={softcap}", "no kernel of this package caps scores yet", "softcap=0.0")
-    scale = softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    left, right = window_size
-    request = _request_text(
-        scale,
-        causal,
-        left,
-        right,
-        deterministic,
-        schedule,
-        layout,
-        ulysses_degree,
-        kernel,
-        wire_dtype,
-        transport,
-        cuda_graph,
-        verify,
-        agreement_timeout,
+    request = _request(
+        q,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        schedule=schedule,
+        layout=layout,
+        ulysses_degree=ulysses_degree,
+        kernel=kernel,
+        wire_dtype=wire_dtype,
+        transport=transport,
+        cuda_graph=cuda_graph,
+        verify=verify,
+        agreement_timeout=agreement_timeout,
     )
     out, lse = _attend(q, k, v, request, group_name(group))
     return (out, lse) if return_lse else out
@@ -112,40 +112,23 @@ def _attend(
     return out, lse
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]  # JSON is not traceable
-def _request_text(
-    softmax_scale: float,
-    causal: bool,
-    left: int,
-    right: int,
-    deterministic: bool,
-    schedule: str,
-    layout: str,
-    ulysses_degree: int,
-    kernel: str,
-    wire_dtype: str,
-    transport: str,
-    cuda_graph: bool,
-    verify: str,
-    agreement_timeout: float,
+def _request(
+    q: torch.Tensor, *, softmax_scale: float | None, softcap: float, deterministic: bool, **options: Any
 ) -> str:
-    return _printed(
-        Request(
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=(left, right),
-            schedule=schedule,
-            layout=layout,
-            ulysses_degree=ulysses_degree,
-            kernel=kernel,
-            deterministic=deterministic,
-            wire_dtype=wire_dtype,
-            transport=transport,
-            cuda_graph=cuda_graph,
-            verify=verify,
-            agreement_timeout=agreement_timeout,
-        )
+    """What both functions ask the operator for, as text."""
+    if softcap:
+        raise UnsupportedError(f"softcap={softcap}", "no kernel of this package caps scores yet", "softcap=0.0")
+    text: str = _request_text(
+        softmax_scale=softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5,
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        **options,
     )
+    return text
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]  # JSON is not traceable
+def _request_text(window_size: tuple[int, int], **options: Any) -> str:
+    return _printed(Request(window_size=(window_size[0], window_size[1]), **options))
 
 
 @lru_cache(maxsize=256)
@@ -153,11 +136,12 @@ def _printed(request: Request) -> str:
     return request.to_text()
 
 
+@torch.compiler.disable(recursive=True)  # type: ignore[untyped-decorator,unused-ignore]  # a graph per pack would be compiled
 def dist_flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    cu_seqlens: torch.Tensor | Sequence[int],
     *,
     group: Group = None,
     causal: bool = True,
@@ -167,19 +151,74 @@ def dist_flash_attn_varlen_func(
     deterministic: bool = False,
     schedule: str = "auto",
     layout: str = "contiguous",
+    ulysses_degree: int = 1,
     kernel: str = "auto",
     return_lse: bool = False,
+    wire_dtype: str = "input",
+    transport: str = "auto",
+    cuda_graph: bool = False,
+    verify: str = "once",
+    agreement_timeout: float = 120.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Packed documents: reserved, and refused until they are planned.
+    """Exact attention of this rank's queries, each over its own document of a pack that is sharded across ranks.
 
-    q (local_tokens, heads, head_dim); cu_seqlens int32 (documents + 1), global token offsets, the same on every rank.
+    Documents have any length from one token to the whole pack, and may begin, end and reach over ranks as they like:
+    nothing is padded, and what no token of a rank attends to is neither sent there nor computed.
+
+    Args:
+        q: (local_tokens, heads, head_dim), as many tokens on every rank.
+        k: (local_tokens, kv_heads, head_dim).
+        v: (local_tokens, kv_heads, head_dim_v).
+        cu_seqlens: int32 (documents + 1), or as many Python integers: *global* token offsets 0, ..., P * local_tokens,
+            the same on every rank. Best a tuple or a CPU tensor: a CUDA tensor is read back once, which makes the host
+            wait for the device, and then known by its identity and version (writing to it through another tensor
+            object's `.data` would go unseen).
+        causal, window_size: as in `dist_flash_attn_func`, within each document.
+        cuda_graph: a graph is captured for every new pack, so only for packs that come again.
+
+    The other arguments are those of `dist_flash_attn_func`. Every new `cu_seqlens` is planned and compared across the
+    ranks once; the layers of a model share that.
+
+    Returns:
+        out (local_tokens, heads, head_dim_v), and if asked lse (heads, local_tokens).
 
     Raises:
-        UnsupportedError: always, for now.
+        UnsupportedError: `cu_seqlens` is no pack of these tokens, or nothing serves the request; on the other ranks it
+            is a DisagreementError with the same reason.
+        DisagreementError: the ranks ask for different things.
+        ExecutionError: a step failed; shows where.
     """
-    raise UnsupportedError(
-        "attention over packed documents", "no kernel call for several documents exists yet", "dist_flash_attn_func"
+    name = group_name(group)
+    try:
+        offsets = offsets_of(cu_seqlens, q.device)
+        if not q.dim() == k.dim() == v.dim() == 3:
+            shapes = f"packed q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            raise UnsupportedError(shapes, "each must have 3 dimensions", "(local_tokens, heads, head_dim)")
+        if not offsets:
+            check_offsets(offsets)
+    except UnsupportedError as error:
+        refuse(error, name, agreement_timeout)
+        raise
+    request = _request(
+        q,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        schedule=schedule,
+        layout=layout,
+        ulysses_degree=ulysses_degree,
+        kernel=kernel,
+        wire_dtype=wire_dtype,
+        transport=transport,
+        cuda_graph=cuda_graph,
+        verify=verify,
+        agreement_timeout=agreement_timeout,
+        cu_seqlens=offsets,
     )
+    out, lse = _attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), request, name)
+    return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
 
 
 class DistFlashAttention(nn.Module):

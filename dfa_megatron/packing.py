@@ -13,6 +13,7 @@ tensor, gradients are P times those of that loss: average them over the group, a
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,13 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.plan.deal import layout_of
 from dfa_megatron.plan.layout import Layout, by_name
 from dfa_megatron.runtime.channel import Group, resolve
+from dfa_megatron.runtime.documents import dealt_mask, offsets_of
+
+CuSeqlens = torch.Tensor | Sequence[int] | None
+"""Global token offsets of packed documents, as `dist_flash_attn_varlen_func` takes them, or None for no documents."""
 
 
 def shard_sequence(
@@ -30,23 +36,23 @@ def shard_sequence(
     group: Group = None,
     layout: str = "contiguous",
     dim: int = 1,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: CuSeqlens = None,
 ) -> torch.Tensor:
     """The tokens of this rank, in local order, as a tensor of its own (x itself in a group of one).
 
     Args:
         x: any dtype and shape; dimension `dim` is the whole sequence, the same on every rank (which is not checked).
         group: the ranks that share the sequence, in the order of their tokens.
-        layout: "contiguous", or "zigzag" (chunks r and 2P-1-r of 2P).
-        cu_seqlens: reserved for packed documents.
+        layout: "contiguous", "zigzag" (chunks r and 2P-1-r of 2P), or "dealt" (by the work of the documents).
+        cu_seqlens: the documents of a pack, as for `dist_flash_attn_varlen_func`; only "dealt" depends on them.
 
     Raises:
         UnsupportedError: a length that does not divide among the ranks (names the next that does), an unknown layout, a
-            process that is not in the group, or cu_seqlens.
+            process that is not in the group, or cu_seqlens that are not of such a sequence.
     """
     rank, size, _ = _membership(group)
-    dim = _sequence_dim(x, dim, cu_seqlens)
-    whole = by_name(layout, x.shape[dim], size)
+    dim = _sequence_dim(x, dim)
+    whole = layout_of_tokens(layout, x.shape[dim], size, cu_seqlens)
     return x if size == 1 else _part(x, whole, rank, dim)
 
 
@@ -56,7 +62,7 @@ def unshard_sequence(
     group: Group = None,
     layout: str = "contiguous",
     dim: int = 1,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: CuSeqlens = None,
 ) -> torch.Tensor:
     """The whole sequence on every rank, in global order (x itself in a group of one): the inverse of `shard_sequence`.
 
@@ -72,32 +78,54 @@ def unshard_sequence(
         DisagreementError: shapes, dtypes, `dim` or `layout` differ between ranks; on every rank.
     """
     _, size, members = _membership(group)
-    dim = _sequence_dim(x, dim, cu_seqlens)
+    dim = _sequence_dim(x, dim)
     if size == 1:
-        by_name(layout, x.shape[dim], size)
+        layout_of_tokens(layout, x.shape[dim], size, cu_seqlens)
         return x
     assert members is not None
     _compare(x, dim, layout, members)
-    whole = by_name(layout, x.shape[dim] * size, size)
+    whole = layout_of_tokens(layout, x.shape[dim] * size, size, cu_seqlens)
     result: torch.Tensor = _Unshard.apply(x, whole, dim, members)  # type: ignore[no-untyped-call]
     return result
 
 
 def local_positions(
-    length: int, *, group: Group = None, layout: str = "contiguous", device: torch.device | str | None = None
+    length: int,
+    *,
+    group: Group = None,
+    layout: str = "contiguous",
+    device: torch.device | str | None = None,
+    cu_seqlens: CuSeqlens = None,
 ) -> torch.Tensor:
-    """The global position of every local token, int64 (length / P,), for position embeddings and RoPE.
+    """The position of every local token, int64 (length / P,), for position embeddings and RoPE.
+
+    In the whole sequence, or with `cu_seqlens` in the token's own document.
 
     Args:
         length: tokens of the whole sequence.
-        group, layout: as for `shard_sequence`.
+        group, layout, cu_seqlens: as for `shard_sequence`.
 
     Raises:
         UnsupportedError: as for `shard_sequence`.
     """
     rank, size, _ = _membership(group)
-    whole = by_name(layout, length, size)
-    return positions_of(whole, rank, device)
+    whole = layout_of_tokens(layout, length, size, cu_seqlens)
+    positions = positions_of(whole, rank, device)
+    if cu_seqlens is None:
+        return positions
+    starts = torch.tensor(offsets_of(cu_seqlens)[:-1], device=device)
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+def layout_of_tokens(name: str, length: int, ranks: int, cu_seqlens: CuSeqlens = None) -> Layout:
+    """Which tokens of a sequence, or of a pack of documents, each rank holds.
+
+    Raises:
+        UnsupportedError: as for `shard_sequence`.
+    """
+    if cu_seqlens is None:
+        return by_name(name, length, ranks)
+    return layout_of(name, dealt_mask(offsets_of(cu_seqlens), length), ranks)
 
 
 def positions_of(whole: Layout, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -161,10 +189,8 @@ def _membership(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
     return rank, dist.get_world_size(group), members
 
 
-def _sequence_dim(x: torch.Tensor, dim: int, cu_seqlens: torch.Tensor | None) -> int:
-    """`dim` counted from the front, after the checks that need no layout."""
-    if cu_seqlens is not None:
-        raise UnsupportedError("cu_seqlens", "packed documents are not sharded yet", "cu_seqlens=None")
+def _sequence_dim(x: torch.Tensor, dim: int) -> int:
+    """`dim` counted from the front."""
     if not -x.dim() <= dim < x.dim():
         raise UnsupportedError(
             f"dim={dim} of a tensor with {x.dim()} dimensions",

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import dfa_megatron
-from dfa_megatron.errors import UnsupportedError
 
 NAMES = {
     "DistAttentionConfig",
@@ -71,16 +70,11 @@ def test_attention_has_the_keywords_of_flash_attn_and_a_group() -> None:
         assert found[name].default == default, name
 
 
-def test_the_signature_for_packed_documents_is_reserved() -> None:
-    assert list(parameters("dist_flash_attn_varlen_func"))[:4] == ["q", "k", "v", "cu_seqlens"]
-
-
-def test_packed_documents_are_refused_by_name_until_they_are_supported() -> None:
-    import torch
-
-    x = torch.zeros(4, 1, 8)
-    with pytest.raises(UnsupportedError, match="packed documents"):
-        dfa_megatron.dist_flash_attn_varlen_func(x, x, x, torch.tensor([0, 4], dtype=torch.int32))
+def test_packed_documents_take_every_keyword_of_the_plain_function() -> None:
+    packed = parameters("dist_flash_attn_varlen_func")
+    assert list(packed)[:4] == ["q", "k", "v", "cu_seqlens"]
+    for name, parameter in parameters("dist_flash_attn_func").items():
+        assert packed[name].default == parameter.default, name
 
 
 def test_plans_are_made_and_looked_at_with_the_documented_keywords() -> None:

@@ -24,6 +24,7 @@ from dfa_megatron.plan.program import Program
 from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime.agree import Facts, agree
 from dfa_megatron.runtime.channel import Channel, channel, group_size
+from dfa_megatron.runtime.documents import describe
 from dfa_megatron.runtime.graph import Captured
 from dfa_megatron.runtime.memory import MemoryPlan, plan_memory
 from dfa_megatron.runtime.request import Request, from_text
@@ -60,7 +61,7 @@ class Prepared:
         return grid(plan, mark=(step, self.forward.program.rank))
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=16)  # every rank's programs: with new documents in every batch few come again
 def planned(
     request: Request, ranks: int, local_length: int, shape: AttentionShape, hardware: Hardware
 ) -> tuple[AttentionPlan, tuple[Program, ...], tuple[Program, ...]]:
@@ -194,12 +195,22 @@ def _build_and_agree(
             prepared = build(request, len(tokens.outer), tokens.outer.index(rank), *stand_ins(heads, q, k, v))
     except DistAttentionError as error:
         if compare and over is not None:
-            with contextlib.suppress(DistAttentionError):  # this rank's own reason is the clearer one
-                agree({"error": str(error)}, over.side, request.agreement_timeout)
+            _tell(error, over, request.agreement_timeout)
         raise
     if compare and over is not None:
         agree(_facts(prepared, q, k, v), over.side, request.agreement_timeout)
     return prepared if splits is None or over is None else _connected(prepared, *splits, over, q.device)
+
+
+def refuse(error: DistAttentionError, group: str, timeout: float) -> None:
+    """Tell the ranks of a named group, which are about to compare what they run, that this one cannot."""
+    if group_size(group) > 1:
+        _tell(error, channel(group), timeout)
+
+
+def _tell(error: DistAttentionError, over: Channel, timeout: float) -> None:
+    with contextlib.suppress(DistAttentionError):  # this rank's own reason is the clearer one
+        agree({"error": str(error)}, over.side, timeout)
 
 
 def _open_transport(prepared: Prepared, device: torch.device) -> None:
@@ -228,6 +239,7 @@ def _facts(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     from dfa_megatron import __version__
 
     facts = {f"request.{name}": repr(getattr(prepared.request, name)) for name in Request.__dataclass_fields__}
+    facts["request.cu_seqlens"] = describe(prepared.request.cu_seqlens)
     facts |= {f"shape of {name}": str(tuple(x.shape)) for name, x in (("q", q), ("k", k), ("v", v))}
     facts |= {
         "dtype": str(q.dtype),

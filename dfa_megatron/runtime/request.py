@@ -7,12 +7,17 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.mask import Mask, of_window
+from dfa_megatron.runtime.documents import Offsets, mask_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Everything about a distributed attention that is not a tensor or a group."""
+    """Everything about a distributed attention that is not a tensor or a group.
+
+    cu_seqlens: global token offsets of packed documents; empty for sequences that are one document each.
+    """
 
     softmax_scale: float
     causal: bool = True
@@ -27,10 +32,20 @@ class Request:
     cuda_graph: bool = False
     verify: str = "once"
     agreement_timeout: float = 120.0
+    cu_seqlens: Offsets = ()
 
     def mask(self, length: int) -> Mask:
-        """The mask over a whole sequence of that many tokens."""
-        return of_window(length, self.causal, self.window_size)
+        """The mask over a whole sequence of that many tokens.
+
+        Raises:
+            UnsupportedError: the documents are not those of so many tokens, or are not dealt so.
+        """
+        if self.layout == "dealt" and not (self.causal and self.cu_seqlens and self.window_size[0] == -1):
+            what = "layout 'dealt' for anything but causal documents without a window"
+            raise UnsupportedError(what, "tokens are dealt by the work of causal documents", "layout='contiguous'")
+        if not self.cu_seqlens:
+            return of_window(length, self.causal, self.window_size)
+        return mask_of(self.cu_seqlens, length, causal=self.causal, window_size=self.window_size)
 
     def to_text(self) -> str:
         """One line of JSON; equal requests give equal text."""
@@ -41,5 +56,6 @@ class Request:
 def from_text(text: str) -> Request:
     """The request that `to_text` wrote."""
     values = json.loads(text)
-    values["window_size"] = tuple(values["window_size"])
+    for name in ("window_size", "cu_seqlens"):
+        values[name] = tuple(values[name])
     return Request(**values)

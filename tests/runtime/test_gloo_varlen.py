@@ -1,0 +1,176 @@
+"""Packed documents in real processes over gloo: results, frames, caches, and one clear error for bad input."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dfa_megatron
+from dfa_megatron import remat
+from dfa_megatron.errors import DistAttentionError
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.memory import nan_memory
+from dfa_megatron.testing.workers import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import TOLERANCE, Case
+from packs import pack, random_offsets, tokens_of
+
+MASKS = ((True, (-1, -1)), (False, (-1, -1)), (True, (3, 0)), (False, (4, 2)))
+
+
+def compare(whole: Case, offsets: tuple[int, ...], rank: int, ranks: int, **options: object) -> None:
+    """One forward and backward of this rank's tokens, compared with its rows of the whole."""
+    rows = tokens_of(str(options.get("layout", "contiguous")), offsets, ranks)[rank]
+    shard = [x[rows].requires_grad_() for x in whole.inputs]
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+    out, lse = dfa_megatron.dist_flash_attn_varlen_func(
+        *shard, cu_seqlens, softmax_scale=0.3, return_lse=True, **options
+    )
+    gradients = torch.autograd.grad(out, shard, whole.dout[rows])
+    tolerance = TOLERANCE[whole.dout.dtype]
+    assert not lse.requires_grad
+    assert_close(out, whole.out[rows], tolerance=tolerance, name="out")
+    assert_close(lse, whole.lse[:, rows], tolerance=tolerance, name="lse")
+    for name, got, want in zip(("dq", "dk", "dv"), gradients, whole.gradients, strict=True):
+        assert_close(got, want[rows], tolerance=8 * tolerance, name=name)
+
+
+def _random_packs(rank: int, ranks: int) -> None:
+    draw = random.Random(ranks)
+    with nan_memory():
+        for causal, window_size in MASKS:
+            offsets = random_offsets(ranks * draw.randint(1, 6) * 2, draw)
+            options = {"causal": causal, "window_size": window_size}
+            for dtype in (torch.float64, torch.bfloat16):
+                whole = pack(offsets, dtype=dtype, head_dim=32, seed=draw.randrange(99), **options)
+                compare(whole, offsets, rank, ranks, kernel=draw.choice(["auto", "reference"]), **options)
+                compare(whole, offsets, rank, ranks, schedule="greedy", **options)
+        whole = pack(offsets, heads=6, kv_heads=1)
+        compare(whole, offsets, rank, ranks, schedule="zigzag", layout="zigzag")
+        compare(whole, offsets, rank, ranks, layout="dealt")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_random_packs_are_exact_over_gloo(ranks: int) -> None:
+    run_ranks(ranks, _random_packs)
+
+
+def _heads_exchanged(rank: int, ranks: int) -> None:
+    offsets = random_offsets(ranks * 8, random.Random(3))
+    whole = pack(offsets, heads=4, kv_heads=2)
+    for degree in (2, 4):
+        compare(whole, offsets, rank, ranks, ulysses_degree=degree)
+
+
+def test_packs_work_with_heads_exchanged_between_neighbours() -> None:
+    run_ranks(4, _heads_exchanged)
+
+
+def _remat(rank: int, ranks: int) -> None:
+    offsets = (0, 5, 6, 17, ranks * 8)
+    whole, rows = pack(offsets), slice(rank * 8, rank * 8 + 8)
+    shard = [x[rows].clone().requires_grad_() for x in whole.inputs]
+
+    def region(*qkv: torch.Tensor) -> torch.Tensor:
+        return dfa_megatron.dist_flash_attn_varlen_func(*(x * 1.0 for x in qkv), offsets, softmax_scale=0.3)
+
+    plain = torch.autograd.grad(region(*shard), shard, whole.dout[rows])
+    COUNTERS.reset()
+    remat.remat_checkpoint(region, *shard).backward(whole.dout[rows])
+    assert (COUNTERS.attention_forwards, COUNTERS.replays) == (1, 1)
+    assert all(x.grad is not None and torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True))
+
+
+def test_a_checkpointed_region_takes_packed_attention_from_its_frame() -> None:
+    run_ranks(3, _remat)
+
+
+def _nothing_between_short_documents(rank: int, ranks: int) -> tuple[int, int, int]:
+    offsets = (0, 3, 6, 16, 18, 24)  # one document reaches over two ranks, 1 and 2
+    whole, rows = pack(offsets), slice(rank * 6, rank * 6 + 6)
+    COUNTERS.reset()
+    dfa_megatron.dist_flash_attn_varlen_func(*(x[rows] for x in whole.inputs), offsets, schedule="ring")
+    return COUNTERS.forward_messages, COUNTERS.forward_bytes, COUNTERS.kernel_forwards
+
+
+def test_pairs_of_ranks_that_share_no_document_exchange_nothing() -> None:
+    assert [messages for messages, _, _ in run_ranks(4, _nothing_between_short_documents)] == [0, 1, 0, 0]
+
+
+def attempt(rank: int, tokens: int, cu_seqlens: object, **options: object) -> str:
+    """The error of one call as text, or nothing."""
+    qkv = [torch.randn(tokens, heads, 16) for heads in (4, 2, 2)]
+    try:
+        dfa_megatron.dist_flash_attn_varlen_func(*qkv, cu_seqlens, **options)
+    except DistAttentionError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _bad_input(rank: int, ranks: int) -> dict[str, str]:
+    def tensor(*offsets: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(offsets, dtype=dtype)
+
+    odd = rank == ranks - 1
+    return {
+        "decreasing": attempt(rank, 8, tensor(0, 9, 7, 16)),
+        "empty document": attempt(rank, 8, tensor(0, 9, 9, 16)),
+        "start": attempt(rank, 8, tensor(1, 9, 16)),
+        "end": attempt(rank, 8, tensor(0, 9, 15)),
+        "local": attempt(rank, 8, tensor(0, 3, 8)),
+        "nothing": attempt(rank, 8, tensor()),
+        "dtype": attempt(rank, 8, tensor(0, 9, 16, dtype=torch.int64)),
+        "floats": attempt(rank, 8, (0, 9.5, 16)),
+        "shape": attempt(rank, 8, tensor(0, 9, 16)[None]),
+        "device": attempt(rank, 8, tensor(0, 9, 16).to("meta")),
+        "differs": attempt(rank, 8, (0, 4 if odd else 5, 16)),
+        "dtype of one": attempt(rank, 8, tensor(0, 3, 16, dtype=torch.int64 if odd else torch.int32)),
+        "end of one": attempt(rank, 8, tensor(0, 2, 15 if odd else 16)),
+        "good": attempt(rank, 8, tensor(0, 11, 16)),
+    }
+
+
+WRONG = {
+    "decreasing": "it must increase, but document 1 would be tokens 9 to 7",
+    "empty document": "documents of one token or more",
+    "start": "it starts at 1, not at 0",
+    "end": "it ends at 15, but the ranks hold 16 tokens together",
+    "local": "it ends at 8, but the ranks hold 16 tokens together",
+    "nothing": "there is no document",
+    "dtype": "int32",
+    "floats": "it must hold integers",
+    "shape": r"shape (1, 3)",
+    "device": "cu_seqlens on meta",
+    "differs": "cu_seqlens (0, 4, 16) on rank 1",
+    "dtype of one": "torch.int64",
+    "end of one": "it ends at 15",
+}
+
+
+def test_a_wrong_pack_is_one_clear_error_on_every_rank() -> None:
+    for report in run_ranks(2, _bad_input):
+        assert report["good"] == ""
+        for name, text in WRONG.items():
+            assert text in report[name], f"{name}: {report[name]}"
+
+
+def _many_packs(rank: int, ranks: int) -> int:
+    from dfa_megatron.runtime import prepare
+
+    for number in range(80):
+        assert not attempt(rank, 4, (0, *sorted(random.Random(number).sample(range(1, 8), 3)), 8), verify="off")
+    return len(prepare._prepared)
+
+
+def test_prepared_packs_do_not_grow_without_bound() -> None:
+    from dfa_megatron.runtime import prepare
+
+    for kept in run_ranks(2, _many_packs):
+        assert kept <= prepare._KEPT
+    assert (prepare.planned.cache_info().maxsize or 0) <= 16
