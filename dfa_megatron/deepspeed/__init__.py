@@ -15,6 +15,7 @@ from dfa_megatron.deepspeed.initialize import initialize
 from dfa_megatron.deepspeed.install import install, uninstall
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, mesh_of
 from dfa_megatron.deepspeed.prepare import before_initialize
+from dfa_megatron.deepspeed.tiled import tiled_loss
 from dfa_megatron.huggingface.batch import shard_batch
 from dfa_megatron.huggingface.loss import causal_lm_loss as loss
 from dfa_megatron.huggingface.model import local_attention
@@ -32,5 +33,6 @@ __all__ = [
     "make_mesh",
     "mesh_of",
     "shard_batch",
+    "tiled_loss",
     "uninstall",
 ]

@@ -1,4 +1,4 @@
-"""What a run keeps and where: resuming to the bit, on another number of ranks per sequence, offloaded, or never whole."""
+"""What a run keeps and where: resuming to the bit, on other numbers of ranks, offloaded, and never whole on a rank."""
 
 from __future__ import annotations
 

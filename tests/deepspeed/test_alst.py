@@ -1,0 +1,110 @@
+"""DeepSpeed's other means for long sequences work beside ours: its data loader, tiled MLP and tiled loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.workers import run_ranks
+from tests.deepspeed import harness
+from tests.huggingface.models import LAYERS, build, text
+
+TILES = 3
+
+
+class Tiled(torch.nn.Module):
+    """A causal language model that never has the logits, nor the inner activations of an MLP, of more than a tile."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        for layer in model.model.layers:
+            layer.mlp.forward = self._tiled(layer.mlp)
+
+    @staticmethod
+    def _tiled(mlp: Any) -> Any:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+        whole = type(mlp).forward
+        parameters = list(mlp.parameters())
+        return lambda x: TiledMLP.apply(whole, mlp, x, TILES, parameters)
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, shift_labels: torch.Tensor, group: Any
+    ) -> torch.Tensor:
+        """The loss of this rank's tokens."""
+        hidden = self.model.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
+        return dfa_ds.tiled_loss(self.model.lm_head, hidden, shift_labels, group=group, tiles=TILES)
+
+
+def tiled(rank: int, world_size: int) -> None:
+    from deepspeed.utils import safe_get_full_grad
+
+    harness.prepare_worker(rank)
+    wholes = [text(2, 10 * world_size, seed=seed, unlabelled=11 + seed) for seed in range(2)]
+    want_loss, want = harness.reference("Llama", wholes)
+    for stage in (1, 3):
+        model = Tiled(build("Llama"))
+        config = harness.settings(stage, world_size, checkpoint="remat")
+        config |= {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}
+        engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        group = dfa_ds.mesh_of(engine).group
+        for _ in range(2):
+            losses = []
+            for whole in wholes:
+                batch = dfa_ds.shard_batch(whole, group=group)
+                COUNTERS.reset()
+                loss = engine(batch["input_ids"], batch["position_ids"], batch["shift_labels"], group)
+                engine.backward(loss)
+                counts = COUNTERS.snapshot()
+                assert counts["attention_forwards"] == counts["replays"] == LAYERS
+                losses.append(harness.mean_over_ranks(loss))
+                if whole is wholes[-1]:
+                    for name, parameter in engine.module.model.named_parameters():
+                        gradient = safe_get_full_grad(parameter).view_as(want[name])
+                        assert_close(gradient, want[name], tolerance=1e-5, name=f"ZeRO {stage}, {name}")
+                engine.step()
+            assert sum(losses) / 2 == pytest.approx(want_loss, rel=1e-5)
+        engine.destroy()
+
+
+def test_tiled_mlp_and_tiled_loss_have_the_gradients_of_one_process() -> None:
+    run_ranks(2, tiled, timeout=120)
+
+
+def loader(rank: int, world_size: int) -> None:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
+
+    harness.prepare_worker(rank)
+    wholes = [text(1, 12, seed=index, unlabelled=index) for index in range(4)]
+    mine = [
+        {**batch, "position_ids": torch.arange(12)[None]} for batch in wholes[rank % 2 :: 2]
+    ]  # every rank loads samples of its own
+    model = build("Llama")
+    config = harness.settings(2, 2)
+    engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    mesh = dfa_ds.mesh_of(engine)
+    adapted = UlyssesSPDataLoaderAdapter(
+        mine, sp_rank=mesh.sequence_rank, sp_group=mesh.group, sp_world_size=mesh.size, device=engine.device
+    )
+    assert dist.get_world_size(mesh.group) == 2
+    seen = 0
+    for index, batch in enumerate(adapted):
+        ours = dfa_ds.shard_batch(wholes[index], group=mesh.group)
+        for name in ("input_ids", "position_ids", "shift_labels"):
+            assert torch.equal(batch[name], ours[name])
+        labels = batch.pop("shift_labels")
+        loss = dfa_ds.loss(engine(**batch).logits, labels, group=mesh.group)
+        assert harness.mean_over_ranks(loss) == pytest.approx(build("Llama")(**wholes[index]).loss.item(), rel=1e-5)
+        seen += 1
+    assert seen == 4
+
+
+def test_its_data_loader_cuts_as_shard_batch_does() -> None:
+    run_ranks(2, loader, timeout=120)
