@@ -12,9 +12,9 @@ from dfa_megatron.plan.ir import Block, Phase
 class Buffer:
     """Rows of one or several names that live together.
 
-    parts: (name, rows) in order. slot: the memory it lies in; buffers of one slot have the same parts and never live at
-    the same time. A home buffer has no slot: it is an input or a result of the call. `accumulates` tells an accumulator
-    (in the accumulator's dtype) from a message as it came off the wire.
+    parts: (name, rows) in order. slot: the memory it lies in; buffers of one slot never live at the same time. A home
+    buffer has no slot: it is an input or a result of the call. `accumulates` tells an accumulator (in the accumulator's
+    dtype) from a message as it came off the wire; the two share no slot.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -113,9 +113,13 @@ class Program:
         return names.index(name)
 
     @property
-    def slots(self) -> dict[int, Buffer]:
-        """Memory to allocate: for each slot a buffer that shows its parts and dtype."""
-        return {buffer.slot: buffer for buffer in self.buffers if buffer.slot is not None}
+    def slots(self) -> dict[int, tuple[Buffer, ...]]:
+        """Memory to allocate: each slot with the buffers that live in it, one after another."""
+        tenants: dict[int, tuple[Buffer, ...]] = {}
+        for buffer in self.buffers:
+            if buffer.slot is not None:
+                tenants[buffer.slot] = (*tenants.get(buffer.slot, ()), buffer)
+        return tenants
 
     @property
     def sends(self) -> tuple[Message, ...]:
@@ -123,9 +127,9 @@ class Program:
         return tuple(message for step in self.steps for message in step.sends)
 
     def peak_slots(self) -> dict[str, int]:
-        """How many remote chunks of each name this rank has memory for, messages and accumulators together."""
+        """In how many slots remote chunks of each name live on this rank, messages and accumulators together."""
         peak: dict[str, int] = {}
-        for buffer in self.slots.values():
-            for name, _ in buffer.parts:
+        for buffers in self.slots.values():
+            for name in {name for buffer in buffers for name, _ in buffer.parts}:
                 peak[name] = peak.get(name, 0) + 1
         return peak

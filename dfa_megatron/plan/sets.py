@@ -149,11 +149,10 @@ class Sets:
     # Memory.
 
     def _refuse_unequal_tenants(self) -> None:
-        shapes: dict[int, object] = {}
+        kinds: dict[int, bool] = {}
         for buffer in self.program.buffers:
-            shape = buffer.parts, buffer.accumulates
-            if buffer.slot is not None and shapes.setdefault(buffer.slot, shape) != shape:
-                raise self.fail(f"slot {buffer.slot} is shared by buffers of different shapes")
+            if buffer.slot is not None and kinds.setdefault(buffer.slot, buffer.accumulates) != buffer.accumulates:
+                raise self.fail(f"slot {buffer.slot} is shared by accumulators and messages")
 
     def _slot(self, buffer: int) -> int:
         slot = self.program.buffers[buffer].slot

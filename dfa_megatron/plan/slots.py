@@ -55,14 +55,28 @@ class Lifetimes:
 
 
 def assign_slots(buffers: Sequence[Buffer], lives: Lifetimes, home: int) -> dict[int, int]:
-    """Give each buffer but the first `home` a slot: the one of its shape that has been free longest, or a new one."""
+    """Give each buffer but the first `home` a slot: a free one, as near to its size as there is, or a new one.
+
+    A slot is as large as its largest buffer. Accumulators have slots of their own.
+    """
     slots: dict[int, int] = {}
     free_from: dict[int, int] = {}
-    shapes: dict[int, tuple[bool, tuple[tuple[str, int], ...]]] = {}
+    shapes: dict[int, tuple[bool, int]] = {}
     for number in sorted(range(home, len(buffers)), key=lambda number: (lives.interval(number), number)):
         begin, end = lives.interval(number)
-        shape = (buffers[number].accumulates, buffers[number].parts)
-        usable = [slot for slot, busy_to in free_from.items() if shapes[slot] == shape and busy_to < begin]
-        slot = min(usable, key=lambda slot: (free_from[slot], slot)) if usable else len(free_from)
-        slots[number], free_from[slot], shapes[slot] = slot, end, shape
+        accumulates, size = buffers[number].accumulates, _size(buffers[number])
+        usable = [slot for slot, busy_to in free_from.items() if shapes[slot][0] == accumulates and busy_to < begin]
+        slot = min(
+            usable, key=lambda slot: (abs(shapes[slot][1] - size), free_from[slot], slot), default=len(free_from)
+        )
+        known = shapes.get(slot, (accumulates, 0))
+        slots[number], free_from[slot], shapes[slot] = slot, end, (accumulates, max(known[1], size))
     return slots
+
+
+def _size(buffer: Buffer) -> int:
+    """Rows times tensors of a head's width: near enough to say which memory suits which buffer."""
+    return sum(rows * _TENSORS[name] for name, rows in buffer.parts)
+
+
+_TENSORS = {"q": 1, "kv": 2, "out": 1, "qdo": 2, "dq": 1, "dkv": 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -92,18 +93,21 @@ def plan_memory(programs: tuple[Program, ...] | list[Program], rank: int, format
 
 def _arena(program: Program, format: Format) -> tuple[int, dict[int, dict[str, tuple[Placed, ...]]]]:
     """(bytes, buffer -> its tensors' places) of the slots that messages land in; accumulators lie elsewhere."""
-    starts: dict[int, int] = {}
-    total = 0
-    landings: dict[int, dict[str, tuple[Placed, ...]]] = {}
+    sizes: dict[int, int] = {}
+    inside: dict[int, dict[str, tuple[Placed, ...]]] = {}
     for number, buffer in enumerate(program.buffers):
-        if buffer.slot is None or buffer.accumulates:
-            continue
-        places, size = format.places(buffer.parts)
-        if buffer.slot not in starts:
-            starts[buffer.slot], total = total, total + size
-        start = starts[buffer.slot]
-        landings[number] = {name: tuple(place.moved(start) for place in placed) for name, placed in places.items()}
-    return total, landings
+        if buffer.slot is not None and not buffer.accumulates:
+            inside[number], size = format.places(buffer.parts)
+            sizes[buffer.slot] = max(sizes.get(buffer.slot, 0), size)
+    starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    landings = {
+        number: {
+            name: tuple(place.moved(starts[program.buffers[number].slot]) for place in placed)  # type: ignore[index]
+            for name, placed in places.items()
+        }
+        for number, places in inside.items()
+    }
+    return sum(sizes.values()), landings
 
 
 def _places(message: Message, landings: dict[int, dict[str, tuple[Placed, ...]]]) -> tuple[Placed, ...]:

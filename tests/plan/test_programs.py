@@ -58,7 +58,7 @@ def test_a_rank_sends_at_most_one_message_to_a_peer_in_a_step(ranks: int) -> Non
                         assert program.rank not in peers
 
 
-SLOTS = {"balanced_shared": (8, 11), "balanced": (6, 9), "zigzag": (4, 11), "ring": (2, 8)}
+SLOTS = {"balanced_shared": (4, 5), "balanced": (4, 5), "zigzag": (2, 5), "ring": (2, 5)}
 """The most slots a rank needs on a causal mask from P = 8 on, forward and backward: docs/schedules.md states them."""
 
 
@@ -68,14 +68,6 @@ def test_slots_do_not_grow_with_the_ranks(schedule: str, ranks: int) -> None:
     attention = plan_named(schedule, causal(ranks * 4), ranks)
     check(attention.forward, max_slots=SLOTS[schedule][0])
     check(attention.backward, max_slots=SLOTS[schedule][1])
-
-
-def test_a_balanced_rank_holds_two_remote_keys_and_two_remote_queries_at_most() -> None:
-    for ranks in (8, 16, 31):
-        for program in lower_all(plan_named("balanced", causal(ranks * 4), ranks).forward):
-            peak = program.peak_slots()
-            assert peak.get("kv", 0) <= 2
-            assert peak.get("q", 0) <= 2
 
 
 def test_a_plan_over_its_bound_of_slots_is_refused_with_the_numbers() -> None:
