@@ -23,8 +23,8 @@ TOLERANCE = 0.03
 PRICE = {"q": 1.0, "kv": 0.5, "out": 1.0}
 """What a row of each name costs to move, in rows of q: four query heads per key head."""
 
-STEPS_PER_MEAN = 8
-"""A remote step holds at least the mean work over this, so that it is worth its launch and its wait."""
+ROWS_PER_STEP = 2.0
+"""Rows and keys of other ranks that a rank reads in one step, in rows of its own: what bounds its memory."""
 
 CANDIDATES = 24
 """Blocks of a rank that are looked at for one move."""
@@ -151,23 +151,35 @@ def areas(needed: Pairs) -> dict[Pair, int]:
 
 
 def assign_steps(owned: Sequence[Sequence[Pair]], mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """Blocks from who computes what: step 0 is local, help comes next so that its results travel behind compute, and
-    near ranks come before far ones.
+    """Blocks from who computes what: step 0 is local, help comes next, so that results travel behind what comes last,
+    own rows. As few steps as memory allows, near ranks before far ones: a step is a kernel call and a wait.
     """
-    area, home = areas(needed_pairs(mask, layout)), layout.home
-    enough = sum(area.values()) / layout.ranks / STEPS_PER_MEAN
+    home, ranks, rows = layout.home, layout.ranks, [len(chunk) for chunk in layout.chunks]
+    limit = ROWS_PER_STEP * mask.length / ranks
     blocks: list[Block] = []
     for rank, pairs in enumerate(owned):
-        groups: dict[tuple[bool, int, int], list[Pair]] = defaultdict(list)
+        steps: list[list[Pair]] = [[]]
+        remote: list[list[Pair]] = [[], []]  # help, own rows
         for q, kv in pairs:
-            owns = home[q] == rank
-            groups[owns, (rank - home[kv]) % layout.ranks, (rank - home[q]) % layout.ranks].append((q, kv))
-        local = groups.pop((True, 0, 0), [])
-        blocks += [Block(0, rank, *pair) for pair in local]
-        step, filled = 1, 0
-        for key in sorted(groups):
-            if filled >= enough:
-                step, filled = step + 1, 0
-            blocks += [Block(step, rank, *pair) for pair in groups[key]]
-            filled += sum(area[pair] for pair in groups[key])
+            (steps[0] if home[q] == rank == home[kv] else remote[home[q] == rank]).append((q, kv))
+        for mine in remote:
+            mine.sort(key=lambda pair: ((rank - home[pair[1]]) % ranks, (rank - home[pair[0]]) % ranks, pair))
+            steps += _by_memory(rank, mine, home, rows, limit)
+        blocks += [Block(step, rank, *pair) for step, mine in enumerate(steps) for pair in mine]
     return tuple(sorted(blocks))
+
+
+def _by_memory(
+    rank: int, pairs: Sequence[Pair], home: Sequence[int], rows: Sequence[int], limit: float
+) -> list[list[Pair]]:
+    """Pairs in this order in groups of which each reads at most so many rows of other ranks, if one pair alone does."""
+    groups: list[list[Pair]] = []
+    held: set[tuple[int, int]] = set()
+    for pair in pairs:
+        needs = {(side, chunk) for side, chunk in enumerate(pair) if home[chunk] != rank}
+        if not groups or sum(rows[chunk] for _, chunk in held | needs) > limit:
+            groups.append([])
+            held = set()
+        held |= needs
+        groups[-1].append(pair)
+    return groups
