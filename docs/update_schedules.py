@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
-from dfa_megatron.plan.choose import make_plan
+from dfa_megatron.plan.choose import imbalance, make_plan
 from dfa_megatron.plan.cost import AttentionShape, bytes_sent, simulate
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.hardware import H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK
 from dfa_megatron.plan.ir import Plan
 from dfa_megatron.plan.lower import lower_all
-from dfa_megatron.plan.mask import causal
+from dfa_megatron.plan.mask import Mask, causal, documents
 from dfa_megatron.plan.schedules import SCHEDULES, plan_named
 
 DOCS = Path(__file__).parent
 TOKENS = 65536
 SHAPE = AttentionShape(kv_heads=8)
+PACK_SHAPE = AttentionShape(heads=64, kv_heads=8)
+FOR_PACKS = ("dealt", "greedy")
 
 
 def costs(ranks: int) -> str:
@@ -27,6 +30,8 @@ def costs(ranks: int) -> str:
     ]
     tokens = TOKENS // (2 * ranks) * 2 * ranks
     for name in SCHEDULES:
+        if name in FOR_PACKS:
+            continue
         plan = plan_named(name, causal(tokens), ranks)
         programs = [lower_all(phase) for phase in (plan.forward, plan.backward)]
         calls = max(sum(len(step.calls) for step in program.steps) for program in programs[0])
@@ -63,9 +68,37 @@ def choices(ranks: int) -> str:
     return "\n".join(rows)
 
 
+def pack(ranks: int, seed: int) -> Mask:
+    """8K tokens per rank of causal documents: lengths log-normal around 2,000, none above a quarter of the pack."""
+    rng, lengths, left = random.Random(seed), list[int](), 8192 * ranks
+    while left:
+        lengths.append(min(max(1, round(2000 * rng.lognormvariate(0.0, 1.2))), 2048 * ranks, left))
+        left -= lengths[-1]
+    return documents(lengths)
+
+
+def packs() -> str:
+    """What each schedule makes of packed documents."""
+    rows = [
+        "| ranks | pack | schedule | work, most over mean | MB sent, mean (most) | ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    for ranks, seed in ((4, 0), (8, 0), (8, 2), (16, 1), (16, 2)):
+        mask = pack(ranks, seed)
+        for name in ("ring", "balanced", "greedy", "dealt"):
+            plan = plan_named(name, mask, ranks)
+            sent = bytes_sent(plan, PACK_SHAPE)
+            seconds = simulate(plan, PACK_SHAPE, H200_NVLINK).makespan
+            rows.append(
+                f"| {ranks} | {len(mask.tiles)} documents | `{name}` | {imbalance(plan):.2f} "
+                f"| {sum(sent) / len(sent) / 1e6:.0f} ({max(sent) / 1e6:.0f}) | {1e3 * seconds:.1f} |"
+            )
+    return "\n".join(rows)
+
+
 def page(text: str) -> str:
     """The page with its generated parts made anew."""
-    parts = {"costs-8": costs(8), "costs-7": costs(7), "choices-8": choices(8)}
+    parts = {"costs-8": costs(8), "costs-7": costs(7), "choices-8": choices(8), "packs": packs()}
     for name, part in parts.items():
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, rest = text.split(start)
@@ -76,7 +109,12 @@ def page(text: str) -> str:
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
     return {
-        f"{name}_p8.svg": draw(plan_named(name, causal(TOKENS), 8), "svg", phase="forward", shape=SHAPE)
+        f"{name}_p8.svg": draw(
+            plan_named(name, pack(8, 2) if name in FOR_PACKS else causal(TOKENS), 8),
+            "svg",
+            phase="forward",
+            shape=PACK_SHAPE if name in FOR_PACKS else SHAPE,
+        )
         for name in SCHEDULES
     }
 

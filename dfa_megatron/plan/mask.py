@@ -223,6 +223,6 @@ def _prefix_tiles(span: Span, prefix: int) -> list[Tile]:
 def _short(lengths: Sequence[int]) -> str:
     """The lengths, or how many there are and a hash where they would fill the screen."""
     text = ",".join(map(str, lengths))
-    if len(lengths) <= 16:
+    if len(lengths) <= 8:
         return text
     return f"{len(lengths)} lengths #{hashlib.sha256(text.encode()).hexdigest()[:12]}"
