@@ -17,9 +17,18 @@ from tests.megatron import harness
 preload("megatron.core.parallel_state", "megatron.core.models.gpt.gpt_model", "megatron.core.distributed")
 
 
+@pytest.fixture(autouse=True)
+def on_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker processes of tests that are not for GPUs see none."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Path of the losses and first gradients of one rank with Megatron's own attention."""
     path = str(tmp_path_factory.mktemp("megatron") / "reference.pt")
-    run_ranks(1, harness.save_reference, path, timeout=120)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUDA_VISIBLE_DEVICES", "")
+        run_ranks(1, harness.save_reference, path, timeout=120)
     return path

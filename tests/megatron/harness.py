@@ -101,8 +101,9 @@ def micro_batch(step: int, micro: int) -> dict[str, torch.Tensor]:
 
 
 def start(topology: Topology) -> None:
-    """Make the process groups; the process must have a default group already."""
-    use_cpu()
+    """Make the process groups; the process must have a default group already, and is on a GPU where it sees one."""
+    if not torch.cuda.is_available():
+        use_cpu()
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -136,7 +137,7 @@ def make_config(topology: Topology, wanted: Case, **changes: Any) -> Any:
         "num_attention_heads": HEADS,
         "num_query_groups": GROUPS,
         "ffn_hidden_size": FFN,
-        "use_cpu_initialization": True,
+        "use_cpu_initialization": not torch.cuda.is_available(),
         "params_dtype": torch.float32,
         "pipeline_dtype": torch.float32,
         "attention_dropout": 0.0,
@@ -190,7 +191,7 @@ def make_model(config: Any, options: DistAttentionConfig | None, vp_stage: int |
         share_embeddings_and_output_weights=False,
         mtp_block_spec=prediction_spec(config, plain, options) if config.mtp_num_layers else None,
         vp_stage=vp_stage,
-    )
+    ).to(device())
     for name, parameter in model.named_parameters():
         parameter.data.copy_(weight(global_name(model, name), parameter, config.tensor_model_parallel_size))
     return model
@@ -322,7 +323,7 @@ def train(topology: Topology, wanted: Case, *, load: str = "", save: str = "", f
             run.counts = COUNTERS.snapshot()
         if step == 0 and wanted.optimizer != "distributed":  # which leaves each rank a part of the summed gradients
             for p in parameters:
-                run.gradients[names[id(p)]] = p.main_grad.clone()
+                run.gradients[names[id(p)]] = p.main_grad.cpu().clone()
                 cut = topology.tp > 1 and getattr(p, "tensor_model_parallel", False)
                 run.shards[names[id(p)]] = (getattr(p, "partition_dim", 0), topology.tp) if cut else (0, 1)
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
@@ -404,7 +405,8 @@ def batches(wanted: Case, step: int) -> Iterator[dict[str, torch.Tensor | None]]
         if wanted.options is None:
             yield dict(whole)
         else:
-            yield shard_batch(whole, parallel_state.get_context_parallel_group(), wanted.options)
+            batch = shard_batch(whole, parallel_state.get_context_parallel_group(), wanted.options)
+            yield {name: None if part is None else part.to(device()) for name, part in batch.items()}
 
 
 def forward_step(wanted: Case) -> Any:
@@ -489,13 +491,22 @@ def check_prediction_layers(rank: int, world_size: int, topology: Topology) -> N
         assert error <= 1e-5, f"the gradient of {name} is off by {error:.2e}"
 
 
+def device() -> torch.device:
+    """This rank's GPU, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def compare(run: Run, reference: dict[str, Any], where: str) -> None:
-    """First loss and every gradient within 1e-5 (of the gradient's largest entry), all losses within 1e-4."""
+    """First loss and every gradient within 1e-5 (of the gradient's largest entry), all losses within 1e-4.
+
+    Ten times that on GPUs, whose matrix products sum in another order than the reference's on a CPU.
+    """
+    slack = 10 if torch.cuda.is_available() else 1
     from megatron.core import parallel_state
 
     assert bool(run.losses) == parallel_state.is_pipeline_last_stage(ignore_virtual=True), where
     for step, (loss, expected) in enumerate(zip(run.losses, reference["losses"], strict=False)):
-        limit = 1e-5 if step == 0 else 1e-4
+        limit = slack * (1e-5 if step == 0 else 1e-4)
         assert abs(loss - expected) <= limit, f"{where}: loss {loss} at step {step}, {expected} on one rank"
     assert run.gradients or len(run.losses) > 2 or not run.losses, f"{where}: nothing was compared"
     for name, gradient in run.gradients.items():
@@ -506,4 +517,4 @@ def compare(run: Run, reference: dict[str, Any], where: str) -> None:
             parallel_state.get_tensor_model_parallel_rank() if pieces > 1 else 0
         ]
         error = (gradient - expected).abs().max() / largest
-        assert error <= 1e-5, f"{where}: the gradient of {name} is off by {error:.2e}"
+        assert error <= slack * 1e-5, f"{where}: the gradient of {name} is off by {error:.2e}"

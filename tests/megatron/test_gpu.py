@@ -1,0 +1,44 @@
+"""Four GPUs over NCCL: every parallelism trains like one rank, beside the reductions of gradients and pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.testing.workers import run_ranks
+from tests.megatron import harness
+from tests.megatron.harness import Case, Topology
+from tests.megatron.test_parity import FULL, expected
+
+CASES: list[tuple[Topology, Case]] = []
+
+
+def add(topology: Topology, steps: int = 3, layout: str = "contiguous", offload: bool = False, **more: Any) -> None:
+    # The reference kernel takes float32, so that a wrong order of streams or messages shows and rounding does not.
+    options = DistAttentionConfig(layout=layout, kernel="reference", remat_offload=offload)
+    CASES.append((topology, Case(options, recompute=FULL, steps=steps, **more)))
+
+
+add(Topology(cp=4))
+add(Topology(cp=4), offload=True)
+# Our communicator beside those that reduce gradients and gather parameters, for long enough to meet in every order.
+add(Topology(cp=4), steps=harness.STEPS, overlap=True)
+add(Topology(cp=2, dp=2), steps=harness.STEPS, overlap=True)
+add(Topology(cp=2, dp=2), steps=harness.STEPS, overlap=True, optimizer="distributed")
+add(Topology(tp=2, cp=2), layout="boundary")
+# Pipelines last: Megatron gives the ranks of the first stage a group more, and PyTorch names later groups by how many
+# a rank has, so that ranks of several stages could no longer make one together.
+add(Topology(pp=2, cp=2), layout="boundary")
+add(Topology(pp=2, vp=2, cp=2), layout="boundary")
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("connections", ["1", "8"])
+def test_every_parallelism_over_nccl_trains_like_one_rank(
+    reference: str, connections: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)  # 1 is what Megatron demands on Hopper
+    prepared = [(topology, wanted, expected(topology, wanted), reference) for topology, wanted in CASES]
+    run_ranks(4, harness.check_topologies, prepared, timeout=170, cuda=True)
