@@ -1,10 +1,11 @@
 """Who computes what, when, and what moves: plans of distributed attention as pure data, without PyTorch."""
 
 from dfa_megatron.plan.check import check_plan
-from dfa_megatron.plan.choose import make_plan
+from dfa_megatron.plan.choose import candidates, explain, make_plan
 from dfa_megatron.plan.cost import AttentionShape, Timeline, bytes_received, bytes_sent, simulate
+from dfa_megatron.plan.deal import layout_of
 from dfa_megatron.plan.draw import draw
-from dfa_megatron.plan.hardware import PROFILES, Hardware
+from dfa_megatron.plan.hardware import PROFILES, Hardware, Link
 from dfa_megatron.plan.ir import BACKWARD, FORWARD, Plan, from_text, to_text
 from dfa_megatron.plan.mask import (
     Mask,
@@ -20,6 +21,7 @@ from dfa_megatron.plan.mask import (
     sliding_window,
     union,
 )
+from dfa_megatron.plan.profile import profile_named
 from dfa_megatron.plan.schedules import SCHEDULES, AttentionPlan
 
 __all__ = [
@@ -30,23 +32,28 @@ __all__ = [
     "AttentionPlan",
     "AttentionShape",
     "Hardware",
+    "Link",
     "Mask",
     "Plan",
     "Timeline",
     "block_causal_documents",
     "bytes_received",
     "bytes_sent",
+    "candidates",
     "causal",
     "causal_blockwise",
     "check_plan",
     "documents",
     "draw",
+    "explain",
     "from_text",
     "full",
     "global_sliding",
+    "layout_of",
     "make_plan",
     "prefix_lm",
     "prefix_lm_documents",
+    "profile_named",
     "shared_question",
     "simulate",
     "sliding_window",

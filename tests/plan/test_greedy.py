@@ -186,6 +186,14 @@ def test_components_are_what_attends_to_one_another() -> None:
             assert [*part._replace(is_document=False).row_work(edges)] == want
 
 
+def test_rows_of_a_document_are_counted_in_closed_form() -> None:
+    for part in components(documents([5, 20, 9])):
+        edges = sorted({part.span.lo, part.span.lo + 2, part.span.hi - 1, part.span.hi})
+        assert part.is_document
+        assert part.row_work(edges) == part._replace(is_document=False).row_work(edges)
+        assert sum(part.row_work(edges)) == part.work
+
+
 def test_dealing_512_documents_to_64_ranks_takes_milliseconds() -> None:
     """About 2 ms on one core of 2026; the bound only catches what grows faster than the documents."""
     rng = random.Random(1)
