@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -106,3 +107,9 @@ class Block:
 def _nearest(value: str, known: tuple[str, ...]) -> str:
     close = difflib.get_close_matches(value, known, n=1, cutoff=0.4)
     return (f"perhaps {close[0]!r}; " if close else "") + "one of " + ", ".join(known)
+
+
+if (
+    __name__ == "__main__"
+):  # python -m dfa_megatron.deepspeed.block > configs/deepspeed/dist_flash_attention.schema.json
+    print(json.dumps(Block.json_schema(), indent=2))

@@ -114,9 +114,19 @@ def _common(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _keep(engine: Any, mesh: Mesh) -> None:
     check_engine(engine, mesh.size * mesh.data_size)
+    engine.compile = _refuse_compile
     remember(engine, mesh)
     if dist.get_rank() == 0:
         logger.info("attention over sequences on %d ranks, %d sequences at a time", mesh.size, mesh.data_size)
+
+
+def _refuse_compile(*args: Any, **kwargs: Any) -> None:
+    """In the place of `DeepSpeedEngine.compile`."""
+    raise UnsupportedError(
+        "engine.compile with distributed attention",
+        "transformers then asks for masks that are not planned, and ZeRO's gathers have not been compared in it",
+        "the engine without compile",
+    )
 
 
 def _give(attention: list[DistFlashAttention], mesh: Mesh, block: Block) -> bool:

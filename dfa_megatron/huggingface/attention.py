@@ -123,7 +123,10 @@ def mask(*, attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bo
         )
     if not allow_is_causal_skip:
         raise UnsupportedError(
-            "a mask beyond causal and sliding window", "packed documents, prefixes and blocks are not planned", _INSTEAD
+            "a mask beyond causal and sliding window",
+            "packed documents, prefixes and blocks are not planned; under torch.compile transformers asks for one "
+            "whatever the batch",
+            _INSTEAD + ", in a model that is not compiled",
         )
 
 

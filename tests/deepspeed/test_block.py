@@ -130,7 +130,7 @@ def test_the_schema_names_every_key_that_is_read() -> None:
 def test_every_shipped_configuration_is_one_that_is_read(path: Path) -> None:
     settings = json.loads(path.read_text())
     if path.name.endswith("schema.json"):
-        assert settings == Block.json_schema(), f"write Block.json_schema() to {path.name}"
+        assert settings == Block.json_schema(), f"python -m dfa_megatron.deepspeed.block > {path}"
         return
     block = Block.from_mapping(settings[KEY])
     assert block.enabled

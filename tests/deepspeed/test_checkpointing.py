@@ -67,7 +67,7 @@ def forms(rank: int, world_size: int, stage: int, peft: bool) -> None:
         assert counts["replays"] == (LAYERS if once else 0), name
 
 
-@pytest.mark.parametrize(("stage", "peft"), [(3, False), (3, True), (1, True)])
+@pytest.mark.parametrize(("stage", "peft"), [(3, False), (3, True)])
 def test_every_form_has_the_same_bits_and_remat_runs_attention_once(stage: int, peft: bool) -> None:
     run_ranks(2, forms, stage, peft, timeout=170)
 
@@ -114,6 +114,20 @@ def refusals(rank: int, world_size: int) -> None:
         config = harness.settings(1, 2, **block) | {"activation_checkpointing": section}
         with pytest.raises(UnsupportedError, match=message):
             dfa_ds.initialize(model=build("Llama"), config=config)
+
+
+def compiled(rank: int, world_size: int) -> None:
+    harness.prepare_worker(rank)
+    model = build("Llama")
+    engine, *_ = dfa_ds.initialize(
+        model=model, model_parameters=list(model.parameters()), config=harness.settings(1, 2)
+    )
+    with pytest.raises(UnsupportedError, match=r"engine\.compile"):
+        engine.compile()
+
+
+def test_a_compiled_engine_is_refused() -> None:
+    run_ranks(2, compiled, timeout=120)
 
 
 def test_what_would_do_nothing_is_refused() -> None:
