@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.components import components
 from dfa_megatron.plan.cost import AttentionShape, bytes_sent, phases_of, simulate
-from dfa_megatron.plan.deal import components
 from dfa_megatron.plan.hardware import H200_NVLINK, Hardware
 from dfa_megatron.plan.heads import split_heads
 from dfa_megatron.plan.lower import lower_all

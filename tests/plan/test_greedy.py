@@ -11,8 +11,9 @@ import pytest
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan import mask as masks
 from dfa_megatron.plan.check import check
+from dfa_megatron.plan.components import components
 from dfa_megatron.plan.cost import AttentionShape, bytes_sent
-from dfa_megatron.plan.deal import Prices, components, dealt, layout_of
+from dfa_megatron.plan.deal import Prices, dealt, layout_of
 from dfa_megatron.plan.geometry import Span
 from dfa_megatron.plan.ir import FORWARD, Plan
 from dfa_megatron.plan.layout import Layout
