@@ -7,11 +7,14 @@ kv_len, kv_heads, head_dim_v), and out has v's head_dim; lse, delta (batch, head
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 
 from dfa_megatron.plan.geometry import Band
+
+if TYPE_CHECKING:
+    from dfa_megatron.kernels.segments import Segments
 
 Form = Literal["full", "causal", "band"]
 """full: no pair is masked. causal: right = 0, left unbounded, q_len = kv_len. band: any other window."""
@@ -92,4 +95,33 @@ class BlockKernel(Protocol):
         deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """This block's share of (dq, dk, dv), given the lse of the whole row (paper, section 3.1; FlashAttention-2)."""
+        ...
+
+
+@runtime_checkable
+class VarlenKernel(BlockKernel, Protocol):
+    """A block kernel that computes several segments of a call at once, for a batch of one.
+
+    Rows of no segment get the identity of the fold: out 0 and lse -inf, gradients 0.
+    """
+
+    def forward_segments(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, segments: Segments, softmax_scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of all rows of the call, as `BlockKernel.forward` gives them."""
+        ...
+
+    def backward_segments(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        saved: Saved,
+        *,
+        segments: Segments,
+        softmax_scale: float,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """(dq, dk, dv) of all rows of the call, as `BlockKernel.backward` gives them."""
         ...

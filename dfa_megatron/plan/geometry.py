@@ -58,6 +58,27 @@ CAUSAL = Band(-1, 0)
 
 
 @dataclass(frozen=True, slots=True, order=True)
+class Segment:
+    """One of the attentions of a kernel call: rows q_lo..q_hi of the call's queries see rows kv_lo..kv_hi of its keys
+    through a band over exactly these.
+    """
+
+    q_lo: int
+    q_hi: int
+    kv_lo: int
+    kv_hi: int
+    band: Band
+
+    @property
+    def tile(self) -> Tile:
+        """Its pairs, in the call's rows."""
+        offset = self.kv_hi - self.q_hi
+        lo = -UNBOUNDED if self.band.left < 0 else offset - self.band.left
+        hi = UNBOUNDED if self.band.right < 0 else offset + self.band.right
+        return Tile(Span(self.q_lo, self.q_hi), Span(self.kv_lo, self.kv_hi), lo, hi)
+
+
+@dataclass(frozen=True, slots=True, order=True)
 class Tile:
     """The pairs (i, j) with i in q, j in kv and lo <= j - i <= hi, all in global token positions."""
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.fuse import Piece, fuse
-from dfa_megatron.plan.geometry import Span, Tile, covers
+from dfa_megatron.plan.geometry import Span, covers
 from dfa_megatron.plan.grid import grid
-from dfa_megatron.plan.ir import Block, Plan, chunk_of
+from dfa_megatron.plan.ir import Plan, chunk_of
+from dfa_megatron.plan.pack import packs, segments_of
 from dfa_megatron.plan.program import Buffer, Call, Fold, Message, Program, Region, Step, Write
 from dfa_megatron.plan.share import Cargo, Share, shares
 from dfa_megatron.plan.slots import Lifetimes, assign_slots
@@ -183,21 +184,21 @@ class _Lowering:
             for tile in self.plan.tiles(block):
                 groups[q_buffer, kv_buffer, tuple(targets)].append((tile.shift(*by), (block,)))
         for (q_buffer, kv_buffer, shifts), pieces in groups.items():
-            for tile, blocks in fuse(pieces):
-                yield self._call(step, q_buffer, kv_buffer, shifts, tile, blocks)
+            for pack in packs(fuse(pieces)):
+                yield self._call(step, q_buffer, kv_buffer, shifts, pack)
 
-    def _call(
-        self, step: int, q_buffer: int, kv_buffer: int, shifts: tuple[Place, ...], tile: Tile, blocks: tuple[Block, ...]
-    ) -> Call:
-        q = Region(q_buffer, self.phase.read_q, tile.q.lo, tile.q.hi)
-        kv = Region(kv_buffer, self.phase.read_kv, tile.kv.lo, tile.kv.hi)
+    def _call(self, step: int, q_buffer: int, kv_buffer: int, shifts: tuple[Place, ...], pack: Sequence[Piece]) -> Call:
+        q_rows, kv_rows, segments = segments_of(pack)
+        q = Region(q_buffer, self.phase.read_q, q_rows.lo, q_rows.hi)
+        kv = Region(kv_buffer, self.phase.read_kv, kv_rows.lo, kv_rows.hi)
         for buffer in (q_buffer, kv_buffer):
             self.lives.computed(buffer, step)
         writes = []
         for (side, name), (buffer, by) in zip(self.writes, shifts, strict=True):
-            span = tile.q if side == "q" else tile.kv
+            span = q_rows if side == "q" else kv_rows
             writes.append(self._write(step, Region(buffer, name, span.lo + by, span.hi + by)))
-        return Call(q, kv, tile.band, tuple(writes), blocks, tile.area)
+        blocks = tuple(sorted({block for _, its in pack for block in its}))
+        return Call(q, kv, segments, tuple(writes), blocks, sum(tile.area for tile, _ in pack))
 
     def _folds(self, step: int, peer: int, cargo: Cargo) -> Iterator[Fold]:
         """Landed partials go where the rank accumulates; neighbours that go to neighbouring rows go together."""

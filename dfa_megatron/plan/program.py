@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dfa_megatron.plan.geometry import Band
+from dfa_megatron.plan.geometry import Segment
 from dfa_megatron.plan.ir import Block, Phase
 
 
@@ -63,11 +63,15 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One kernel call: the band over exactly these rows, and where its results go (one write per name of the phase)."""
+    """One kernel call over rows of a q and a kv buffer, and where its results go (one write per name of the phase).
+
+    The rows of its segments increase on both sides and are disjoint. A row between segments has the identity of the
+    fold as its result. A call of one segment has no other rows.
+    """
 
     q: Region
     kv: Region
-    band: Band
+    segments: tuple[Segment, ...]
     writes: tuple[Write, ...]
     blocks: tuple[Block, ...]
     area: int

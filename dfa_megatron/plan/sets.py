@@ -92,20 +92,33 @@ class Sets:
             self.content[buffer, name] = Content(valid=[Span(0, rows)])
 
     def compute(self, call: Call) -> None:
-        """The pairs of the call's band, as tokens, go into its writes."""
+        """The pairs of the call's segments, as tokens, go into its writes."""
         q, kv = self._read(call.q).tokens, self._read(call.kv).tokens
-        band = _tile_of(call)
         tiles = [
             (q_shift, kv_shift, part.shift(q_shift, kv_shift))
-            for q_rows, q_shift in q
-            for kv_rows, kv_shift in kv
-            if (part := band.restrict(q_rows, kv_rows))
+            for tile in self._segments(call)
+            for q_rows, q_shift in _among(q, tile.q)
+            for kv_rows, kv_shift in _among(kv, tile.kv)
+            if (part := tile.restrict(q_rows, kv_rows))
         ]
         for (side, _), write in zip(self.program.phase.writes, call.writes, strict=True):
             source = call.q if side == "q" else call.kv
             by = write.region.lo - source.lo
             terms = [((q_shift if side == "q" else kv_shift) - by, tile) for q_shift, kv_shift, tile in tiles]
             self._store(write, source.rows, terms)
+
+    def _segments(self, call: Call) -> list[Tile]:
+        """The call's segments as tiles in the rows of its two buffers."""
+        q, kv, ends = 0, 0, (call.q.rows, call.kv.rows)
+        for segment in call.segments:
+            if not (q <= segment.q_lo < segment.q_hi and kv <= segment.kv_lo < segment.kv_hi):
+                raise self.fail(f"the segments of {call.q} x {call.kv} are empty, overlap, or are out of order")
+            q, kv = segment.q_hi, segment.kv_hi
+        first, alone = call.segments[:1], len(call.segments) == 1
+        inside = bool(first) and q <= ends[0] and kv <= ends[1]
+        if not inside or (alone and (first[0].q_lo, first[0].kv_lo, q, kv) != (0, 0, *ends)):
+            raise self.fail(f"the segments of {call.q} x {call.kv} do not fit it")
+        return [segment.tile.shift(call.q.lo, call.kv.lo) for segment in call.segments]
 
     def fold(self, fold: Fold) -> None:
         """What landed is added to what is there."""
@@ -208,12 +221,9 @@ class Sets:
         content.terms += terms
 
 
-def _tile_of(call: Call) -> Tile:
-    """The call's band as a tile in the row numbers of its two buffers."""
-    offset = call.kv.hi - call.q.hi
-    lo = -UNBOUNDED if call.band.left < 0 else offset - call.band.left
-    hi = UNBOUNDED if call.band.right < 0 else offset + call.band.right
-    return Tile(Span(call.q.lo, call.q.hi), Span(call.kv.lo, call.kv.hi), lo, hi)
+def _among(tokens: list[tuple[Span, int]], rows: Span) -> list[tuple[Span, int]]:
+    """Those of the tokens that lie in some of these rows."""
+    return [(span, shift) for span, shift in tokens if span.lo < rows.hi and rows.lo < span.hi]
 
 
 def _append(tokens: list[tuple[Span, int]], rows: Span, shift: int) -> None:

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 
+from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.program import Message, Program
 from dfa_megatron.runtime.folds import BufferFolds, plan_folds
 from dfa_megatron.runtime.wire import Format, Placed
@@ -26,6 +27,7 @@ class MemoryPlan:
     landings: buffer -> where its tensors lie in the arena, by name.
     offsets: where this rank's messages go in the arenas of their receivers.
     folds: how each accumulator is filled.
+    segments: id of a call -> its segments, as kernels take them.
     sent: names of which this rank sends its own rows.
     calls, messages, message_bytes: how many kernel calls this rank makes, and what it sends.
     """
@@ -36,6 +38,7 @@ class MemoryPlan:
     landings: dict[int, dict[str, tuple[Placed, ...]]]
     offsets: Offsets
     folds: dict[int, BufferFolds]
+    segments: dict[int, Segments]
     sent: frozenset[str]
     calls: int
     messages: int
@@ -84,6 +87,7 @@ def plan_memory(programs: tuple[Program, ...] | list[Program], rank: int, format
         landings,
         offsets,
         plan_folds(program),
+        {id(c): Segments(c.segments, c.q.rows, c.kv.rows) for step in program.steps for c in step.calls},
         frozenset(regions[0].name for message in program.sends for regions in message.parts),
         sum(len(step.calls) for step in program.steps),
         len(program.sends),

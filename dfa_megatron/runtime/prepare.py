@@ -18,7 +18,7 @@ from dfa_megatron.plan.check import check
 from dfa_megatron.plan.choose import make_plan
 from dfa_megatron.plan.cost import AttentionShape
 from dfa_megatron.plan.grid import grid
-from dfa_megatron.plan.hardware import CPU_LOOPBACK, H200_NVLINK, Hardware
+from dfa_megatron.plan.hardware import Hardware
 from dfa_megatron.plan.heads import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.plan.program import Program
 from dfa_megatron.plan.schedules import AttentionPlan
@@ -26,6 +26,7 @@ from dfa_megatron.runtime.agree import Facts, agree
 from dfa_megatron.runtime.channel import Channel, channel, group_size
 from dfa_megatron.runtime.documents import describe
 from dfa_megatron.runtime.graph import Captured
+from dfa_megatron.runtime.machine import profile_of
 from dfa_megatron.runtime.memory import MemoryPlan, plan_memory
 from dfa_megatron.runtime.request import Request, from_text
 from dfa_megatron.runtime.ulysses import HeadExchange, stand_ins
@@ -80,11 +81,12 @@ def planned(
 def forms_of(*programs: tuple[Program, ...]) -> frozenset[Form]:
     """The forms of every kernel call of any rank."""
     return frozenset(
-        form_of(call.band, call.q.rows, call.kv.rows)
+        form_of(segment.band, segment.q_hi - segment.q_lo, segment.kv_hi - segment.kv_lo)
         for phase in programs
         for program in phase
         for step in program.steps
         for call in step.calls
+        for segment in call.segments
     )
 
 
@@ -120,7 +122,7 @@ def build(
         high.itemsize,
         wire_bytes=wire.itemsize,
     )
-    hardware = H200_NVLINK if q.is_cuda else CPU_LOOPBACK
+    hardware = profile_of(q.is_cuda, over)
     plan, forward, backward = planned(request, ranks, q.shape[1], shape, hardware)
     need = Need(
         device=q.device.type,

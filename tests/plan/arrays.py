@@ -57,7 +57,9 @@ class Memory:
 
     def compute(self, call: Call) -> None:
         q, kv = self.rows(call.q), self.rows(call.kv)
-        sees = _window(call.band, len(q), len(kv))
+        sees = np.zeros((len(q), len(kv)), dtype=bool)
+        for s in call.segments:
+            sees[s.q_lo : s.q_hi, s.kv_lo : s.kv_hi] = _window(s.band, s.q_hi - s.q_lo, s.kv_hi - s.kv_lo)
         forward = self.program.phase.name == "forward"
         results = (dense.forward(q, kv, sees),) if forward else dense.backward(q, kv, sees)
         for write, result in zip(call.writes, results, strict=True):

@@ -171,9 +171,35 @@ def shift_message(programs: list[Program], rng: random.Random) -> list[Program] 
 
 def change_band(programs: list[Program], rng: random.Random) -> list[Program] | None:
     def change(call: Any) -> Any:
-        left, right = call.band.left, call.band.right
+        at, segment = rng.choice(list(enumerate(call.segments)))
+        left, right = segment.band.left, segment.band.right
         bands = [Band(-1, -1), Band(-1, 0), Band(left, right + 1), Band(max(-1, left - 1), right), Band(left, 1)]
-        return replace(call, band=rng.choice(bands))
+        other = replace(segment, band=rng.choice(bands))
+        return replace(call, segments=(*call.segments[:at], other, *call.segments[at + 1 :]))
+
+    return _edit_one(programs, rng, "calls", change)
+
+
+def change_segments(programs: list[Program], rng: random.Random) -> list[Program] | None:
+    """One is left out, moved, stretched, doubled or swapped with another, or two are made one."""
+
+    def change(call: Any) -> Any:
+        segments = list(call.segments)
+        at = rng.randrange(len(segments))
+        one, by = segments[at], rng.choice([-1, 1])
+        edges = rng.choice([("q_lo",), ("q_hi",), ("kv_lo",), ("kv_hi",), ("q_lo", "q_hi"), ("kv_lo", "kv_hi")])
+        kind = rng.choice(["drop", "move", "move", "double", "swap", "join"])
+        if kind == "drop":
+            del segments[at]
+        elif kind == "move":
+            segments[at] = replace(one, **{edge: getattr(one, edge) + by for edge in edges})
+        elif kind == "double":
+            segments.insert(at, one)
+        elif kind == "swap":
+            rng.shuffle(segments)
+        elif at:
+            segments[at - 1 : at + 1] = [replace(one, q_lo=segments[at - 1].q_lo, kv_lo=segments[at - 1].kv_lo)]
+        return replace(call, segments=tuple(segments))
 
     return _edit_one(programs, rng, "calls", change)
 
@@ -196,6 +222,7 @@ EDITS: tuple[Edit, ...] = (
     shift_region,
     shift_message,
     change_band,
+    change_segments,
     drop_record,
 )
 
