@@ -74,7 +74,7 @@ class Flash4Kernel:
         softmax_scale: float,
         deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `BlockKernel.backward`; reads `saved.delta`."""
+        """See `BlockKernel.backward`; reads `saved.delta`, or `saved.out` where that is what there is."""
         piece_backward = functools.partial(_piece_backward, softmax_scale, deterministic)
         return backward_by_pieces(_pieces(band, q, k), dout, q, k, v, saved, piece_backward)
 
@@ -141,12 +141,14 @@ def _piece_backward(
     saved: Saved,
     band: Band,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    assert saved.delta is not None, "the flash4 kernel reads delta"
     call = _call("deterministic backward" if deterministic else "backward", q, k, v, band, softmax_scale)
     dout = dense(dout)
-    nothing = dout.new_zeros(dout.shape[-1]).expand_as(dout)
-    rows = {"out": nothing, "dout": dout, "lse": dense(saved.lse), "dlse": -dense(saved.delta)}
-    results = _loaded()[1](**call, **rows, deterministic=deterministic)
+    if saved.delta is not None:
+        memory = {"out": dout.new_zeros(dout.shape[-1]).expand_as(dout), "dlse": -dense(saved.delta)}
+    else:
+        assert saved.out is not None, "one of delta and out is saved"
+        memory = {"out": dense(saved.out), "dlse": None}
+    results = _loaded()[1](**call, **memory, dout=dout, lse=dense(saved.lse), deterministic=deterministic)
     return results[0], results[1], results[2]
 
 

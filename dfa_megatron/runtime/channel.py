@@ -10,10 +10,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.copy_engine import open_transport
+from dfa_megatron.runtime.agree import exchange
+from dfa_megatron.runtime.copy_engine import host, open_transport
 from dfa_megatron.runtime.transport import GlooTransport, NcclTransport, Transport
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE = 300.0
+"""Seconds for the ranks of a group to come together for the first time."""
 
 Group = dist.ProcessGroup | str | None
 """A process group, its name, or None for the default group (a single process where there is none)."""
@@ -23,6 +27,7 @@ class Channel:
     """Own communicators of a group: messages never queue behind another library's collectives.
 
     rank, size: of this process in the group, and of the group.
+    hosts: how many machines they are on.
     side: a gloo group for agreement, which the host may wait on without touching the device.
     """
 
@@ -36,6 +41,7 @@ class Channel:
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self._ranks = ranks
         self.side = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self.hosts = len({facts["host"] for facts in exchange({"host": host()}, self.side, _PATIENCE)})
         self._transports: dict[tuple[str, str], Transport] = {}
         self._collectives: dict[str, dist.ProcessGroup] = {}
         self._parts: dict[tuple[int, ...], Channel] = {}

@@ -139,7 +139,7 @@ class CopyEngineTransport:
 
 def refusal(group: dist.ProcessGroup, device: torch.device, timeout: float) -> str | None:
     """Why the copy engines cannot serve the ranks of a gloo group, or None: the same answer on every rank."""
-    mine = {"host": _host(), "device": str(device.index or 0), "why": _local_refusal(device)}
+    mine = {"host": host(), "device": str(device.index or 0), "why": _local_refusal(device)}
     everyone = exchange(mine, group, timeout)
     if len({facts["host"] for facts in everyone}) > 1:
         return "the ranks are on several hosts"
@@ -185,7 +185,7 @@ def _local_refusal(device: torch.device) -> str:
     return ""
 
 
-def _host() -> str:
+def host() -> str:
     """What tells this machine, and this boot of it, from others."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
