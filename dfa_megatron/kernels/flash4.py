@@ -143,6 +143,7 @@ def _piece_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = _call("deterministic backward" if deterministic else "backward", q, k, v, band, softmax_scale)
     dout = dense(dout)
+    memory: dict[str, torch.Tensor | None]
     if saved.delta is not None:
         memory = {"out": dout.new_zeros(dout.shape[-1]).expand_as(dout), "dlse": -dense(saved.delta)}
     else:

@@ -81,11 +81,12 @@ def planned(
 def forms_of(*programs: tuple[Program, ...]) -> frozenset[Form]:
     """The forms of every kernel call of any rank."""
     return frozenset(
-        form_of(call.band, call.q.rows, call.kv.rows)
+        form_of(segment.band, segment.q_hi - segment.q_lo, segment.kv_hi - segment.kv_lo)
         for phase in programs
         for program in phase
         for step in program.steps
         for call in step.calls
+        for segment in call.segments
     )
 
 
