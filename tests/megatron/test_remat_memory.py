@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron import remat
+from dfa_megatron import kept, remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.kept import Kept
 from dfa_megatron.runtime.counters import COUNTERS
@@ -104,6 +104,7 @@ def many_steps(rank: int, world_size: int, offload: bool) -> None:
         if step in (4 * len(KINDS), STEPS - 1):
             counts.append(living())
     assert COUNTERS.replays > STEPS
+    assert kept._lane.cache_info().currsize == offload, "the option has reached the layers"
     assert counts[0] == counts[1]
     assert (counts[1]["frames"], counts[1]["regions"], counts[1]["pairs"]) == (0, 0, 0)
     assert remat.active_frame() is None
