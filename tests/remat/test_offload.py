@@ -17,6 +17,7 @@ from dfa_megatron import dist_flash_attn_func, kept, remat
 from dfa_megatron.errors import RematError, UnsupportedError
 from dfa_megatron.kept import HostKept, Kept
 
+
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     """What travels, in order: the direction, and the number that the pair is filled with."""
