@@ -8,13 +8,14 @@ python=$([ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || command -v p
 python=${PYTHON:-$python}
 folder=${1:-.venv/deepspeed}
 
-if [ ! -e "$folder/.ready" ]; then
+packages=(deepspeed transformers accelerate peft)
+if [ "$(cat "$folder/.ready" 2>/dev/null)" != "${packages[*]}" ]; then
   "$python" -m venv "$folder"
   site=$("$folder/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
   "$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$site/first.pth"
   DS_BUILD_OPS=0 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-    deepspeed transformers accelerate peft
-  touch "$folder/.ready"
+    "${packages[@]}"
+  echo "${packages[*]}" > "$folder/.ready"
 fi
 
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu

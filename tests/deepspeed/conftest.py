@@ -13,7 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the worker processes impor
 
 from dfa_megatron.testing.workers import preload
 
-MISSING = [name for name in ("deepspeed", "transformers") if importlib.util.find_spec(name) is None]
+MISSING = [
+    name for name in ("deepspeed", "transformers", "accelerate", "peft") if importlib.util.find_spec(name) is None
+]
 
 if not MISSING:
     # DeepSpeed chooses its device when it is imported; workers inherit the variable.
