@@ -17,7 +17,21 @@ INSTALLED = importlib.util.find_spec("transformers") is not None
 if INSTALLED:
     preload(
         "dfa_megatron.attention",
-        *(f"transformers.models.{name}.modeling_{name}" for name in ("gemma", "gemma2", "gemma3", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")),
+        *(
+            f"transformers.models.{name}.modeling_{name}"
+            for name in (
+                "gemma",
+                "gemma2",
+                "gemma3",
+                "llama",
+                "mistral",
+                "mixtral",
+                "phi3",
+                "qwen2",
+                "qwen3",
+                "qwen3_moe",
+            )
+        ),
     )
 
 

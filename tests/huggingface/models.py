@@ -13,7 +13,6 @@ _LARGE_TOKENS = ("Phi3",)
 """Types whose special tokens lie beyond the vocabulary by default."""
 
 
-
 def build(kind: str, seed: int = 0, heads: int = 4, kv_heads: int = 2, **changes: Any) -> Any:
     """A causal language model with eager attention, in float32 and training mode."""
     import transformers
