@@ -11,6 +11,7 @@ from dfa_megatron.kernels.api import Need, Saved
 from dfa_megatron.kernels.bands import backward_by_pieces, cut_tall, forward_by_pieces, tile_of
 from dfa_megatron.kernels.gpu import build_refusal, capability_text, deterministic_algorithms, gpu_refusal
 from dfa_megatron.kernels.operators import Operator
+from dfa_megatron.kernels.segments import Group, Segments, Table, backward_by_groups, forward_by_groups
 from dfa_megatron.kernels.strides import dense, vectorised
 from dfa_megatron.plan.geometry import Band
 
@@ -72,6 +73,28 @@ class AtenFlashKernel:
         piece_backward = functools.partial(_piece_backward, softmax_scale, deterministic)
         return backward_by_pieces(pieces, dout, q, k, v, saved, piece_backward)
 
+    def forward_segments(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, segments: Segments, softmax_scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `VarlenKernel.forward_segments`: a call for each window."""
+        return forward_by_groups(q, k, v, segments, functools.partial(_group_forward, softmax_scale))
+
+    def backward_segments(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        saved: Saved,
+        *,
+        segments: Segments,
+        softmax_scale: float,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """See `VarlenKernel.backward_segments`: a call for each window."""
+        group_backward = functools.partial(_group_backward, softmax_scale, deterministic)
+        return backward_by_groups(dout, q, k, v, saved, segments, group_backward)
+
 
 def _piece_forward(
     softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
@@ -93,6 +116,18 @@ def _piece_backward(
     saved: Saved,
     band: Band,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _run_backward(deterministic, dout, q, k, v, saved, _common(q, k, band, softmax_scale))
+
+
+def _run_backward(
+    deterministic: bool,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    saved: Saved,
+    common: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     assert saved.out is not None, "the aten kernel reads out"
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the dropout's random state
     with deterministic_algorithms(deterministic):
@@ -105,9 +140,49 @@ def _piece_backward(
             logsumexp=dense(saved.lse),  # read by its address, strides unseen
             rng_state=unused,
             unused=unused,
-            **_common(q, k, band, softmax_scale),
+            **common,
         )
     return dq, dk, dv
+
+
+def _group_forward(
+    softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, table: Table
+) -> tuple[torch.Tensor, torch.Tensor]:
+    results = _FORWARD(
+        query=vectorised(q), key=vectorised(k), value=vectorised(v), return_debug_mask=False,
+        **_packed(group, table, softmax_scale),
+    )  # fmt: skip
+    return results[0], results[1]
+
+
+def _group_backward(
+    softmax_scale: float,
+    deterministic: bool,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    saved: Saved,
+    group: Group,
+    table: Table,
+) -> tuple[torch.Tensor, ...]:
+    return _run_backward(deterministic, dout, q, k, v, saved, _packed(group, table, softmax_scale))
+
+
+def _packed(group: Group, table: Table, softmax_scale: float) -> dict[str, Any]:
+    """What forward and backward of a group share; q, k and v are (rows, heads, head_dim).
+
+    A longest length of 1 would take its path for decoding, whose lse lies otherwise. A right bound that is no less than
+    the longest kv_len is taken for none (see `cut_tall`), so the longest is said to be longer than the bound.
+    """
+    window = group.window
+    return {
+        "cum_seq_q": table.cu_q,
+        "cum_seq_k": table.cu_kv,
+        "max_q": max(group.max_q, 2),
+        "max_k": max(group.max_kv, 2, window.right + 1),
+        **_windowed(window, softmax_scale),
+    }
 
 
 def _common(q: torch.Tensor, k: torch.Tensor, band: Band, softmax_scale: float) -> dict[str, Any]:
@@ -117,6 +192,12 @@ def _common(q: torch.Tensor, k: torch.Tensor, band: Band, softmax_scale: float) 
         "cum_seq_k": None,
         "max_q": q.shape[1],
         "max_k": k.shape[1],
+        **_windowed(band, softmax_scale),
+    }
+
+
+def _windowed(band: Band, softmax_scale: float) -> dict[str, Any]:
+    return {
         "dropout_p": 0.0,
         "is_causal": band.left < 0 and band.right == 0,
         "scale": softmax_scale,

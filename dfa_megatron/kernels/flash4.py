@@ -15,6 +15,7 @@ import torch
 from dfa_megatron.kernels.api import Need, Saved
 from dfa_megatron.kernels.bands import backward_by_pieces, forward_by_pieces, tile_of
 from dfa_megatron.kernels.gpu import build_refusal, capability_text, gpu_refusal
+from dfa_megatron.kernels.segments import Group, Segments, Table, backward_by_groups, forward_by_groups
 from dfa_megatron.kernels.strides import dense, vectorised
 from dfa_megatron.plan.geometry import Band, Tile
 
@@ -24,7 +25,8 @@ PACKAGE = "flash-attn-4"
 READ = "4.0.0b36"
 """The version whose source this adapter was written from; others are taken where the functions have these arguments."""
 
-_COMMON = ("q", "k", "v", "softmax_scale", "causal", "window_size_left", "window_size_right")
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_COMMON = ("q", "k", "v", "softmax_scale", "causal", "window_size_left", "window_size_right", *_LENGTHS)
 _FORWARD = (*_COMMON, "return_lse")
 _BACKWARD = (*_COMMON, "out", "dout", "lse", "dlse", "deterministic")
 
@@ -77,6 +79,28 @@ class Flash4Kernel:
         """See `BlockKernel.backward`; reads `saved.delta`, or `saved.out` where that is what there is."""
         piece_backward = functools.partial(_piece_backward, softmax_scale, deterministic)
         return backward_by_pieces(_pieces(band, q, k), dout, q, k, v, saved, piece_backward)
+
+    def forward_segments(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, segments: Segments, softmax_scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `VarlenKernel.forward_segments`: a call for each window."""
+        return forward_by_groups(q, k, v, segments, functools.partial(_group_forward, softmax_scale))
+
+    def backward_segments(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        saved: Saved,
+        *,
+        segments: Segments,
+        softmax_scale: float,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """See `VarlenKernel.backward_segments`: a call for each window."""
+        group_backward = functools.partial(_group_backward, softmax_scale, deterministic)
+        return backward_by_groups(dout, q, k, v, saved, segments, group_backward)
 
 
 def _head_dim_refusal(need: Need) -> str | None:
@@ -142,22 +166,66 @@ def _piece_backward(
     band: Band,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = _call("deterministic backward" if deterministic else "backward", q, k, v, band, softmax_scale)
-    dout = dense(dout)
-    memory: dict[str, torch.Tensor | None]
-    if saved.delta is not None:
-        memory = {"out": dout.new_zeros(dout.shape[-1]).expand_as(dout), "dlse": -dense(saved.delta)}
-    else:
-        assert saved.out is not None, "one of delta and out is saved"
-        memory = {"out": dense(saved.out), "dlse": None}
-    results = _loaded()[1](**call, **memory, dout=dout, lse=dense(saved.lse), deterministic=deterministic)
+    results = _loaded()[1](**call, **_known(dout, saved), deterministic=deterministic)
     return results[0], results[1], results[2]
+
+
+def _known(dout: torch.Tensor, saved: Saved) -> dict[str, torch.Tensor | None]:
+    """What the backward takes of the rows' forward, with or without a batch dimension."""
+    dout, lse = dense(dout), dense(saved.lse)
+    if saved.delta is not None:
+        nothing = dout.new_zeros(dout.shape[-1]).expand_as(dout)
+        return {"dout": dout, "lse": lse, "out": nothing, "dlse": -dense(saved.delta)}
+    assert saved.out is not None, "one of delta and out is saved"
+    return {"dout": dout, "lse": lse, "out": dense(saved.out), "dlse": None}
+
+
+def _group_forward(
+    softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, table: Table
+) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _call("packed forward", q, k, v, group.window, softmax_scale)
+    results = _loaded()[0](**call, **_lengths(group, table), return_lse=True)
+    return results[0], results[1]
+
+
+def _group_backward(
+    softmax_scale: float,
+    deterministic: bool,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    saved: Saved,
+    group: Group,
+    table: Table,
+) -> tuple[torch.Tensor, ...]:
+    what = "deterministic packed backward" if deterministic else "packed backward"
+    call = _call(what, q, k, v, group.window, softmax_scale)
+    results = _loaded()[1](**call, **_lengths(group, table), **_known(dout, saved), deterministic=deterministic)
+    return results[0], results[1], results[2]
+
+
+def _lengths(group: Group, table: Table) -> dict[str, Any]:
+    """A group's segments; where the longest fits one of its blocks the package would compile another kernel."""
+    return {
+        "cu_seqlens_q": table.cu_q,
+        "cu_seqlens_k": table.cu_kv,
+        "max_seqlen_q": max(group.max_q, _BLOCKS),
+        "max_seqlen_k": max(group.max_kv, _BLOCKS),
+    }
+
+
+_BLOCKS = 512
+"""More rows than the package has in one block."""
 
 
 def _call(
     what: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, softmax_scale: float
 ) -> dict[str, Any]:
     """What forward and backward share; None is no bound, and a right bound of 0 alone is its causal kernel."""
-    _tell_compilation(what, str(q.dtype), q.shape[-1], v.shape[-1], q.shape[2] // k.shape[2], band.left < 0, band.right)
+    _tell_compilation(
+        what, str(q.dtype), q.shape[-1], v.shape[-1], q.shape[-2] // k.shape[-2], band.left < 0, band.right
+    )
     return {
         "q": vectorised(q),
         "k": vectorised(k),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -62,13 +63,13 @@ class Group:
 
     def table(self, device: torch.device) -> Table:
         """The group on a device; made once per device and stream, and copied there without waiting."""
-        key = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        key = device, stream_of(device)
         if key not in self._tables:
             q = [Span(s.q_lo, s.q_hi) for s in self.segments]
             kv = [Span(s.kv_lo, s.kv_hi) for s in self.segments]
             self._tables[key] = Table(
-                _moved(list(accumulate(map(len, q), initial=0)), torch.int32, device),
-                _moved(list(accumulate(map(len, kv), initial=0)), torch.int32, device),
+                moved(list(accumulate(map(len, q), initial=0)), torch.int32, device),
+                moved(list(accumulate(map(len, kv), initial=0)), torch.int32, device),
                 _rows(q, device),
                 _rows(kv, device),
             )
@@ -79,22 +80,31 @@ def _rows(spans: Sequence[Span], device: torch.device) -> torch.Tensor | None:
     """The rows of spans that do not follow each other, or None where they do."""
     if spans[-1].hi - spans[0].lo == sum(map(len, spans)):
         return None
-    return _moved([row for span in spans for row in range(span.lo, span.hi)], torch.int64, device)
+    return moved([row for span in spans for row in range(span.lo, span.hi)], torch.int64, device)
 
 
-def _moved(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def stream_of(device: torch.device) -> int:
+    """The current stream; what one stream has copied to a device another may not read yet."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def moved(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The values on a device, without waiting for it."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """The segments of one call over q_len x kv_len rows, with what is derived from them once; one object per call."""
+    """The segments of one call over q_len x kv_len rows; one object per call, so that what is derived is derived once.
+
+    tables: what kernels made of them, by whatever tells it apart.
+    """
 
     parts: tuple[Segment, ...]
     q_len: int
     kv_len: int
-    tables: dict[object, torch.Tensor] = field(default_factory=dict, repr=False)
+    tables: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def is_whole(self) -> bool:

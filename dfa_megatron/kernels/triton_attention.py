@@ -11,6 +11,7 @@ import torch
 
 from dfa_megatron.kernels.api import Need, Saved
 from dfa_megatron.kernels.gpu import capability_text
+from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton_support import (
     Diagonals,
     interpreted,
@@ -19,7 +20,7 @@ from dfa_megatron.kernels.triton_support import (
     triton_refusal,
     with_unit_stride,
 )
-from dfa_megatron.plan.geometry import Band
+from dfa_megatron.plan.geometry import FULL, Band
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -120,18 +121,55 @@ class TritonKernel:
         deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `BlockKernel.backward`; reads `saved.delta`."""
-        from dfa_megatron.kernels import triton_backward
+        return _backward(dout, q, k, v, saved, Diagonals.of(band, q.shape[1], k.shape[1]), softmax_scale)
 
-        assert saved.delta is not None, "the triton kernel reads delta"
-        dout, q_unit, k, v = (with_unit_stride(x) for x in (dout, q if softmax_scale >= 0 else -q, k, v))
-        lse, delta = saved.lse.contiguous(), saved.delta.contiguous()
-        diagonals = Diagonals.of(band, q.shape[1], k.shape[1])
-        call = triton_backward.Call(dout, q_unit, k, v, lse, delta, diagonals, abs(softmax_scale))
-        sizes = _sizes(q, v)
+    def forward_segments(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, segments: Segments, softmax_scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `VarlenKernel.forward_segments`: one launch, whatever the bands."""
+        from dfa_megatron.kernels import triton_forward
+
+        q, k, v = (with_unit_stride(x) for x in (q if softmax_scale >= 0 else -q, k, v))
         with on_device_of(q):
-            dk, dv = triton_backward.launch_dk_dv(call, sizes.dk_dv)
-            dq = triton_backward.launch_dq(call, sizes.dq)
-        return dq if softmax_scale >= 0 else -dq, dk, dv
+            return triton_forward.launch_packed(q, k, v, segments, abs(softmax_scale), _sizes(q, v).forward)
+
+    def backward_segments(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        saved: Saved,
+        *,
+        segments: Segments,
+        softmax_scale: float,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """See `VarlenKernel.backward_segments`: as many launches as for one segment."""
+        return _backward(dout, q, k, v, saved, Diagonals.of(FULL, 1, 1), softmax_scale, segments)
+
+
+def _backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    saved: Saved,
+    diagonals: Diagonals,
+    softmax_scale: float,
+    segments: Segments | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from dfa_megatron.kernels import triton_backward
+
+    assert saved.delta is not None, "the triton kernel reads delta"
+    dout, q_unit, k, v = (with_unit_stride(x) for x in (dout, q if softmax_scale >= 0 else -q, k, v))
+    lse, delta = saved.lse.contiguous(), saved.delta.contiguous()
+    call = triton_backward.Call(dout, q_unit, k, v, lse, delta, diagonals, abs(softmax_scale), segments)
+    sizes = _sizes(q, v)
+    with on_device_of(q):
+        dk, dv = triton_backward.launch_dk_dv(call, sizes.dk_dv)
+        dq = triton_backward.launch_dq(call, sizes.dq)
+    return dq if softmax_scale >= 0 else -dq, dk, dv
 
 
 def _sizes(q: torch.Tensor, v: torch.Tensor) -> Sizes:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 
-from dfa_megatron.kernels.triton_forward import LOG2_E, SIZES, dot, load_rows, padded, spans, visible
-from dfa_megatron.kernels.triton_support import Diagonals, interpreted, multiprocessors
+from dfa_megatron.kernels.segments import Segments
+from dfa_megatron.kernels.triton_forward import LOG2_E, SIZES, dot, load_rows, padded, segment_of, spans, visible
+from dfa_megatron.kernels.triton_support import Diagonals, Packed, interpreted, multiprocessors
 
 
 @triton.jit
@@ -55,17 +57,31 @@ def _fold_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dk_dv(
-    q, k, v, dout, lse, delta, dk, dv, scale, q_len, kv_len, lo, hi, heads, group, share,
+    q, k, v, dout, lse, delta, dk, dv, table, scale, q_len, kv_len, lo, hi, heads, group, share,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N rows of one kv head, from `share` heads of its group; dk, dv (batch, parts, kv_len, ...).
+    """One program: BLOCK_N rows of one kv head, from `share` heads of its group; dk, dv (batch, kv_len, parts, ...).
 
-    EVEN: BLOCK_M divides q_len.
+    EVEN: BLOCK_M divides q_len. PACKED: of the segment in its table.
     """
     first = tl.program_id(0) * BLOCK_N
     part = tl.program_id(1)
+    all_rows = q_len
+    all_columns = kv_len
+    if PACKED:
+        q_start, q_len, kv_start, kv_len, lo, hi, block = segment_of(table)
+        first = block * BLOCK_N
+        q += q_start * q_row
+        dout += q_start * dout_row
+        lse += q_start
+        delta += q_start
+        k += kv_start * k_row
+        v += kv_start * v_row
+        dk += kv_start * tl.num_programs(1) * DIM
+        dv += kv_start * tl.num_programs(1) * DIM_V
     batch = tl.program_id(2).to(tl.int64)
     first_head = part * share
     kv_head = (first_head // group).to(tl.int64)
@@ -87,8 +103,8 @@ def _dk_dv(
         wide_head = tl.full((), 0, tl.int64) + head
         head_q = q + batch * q_batch + wide_head * q_head
         head_dout = dout + batch * dout_batch + wide_head * dout_head
-        head_lse = lse + (batch * heads + head) * q_len
-        head_delta = delta + (batch * heads + head) * q_len
+        head_lse = lse + (batch * heads + head) * all_rows
+        head_delta = delta + (batch * heads + head) * all_rows
         if HAS_HI:
             dk_tile, dv_tile = _fold_rows(
                 dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
@@ -106,7 +122,7 @@ def _dk_dv(
                 columns, full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E,
                 DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST,
             )  # fmt: skip
-    place = ((batch * kv_len + wide) * tl.num_programs(1)) + part
+    place = ((batch * all_columns + wide) * tl.num_programs(1)) + part
     there = (columns < kv_len)[:, None]
     dk_tile = (dk_tile * scale).to(dk.dtype.element_ty)
     tl.store(dk + place * DIM + dims[None, :], dk_tile, mask=there & (dims < DIM)[None, :])
@@ -148,14 +164,25 @@ def _fold_columns(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dq(
-    q, k, v, dout, lse, delta, dq, scale, q_len, kv_len, lo, hi, group,
+    q, k, v, dout, lse, delta, dq, table, scale, q_len, kv_len, lo, hi, group,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M rows of one head. EVEN: BLOCK_N divides kv_len."""
+    """One program: BLOCK_M rows of one head. EVEN: BLOCK_N divides kv_len. PACKED: of the segment in its table."""
     block = tl.program_id(0)
-    if HAS_HI:
+    all_rows = q_len
+    if PACKED:
+        q_start, q_len, kv_start, kv_len, lo, hi, block = segment_of(table)
+        q += q_start * q_row
+        dout += q_start * dout_row
+        lse += q_start
+        delta += q_start
+        k += kv_start * k_row
+        v += kv_start * v_row
+        dq += q_start * tl.num_programs(1) * DIM
+    elif HAS_HI:
         block = tl.num_programs(0) - 1 - block
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -169,8 +196,8 @@ def _dq(
     dout_pointers = dout + batch * dout_batch + head * dout_head + wide * dout_row + dims_v[None, :]
     dout_tile = load_rows(dout_pointers, rows, q_len, dims_v, DIM_V, True)
     place = batch * tl.num_programs(1) + head
-    row_lse = _load_lse(lse + place * q_len, rows, q_len)
-    row_delta = tl.load(delta + place * q_len + rows, mask=rows < q_len, other=0.0)
+    row_lse = _load_lse(lse + place * all_rows, rows, q_len)
+    row_delta = tl.load(delta + place * all_rows + rows, mask=rows < q_len, other=0.0)
     k += batch * k_batch + kv_head * k_head
     v += batch * v_batch + kv_head * v_head
     dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -193,14 +220,17 @@ def _dq(
             full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E,
             DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST,
         )  # fmt: skip
-    place = (batch * q_len + wide) * tl.num_programs(1) + head
+    place = (batch * all_rows + wide) * tl.num_programs(1) + head
     dq_tile = (dq_tile * scale).to(dq.dtype.element_ty)
     tl.store(dq + place * DIM + dims[None, :], dq_tile, mask=(rows < q_len)[:, None] & (dims < DIM)[None, :])
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What both kernels read of a block; last dimensions, lse and delta are contiguous, and scale is at least 0."""
+    """What both kernels read of a call; last dimensions, lse and delta are contiguous, and scale is at least 0.
+
+    segments: of a call with several and a batch of one; `diagonals` then say nothing.
+    """
 
     dout: torch.Tensor
     q: torch.Tensor
@@ -210,21 +240,32 @@ class Call:
     delta: torch.Tensor
     diagonals: Diagonals
     scale: float
+    segments: Segments | None = None
+
+    def packed(self, by: Literal["rows", "columns"], block: int) -> Packed | None:
+        """The programs of a call of several segments."""
+        return None if self.segments is None else Packed.of(self.segments, by, block, self.q.device)
+
+    @property
+    def writes_all(self) -> bool:
+        """Every row of the gradients is written by a kernel."""
+        return self.segments is None or self.segments.is_whole
 
     def strides(self) -> tuple[int, ...]:
         """Of q, k, v and dout, without the last dimension's."""
         return tuple(stride for x in (self.q, self.k, self.v, self.dout) for stride in x.stride()[:3])
 
-    def constants(self, sizes: tuple[int, ...], *, even: bool) -> dict[str, int | bool]:
+    def constants(self, sizes: tuple[int, ...], packed: Packed | None, *, even: bool) -> dict[str, int | bool]:
         """The compile-time arguments and launch options that both kernels have."""
         dim, dim_v = self.q.shape[-1], self.v.shape[-1]
         block_m, block_n, warps, stages = sizes
         return {
             "DIM": dim,
             "DIM_V": dim_v,
-            "HAS_LO": self.diagonals.has_lo,
-            "HAS_HI": self.diagonals.has_hi,
-            "EVEN": even,
+            "HAS_LO": packed.has_lo if packed else self.diagonals.has_lo,
+            "HAS_HI": packed.has_hi if packed else self.diagonals.has_hi,
+            "EVEN": even and packed is None,
+            "PACKED": packed is not None,
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
             "BLOCK_D": padded(dim),
@@ -236,18 +277,21 @@ class Call:
 
 
 def launch_dk_dv(call: Call, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dk, dv) of a block; sizes: see `triton_attention.Sizes`."""
+    """(dk, dv) of a call; sizes: see `triton_attention.Sizes`."""
     (batch, q_len, heads, dim), (kv_len, kv_heads, dim_v) = call.q.shape, call.v.shape[1:]
-    blocks, group = triton.cdiv(kv_len, sizes[1]), heads // kv_heads
+    packed, group = call.packed("columns", sizes[1]), heads // kv_heads
+    blocks = len(packed.table) if packed else triton.cdiv(kv_len, sizes[1])
     share = _heads_of_a_program(group, blocks * kv_heads * batch, multiprocessors(call.q.device))
     parts = heads // share
     dtype = call.k.dtype if share == group else torch.float32
-    dk = torch.empty(batch, kv_len, parts, dim, dtype=dtype, device=call.k.device)
-    dv = torch.empty(batch, kv_len, parts, dim_v, dtype=dtype, device=call.k.device)
+    new = torch.empty if call.writes_all else torch.zeros
+    dk = new(batch, kv_len, parts, dim, dtype=dtype, device=call.k.device)
+    dv = new(batch, kv_len, parts, dim_v, dtype=dtype, device=call.k.device)
     _dk_dv[(blocks, parts, batch)](
-        call.q, call.k, call.v, call.dout, call.lse, call.delta, dk, dv, call.scale, q_len, kv_len,
+        call.q, call.k, call.v, call.dout, call.lse, call.delta, dk, dv,
+        packed.table if packed else None, call.scale, q_len, kv_len,
         call.diagonals.lo, call.diagonals.hi, heads, group, share, *call.strides(),
-        **call.constants(sizes, even=q_len % sizes[0] == 0),
+        **call.constants(sizes, packed, even=q_len % sizes[0] == 0),
     )  # fmt: skip
     if share == group:
         return dk, dv
@@ -256,13 +300,16 @@ def launch_dk_dv(call: Call, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torc
 
 
 def launch_dq(call: Call, sizes: tuple[int, ...]) -> torch.Tensor:
-    """dq of a block; sizes: see `triton_attention.Sizes`."""
+    """dq of a call; sizes: see `triton_attention.Sizes`."""
     (batch, q_len, heads, _), (kv_len, kv_heads) = call.q.shape, call.k.shape[1:3]
-    dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
-    _dq[(triton.cdiv(q_len, sizes[0]), heads, batch)](
-        call.q, call.k, call.v, call.dout, call.lse, call.delta, dq, call.scale, q_len, kv_len,
+    packed = call.packed("rows", sizes[0])
+    new = torch.empty if call.writes_all else torch.zeros
+    dq = new(call.q.shape, dtype=call.q.dtype, device=call.q.device)
+    _dq[(len(packed.table) if packed else triton.cdiv(q_len, sizes[0]), heads, batch)](
+        call.q, call.k, call.v, call.dout, call.lse, call.delta, dq,
+        packed.table if packed else None, call.scale, q_len, kv_len,
         call.diagonals.lo, call.diagonals.hi, heads // kv_heads, *call.strides(),
-        **call.constants(sizes, even=kv_len % sizes[1] == 0),
+        **call.constants(sizes, packed, even=kv_len % sizes[1] == 0),
     )  # fmt: skip
     return dq
 

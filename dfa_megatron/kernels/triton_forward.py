@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dfa_megatron.kernels.triton_support import Diagonals, interpreted
+from dfa_megatron.kernels.segments import Segments, new_out
+from dfa_megatron.kernels.triton_support import PACKED_COLUMNS, Diagonals, Packed, interpreted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -73,6 +74,20 @@ def spans(first, last, length, lo, hi, HAS_LO: tl.constexpr, HAS_HI: tl.constexp
     return begin, full_begin, full_end, end
 
 
+COLUMNS = tl.constexpr(PACKED_COLUMNS)
+
+
+@triton.jit
+def segment_of(table):
+    """(first query row, query rows, first key row, key rows, lo, hi, block) of this program, which packs segments."""
+    table += tl.program_id(0) * COLUMNS
+    q_start = tl.load(table).to(tl.int64)
+    kv_start = tl.load(table + 2).to(tl.int64)
+    lo = tl.load(table + 4)
+    hi = tl.load(table + 5)
+    return q_start, tl.load(table + 1), kv_start, tl.load(table + 3), lo, hi, tl.load(table + 6)
+
+
 @triton.jit
 def _fold(
     acc, total, peak, q, k, v, k_row, v_row, rows, begin, end, q_len, kv_len, lo, hi, scale,
@@ -113,14 +128,23 @@ def _fold(
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward(
-    q, k, v, out, lse, scale, q_len, kv_len, lo, hi, group,
+    q, k, v, out, lse, table, scale, q_len, kv_len, lo, hi, group,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M rows of one head. EVEN: BLOCK_N divides kv_len."""
+    """One program: BLOCK_M rows of one head. EVEN: BLOCK_N divides kv_len. PACKED: of the segment in its table."""
     block = tl.program_id(0)
-    if HAS_HI:
+    all_rows = q_len
+    if PACKED:
+        q_start, q_len, kv_start, kv_len, lo, hi, block = segment_of(table)
+        q += q_start * q_row
+        k += kv_start * k_row
+        v += kv_start * v_row
+        out += q_start * out_row
+        lse += q_start
+    elif HAS_HI:
         block = tl.num_programs(0) - 1 - block  # the rows that see most first, so that none of them is last
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -160,7 +184,7 @@ def _forward(
     out += batch * out_batch + head.to(tl.int64) * out_head
     out_pointers = out + rows.to(tl.int64)[:, None] * out_row + dims_v[None, :]
     tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=(rows < q_len)[:, None] & (dims_v < DIM_V)[None, :])
-    tl.store(lse + (batch * tl.num_programs(1) + head) * q_len + rows, row_lse, mask=rows < q_len)
+    tl.store(lse + (batch * tl.num_programs(1) + head) * all_rows + rows, row_lse, mask=rows < q_len)
 
 
 def launch(
@@ -172,11 +196,29 @@ def launch(
     lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=q.device)
     block_m, block_n, warps, stages = sizes
     _forward[(triton.cdiv(q_len, block_m), heads, batch)](
-        q, k, v, out, lse, scale, q_len, kv_len, diagonals.lo, diagonals.hi, heads // kv_heads,
+        q, k, v, out, lse, None, scale, q_len, kv_len, diagonals.lo, diagonals.hi, heads // kv_heads,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         DIM=dim, DIM_V=dim_v, HAS_LO=diagonals.has_lo, HAS_HI=diagonals.has_hi, EVEN=kv_len % block_n == 0,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim_v), UPCAST=interpreted(),
-        num_warps=warps, num_stages=stages,
+        PACKED=False, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def launch_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, sizes: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call of several segments and a batch of one, as `launch`."""
+    heads, dim, kv_heads, dim_v = q.shape[2], q.shape[3], *v.shape[2:]
+    out, lse = new_out(q, v, segments.is_whole)
+    block_m, block_n, warps, stages = sizes
+    packed = Packed.of(segments, "rows", block_m, q.device)
+    _forward[(len(packed.table), heads, 1)](
+        q, k, v, out, lse, packed.table, scale, q.shape[1], 0, 0, 0, heads // kv_heads,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        DIM=dim, DIM_V=dim_v, HAS_LO=packed.has_lo, HAS_HI=packed.has_hi, EVEN=False,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim_v), UPCAST=interpreted(),
+        PACKED=True, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
 

@@ -9,9 +9,11 @@ import os
 import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from dfa_megatron.kernels.segments import Segments, moved, stream_of
 from dfa_megatron.plan.geometry import Band
 
 OLDEST = (3, 2)
@@ -73,6 +75,46 @@ class Diagonals:
         lo = -_FAR if band.left < 0 else max(offset - band.left, -_FAR)
         hi = _FAR if band.right < 0 else min(offset + band.right, _FAR)
         return cls(lo, hi, has_lo=lo > 1 - q_len, has_hi=hi < kv_len - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Which rows of which segment each program works on, and which bounds can bind in some segment.
+
+    table: int32 (programs, PACKED_COLUMNS): first query row, query rows, first key row, key rows, lo, hi of the
+        segment, and which of its blocks it is; programs with much work come first.
+    """
+
+    table: torch.Tensor
+    has_lo: bool
+    has_hi: bool
+
+    @classmethod
+    def of(cls, segments: Segments, by: Literal["rows", "columns"], block: int, device: torch.device) -> Packed:
+        """The programs over blocks of that many query rows, or key rows ("columns"); made once per device."""
+        key = "triton", by, block, device, stream_of(device)
+        if key not in segments.tables:
+            segments.tables[key] = cls._made(segments, by, block, device)
+        packed: Packed = segments.tables[key]
+        return packed
+
+    @classmethod
+    def _made(cls, segments: Segments, by: str, block: int, device: torch.device) -> Packed:
+        programs: list[tuple[int, tuple[int, ...]]] = []
+        has_lo = has_hi = False
+        for s in segments.parts:
+            q_len, kv_len = s.q_hi - s.q_lo, s.kv_hi - s.kv_lo
+            d = Diagonals.of(s.band, q_len, kv_len)
+            has_lo, has_hi = has_lo or d.has_lo, has_hi or d.has_hi
+            length, other, lo, hi = (q_len, kv_len, d.lo, d.hi) if by == "rows" else (kv_len, q_len, -d.hi, -d.lo)
+            for number, first in enumerate(range(0, length, block)):
+                seen = min(other, min(first + block, length) + hi) - max(0, first + lo)
+                programs.append((-seen, (s.q_lo, q_len, s.kv_lo, kv_len, d.lo, d.hi, number)))
+        flat = [value for _, program in sorted(programs) for value in program]
+        return cls(moved(flat, torch.int32, device).view(-1, PACKED_COLUMNS), has_lo, has_hi)
+
+
+PACKED_COLUMNS = 7
 
 
 def with_unit_stride(x: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,14 @@ import math
 import sys
 import types
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 from dfa_megatron.kernels import aten, cudnn, flash2, flash3, flash4
+from dfa_megatron.kernels import segments as packed
 from dfa_megatron.kernels.api import BlockKernel, Saved
 from dfa_megatron.kernels.aten import AtenFlashKernel
 from dfa_megatron.kernels.cudnn import CudnnKernel
@@ -21,7 +23,8 @@ from dfa_megatron.kernels.flash3 import Flash3Kernel
 from dfa_megatron.kernels.flash4 import Flash4Kernel
 from dfa_megatron.kernels.operators import Operator
 from dfa_megatron.kernels.reference import ReferenceKernel
-from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
+from dfa_megatron.kernels.segments import Segments
+from dfa_megatron.plan.geometry import CAUSAL, FULL, Band, Segment
 from dfa_megatron.testing.compare import assert_close, dense_attention
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -54,6 +57,40 @@ def readable(*tensors: torch.Tensor) -> None:
         assert all(stride % (16 // x.element_size()) == 0 for stride in x.stride()[:-1])
 
 
+class Unpacked:
+    """The calls of a packed operator, one per segment, as calls with a batch of one, and their results put together.
+
+    q, k: the names of its queries and keys. cu_q, cu_k: of the offsets. rows: names that have a row per query.
+    """
+
+    def __init__(
+        self, q: str, k: str, v: str, cu_q: str, cu_k: str, rows: tuple[str, ...], lse: tuple[str, ...]
+    ) -> None:
+        self.cu_q, self.cu_k = cu_q, cu_k
+        self.by_row, self.by_column, self.by_last = (q, *rows), (k, v), lse
+
+    def calls(self, a: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        q_edges, kv_edges = (a[name] for name in (self.cu_q, self.cu_k))
+        assert q_edges.dtype == kv_edges.dtype == torch.int32
+        assert q_edges[0] == kv_edges[0] == 0
+        assert (q_edges[-1], kv_edges[-1]) == (len(a[self.by_row[0]]), len(a[self.by_column[0]]))
+        for q0, q1, k0, k1 in zip(q_edges[:-1], q_edges[1:], kv_edges[:-1], kv_edges[1:], strict=True):
+            assert q1 > q0
+            assert k1 > k0
+            part = dict(a)
+            part |= {name: a[name][None, q0:q1] for name in self.by_row if name in a}
+            part |= {name: a[name][None, k0:k1] for name in self.by_column}
+            part |= {name: a[name][None, :, q0:q1].contiguous() for name in self.by_last if name in a}
+            yield part | {self.cu_q: None, self.cu_k: None}
+
+    @staticmethod
+    def joined(results: list[tuple[Any, ...]], dims: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            torch.cat([part[0] for part in parts], dim)
+            for parts, dim in zip(zip(*results, strict=True), dims, strict=False)
+        )
+
+
 class FlashStandIn:
     """`_flash_attention_forward` and `_backward` as in flash_api.cpp: its bounds, its lse, what it never checks."""
 
@@ -62,20 +99,28 @@ class FlashStandIn:
         assert a["cum_seq_k"] is None
         assert a["dropout_p"] == 0.0
         q_len, kv_len = a["query"].shape[1], a["key"].shape[1]
-        assert (a["max_q"], a["max_k"]) == (q_len, kv_len)
+        if "packed" in a:
+            assert a["max_q"] >= max(q_len, 2), "one row a segment takes another path"
+            assert a["max_k"] >= kv_len
+        else:
+            assert (a["max_q"], a["max_k"]) == (q_len, kv_len)
         left, right = (-1 if a[name] is None else a[name] for name in ("window_size_left", "window_size_right"))
-        left, right = (-1 if bound >= kv_len else bound for bound in (left, right))
+        left, right = (-1 if bound >= a["max_k"] else bound for bound in (left, right))
         if a["is_causal"]:
             right = 0
         if left < 0 and right < 0:
             return torch.ones(q_len, kv_len, dtype=torch.bool)
-        left, right = (kv_len if bound < 0 else bound for bound in (left, right))
+        left, right = (q_len + kv_len if bound < 0 else bound for bound in (left, right))
         distance = torch.arange(kv_len)[None] - torch.arange(q_len)[:, None] - (kv_len - q_len)
         return (distance >= -left) & (distance <= right)
+
+    packed = Unpacked("query", "key", "value", "cum_seq_q", "cum_seq_k", ("out", "grad_out"), ("logsumexp",))
 
     def forward(self, **a: Any) -> tuple[torch.Tensor, ...]:
         readable(a["query"], a["key"], a["value"])
         assert a["return_debug_mask"] is False
+        if a["cum_seq_q"] is not None:
+            return Unpacked.joined([self.forward(**part, packed=True) for part in self.packed.calls(a)], (0, 1))
         out, lse = dense_attention(a["query"], a["key"], a["value"], visible=self.seen(**a), softmax_scale=a["scale"])
         lse = lse.masked_fill(lse == -math.inf, math.inf)
         return out.to(a["query"].dtype), lse.float(), torch.empty(0), torch.empty(0), torch.empty(0)
@@ -85,6 +130,8 @@ class FlashStandIn:
         assert a["logsumexp"].is_contiguous()
         assert a["logsumexp"].dtype == torch.float32
         assert {"rng_state", "unused"} <= set(a)
+        if a["cum_seq_q"] is not None:
+            return Unpacked.joined([self.backward(**part, packed=True) for part in self.packed.calls(a)], (0, 0, 0))
         return gradients_of(
             a["grad_out"], a["query"], a["key"], a["value"], a["out"], a["logsumexp"], self.seen(**a), a["scale"]
         )
@@ -274,9 +321,14 @@ class Flash4StandIn:
         assert seen.any(0).all(), "a column is unseen: its gradient may stay unwritten"
         return seen
 
+    packed = Unpacked("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", ("out", "dout"), ("lse", "dlse"))
+
     def forward(self, **a: Any) -> tuple[torch.Tensor | None, ...]:
         readable(a["q"], a["k"], a["v"])
         assert a["return_lse"] is True
+        if a.get("cu_seqlens_q") is not None:
+            assert min(a["max_seqlen_q"], a["max_seqlen_k"]) >= 512, "other kernels are compiled for short ones"
+            return Unpacked.joined([self.forward(**part) for part in self.packed.calls(a)], (0, 1))
         out, lse = dense_attention(a["q"], a["k"], a["v"], visible=self.seen(**a), softmax_scale=a["softmax_scale"])
         return out.to(a["q"].dtype), lse.float(), None, None, None
 
@@ -286,6 +338,8 @@ class Flash4StandIn:
             assert a[name].is_contiguous()
             assert a[name].dtype == torch.float32
         assert a["deterministic"] is False
+        if a.get("cu_seqlens_q") is not None:
+            return Unpacked.joined([self.backward(**part) for part in self.packed.calls(a)], (0, 0, 0))
         rows = (a[name] for name in ("dout", "q", "k", "v", "out", "lse"))
         return gradients_of(*rows, self.seen(**a), a["softmax_scale"], a["dlse"])
 
@@ -366,6 +420,63 @@ def test_gpu_kernels_give_their_operators_what_these_mean(
             assert error < 2e-3, f"{name} is off by {error}"
 
 
+PACKS = {
+    "causal": [(5, 5, CAUSAL), (1, 1, FULL), (30, 30, CAUSAL), (2, 2, CAUSAL)],
+    "full": [(5, 9, FULL), (7, 1, FULL), (1, 30, FULL)],
+    "single tokens": [(1, 1, FULL)] * 5,
+    "mixed": [(5, 5, CAUSAL), (4, 9, FULL), (12, 12, Band(3, 0)), (6, 6, CAUSAL)],
+    "windows": [(12, 12, Band(3, 0)), (3, 3, CAUSAL), (40, 40, Band(3, 0))],
+    "tall windows": [(90, 12, Band(11, 80)), (8, 4, FULL)],
+}
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("pack", PACKS)
+def test_gpu_kernels_give_their_packed_operators_what_segments_mean(kernel: BlockKernel, pack: str, gap: int) -> None:
+    parts, q_len, kv_len = [], 0, 0
+    for rows, columns, band in PACKS[pack]:
+        tile = Segment(q_len, q_len + rows, kv_len, kv_len + columns, band).tile.shrink()
+        assert tile is not None
+        parts.append(Segment(tile.q.lo, tile.q.hi, tile.kv.lo, tile.kv.hi, tile.band))
+        q_len, kv_len = q_len + rows + gap, kv_len + columns + gap
+    if kernel.name == "cudnn" and pack in ("mixed", "windows", "tall windows"):
+        pytest.skip("cudnn refuses bands")
+    segments = Segments(tuple(parts), q_len, kv_len)
+    generator = torch.Generator().manual_seed(q_len)
+    q, dout = (torch.randn(1, q_len, 4, 16, generator=generator).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, kv_len, 2, 16, generator=generator).bfloat16() for _ in range(2))
+    options: dict[str, Any] = {"segments": segments, "softmax_scale": 0.3}
+    reference = ReferenceKernel()
+    want = packed.forward(reference, q, k, v, **options)
+    delta = (dout.float() * want[0].float()).sum(-1).transpose(1, 2)
+    known = Saved(want[1], delta)
+    want_gradients = packed.backward(reference, dout, q, k, v, known, deterministic=False, **options)
+    got = packed.forward(kernel, q, k, v, **options)
+    for name, g, w in zip(("out", "lse"), got, want, strict=True):
+        assert g.shape == w.shape
+        assert_close(g, w, tolerance=1e-4, name=name)
+    saved = known if kernel.reads == "delta" else Saved(want[1], out=want[0])
+    gradients = packed.backward(kernel, dout, q, k, v, saved, deterministic=False, **options)
+    for name, g, w in zip(("dq", "dk", "dv"), gradients, want_gradients, strict=True):
+        assert g.shape == w.shape
+        error = (g.float() - w.float()).norm() / max(w.float().norm(), dout.float().norm())
+        assert error < 2e-3, f"{name} is off by {error}"
+
+
+def test_packed_kernels_are_called_once_for_equal_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def forward(**a: Any) -> tuple[torch.Tensor | None, ...]:
+        calls.append(len(a["cu_seqlens_q"]) - 1)
+        return Flash4StandIn().forward(**a)
+
+    monkeypatch.setattr(flash4, "_functions", lambda: (forward, None))
+    parts = [Segment(lo, hi, lo, hi, CAUSAL if hi - lo > 1 else FULL) for lo, hi in pairwise((0, 4, 5, 6, 20, 64))]
+    q = torch.randn(1, 64, 2, 16).bfloat16()
+    packed.forward(Flash4Kernel(), q, q, q, segments=Segments(tuple(parts), 64, 64), softmax_scale=0.3)
+    assert calls == [5]
+
+
 @pytest.mark.parametrize("kernel_class", [AtenFlashKernel, CudnnKernel])
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 def test_the_real_operators_take_the_call(kernel_class: type[BlockKernel], band: Band) -> None:
@@ -377,4 +488,17 @@ def test_the_real_operators_take_the_call(kernel_class: type[BlockKernel], band:
     assert lse.dtype == torch.float32
     saved = Saved(lse=lse, out=out)
     gradients = kernel_class().backward(q, q, k, k, saved, band=band, softmax_scale=0.1, deterministic=False)
+    assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
+
+
+def test_the_real_operator_takes_a_packed_call() -> None:
+    """On the meta device, as above, for FlashAttention-2 in PyTorch."""
+    q, k = (torch.empty(1, 48, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    segments = Segments((Segment(0, 20, 0, 20, CAUSAL), Segment(20, 48, 20, 48, CAUSAL)), 48, 48)
+    out, lse = AtenFlashKernel().forward_segments(q, k, k, segments=segments, softmax_scale=0.1)
+    assert out.shape == q.shape
+    assert lse.shape == (1, 4, 48)
+    gradients = AtenFlashKernel().backward_segments(
+        q, q, k, k, Saved(lse=lse, out=out), segments=segments, softmax_scale=0.1, deterministic=False
+    )
     assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]

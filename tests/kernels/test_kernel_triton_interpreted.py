@@ -29,6 +29,10 @@ CHOSEN = {
         "logits and float32": ["64x64-full", "64x64-band9"],
         "inputs_are_left": [],
     },
+    "test_kernel_segments.py": {
+        "float32 and several": ["documents", "tokens", "gaps", "causal", "windows"],
+        "bfloat16 and several": ["gaps"],
+    },
     "test_kernel_merge.py": {"": []},
 }  # fmt: skip
 """By file: what a test's name holds, and one of which words beside it."""
@@ -40,7 +44,10 @@ def expression(chosen: dict[str, list[str]]) -> str:
     return " or ".join(f"({words} and ({ones}))" if ones else f"({words})" for words, ones in terms)
 
 
-@pytest.mark.parametrize(("file", "passes"), [("test_kernel_conformance.py", 26), ("test_kernel_merge.py", 75)])
+@pytest.mark.parametrize(
+    ("file", "passes"),
+    [("test_kernel_conformance.py", 26), ("test_kernel_segments.py", 11), ("test_kernel_merge.py", 75)],
+)
 def test_the_triton_kernels_pass_in_the_interpreter(file: str, passes: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]
     run = subprocess.run(

@@ -1,0 +1,178 @@
+"""Calls of several segments: every kernel against dense float64 attention, in one call or in a loop."""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from dfa_megatron.kernels import segments as packed
+from dfa_megatron.kernels.api import Saved, VarlenKernel, form_of
+from dfa_megatron.kernels.reference import ReferenceKernel
+from dfa_megatron.kernels.segments import Segments
+from dfa_megatron.plan.geometry import CAUSAL, FULL, Band, Segment
+from dfa_megatron.testing.compare import dense_attention
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_kernel_conformance import Case, check, every_dtype, every_target, saved_for, usable
+
+Options = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """What segments are drawn: their bands, their longest, how many rows are left between them."""
+
+    bands: tuple[Band, ...]
+    longest: int = 40
+    gap: int = 0
+    square: bool = True
+    count: int = 7
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+
+    def draw(self, seed: int) -> Segments:
+        """Random segments, shrunk as plans have them."""
+        draw = random.Random(seed)
+        parts: list[Segment] = []
+        q = kv = 0
+        while len(parts) < self.count:
+            q_len = draw.choice([1, draw.randint(1, self.longest), self.longest])
+            kv_len = q_len if self.square else draw.randint(1, self.longest)
+            band = draw.choice(self.bands)
+            tile = Segment(q, q + q_len, kv, kv + kv_len, band).tile.shrink()
+            if tile is not None:
+                parts.append(Segment(tile.q.lo, tile.q.hi, tile.kv.lo, tile.kv.hi, tile.band))
+                q, kv = tile.q.hi + draw.randint(0, self.gap), tile.kv.hi + draw.randint(0, self.gap)
+        return Segments(tuple(parts), q, kv)
+
+
+PACKS = {
+    "causal documents": Pack((CAUSAL,)),
+    "full documents": Pack((FULL,), square=False),
+    "long documents": Pack((CAUSAL,), longest=300, count=4, head_dim=128, heads=2, kv_heads=1),
+    "single tokens": Pack((CAUSAL,), longest=1, count=30),
+    "causal and full": Pack((CAUSAL, FULL), square=False),
+    "gaps": Pack((CAUSAL,), gap=9),
+    "gaps between all kinds": Pack((CAUSAL, FULL, Band(9, 0), Band(-1, 5)), gap=5, square=False),
+    "windows": Pack((Band(9, 0),), longest=60),
+    "windows of two sides": Pack((Band(7, 3),), longest=60, square=False),
+    "wide windows": Pack((Band(12, 70),), longest=80, square=False),
+}
+
+every_pack = pytest.mark.parametrize("rows", PACKS)
+
+
+def visible(segments: Segments, device: str) -> torch.Tensor:
+    seen = torch.zeros(segments.q_len, segments.kv_len, dtype=torch.bool)
+    for s in segments.parts:
+        tile = s.tile
+        i, j = torch.arange(s.q_lo, s.q_hi)[:, None], torch.arange(s.kv_lo, s.kv_hi)[None]
+        seen[s.q_lo : s.q_hi, s.kv_lo : s.kv_hi] = (j - i >= tile.lo) & (j - i <= tile.hi)
+    return seen.to(device)
+
+
+def check_pack(name: str, device: str, dtype: torch.dtype, rows: str, deterministic: bool = False) -> None:
+    pack = PACKS[rows]
+    seed = zlib.crc32(f"{rows}{name}{dtype}".encode())
+    segments = pack.draw(seed)
+    forms = [
+        Case(s.q_hi - s.q_lo, s.kv_hi - s.kv_lo, s.band, pack.heads, pack.kv_heads, pack.head_dim)
+        for s in segments.parts
+    ]
+    kernel = usable(name, device, dtype, *forms, deterministic=deterministic)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int, heads: int) -> torch.Tensor:
+        values = torch.randn(1, length, heads, pack.head_dim, generator=generator, dtype=torch.float64)
+        return values.to(dtype).to(device)
+
+    q, dout = draw(segments.q_len, pack.heads), draw(segments.q_len, pack.heads)
+    k, v = draw(segments.kv_len, pack.kv_heads), draw(segments.kv_len, pack.kv_heads)
+    exact = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
+    want_out, want_lse = dense_attention(*exact, visible=visible(segments, device), softmax_scale=0.1)
+    gradients = torch.autograd.grad(want_out, exact, dout.double())
+    options: Options = {"segments": segments, "softmax_scale": 0.1}
+    for _ in range(2):  # the second time with what was derived the first time
+        out, lse = packed.forward(kernel, q, k, v, **options)  # type: ignore[arg-type]
+        saved = saved_for(kernel, dout, out, lse)
+        got = packed.backward(kernel, dout, q, k, v, saved, **options, deterministic=deterministic)  # type: ignore[arg-type]
+        check(name, (out, lse, *got), (want_out.detach(), want_lse.detach(), *gradients), dtype)
+
+
+@every_target
+@every_dtype
+@every_pack
+def test_a_call_of_several_segments_is_what_dense_float64_attention_says(
+    name: str, device: str, dtype: torch.dtype, rows: str
+) -> None:
+    check_pack(name, device, dtype, rows)
+
+
+@every_target
+@pytest.mark.parametrize("rows", ["causal documents", "gaps between all kinds"])
+def test_a_deterministic_backward_of_segments_is_right(name: str, device: str, rows: str) -> None:
+    check_pack(name, device, torch.bfloat16, rows, deterministic=True)
+
+
+def test_equal_windows_are_one_group_and_bounds_that_never_bind_do_not_matter() -> None:
+    causal = Segment(0, 5, 0, 5, CAUSAL), Segment(5, 6, 5, 9, FULL), Segment(6, 16, 9, 19, CAUSAL)
+    (group,) = Segments(causal, 16, 19).groups
+    assert group.window == CAUSAL
+    assert group.segments == causal
+    windows = Segment(0, 30, 0, 30, Band(7, 0)), Segment(30, 35, 30, 35, CAUSAL), Segment(35, 36, 35, 36, FULL)
+    assert [group.window for group in Segments(windows, 36, 36).groups] == [Band(7, 0)]
+    mixed = Segment(0, 4, 0, 4, CAUSAL), Segment(4, 8, 4, 9, FULL), Segment(8, 20, 9, 21, Band(3, 0))
+    assert {group.window for group in Segments(mixed, 20, 21).groups} == {Band(3, 0), FULL}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_groups_hold_every_segment_once_and_mean_what_its_band_means(seed: int) -> None:
+    bands = CAUSAL, FULL, Band(4, 0), Band(9, 0), Band(-1, 6), Band(5, 5)
+    segments = Pack(bands, longest=12, gap=2, square=False, count=30).draw(seed)
+    grouped = [s for group in segments.groups for s in group.segments]
+    assert sorted(grouped) == sorted(segments.parts)
+    for group in segments.groups:
+        assert list(group.segments) == sorted(group.segments)
+        for s in group.segments:
+            served = Segment(s.q_lo, s.q_hi, s.kv_lo, s.kv_hi, group.window).tile.shrink()
+            assert served == s.tile.shrink()
+
+
+def test_tables_are_made_once() -> None:
+    segments = PACKS["gaps"].draw(1)
+    (group,) = segments.groups
+    device = torch.device("cpu")
+    assert group.table(device) is group.table(device)
+    assert group.table(device).q_rows is not None
+    assert PACKS["causal documents"].draw(1).groups[0].table(device).q_rows is None
+
+
+def test_a_batch_of_several_takes_a_call_for_each_segment() -> None:
+    class Counted(ReferenceKernel):
+        blocks = 0
+
+        def forward(self, *args, **options):  # type: ignore[no-untyped-def]
+            self.blocks += 1
+            return super().forward(*args, **options)
+
+        def forward_segments(self, *args, **options):  # type: ignore[no-untyped-def]
+            raise AssertionError("of a batch of one only")
+
+        backward_segments = forward_segments
+
+    kernel, segments = Counted(), PACKS["gaps"].draw(3)
+    assert isinstance(kernel, VarlenKernel)
+    q, k = torch.randn(2, segments.q_len, 2, 8), torch.randn(2, segments.kv_len, 1, 8)
+    out, _ = packed.forward(kernel, q, k, k, segments=segments, softmax_scale=0.3)
+    want, _ = dense_attention(q, k, k, visible=visible(segments, "cpu"), softmax_scale=0.3)
+    assert kernel.blocks == len(segments.parts)
+    torch.testing.assert_close(out, want.float())
+    assert form_of(FULL, 1, 1) == "full"
+    assert Saved(lse=out).delta is None
