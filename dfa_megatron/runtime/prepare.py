@@ -224,7 +224,14 @@ def _open_transport(prepared: Prepared, device: torch.device) -> None:
     if prepared.channel is not None:
         request = prepared.request
         transport = prepared.channel.transport(device, request.transport, request.agreement_timeout)
-        transport.reserve(max(prepared.forward.arena_bytes, prepared.backward.arena_bytes))
+        needed = max(prepared.forward.arena_bytes, prepared.backward.arena_bytes)
+        transport.reserve(_roomy(needed) if request.cu_seqlens else needed)
+
+
+def _roomy(nbytes: int) -> int:
+    """Up to half as much again, in steps: packs need a little more or less each time, and to grow is collective."""
+    step = 1 << max(0, nbytes.bit_length() - 2)
+    return -(-nbytes // step) * step
 
 
 def _connected(

@@ -1,0 +1,162 @@
+"""Packed documents over NCCL and over copy engines: exact in bfloat16 with every kernel, without stopping the host."""
+
+from __future__ import annotations
+
+import random
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dfa_megatron
+from dfa_megatron import kernels, remat
+from dfa_megatron.kernels.api import Need
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.workers import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import Case
+from packs import pack, random_offsets, tokens_of
+
+TOLERANCE = 1e-2
+"""bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""
+
+DEVICE = "cuda"
+
+
+def served(*names: str) -> list[str]:
+    """The kernels that are installed here and serve this GPU."""
+    capability = torch.cuda.get_device_capability()
+    need = Need(DEVICE, torch.bfloat16, 8, 2, 128, 128, frozenset({"full", "causal"}), capability=capability)
+    return [name for name in names if kernels.get(name).refusal(need) is None]
+
+
+def gpu_pack(offsets: tuple[int, ...], **options: Any) -> Case:
+    return pack(offsets, **{"heads": 8, "kv_heads": 2, "head_dim": 128, **options}, dtype=torch.bfloat16, device=DEVICE)
+
+
+def compare(whole: Case, offsets: tuple[int, ...], rank: int, ranks: int, **options: Any) -> None:
+    rows = tokens_of(options.get("layout", "contiguous"), offsets, ranks)[rank].to(DEVICE)
+    shard = [x[rows].requires_grad_() for x in whole.inputs]
+    out = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, softmax_scale=0.3, **options)
+    gradients = torch.autograd.grad(out, shard, whole.dout[rows])
+    # A single key has probability 1 whatever the score: dq and dk of packs of single tokens are rounding alone.
+    floor = TOLERANCE * whole.dout.double().norm().item()
+    assert_close(out, whole.out[rows], tolerance=TOLERANCE, name="out")
+    for name, got, want in zip(("dq", "dk", "dv"), gradients, whole.gradients, strict=True):
+        if want[rows].norm() > floor:
+            assert_close(got, want[rows], tolerance=TOLERANCE, name=name)
+        else:
+            assert got.double().norm() < 2 * floor, name
+
+
+def _exact(rank: int, ranks: int) -> None:
+    draw = random.Random(ranks)
+    for kernel in served("flash4", "aten", "triton", "cudnn"):
+        for round_ in range(4):
+            offsets = random_offsets(ranks * draw.choice([64, 130, 256, 384]), draw)
+            heads, kv_heads = draw.choice([(8, 2), (4, 4), (6, 1)])
+            whole = gpu_pack(offsets, heads=heads, kv_heads=kv_heads, seed=round_)
+            transport = draw.choice(["p2p", "copy_engine"])
+            for schedule, layout in (("ring", "contiguous"), ("greedy", "contiguous"), ("dealt", "dealt")):
+                compare(
+                    whole, offsets, rank, ranks, kernel=kernel, schedule=schedule, layout=layout, transport=transport
+                )
+            if kernel != "cudnn":
+                for causal, window_size in ((False, (-1, -1)), (True, (70, 0)), (False, (30, 9))):
+                    options = {"causal": causal, "window_size": window_size}
+                    bounded = gpu_pack(offsets, heads=heads, kv_heads=kv_heads, seed=round_, **options)
+                    compare(bounded, offsets, rank, ranks, kernel=kernel, **options)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_packs_are_exact_over_nccl_with_every_kernel(ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    run_ranks(ranks, _exact, cuda=True, timeout=400)
+
+
+def _without_synchronisation(rank: int, ranks: int, transport: str) -> None:
+    offsets = (0, 3, 100, 101, 700, ranks * 512)
+    whole, rows = gpu_pack(offsets), slice(rank * 512, rank * 512 + 512)
+    shard = [x[rows].clone().requires_grad_() for x in whole.inputs]
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
+
+    def step(cu_seqlens: torch.Tensor | tuple[int, ...]) -> torch.Tensor:
+        out = dfa_megatron.dist_flash_attn_varlen_func(*shard, cu_seqlens, softmax_scale=0.3, transport=transport)
+        torch.autograd.grad(out, shard, whole.dout[rows])
+        return out
+
+    step(cu_seqlens)  # plans, agrees, makes communicators, reads the tensor
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [step(cu_seqlens) for _ in range(3)]
+        step((0, 3, 102, 103, 702, ranks * 512))  # a new pack of numbers stops nothing either
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_close(again[-1], whole.out[rows], tolerance=TOLERANCE)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("transport", ["p2p", "copy_engine"])
+def test_packs_never_synchronise_the_host(transport: str) -> None:
+    run_ranks(2, _without_synchronisation, transport, cuda=True, timeout=120)
+
+
+def _one_launch(rank: int, ranks: int) -> None:
+    lengths = [17, 200, 1, 90, 204] * ranks
+    offsets = tuple(sum(lengths[:count]) for count in range(len(lengths) + 1))
+    assert all(offsets[5 * r] == 512 * r for r in range(ranks))
+    whole, rows = gpu_pack(offsets), slice(rank * 512, rank * 512 + 512)
+    COUNTERS.reset()
+    dfa_megatron.dist_flash_attn_varlen_func(*(x[rows] for x in whole.inputs), offsets, schedule="ring")
+    assert COUNTERS.kernel_forwards == 1
+    assert COUNTERS.forward_messages == 0
+    assert [hi - lo for lo, hi in pairwise(offsets)] == lengths
+
+
+@pytest.mark.gpu(2)
+def test_documents_inside_a_rank_are_one_kernel_call_and_no_message() -> None:
+    run_ranks(2, _one_launch, cuda=True, timeout=120)
+
+
+def _changed_in_place(rank: int, ranks: int) -> None:
+    first, second = (0, 40, 128 * ranks), (0, 90, 128 * ranks)
+    cu_seqlens = torch.tensor(first, dtype=torch.int32, device=DEVICE)
+    rows = slice(rank * 128, rank * 128 + 128)
+    for offsets in (first, second):
+        cu_seqlens.copy_(torch.tensor(offsets))
+        whole = gpu_pack(offsets)
+        out = dfa_megatron.dist_flash_attn_varlen_func(*(x[rows] for x in whole.inputs), cu_seqlens, softmax_scale=0.3)
+        assert_close(out, whole.out[rows], tolerance=TOLERANCE)
+
+
+@pytest.mark.gpu(2)
+def test_a_tensor_of_offsets_that_is_written_to_is_read_again() -> None:
+    run_ranks(2, _changed_in_place, cuda=True, timeout=120)
+
+
+def _remat(rank: int, ranks: int) -> None:
+    offsets = (0, 70, 300, 256 * ranks)
+    whole, rows = gpu_pack(offsets), slice(rank * 256, rank * 256 + 256)
+    shard = [x[rows].clone().requires_grad_() for x in whole.inputs]
+
+    def region(*qkv: torch.Tensor) -> torch.Tensor:
+        return dfa_megatron.dist_flash_attn_varlen_func(*(x * 1.0 for x in qkv), offsets, deterministic=True)
+
+    plain = torch.autograd.grad(region(*shard), shard, whole.dout[rows])
+    COUNTERS.reset()
+    remat.remat_checkpoint(region, *shard).backward(whole.dout[rows])
+    assert (COUNTERS.attention_forwards, COUNTERS.replays) == (1, 1)
+    assert all(x.grad is not None and torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True))
+
+
+@pytest.mark.gpu(2)
+def test_rematerialization_repeats_no_packed_forward_on_gpus() -> None:
+    run_ranks(2, _remat, cuda=True, timeout=120)
