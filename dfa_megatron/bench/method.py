@@ -17,7 +17,7 @@ from dfa_megatron.bench.world import World
 from dfa_megatron.plan.schedules import SCHEDULES
 from dfa_megatron.runtime.ablation import Ablation
 from dfa_megatron.runtime.ablation import ablation as ablated
-from dfa_megatron.runtime.prepare import plans_in_use
+from dfa_megatron.runtime.prepare import in_use, plans_in_use
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(batch, local_seq, heads, head_dim) and kv_heads of k and v -> out like q; differentiable."""
@@ -56,6 +56,7 @@ class Method:
     exact: False where a wrong answer is intended; it is timed without a check, and no result of the project.
     around: entered around each forward and its backward, outside the clock.
     took: after a call, what "auto" came to, or "".
+    held: after a call, bytes of the device that it needs past PyTorch's allocator.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Method:
     exact: bool = True
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     took: Callable[[], str] = str
+    held: Callable[[], int] = int
 
 
 def our_methods(job: Job) -> list[Method]:
@@ -112,6 +114,7 @@ def _ours(
         exact=ablation != "no_communication",
         around=nullcontext if ablation == "none" else around,
         took=(lambda: plans_in_use()[-1].schedule) if schedule == "auto" else str,
+        held=lambda: in_use()[-1].symmetric_bytes,
     )
 
 

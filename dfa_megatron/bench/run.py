@@ -176,7 +176,7 @@ class _Run:
             return
         memory.read()
         row.took = method.took()
-        largest = self.world.slowest([memory.peak, memory.outside, _sent() - sent])
+        largest = self.world.slowest([memory.peak + method.held(), memory.outside, _sent() - sent])
         row.beyond_gib, row.outside_gib, row.sent_mib = largest[0] / 2**30, largest[1] / 2**30, largest[2] / 2**20
         row.peak_gib = row.inputs_gib + row.beyond_gib
         for name in self.job.passes:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.agree import exchange
 from dfa_megatron.runtime.copy_engine import host, open_transport
 from dfa_megatron.runtime.transport import GlooTransport, NcclTransport, Transport
@@ -75,6 +75,11 @@ class Channel:
         group = _communicator(self._ranks, device)
         return GlooTransport(group) if device.type == "cpu" else NcclTransport(group, device)
 
+    def has_symmetric_memory(self, kind: str) -> bool:
+        """That kind of transport has reserved memory that PyTorch's allocator knows nothing of."""
+        known = self._transports.get(("cuda", kind))
+        return known is not None and known.generation > 0
+
     def collectives(self, device: torch.device) -> dist.ProcessGroup:
         """A process group for collectives of tensors on that kind of device; the first call is itself collective."""
         if device.type not in self._collectives:
@@ -127,6 +132,7 @@ def channel(name: str) -> Channel:
     group = resolve(name)
     known = _channels.get(name)
     if known is None or known[0] is not group:
+        _refuse_unequal_counts(group)
         known = _channels[name] = (group, Channel(dist.get_process_group_ranks(group)))
     return known[1]
 
@@ -142,3 +148,22 @@ def _communicator(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     logger.info("made a NCCL communicator of %d ranks for distributed attention", len(ranks))
     return group
+
+
+def _refuse_unequal_counts(group: dist.ProcessGroup) -> None:
+    """PyTorch names a group that only its own ranks make by how many groups the process has: unequal, they would hang.
+
+    Raises:
+        DisagreementError: the processes of the group have made unequal numbers of groups.
+    """
+    count = len(getattr(distributed_c10d._world, "pg_names", ()))
+    device = torch.device("cpu" if "gloo" in str(dist.get_backend(group)) else f"cuda:{torch.cuda.current_device()}")
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+    dist.all_gather(counts, torch.tensor([count], device=device), group=group)
+    found = [int(x) for x in counts]
+    if len(set(found)) > 1:
+        raise DisagreementError(
+            f"the processes of the group are in {found} process groups by rank, and PyTorch lets some of them make one "
+            "more only where these are equal. Run the first attention of a group before groups that only some of its "
+            "ranks belong to are made, or let every rank belong to as many"
+        )

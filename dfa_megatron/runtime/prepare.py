@@ -56,6 +56,13 @@ class Prepared:
     exchange: HeadExchange | None = None
     graphs: dict[tuple[str, int, str], Captured] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def symmetric_bytes(self) -> int:
+        """Bytes that its messages need in the symmetric memory of its transport, or 0 where that has none."""
+        if self.channel is None or not self.channel.has_symmetric_memory(self.request.transport):
+            return 0
+        return max(self.forward.arena_bytes, self.backward.arena_bytes)
+
     def picture(self, phase: str, step: int) -> str:
         """The grid of a phase with a step of this rank marked."""
         plan = self.plan.forward if phase == "forward" else self.plan.backward

@@ -114,6 +114,19 @@ def test_a_rank_that_never_comes_is_an_error_within_the_timeout() -> None:
     assert seconds < 4.0
 
 
+def _unequal_groups(rank: int, ranks: int) -> str:
+    """Rank 0 is in one group more: a group that only some ranks make would hang."""
+    if rank == 0:
+        torch.distributed.new_group([0], use_local_synchronization=True)
+    return attempt(*tensors())
+
+
+def test_ranks_in_unequal_numbers_of_groups_are_told_so() -> None:
+    for report in run_ranks(2, _unequal_groups, timeout=60):
+        assert report.startswith("DisagreementError")
+        assert "[3, 2] process groups by rank" in report or "[2, 1] process groups by rank" in report
+
+
 def _broken_kernel(rank: int, ranks: int) -> str:
     from dfa_megatron import kernels
 
