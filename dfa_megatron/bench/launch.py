@@ -40,17 +40,16 @@ def device_of(asked: str) -> str:
     return asked
 
 
-def start(ranks: int | None, job: Job, argv: Sequence[str]) -> int:
+def start(ranks: int | None, device: str, argv: Sequence[str]) -> int:
     """Run this command on so many ranks of this machine: one per GPU, or two on a CPU, if None.
 
     Returns:
         The exit status: that of the first rank that failed, 130 after Ctrl-C.
 
     Raises:
-        UnsupportedError: more ranks than GPUs, or a peer that does not run here.
+        UnsupportedError: more ranks than GPUs.
     """
-    peer_methods(job)
-    gpus = torch.cuda.device_count() if job.device == "cuda" else 0
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
     if gpus and ranks is not None and ranks > gpus:
         raise UnsupportedError(f"--ranks {ranks}", f"this machine has {gpus} GPUs", "one rank per GPU")
     count = ranks or gpus or 2

@@ -80,11 +80,13 @@ def run(args: argparse.Namespace) -> int:
     is_rank = "RANK" in os.environ
     try:
         from dfa_megatron.bench import launch
+        from dfa_megatron.bench.peers import peer_methods
 
         job = job_of(args, launch.device_of(args.device))
         if is_rank:
             return launch.run_rank(job)
-        return launch.start(args.ranks, job, [*args.argv, "--out", job.out])
+        peer_methods(job)  # a peer that does not run here is refused before ranks are started
+        return launch.start(args.ranks, job.device, [*args.argv, "--out", job.out])
     except DistAttentionError:
         if is_rank and os.environ["RANK"] != "0":  # every rank has the same error, and one says it
             return 2
