@@ -2,8 +2,8 @@
 
 ring-flash-attn and yunchang import names of the package flash-attn 2, which has to be compiled for hours where there is
 no wheel. PyTorch carries the same kernels. Here are these names over our `aten` kernel (on a CPU, `cpu`), which calls
-them. Two things differ: a backward returns tensors of its own, which are copied to where the package would have
-written; and varlen calls take one document.
+them. One thing differs: a backward returns tensors of its own, which are copied to where the package would have
+written.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -18,8 +19,11 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.bench.local import KernelAttention
+from dfa_megatron.kernels import aten
 from dfa_megatron.kernels.api import BlockKernel, Saved
-from dfa_megatron.plan.geometry import Band
+from dfa_megatron.kernels.segments import Segments, backward, forward
+from dfa_megatron.kernels.strides import dense, vectorised
+from dfa_megatron.plan.geometry import Band, Segment
 
 INTERFACE = "flash_attn.flash_attn_interface"
 NOTES = {
@@ -141,12 +145,17 @@ def _flash_attn_varlen_forward(
     alibi_slopes: torch.Tensor | None = None,
     return_softmax: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-    _refuse_documents(cu_seqlens_q, cu_seqlens_k)
-    out, lse, _, _ = _flash_attn_forward(
-        q[None], k[None], v[None], dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
-        alibi_slopes, return_softmax,
+    _refuse(dropout_p, softcap, alibi_slopes)
+    if not q.is_cuda:
+        segments = _segments(cu_seqlens_q, cu_seqlens_k, causal, window_size_left, window_size_right)
+        out, lse = forward(_kernel(q), q[None], k[None], v[None], segments=segments, softmax_scale=softmax_scale)
+        return out[0], lse[0], None, None
+    common = _common(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+        (window_size_left, window_size_right),
     )  # fmt: skip
-    return out[0], lse[0], None, None
+    results = aten._FORWARD(**common, return_debug_mask=False)
+    return results[0], results[1], None, None
 
 
 def _flash_attn_varlen_backward(
@@ -172,11 +181,66 @@ def _flash_attn_varlen_backward(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> None:
-    _refuse_documents(cu_seqlens_q, cu_seqlens_k)
-    _flash_attn_backward(
-        dout[None], q[None], k[None], v[None], out[None], softmax_lse[None], dq[None], dk[None], dv[None], dropout_p,
-        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
-    )  # fmt: skip
+    _refuse(dropout_p, softcap, alibi_slopes)
+    if not q.is_cuda:
+        segments = _segments(cu_seqlens_q, cu_seqlens_k, causal, window_size_left, window_size_right)
+        saved = Saved(softmax_lse[None], out=out[None])
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "deterministic": deterministic}
+        parts = backward(_kernel(q), dout[None], q[None], k[None], v[None], saved, segments=segments, **options)
+        gradients = tuple(part[0] for part in parts)
+    else:
+        common = _common(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+            (window_size_left, window_size_right),
+        )  # fmt: skip
+        unused = torch.empty((), dtype=torch.int64, device=q.device)
+        gradients = aten._BACKWARD(
+            **common,
+            grad_out=dense(dout),
+            out=dense(out),
+            logsumexp=dense(softmax_lse),
+            rng_state=unused,
+            unused=unused,
+        )
+    for place, gradient in zip((dq, dk, dv), gradients, strict=True):
+        place.copy_(gradient)
+
+
+def _common(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+) -> dict[str, Any]:
+    """The arguments of PyTorch's operators over several documents: the offsets stay where they are, nothing waits."""
+    left, right = window_size
+    return {
+        "query": vectorised(q),
+        "key": vectorised(k),
+        "value": vectorised(v),
+        "cum_seq_q": cu_seqlens_q,
+        "cum_seq_k": cu_seqlens_k,
+        "max_q": max(max_seqlen_q, 2),  # 1 would be its path for decoding
+        "max_k": max(max_seqlen_k, 2),
+        "dropout_p": 0.0,
+        "is_causal": causal,
+        "scale": softmax_scale,
+        "window_size_left": left if left >= 0 else None,
+        "window_size_right": right if right >= 0 else None,
+    }
+
+
+def _segments(cu_q: torch.Tensor, cu_k: torch.Tensor, causal: bool, left: int, right: int) -> Segments:
+    """The documents of a call, for our kernels; on a CPU their offsets are at hand."""
+    band, edges = Band(left, 0 if causal else right), zip(cu_q.tolist(), cu_k.tolist(), strict=True)
+    parts = [Segment(q0, q1, k0, k1, band) for (q0, k0), (q1, k1) in pairwise(edges)]
+    return Segments(tuple(parts), parts[-1].q_hi, parts[-1].kv_hi)
 
 
 def _kernel(q: torch.Tensor) -> BlockKernel:
@@ -186,8 +250,3 @@ def _kernel(q: torch.Tensor) -> BlockKernel:
 def _refuse(dropout_p: float, softcap: float, alibi_slopes: torch.Tensor | None) -> None:
     if dropout_p or softcap or alibi_slopes is not None:
         raise NotImplementedError("dropout, softcap and ALiBi")
-
-
-def _refuse_documents(*cu_seqlens: torch.Tensor) -> None:
-    if any(lengths.numel() != 2 for lengths in cu_seqlens):
-        raise NotImplementedError("several documents in one call")

@@ -1,0 +1,261 @@
+"""Times attention over packed documents beside ring-flash-attn's varlen functions, after checking each against float64.
+
+    torchrun --nproc-per-node 4 benchmarks/packed.py --heads 64 --kv-heads 8 --tokens-per-rank 8192 --out packed.json
+
+Documents are drawn log-normal, up to a quarter of the pack, and rounded to multiples of 2P tokens: ring-flash-attn's
+ring and zigzag cut each document in so many pieces, and get their tokens so. A method that is wrong on a small pack is
+not timed (ring-flash-attn's ring and zigzag are in float32: they sum into what they read). Times are of the slowest
+rank, the median over repetitions in which methods take turns; TFLOP/s per rank count the pairs of the documents:
+4 * pairs * heads * head_dim forward, 2.5 times that backward. `new pack` is what the first call with documents that
+were not seen before takes longer on the host: planning, and agreeing on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import dist_flash_attn_varlen_func, shard_sequence
+from dfa_megatron.bench.clock import Timer, take_turns
+from dfa_megatron.bench.peers import flash_attn_shim
+from dfa_megatron.bench.world import Failure, World, join, together
+from dfa_megatron.runtime.prepare import plans_in_use
+from dfa_megatron.testing.compare import dense_attention
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Offsets = tuple[int, ...]
+TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float32: 1e-4}
+BOTH = 3.5
+"""Forward and backward, in forwards."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """start: the documents -> the attention of this rank's tokens. split: (tokens, documents) -> this rank's tokens."""
+
+    name: str
+    start: Callable[[Offsets], Attend]
+    split: Callable[[torch.Tensor, Offsets], torch.Tensor]
+
+
+def draw_documents(tokens: int, multiple: int, seed: int, mean: float, sigma: float) -> Offsets:
+    """Log-normal lengths, multiples of `multiple`, none above a quarter of the pack."""
+    draw, lengths = random.Random(seed), list[int]()
+    while (left := tokens - sum(lengths)) > 0:
+        drawn = int(draw.lognormvariate(mean, sigma)) // multiple * multiple
+        lengths.append(min(max(multiple, drawn), max(multiple, tokens // 4), left))
+    return tuple(accumulate(lengths, initial=0))
+
+
+def our_method(schedule: str, kernel: str, transport: str, causal: bool) -> Method:
+    """One way to run ours."""
+    layout = schedule if schedule in ("zigzag", "dealt") else "contiguous"
+    options: dict[str, Any] = {"schedule": schedule, "layout": layout, "kernel": kernel, "transport": transport}
+
+    def start(offsets: Offsets) -> Attend:
+        return lambda q, k, v: dist_flash_attn_varlen_func(q, k, v, offsets, causal=causal, **options)  # type: ignore[return-value]
+
+    def split(x: torch.Tensor, offsets: Offsets) -> torch.Tensor:
+        return shard_sequence(x, layout=layout, dim=0, cu_seqlens=offsets)
+
+    return Method(f"dfa {schedule} {kernel} {transport}", start, split)
+
+
+def peer_methods(world: World, kv_heads: int, causal: bool) -> list[Method]:
+    """ring-flash-attn's three varlen functions, or nothing where it is not installed."""
+    try:
+        version("ring-flash-attn")
+    except PackageNotFoundError:
+        return []
+    flash_attn_shim.install(world.device.type)
+    from dfa_megatron.bench.peers import ring_flash_attn
+
+    package, stride = ring_flash_attn._package(), max(n for n in (1, 2, 3, 4) if kv_heads % n == 0)
+
+    def llama3(offsets: Offsets) -> Attend:
+        whole = torch.tensor(offsets, dtype=torch.int32, device=world.device)
+        *prepared, local_k_slice = package.llama3_flash_attn_prepare_cu_seqlens(whole, causal, world.rank, world.size)
+        options = {"heads_k_stride": stride, "local_k_slice": local_k_slice, "causal": causal}
+        return lambda q, k, v: package.llama3_flash_attn_varlen_func(
+            q, k, v, *prepared, **options, group=dist.group.WORLD
+        )
+
+    def cut(function: str) -> Callable[[Offsets], Attend]:
+        def start(offsets: Offsets) -> Attend:
+            local = [offset // world.size for offset in offsets]
+            cu_seqlens = torch.tensor(local, dtype=torch.int32, device=world.device)
+            longest = max(hi - lo for lo, hi in pairwise(local))
+            attend = getattr(package, function)
+            return lambda q, k, v: attend(q, k, v, cu_seqlens, longest, causal=causal)
+
+        return start
+
+    def in_order(x: torch.Tensor, offsets: Offsets) -> torch.Tensor:
+        return x.chunk(world.size)[world.rank]
+
+    def of_each(pieces: tuple[int, ...], count: int) -> Callable[[torch.Tensor, Offsets], torch.Tensor]:
+        def split(x: torch.Tensor, offsets: Offsets) -> torch.Tensor:
+            parts = (x[lo:hi].chunk(count) for lo, hi in pairwise(offsets))
+            return torch.cat([part[piece] for part in parts for piece in pieces])
+
+        return split
+
+    zigzag = of_each((world.rank, 2 * world.size - 1 - world.rank), 2 * world.size)
+    methods = [
+        Method("ring-flash-attn llama3 varlen", llama3, in_order),
+        Method("ring-flash-attn ring varlen", cut("ring_flash_attn_varlen_func"), of_each((world.rank,), world.size)),
+    ]
+    if causal:
+        methods.append(Method("ring-flash-attn zigzag varlen", cut("zigzag_ring_flash_attn_varlen_func"), zigzag))
+    return methods
+
+
+def draw_inputs(args: argparse.Namespace, tokens: int, world: World, seed: int) -> list[torch.Tensor]:
+    """q, k, v and dout of all tokens, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = (args.heads, args.kv_heads, args.kv_heads, args.heads)
+    draws = (torch.randn(tokens, heads, args.head_dim, generator=generator) for heads in counts)
+    return [x.to(world.device, getattr(torch, args.dtype)) for x in draws]
+
+
+def check(method: Method, args: argparse.Namespace, world: World) -> None:
+    """Raise what is wrong with a method on a small pack."""
+    tokens = 128 * world.size
+    offsets = draw_documents(tokens, 2 * world.size, 1, mean=3.0, sigma=1.0)
+    q, k, v, dout = draw_inputs(args, tokens, world, 1)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    parts = [
+        dense_attention(*(x[None, lo:hi] for x in exact), causal=args.causal)[0][0] for lo, hi in pairwise(offsets)
+    ]
+    want = torch.cat(parts)
+    gradients = torch.autograd.grad(want, exact, dout.double())
+    local = [method.split(x, offsets).clone().requires_grad_() for x in (q, k, v)]
+    out = method.start(offsets)(*local)
+    got = torch.autograd.grad(out, local, method.split(dout, offsets))
+    errors = []
+    for name, g, w in zip(("out", "dq", "dk", "dv"), (out, *got), (want.detach(), *gradients), strict=True):
+        w = method.split(w, offsets)
+        error = ((g.double() - w).norm() / w.norm()).item()
+        if not error <= TOLERANCE[getattr(torch, args.dtype)]:
+            errors.append(f"{name} is off by {error:.1e}")
+    if errors:
+        raise ValueError(", ".join(errors))
+
+
+def passes(method: Method, offsets: Offsets, inputs: list[torch.Tensor]) -> tuple[Callable[[], object], ...]:
+    """The forward, and the forward and backward, of this rank."""
+    q, k, v, dout = (method.split(x, offsets).clone() for x in inputs)
+    leaves, attend = [x.requires_grad_() for x in (q, k, v)], method.start(offsets)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return attend(*leaves)
+
+    return forward, lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
+
+
+def new_packs(method: Method, args: argparse.Namespace, world: World, tokens: int, usual: float) -> float:
+    """Milliseconds of the host that documents never seen before cost: the median of some packs, beside `usual`."""
+    taken = []
+    for seed in range(100, 105):
+        offsets = draw_documents(tokens, 2 * world.size, seed, args.mean, args.sigma)
+        both = passes(method, offsets, draw_inputs(args, tokens, world, 2))[1]
+        if world.cuda:
+            torch.cuda.synchronize()
+        dist.barrier(world.side)
+        start = time.perf_counter()
+        both()
+        taken.append(1e3 * (time.perf_counter() - start))
+        if world.cuda:
+            torch.cuda.synchronize()
+    return world.slowest([statistics.median(taken)])[0] - usual
+
+
+def main() -> None:
+    """Check, time, print and write."""
+    args = arguments()
+    world = join("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
+    tokens = args.tokens_per_rank * world.size
+    offsets = draw_documents(tokens, 2 * world.size, args.seed, args.mean, args.sigma)
+    pairs = sum((n * n + n) / 2 if args.causal else n * n for n in (hi - lo for lo, hi in pairwise(offsets)))
+    flops = 4 * pairs * args.heads * args.head_dim / world.size
+    combinations = itertools.product(args.schedule, args.kernel, args.transport)
+    methods = [our_method(*one, args.causal) for one in combinations] + peer_methods(world, args.kv_heads, args.causal)
+    inputs, rows, timers = draw_inputs(args, tokens, world, 0), list[dict[str, Any]](), list[tuple[Timer, Timer]]()
+    for method in methods:
+        wrong = together(world, functools.partial(check, method, args, world))
+        row: dict[str, Any] = {"method": method.name, "wrong": wrong.why if isinstance(wrong, Failure) else ""}
+        rows.append(row)
+        if row["wrong"]:
+            continue
+        forward, both = passes(method, offsets, inputs)
+        for _ in range(3):
+            both()
+        if method.name.startswith("dfa"):
+            row["took"] = plans_in_use()[-1].schedule
+        forward()
+        timers.append((Timer(forward, args.repetitions), Timer(both, args.repetitions)))
+    take_turns(world, [timer for pair in timers for timer in pair])
+    for row, (forward_timer, both_timer) in zip([row for row in rows if not row["wrong"]], timers, strict=True):
+        row |= {"forward ms": forward_timer.median, "both ms": both_timer.median, "host ms": both_timer.host_median}
+        row |= {
+            "forward TFLOP/s": flops / forward_timer.median / 1e9,
+            "both TFLOP/s": BOTH * flops / both_timer.median / 1e9,
+        }
+        if row["method"].startswith("dfa") and args.new_packs:
+            method = next(method for method in methods if method.name == row["method"])
+            row["new pack ms"] = new_packs(method, args, world, tokens, both_timer.host_median)
+    if world.rank == 0:
+        show(rows, offsets, world)
+        if args.out:
+            about = vars(args) | {"ranks": world.size, "torch": torch.__version__, "cu_seqlens": offsets}
+            args.out.write_text(json.dumps({"about": {k: str(v) for k, v in about.items()}, "rows": rows}, indent=1))
+
+
+def show(rows: list[dict[str, Any]], offsets: Offsets, world: World) -> None:
+    """The table."""
+    longest = max(hi - lo for lo, hi in pairwise(offsets))
+    print(f"{len(offsets) - 1} documents, the longest of {longest} tokens, {offsets[-1]} tokens on {world.size} ranks")
+    for row in rows:
+        numbers = "  ".join(f"{key} {value:8.2f}" for key, value in row.items() if isinstance(value, float))
+        print(f"{row['method']:36} {'WRONG: ' + row['wrong'] if row['wrong'] else numbers}  {row.get('took', '')}")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=64)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--tokens-per-rank", type=int, default=8192)
+    parser.add_argument("--mean", type=float, default=7.0, help="of the logarithm of a document's tokens")
+    parser.add_argument("--sigma", type=float, default=1.2, help="of the same")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--schedule", nargs="+", default=["ring", "balanced_shared", "greedy", "dealt"])
+    parser.add_argument("--kernel", nargs="+", default=["auto"])
+    parser.add_argument("--transport", nargs="+", default=["auto"])
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--new-packs", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--out", type=Path, help="where the figures go as JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
