@@ -137,13 +137,13 @@ def _described(shape: Trial, mask: str) -> dict[str, Any]:
 
 def _launches(shape: Trial) -> Callable[[str, Sizes], tuple[torch.Tensor, ...]]:
     """A function that runs one part of the triton kernel under some sizes."""
-    from dfa_megatron.kernels import triton_backward, triton_forward
+    from dfa_megatron.kernels import triton_backward, triton_call, triton_forward
     from dfa_megatron.kernels.triton_support import Diagonals
 
     q, k, v, dout = shape.inputs(shape.q_len)
     diagonals, scale = Diagonals.of(shape.band, shape.q_len, shape.kv_len), shape.softmax_scale
     lse = torch.full((1, shape.heads, shape.q_len), 10.0, device="cuda")
-    call = triton_backward.Call(dout, q, k, v, lse, torch.zeros_like(lse), diagonals, scale)
+    call = triton_call.Call(dout, q, k, v, lse, torch.zeros_like(lse), diagonals, scale)
 
     def launch(part: str, sizes: Sizes) -> tuple[torch.Tensor, ...]:
         if part == "forward":

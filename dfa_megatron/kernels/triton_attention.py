@@ -160,11 +160,12 @@ def _backward(
     segments: Segments | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from dfa_megatron.kernels import triton_backward
+    from dfa_megatron.kernels.triton_call import Call
 
     assert saved.delta is not None, "the triton kernel reads delta"
     dout, q_unit, k, v = (with_unit_stride(x) for x in (dout, q if softmax_scale >= 0 else -q, k, v))
     lse, delta = saved.lse.contiguous(), saved.delta.contiguous()
-    call = triton_backward.Call(dout, q_unit, k, v, lse, delta, diagonals, abs(softmax_scale), segments)
+    call = Call(dout, q_unit, k, v, lse, delta, diagonals, abs(softmax_scale), segments)
     sizes = _sizes(q, v)
     with on_device_of(q):
         dk, dv = triton_backward.launch_dk_dv(call, sizes.dk_dv)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 
-from dfa_megatron.kernels.segments import Segments
-from dfa_megatron.kernels.triton_forward import LOG2_E, SIZES, dot, load_rows, padded, segment_of, spans, visible
-from dfa_megatron.kernels.triton_support import Diagonals, Packed, interpreted, multiprocessors
+from dfa_megatron.kernels.triton_call import Call
+from dfa_megatron.kernels.triton_forward import LOG2_E, SIZES, dot, load_rows, segment_of, spans, visible
+from dfa_megatron.kernels.triton_support import multiprocessors
 
 
 @triton.jit
@@ -223,57 +220,6 @@ def _dq(
     place = (batch * all_rows + wide) * tl.num_programs(1) + head
     dq_tile = (dq_tile * scale).to(dq.dtype.element_ty)
     tl.store(dq + place * DIM + dims[None, :], dq_tile, mask=(rows < q_len)[:, None] & (dims < DIM)[None, :])
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What both kernels read of a call; last dimensions, lse and delta are contiguous, and scale is at least 0.
-
-    segments: of a call with several and a batch of one; `diagonals` then say nothing.
-    """
-
-    dout: torch.Tensor
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    lse: torch.Tensor
-    delta: torch.Tensor
-    diagonals: Diagonals
-    scale: float
-    segments: Segments | None = None
-
-    def packed(self, by: Literal["rows", "columns"], block: int) -> Packed | None:
-        """The programs of a call of several segments."""
-        return None if self.segments is None else Packed.of(self.segments, by, block, self.q.device)
-
-    @property
-    def writes_all(self) -> bool:
-        """Every row of the gradients is written by a kernel."""
-        return self.segments is None or self.segments.is_whole
-
-    def strides(self) -> tuple[int, ...]:
-        """Of q, k, v and dout, without the last dimension's."""
-        return tuple(stride for x in (self.q, self.k, self.v, self.dout) for stride in x.stride()[:3])
-
-    def constants(self, sizes: tuple[int, ...], packed: Packed | None, *, even: bool) -> dict[str, int | bool]:
-        """The compile-time arguments and launch options that both kernels have."""
-        dim, dim_v = self.q.shape[-1], self.v.shape[-1]
-        block_m, block_n, warps, stages = sizes
-        return {
-            "DIM": dim,
-            "DIM_V": dim_v,
-            "HAS_LO": packed.has_lo if packed else self.diagonals.has_lo,
-            "HAS_HI": packed.has_hi if packed else self.diagonals.has_hi,
-            "EVEN": even and packed is None,
-            "PACKED": packed is not None,
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "BLOCK_D": padded(dim),
-            "BLOCK_DV": padded(dim_v),
-            "UPCAST": interpreted(),
-            "num_warps": warps,
-            "num_stages": stages,
-        }
 
 
 def launch_dk_dv(call: Call, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

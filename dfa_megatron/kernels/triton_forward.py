@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from dfa_megatron.kernels.segments import Segments, new_out
-from dfa_megatron.kernels.triton_support import PACKED_COLUMNS, Diagonals, Packed, interpreted
+from dfa_megatron.kernels.triton_support import PACKED_COLUMNS, Diagonals, Packed, interpreted, padded
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -221,8 +221,3 @@ def launch_packed(
         PACKED=True, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
-
-
-def padded(dim: int) -> int:
-    """The next power of two, and at least the 16 that a matrix product needs."""
-    return max(16, 1 << (dim - 1).bit_length())

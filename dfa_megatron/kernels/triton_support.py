@@ -120,3 +120,8 @@ PACKED_COLUMNS = 7
 def with_unit_stride(x: torch.Tensor) -> torch.Tensor:
     """x itself, strided as it is, or a contiguous copy where the last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def padded(dim: int) -> int:
+    """The next power of two, and at least the 16 that a matrix product needs."""
+    return max(16, 1 << (dim - 1).bit_length())

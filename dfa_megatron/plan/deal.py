@@ -83,7 +83,7 @@ def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
     if name != "dealt":
         return by_name(name, mask.length, ranks)
     contiguous = by_name("contiguous", mask.length, ranks)  # refuses a length that does not divide
-    return dealt(mask, contiguous.ranks)
+    return dealt(mask.dealt_by or mask, contiguous.ranks)
 
 
 class _Dealing:

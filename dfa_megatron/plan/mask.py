@@ -21,11 +21,15 @@ class Mask:
     """Which (query, key) pairs of a sequence attend: disjoint tiles in global positions.
 
     `name` is for people and for digests; equal masks of different names are different plans.
+
+    dealt_by: the mask by whose work the layout "dealt" deals tokens, None for this one; layers of different masks share
+        their tokens.
     """
 
     name: str
     length: int
     tiles: tuple[Tile, ...]
+    dealt_by: Mask | None = None
 
     def __hash__(self) -> int:
         return hash((self.name, self.length))  # a mask is a key of caches, and may have thousands of tiles

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.mask import Mask, of_window
-from dfa_megatron.runtime.documents import Offsets, mask_of
+from dfa_megatron.runtime.documents import Offsets, dealt_mask, mask_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """Everything about a distributed attention that is not a tensor or a group.
 
+    sinks: the call brings a sink for each head; a tensor, but ranks must agree on whether there is one.
     cu_seqlens: global token offsets of packed documents; empty for sequences that are one document each.
     """
 
     softmax_scale: float
     causal: bool = True
     window_size: tuple[int, int] = (-1, -1)
+    sinks: bool = False
     schedule: str = "auto"
     layout: str = "contiguous"
     ulysses_degree: int = 1
@@ -38,14 +40,15 @@ class Request:
         """The mask over a whole sequence of that many tokens.
 
         Raises:
-            UnsupportedError: the documents are not those of so many tokens, or are not dealt so.
+            UnsupportedError: the documents are not those of so many tokens, or the layout needs some.
         """
-        if self.layout == "dealt" and not (self.causal and self.cu_seqlens and self.window_size[0] == -1):
-            what = "layout 'dealt' for anything but causal documents without a window"
-            raise UnsupportedError(what, "tokens are dealt by the work of causal documents", "layout='contiguous'")
         if not self.cu_seqlens:
+            if self.layout == "dealt":
+                why, instead = "its tokens are dealt by documents", "dist_flash_attn_varlen_func"
+                raise UnsupportedError("layout 'dealt' without cu_seqlens", why, instead)
             return of_window(length, self.causal, self.window_size)
-        return mask_of(self.cu_seqlens, length, causal=self.causal, window_size=self.window_size)
+        mask = mask_of(self.cu_seqlens, length, causal=self.causal, window_size=self.window_size)
+        return replace(mask, dealt_by=dealt_mask(self.cu_seqlens, length)) if self.layout == "dealt" else mask
 
     def to_text(self) -> str:
         """One line of JSON; equal requests give equal text."""
