@@ -28,6 +28,7 @@ def dist_flash_attn_func(
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     deterministic: bool = False,
     schedule: str = "auto",
     layout: str = "contiguous",
@@ -54,6 +55,9 @@ def dist_flash_attn_func(
         softmax_scale: of the scores; head_dim ** -0.5 if None.
         window_size: (left, right) tokens that a token sees beside itself, -1 for no bound.
         softcap: must be 0; no kernel here caps scores yet.
+        sinks: (heads,), any floating dtype, the same values on every rank: a logit per query head that takes part in
+            the softmax and has no value, so that the probabilities of a row's tokens sum to less than 1. Its gradient
+            is that of this rank's rows: sum it over the group as that of any parameter the ranks share.
         deterministic: the same gradients to the bit from run to run; on as well where torch's own switch
             (torch.use_deterministic_algorithms) is.
         schedule: "ring", "balanced", "balanced_shared", "zigzag" or "auto".
@@ -70,7 +74,7 @@ def dist_flash_attn_func(
 
     Returns:
         out like q (with v's head_dim), and if asked lse (batch, heads, local_seq), the natural logarithm, in float32
-        (float64 for float64). lse carries no gradient.
+        (float64 for float64), with the sinks in it. lse carries no gradient. A row that sees nothing has out 0.
 
     Raises:
         UnsupportedError: nothing serves the request; says what would work.
@@ -83,6 +87,7 @@ def dist_flash_attn_func(
         softmax_scale=softmax_scale,
         window_size=window_size,
         softcap=softcap,
+        sinks=sinks is not None,
         deterministic=deterministic,
         schedule=schedule,
         layout=layout,
@@ -94,19 +99,19 @@ def dist_flash_attn_func(
         verify=verify,
         agreement_timeout=agreement_timeout,
     )
-    out, lse = _attend(q, k, v, request, group_name(group))
+    out, lse = _attend(q, k, v, sinks, request, group_name(group))
     return (out, lse) if return_lse else out
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: str, group: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, request: str, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the operator, or take its results from the frame of a checkpoint region."""
     frame = active_frame()
     if frame is not None and not frame.recording:
-        out, lse = Replay.apply(q, k, v, *frame.take(), request, group)  # type: ignore[no-untyped-call]
+        out, lse = Replay.apply(q, k, v, sinks, *frame.take(), request, group)  # type: ignore[no-untyped-call]
         return out, lse
-    out, lse = attend(q, k, v, request, group)
+    out, lse = attend(q, k, v, sinks, request, group)
     if frame is not None:
         frame.record(out, lse)
     return out, lse
@@ -148,6 +153,7 @@ def dist_flash_attn_varlen_func(
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     deterministic: bool = False,
     schedule: str = "auto",
     layout: str = "contiguous",
@@ -205,6 +211,7 @@ def dist_flash_attn_varlen_func(
         softmax_scale=softmax_scale,
         window_size=window_size,
         softcap=softcap,
+        sinks=sinks is not None,
         deterministic=deterministic,
         schedule=schedule,
         layout=layout,
@@ -217,7 +224,7 @@ def dist_flash_attn_varlen_func(
         agreement_timeout=agreement_timeout,
         cu_seqlens=offsets,
     )
-    out, lse = _attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), request, name)
+    out, lse = _attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), sinks, request, name)
     return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
 
 
@@ -230,10 +237,10 @@ class DistFlashAttention(nn.Module):
         self.options = options
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """See `dist_flash_attn_func`."""
-        return dist_flash_attn_func(q, k, v, group=self.group_name, **self.options)  # type: ignore[arg-type]
+        return dist_flash_attn_func(q, k, v, group=self.group_name, sinks=sinks, **self.options)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """The options that differ from the defaults."""

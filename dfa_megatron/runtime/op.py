@@ -10,19 +10,26 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.prepare import prepare
+from dfa_megatron.runtime.prepare import prepare, refuse
+from dfa_megatron.runtime.request import from_text
 from dfa_megatron.runtime.run import run_backward, run_forward
+from dfa_megatron.runtime.sinks import merge_sinks, sinks_error, sinks_gradient
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: str, group: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, request: str, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if sinks is not None and (error := sinks_error(sinks, q)) is not None:
+        refuse(error, group, from_text(request).agreement_timeout)
+        raise error
     prepared = prepare(request, group, q, k, v)
     heads = prepared.exchange
     if heads is None:
         out, lse = run_forward(prepared, q, k, v)
     else:
         out, lse = heads.after_forward(*run_forward(prepared, *heads.before_forward(q, k, v)))
+    if sinks is not None:
+        out, lse = merge_sinks(out, lse, sinks)
     return out.contiguous(), lse.contiguous()
 
 
@@ -33,9 +40,10 @@ def _gradients(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    sinks: torch.Tensor | None,
     request: str,
     group: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     prepared = prepare(request, group, q, k, v)
     heads = prepared.exchange
     if heads is None:
@@ -44,23 +52,26 @@ def _gradients(
         whole = heads.before_backward(dout, q, k, v, out, lse)
         gradients = heads.after_backward(*run_backward(prepared, *whole))
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
-    return dq, dk, dv
+    return dq, dk, dv, lse.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse, sinks)
 
 
 @torch.library.custom_op("dfa_megatron::attention", mutates_args=())
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: str, group: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, request: str, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's rows of a sequence sharded over a named group.
 
     q (batch, local_seq, heads, head_dim); k, v with kv_heads; out like q with v's head_dim; lse (batch, heads,
-    local_seq) in float32, float64 for float64. `request` is `Request.to_text()`. lse carries no gradient.
+    local_seq) in float32, float64 for float64; sinks (heads,). `request` is `Request.to_text()`. lse carries no
+    gradient.
     """
-    return _forward(q, k, v, request, group)
+    return _forward(q, k, v, sinks, request, group)
 
 
 @attention.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: str, group: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, request: str, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     batch, rows, heads, _ = q.shape
     lse = q.new_empty((batch, heads, rows), dtype=accumulator_dtype(q.dtype))
     return q.new_empty((batch, rows, heads, v.shape[3])), lse
@@ -74,11 +85,12 @@ def attention_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    sinks: torch.Tensor | None,
     request: str,
     group: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) of this rank's rows, given out and lse of the forward."""
-    return _gradients(dout, q, k, v, out, lse, request, group)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) of this rank's rows, given out and lse of the forward; dsinks (heads,), or (0,) without sinks."""
+    return _gradients(dout, q, k, v, out, lse, sinks, request, group)
 
 
 @attention_backward.register_fake
@@ -89,34 +101,42 @@ def _(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    sinks: torch.Tensor | None,
     request: str,
     group: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dsinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, ctx.request, ctx.group = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.mark_non_differentiable(output[1])
+    q, k, v, sinks, ctx.request, ctx.group = inputs
+    _save(ctx, q, k, v, *output, sinks)
+
+
+def _save(ctx: Any, *tensors: torch.Tensor | None) -> None:
+    """What every way of running the operator keeps, which torch.utils.checkpoint compares: q, k, v, out, lse, sinks."""
+    ctx.save_for_backward(*tensors)
+    ctx.mark_non_differentiable(tensors[4])
 
 
 def _backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    return (*attention_backward(dout, q, k, v, out, lse, ctx.request, ctx.group), None, None)
+    q, k, v, out, lse, sinks = ctx.saved_tensors
+    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, sinks, ctx.request, ctx.group)
+    return dq, dk, dv, None if sinks is None else dsinks, None, None
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: str, group: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, request: str, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator, or the same past PyTorch's dispatcher where nothing listens there: it costs half a millisecond."""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None or type(q) not in _PLAIN:
-        out, lse = attention(q, k, v, request, group)
+        out, lse = attention(q, k, v, sinks, request, group)
     else:
-        out, lse = Direct.apply(q, k, v, request, group)  # type: ignore[no-untyped-call]
+        out, lse = Direct.apply(q, k, v, sinks, request, group)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -124,32 +144,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Direct(torch.autograd.Function):
-    """The operator for plain tensors; it saves the same five, which torch.utils.checkpoint compares."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: str, group: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse)."""
-        out, lse = _forward(q, k, v, request, group)
-        ctx.request, ctx.group = request, group
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        """The operator's backward."""
-        q, k, v, out, lse = ctx.saved_tensors
-        return (*_gradients(dout, q, k, v, out, lse, ctx.request, ctx.group), None, None)
-
-
-class Replay(torch.autograd.Function):
-    """The attention of a recompute whose (out, lse) are known: nothing is computed or sent, the backward is the same.
-
-    It saves the same five tensors as the operator, which torch.utils.checkpoint compares.
-    """
+    """The operator for plain tensors."""
 
     @staticmethod
     def forward(
@@ -157,6 +152,33 @@ class Replay(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        request: str,
+        group: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse)."""
+        out, lse = _forward(q, k, v, sinks, request, group)
+        ctx.request, ctx.group = request, group
+        _save(ctx, q, k, v, out, lse, sinks)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        """The operator's backward."""
+        return _direct_backward(ctx, dout)
+
+
+class Replay(torch.autograd.Function):
+    """The attention of a recompute whose (out, lse) are known: nothing is computed or sent; the same backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor,
         request: str,
@@ -166,14 +188,19 @@ class Replay(torch.autograd.Function):
         COUNTERS.replays += 1
         out, lse = out.detach(), lse.detach()
         ctx.request, ctx.group = request, group
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
+        _save(ctx, q, k, v, out, lse, sinks)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
         """The operator's backward."""
-        q, k, v, out, lse = ctx.saved_tensors
-        gradients = _gradients(dout, q, k, v, out, lse, ctx.request, ctx.group)
-        return (*gradients, None, None, None, None)
+        dq, dk, dv, dsinks, request, group = _direct_backward(ctx, dout)
+        return dq, dk, dv, dsinks, None, None, request, group
+
+
+def _direct_backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+    """The gradients of (q, k, v, sinks, request, group), past the dispatcher."""
+    q, k, v, out, lse, sinks = ctx.saved_tensors
+    dq, dk, dv, dsinks = _gradients(dout, q, k, v, out, lse, sinks, ctx.request, ctx.group)
+    return dq, dk, dv, None if sinks is None else dsinks, None, None

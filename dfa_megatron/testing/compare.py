@@ -16,6 +16,7 @@ def dense_attention(
     window_size: tuple[int, int] = (-1, -1),
     visible: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention as its definition says, in float64 and differentiable, with all scores in memory.
 
@@ -24,6 +25,7 @@ def dense_attention(
         causal, window_size: as in flash-attn, aligned to the bottom right where the lengths differ.
         visible: bool, broadcastable to (batch, heads, q_len, kv_len): the pairs that this further mask leaves.
         softmax_scale: default 1 / sqrt(head_dim).
+        sinks: (heads,), one more score in every row of a head, of a token whose value is 0.
 
     Returns:
         out (batch, q_len, heads, head_dim of v) and lse (batch, heads, q_len), float64. A row that sees nothing has out
@@ -40,7 +42,12 @@ def dense_attention(
     if visible is not None:
         mask = mask & visible
     scores = scores.masked_fill(~mask, -math.inf)
-    peak = scores.detach().amax(-1, keepdim=True) if k.shape[1] else scores.new_full((*scores.shape[:-1], 1), -math.inf)
+    if sinks is not None:
+        rows = sinks.double()[None, :, None, None].expand(*scores.shape[:-1], 1)
+        nothing = v64.new_zeros(v64.shape[0], 1, *v64.shape[2:])
+        scores, v64 = torch.cat([scores, rows], -1), torch.cat([v64, nothing], 1)
+    columns = scores.shape[-1]
+    peak = scores.detach().amax(-1, keepdim=True) if columns else scores.new_full((*scores.shape[:-1], 1), -math.inf)
     weights = (scores - peak.masked_fill(peak == -math.inf, 0.0)).exp()
     total = weights.sum(-1, keepdim=True)
     empty = total == 0

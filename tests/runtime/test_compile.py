@@ -144,5 +144,7 @@ def test_the_operator_passes_the_checks_of_torch_library() -> None:
     whole = case(12)
     q, k, v = (x.requires_grad_() for x in whole.inputs)
     text = Request(softmax_scale=0.25, kernel="reference").to_text()
-    torch.library.opcheck(attention, (q, k, v, text, ""))
+    torch.library.opcheck(attention, (q, k, v, None, text, ""))
+    sinks = torch.randn(q.shape[2], dtype=torch.float32, requires_grad=True)
+    torch.library.opcheck(attention, (q, k, v, sinks, text, ""))
     assert positions("contiguous", 4, 2)[1].tolist() == [2, 3]
