@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any, Literal
 
 import torch
@@ -11,9 +12,12 @@ from dfa_megatron.kernels.api import Need, Saved
 from dfa_megatron.kernels.bands import backward_by_pieces, cut_tall, forward_by_pieces, tile_of
 from dfa_megatron.kernels.gpu import build_refusal, capability_text, deterministic_algorithms, gpu_refusal
 from dfa_megatron.kernels.operators import Operator
-from dfa_megatron.kernels.segments import Group, Segments, Table, backward_by_groups, forward_by_groups
+from dfa_megatron.kernels.packed import Options, backward_by_groups, forward_by_groups, loop_backward, loop_forward
+from dfa_megatron.kernels.segments import Group, Segments, Table
 from dfa_megatron.kernels.strides import dense, vectorised
-from dfa_megatron.plan.geometry import Band
+from dfa_megatron.plan.geometry import FULL, Band
+
+logger = logging.getLogger(__name__)
 
 _INPUTS = (
     "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
@@ -77,6 +81,8 @@ class AtenFlashKernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, segments: Segments, softmax_scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `VarlenKernel.forward_segments`: a call for each window."""
+        if not _packs():
+            return loop_forward(self, q, k, v, segments=segments, softmax_scale=softmax_scale)
         return forward_by_groups(q, k, v, segments, functools.partial(_group_forward, softmax_scale))
 
     def backward_segments(
@@ -92,6 +98,9 @@ class AtenFlashKernel:
         deterministic: bool,
     ) -> tuple[torch.Tensor, ...]:
         """See `VarlenKernel.backward_segments`: a call for each window."""
+        if not _packs():
+            options = Options(softmax_scale=softmax_scale, deterministic=deterministic)
+            return loop_backward(self, dout, q, k, v, saved, segments=segments, **options)
         group_backward = functools.partial(_group_backward, softmax_scale, deterministic)
         return backward_by_groups(dout, q, k, v, saved, segments, group_backward)
 
@@ -204,6 +213,21 @@ def _windowed(band: Band, softmax_scale: float) -> dict[str, Any]:
         "window_size_left": band.left if band.left >= 0 else None,
         "window_size_right": band.right if band.right >= 0 else None,
     }
+
+
+@functools.cache
+def _packs() -> bool:
+    """This PyTorch gives the lse of packed rows as (heads, rows), not padded for each document: what its meta says."""
+    q = torch.empty(2, 1, 8, dtype=torch.bfloat16, device="meta")
+    edges = torch.tensor([0, 1, 2], dtype=torch.int32)
+    results = _FORWARD(
+        query=q, key=q, value=q, cum_seq_q=edges, cum_seq_k=edges, max_q=2, max_k=2, return_debug_mask=False,
+        **_windowed(FULL, 1.0),
+    )  # fmt: skip
+    lse: torch.Tensor = results[1]
+    if lse.dim() != 2:
+        logger.warning("PyTorch %s packs no rows: the aten kernel takes a call for each document", torch.__version__)
+    return lse.dim() == 2
 
 
 def _build_refusal() -> str | None:

@@ -15,7 +15,8 @@ import torch
 from dfa_megatron.kernels.api import Need, Saved
 from dfa_megatron.kernels.bands import backward_by_pieces, forward_by_pieces, tile_of
 from dfa_megatron.kernels.gpu import build_refusal, capability_text, gpu_refusal
-from dfa_megatron.kernels.segments import Group, Segments, Table, backward_by_groups, forward_by_groups
+from dfa_megatron.kernels.packed import backward_by_groups, forward_by_groups
+from dfa_megatron.kernels.segments import Group, Segments, Table
 from dfa_megatron.kernels.strides import dense, vectorised
 from dfa_megatron.plan.geometry import Band, Tile
 

@@ -6,8 +6,7 @@ windows are equal, or that one window serves, are a group, and rows that do not 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -15,10 +14,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.kernels.api import BlockKernel, Saved, VarlenKernel, accumulator_dtype
 from dfa_megatron.plan.geometry import Band, Segment, Span
-
-Results = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,152 +128,3 @@ def _serves(window: Band, segment: Segment) -> bool:
     left = window.left == band.left or (band.left < 0 and window.left >= kv_len - 1)
     right = window.right == band.right or (band.right < 0 and window.right >= q_len - 1)
     return left and right
-
-
-def forward(
-    kernel: BlockKernel,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    segments: Segments,
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call; a row of no segment has out 0 and lse -inf.
-
-    One segment is one block. Several are one call of a kernel that can, for a batch of one, else a call each.
-    """
-    if len(segments.parts) == 1:
-        return kernel.forward(q, k, v, band=segments.parts[0].band, softmax_scale=softmax_scale)
-    if isinstance(kernel, VarlenKernel) and q.shape[0] == 1:
-        return kernel.forward_segments(q, k, v, segments=segments, softmax_scale=softmax_scale)
-    out, lse = new_out(q, v, segments.is_whole)
-    for s in segments.parts:
-        rows, columns = slice(s.q_lo, s.q_hi), slice(s.kv_lo, s.kv_hi)
-        out[:, rows], lse[:, :, rows] = kernel.forward(
-            q[:, rows], k[:, columns], v[:, columns], band=s.band, softmax_scale=softmax_scale
-        )
-    return out, lse
-
-
-def backward(
-    kernel: BlockKernel,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    saved: Saved,
-    *,
-    segments: Segments,
-    softmax_scale: float,
-    deterministic: bool,
-) -> Results:
-    """(dq, dk, dv) of a call, as `forward`; rows of no segment have gradients of 0."""
-    options = {"softmax_scale": softmax_scale, "deterministic": deterministic}
-    if len(segments.parts) == 1:
-        return kernel.backward(dout, q, k, v, saved, band=segments.parts[0].band, **options)  # type: ignore[arg-type]
-    if isinstance(kernel, VarlenKernel) and q.shape[0] == 1:
-        return kernel.backward_segments(dout, q, k, v, saved, segments=segments, **options)  # type: ignore[arg-type]
-    gradients = new_gradients(q, k, v, segments.is_whole)
-    for s in segments.parts:
-        rows, columns = slice(s.q_lo, s.q_hi), slice(s.kv_lo, s.kv_hi)
-        part = kernel.backward(
-            dout[:, rows], q[:, rows], k[:, columns], v[:, columns], saved_rows(saved, rows), band=s.band, **options  # type: ignore[arg-type]
-        )  # fmt: skip
-        for whole, where, value in zip(gradients, (rows, columns, columns), part, strict=True):
-            whole[:, where] = value
-    return gradients
-
-
-def saved_rows(saved: Saved, rows: slice) -> Saved:
-    """What is saved of some rows."""
-    return Saved(
-        lse=saved.lse[:, :, rows],
-        delta=None if saved.delta is None else saved.delta[:, :, rows],
-        out=None if saved.out is None else saved.out[:, rows],
-    )
-
-
-def new_out(q: torch.Tensor, v: torch.Tensor, is_whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for (out, lse), with the identity in it unless every row will be written."""
-    batch, q_len, heads, _ = q.shape
-    out, lse = q.new_empty(batch, q_len, heads, v.shape[-1]), q.new_empty(
-        batch, heads, q_len, dtype=accumulator_dtype(q.dtype)
-    )  # fmt: skip
-    return (out, lse) if is_whole else (out.zero_(), lse.fill_(-math.inf))
-
-
-def new_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_whole: bool) -> Results:
-    """Memory for (dq, dk, dv), zeroed unless every row will be written."""
-    new = torch.empty_like if is_whole else torch.zeros_like
-    return tuple(new(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-
-
-GroupForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Group, Table], tuple[torch.Tensor, torch.Tensor]]
-"""(q, k, v, group, table) -> (out, lse): (rows, heads, dim) each, lse (heads, rows)."""
-
-GroupBackward = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Saved, Group, Table], tuple[torch.Tensor, ...]
-]
-"""(dout, q, k, v, saved, group, table) -> (dq, dk, dv), without a batch dimension all."""
-
-
-def forward_by_groups(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, group_forward: GroupForward
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call from one varlen kernel call per group."""
-    out: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
-    for group in segments.groups:
-        table = group.table(q.device)
-        k_rows, v_rows = (_take(x[0], group.kv, table.kv_rows) for x in (k, v))
-        out_part, lse_part = group_forward(_take(q[0], group.q, table.q_rows), k_rows, v_rows, group, table)
-        if segments.is_whole and len(segments.groups) == 1:
-            return out_part.unsqueeze(0), lse_part.unsqueeze(0)
-        if out is None or lse is None:
-            out, lse = new_out(q, v, segments.is_whole)
-        _put(out[0], group.q, table.q_rows, out_part, 0)
-        _put(lse[0], group.q, table.q_rows, lse_part, 1)
-    assert out is not None and lse is not None, "a call has segments"  # noqa: PT018
-    return out, lse
-
-
-def backward_by_groups(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    saved: Saved,
-    segments: Segments,
-    group_backward: GroupBackward,
-) -> Results:
-    """(dq, dk, dv) of a call from one varlen kernel call per group."""
-    gradients: Results = ()
-    for group in segments.groups:
-        table = group.table(q.device)
-        dout_rows, q_rows = (_take(x[0], group.q, table.q_rows) for x in (dout, q))
-        k_rows, v_rows = (_take(x[0], group.kv, table.kv_rows) for x in (k, v))
-        of_rows = Saved(
-            lse=_take(saved.lse[0], group.q, table.q_rows, 1),
-            delta=None if saved.delta is None else _take(saved.delta[0], group.q, table.q_rows, 1),
-            out=None if saved.out is None else _take(saved.out[0], group.q, table.q_rows),
-        )
-        parts = group_backward(dout_rows, q_rows, k_rows, v_rows, of_rows, group, table)
-        if segments.is_whole and len(segments.groups) == 1:
-            return tuple(part.unsqueeze(0) for part in parts)
-        gradients = gradients or new_gradients(q, k, v, segments.is_whole)
-        where = (group.q, table.q_rows), (group.kv, table.kv_rows), (group.kv, table.kv_rows)
-        for whole, (span, index), part in zip(gradients, where, parts, strict=True):
-            _put(whole[0], span, index, part, 0)
-    return gradients
-
-
-def _take(x: torch.Tensor, span: Span, rows: torch.Tensor | None, dim: int = 0) -> torch.Tensor:
-    return x.narrow(dim, span.lo, len(span)) if rows is None else x.index_select(dim, rows)
-
-
-def _put(x: torch.Tensor, span: Span, rows: torch.Tensor | None, value: torch.Tensor, dim: int) -> None:
-    if rows is None:
-        x.narrow(dim, span.lo, len(span)).copy_(value)
-    else:
-        x.index_copy_(dim, rows, value.to(x.dtype))

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dfa_megatron.kernels.segments import Segments, new_out
+from dfa_megatron.kernels.packed import new_out
+from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton_support import PACKED_COLUMNS, Diagonals, Packed, interpreted, padded
 
 LOG2_E = tl.constexpr(1.4426950408889634)

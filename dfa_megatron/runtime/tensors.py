@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dfa_megatron.kernels import segments
+from dfa_megatron.kernels import packed
 from dfa_megatron.kernels.api import BlockKernel, Saved
 from dfa_megatron.plan.program import Call, Fold, Message, Region
 from dfa_megatron.runtime.accumulators import Accumulator, Fields
@@ -65,14 +65,14 @@ class Tensors:
         """One kernel call and the folds of its results."""
         q, (k, v) = self.fields(call.q), self.fields(call.kv)
         if self.forward:
-            partial = segments.forward(
+            partial = packed.forward(
                 self.kernel, q[0], k, v, segments=self.memory.segments[id(call)], softmax_scale=self.softmax_scale
             )
             self.write[call.writes[0].region.buffer].write(partial)
             return
         rows, dout, lse, memory = q
         saved = Saved(lse, delta=memory) if self.format.reads == "delta" else Saved(lse, out=memory)
-        dq, dk, dv = segments.backward(
+        dq, dk, dv = packed.backward(
             self.kernel,
             dout,
             rows,

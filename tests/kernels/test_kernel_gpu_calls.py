@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.kernels import aten, cudnn, flash2, flash3, flash4
-from dfa_megatron.kernels import segments as packed
+from dfa_megatron.kernels import aten, cudnn, flash2, flash3, flash4, packed
 from dfa_megatron.kernels.api import BlockKernel, Saved
 from dfa_megatron.kernels.aten import AtenFlashKernel
 from dfa_megatron.kernels.cudnn import CudnnKernel
@@ -368,6 +367,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> B
         return Flash4Kernel()
     if request.param == "aten":
         module, stand_in = aten, FlashStandIn()
+        monkeypatch.setattr(aten, "_packs", lambda: True)
     else:
         module, stand_in = cudnn, CudnnStandIn(dimensions := 4 if "4" in request.param else 3)
         monkeypatch.setattr(cudnn, "_lse_dimensions", lambda: dimensions)
@@ -502,3 +502,20 @@ def test_the_real_operator_takes_a_packed_call() -> None:
         q, q, k, k, Saved(lse=lse, out=out), segments=segments, softmax_scale=0.1, deterministic=False
     )
     assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
+
+
+def test_an_operator_that_pads_its_lse_is_called_for_each_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = FlashStandIn()
+    monkeypatch.setattr(aten, "_FORWARD", stand_in.forward)
+    monkeypatch.setattr(aten, "_BACKWARD", stand_in.backward)
+    monkeypatch.setattr(aten, "_packs", lambda: False)
+    monkeypatch.setattr(FlashStandIn, "packed", None)
+    segments = Segments((Segment(0, 20, 0, 20, CAUSAL), Segment(20, 48, 20, 48, CAUSAL)), 48, 48)
+    q = torch.randn(1, 48, 2, 16).bfloat16()
+    want = ReferenceKernel()
+    out, lse = packed.forward(AtenFlashKernel(), q, q, q, segments=segments, softmax_scale=0.3)
+    known = packed.forward(want, q, q, q, segments=segments, softmax_scale=0.3)
+    assert_close(out, known[0], tolerance=1e-4)
+    options: dict[str, Any] = {"segments": segments, "softmax_scale": 0.3, "deterministic": False}
+    gradients = packed.backward(AtenFlashKernel(), q, q, q, q, Saved(lse, out=out), **options)
+    assert [g.shape for g in gradients] == [q.shape] * 3

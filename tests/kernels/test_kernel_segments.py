@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dfa_megatron.kernels import segments as packed
+from dfa_megatron.kernels import packed
 from dfa_megatron.kernels.api import Saved, VarlenKernel, form_of
 from dfa_megatron.kernels.reference import ReferenceKernel
 from dfa_megatron.kernels.segments import Segments

@@ -21,7 +21,8 @@ from dfa_megatron import kernels
 from dfa_megatron.bench.local import KernelAttention
 from dfa_megatron.kernels import aten
 from dfa_megatron.kernels.api import BlockKernel, Saved
-from dfa_megatron.kernels.segments import Segments, backward, forward
+from dfa_megatron.kernels.packed import backward, forward
+from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.strides import dense, vectorised
 from dfa_megatron.plan.geometry import Band, Segment
 
