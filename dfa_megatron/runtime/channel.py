@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 
 import torch
@@ -62,10 +63,13 @@ class Channel:
 
     def _open(self, device: torch.device, kind: str, timeout: float) -> Transport:
         if kind == "auto":
+            if device.type == "cpu":
+                return self.transport(device, "p2p", timeout)
             try:
-                return self.transport(device, "copy_engine" if device.type == "cuda" else "p2p", timeout)
+                _refuse_one_queue()
+                return self.transport(device, "copy_engine", timeout)
             except UnsupportedError as error:
-                logger.info("messages go point to point: the copy engines cannot serve: %s", error.why)
+                logger.info("messages go point to point: the copy engines do not serve: %s", error.why)
                 return self.transport(device, "p2p", timeout)
         if kind == "copy_engine":
             found = open_transport(self.side, device, timeout)
@@ -148,6 +152,20 @@ def _communicator(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     logger.info("made a NCCL communicator of %d ranks for distributed attention", len(ranks))
     return group
+
+
+def _refuse_one_queue() -> None:
+    """A copy-engine stream waits for its peers in the queue that it shares with other streams.
+
+    Raises:
+        UnsupportedError: CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron wants on Hopper, leaves one queue for all.
+    """
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise UnsupportedError(
+            "transport='copy_engine' by itself",
+            "with CUDA_DEVICE_MAX_CONNECTIONS=1 kernels would queue up behind its waits, which has not been measured",
+            "transport='copy_engine' by name",
+        )
 
 
 def _refuse_unequal_counts(group: dist.ProcessGroup) -> None:
