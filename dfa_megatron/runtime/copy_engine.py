@@ -39,18 +39,22 @@ class CopyEngineTransport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device, self.streams = group, device, Streams(device)
         self.driver = driver()
-        rank, size = group.rank(), group.size()
-        self._flags, addresses = _symmetric(2 * size * _WORD, group, device)
-        self._my_ready = [addresses[rank] + peer * _WORD for peer in range(size)]
-        self._my_filled = [addresses[rank] + (size + peer) * _WORD for peer in range(size)]
-        self._their_ready = [address + rank * _WORD for address in addresses]
-        self._their_filled = [address + (size + rank) * _WORD for address in addresses]
+        self._flags, addresses = _symmetric(2 * group.size() * _WORD, group, device)
+        self._place_flags(group.rank(), addresses)
         self._arena = Arena.allocate(0, device)
         self._arenas: list[int] = []
         self._receives: Sequence[Parcel] = ()
         self._sending: Sequence[Parcel] = ()
         self._finished = torch.cuda.Event()
         self.generation = 0
+
+    def _place_flags(self, rank: int, addresses: Sequence[int]) -> None:
+        """Every rank's flags are one array: `ready` by the peer it may send to, then `filled` by who has sent."""
+        size = len(addresses)
+        self._my_ready = [addresses[rank] + peer * _WORD for peer in range(size)]
+        self._my_filled = [addresses[rank] + (size + peer) * _WORD for peer in range(size)]
+        self._their_ready = [address + rank * _WORD for address in addresses]
+        self._their_filled = [address + (size + rank) * _WORD for address in addresses]
 
     def reserve(self, nbytes: int) -> None:
         """Make the arena at least that large; every rank of the group calls this with the same number."""

@@ -1,0 +1,285 @@
+"""The copy engines' protocol, on simulated queues: any interleaving ends, and nobody reads what is not there or gone.
+
+The transport's own code queues the operations; only the driver, streams and events under it are simulated. What a rank
+queues runs in the order of its streams and otherwise at random, among ranks and among a rank's streams.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.check import check
+from dfa_megatron.plan.interpret import rank_loop
+from dfa_megatron.plan.mask import causal, full
+from dfa_megatron.plan.program import Call, Fold, Program
+from dfa_megatron.plan.schedules import plan_named
+from dfa_megatron.runtime import channel, copy_engine
+from dfa_megatron.runtime.copy_engine import CopyEngineTransport
+from dfa_megatron.runtime.memory import MemoryPlan, plan_memory
+from dfa_megatron.runtime.transport import Parcel
+from dfa_megatron.runtime.wire import Format
+
+Operation = Callable[[], bool]
+"""Does it and says True, or says False where it has to wait."""
+FORM = Format(1, 2, 1, 8, 8, torch.bfloat16, torch.bfloat16, "delta")
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own streams are out of the way."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+
+class World:
+    """Memory and queues of all ranks."""
+
+    def __init__(self, ranks: int, one_queue: bool) -> None:
+        self.one_queue = one_queue
+        self.content: dict[int, object] = {}
+        self.queues: list[dict[str, deque[Operation]]] = [{} for _ in range(ranks)]
+        self.next_address = 1
+
+    def put(self, rank: int, stream: str, operation: Operation) -> None:
+        self.queues[rank].setdefault("all" if self.one_queue else stream, deque()).append(operation)
+
+    def new_address(self, size: int = 1) -> int:
+        self.next_address += size
+        return self.next_address - size
+
+    def run(self, draw: random.Random) -> None:
+        waiting = {(rank, name) for rank, queues in enumerate(self.queues) for name in queues}
+        while waiting:
+            for rank, name in draw.sample(sorted(waiting), len(waiting)):
+                queue = self.queues[rank][name]
+                moved = False
+                while queue and queue[0]():
+                    queue.popleft()
+                    moved = True
+                    if draw.random() < 0.3:
+                        break
+                if not queue:
+                    waiting.discard((rank, name))
+                if moved:
+                    break
+            else:
+                raise AssertionError(f"nobody can go on: {sorted(waiting)}")
+
+
+class Event:
+    """What CUDA's does: a wait is for the latest record that was queued before it."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.last = world, rank, {"done": True}
+
+    def record(self, stream: Stream) -> None:
+        record = self.last = {"done": False}
+        self.world.put(self.rank, stream.name, lambda: record.update(done=True) is None)
+
+
+class Stream:
+    """A queue of one rank."""
+
+    def __init__(self, world: World, rank: int, name: str) -> None:
+        self.world, self.rank, self.name, self.cuda_stream = world, rank, name, name
+        self.device = torch.device("cpu")
+
+    def wait_event(self, event: Event) -> None:
+        record = event.last
+        self.world.put(self.rank, self.name, lambda: record["done"])
+
+
+class Driver:
+    """The driver's three operations on simulated memory."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+
+    def copy(self, stream: str, to: int, source: int, nbytes: int) -> None:
+        content = self.world.content
+        self.world.put(self.rank, stream, lambda: content.update({to: content[source]}) is None)
+
+    def write(self, stream: str, address: int, value: int) -> None:
+        self.world.put(self.rank, stream, lambda: self.world.content.update({address: value}) is None)
+
+    def wait(self, stream: str, address: int, value: int) -> None:
+        self.world.put(self.rank, stream, lambda: self.world.content.get(address, 0) == value)
+
+
+class Streams:
+    """`transport.Streams` over simulated streams."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.stream, self.compute = Stream(world, rank, "moves"), Stream(world, rank, "computes")
+        self.started, self.filled = Event(world, rank), Event(world, rank)
+        self.free: list[Event] = []
+
+    def start(self) -> None:
+        self.started.record(self.compute)
+        self.stream.wait_event(self.started)
+
+    def wait_for_compute(self, after: int) -> None:
+        if after >= 0:
+            self.stream.wait_event(self.free[after])
+
+    def land(self) -> None:
+        self.filled.record(self.stream)
+        self.compute.wait_event(self.filled)
+
+    def computed(self, step: int) -> None:
+        while step >= len(self.free):
+            self.free.append(Event(self.world, self.rank))
+        self.free[step].record(self.compute)
+
+
+def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTransport]:
+    flags = [world.new_address(8 * ranks) for _ in range(ranks)]
+    arenas = [world.new_address(arena_bytes) for _ in range(ranks)]
+    made = []
+    for rank in range(ranks):
+        one = object.__new__(CopyEngineTransport)
+        one.group, one.device, one.driver = SimpleNamespace(), torch.device("cpu"), Driver(world, rank)  # type: ignore[assignment]
+        one.streams, one._finished = Streams(world, rank), Event(world, rank)  # type: ignore[assignment]
+        one._place_flags(rank, flags)
+        one._arenas, one._receives, one._sending, one.generation = arenas, (), (), 1
+        made.append(one)
+    return made
+
+
+class Reader:
+    """The algebra that notes what each call must find where its messages landed."""
+
+    def __init__(self, world: World, memory: MemoryPlan, rank: int, arena: int, said: dict[Any, object]) -> None:
+        self.world, self.memory, self.rank, self.arena, self.said = world, memory, rank, arena, said
+        self.wanted: dict[int, dict[int, object]] = {}
+        self.step = 0
+
+    def begin(self, step: int) -> None:
+        self.step = step
+
+    def open(self, buffer: int) -> None:
+        pass
+
+    def compute(self, call: Call) -> None:
+        self.read(call.q.buffer)
+        self.read(call.kv.buffer)
+
+    def fold(self, fold: Fold) -> None:
+        self.read(fold.source.buffer)
+
+    def end(self, step: int) -> None:
+        pass
+
+    def read(self, buffer: int) -> None:
+        for address, token in self.wanted.get(buffer, {}).items():
+
+            def look(address: int = address, token: object = token) -> bool:
+                found = self.world.content.get(address)
+                assert found == token, f"rank {self.rank} reads {found}, not {token}"
+                return True
+
+            self.world.put(self.rank, "computes", look)
+
+    def landed(self, message: Any, call: int) -> None:
+        """From now on the calls that read this buffer must find what its peer sent in this step."""
+        buffer = message.parts[0][0].buffer
+        places = [place for (region,) in message.parts for place in self.memory.landings[buffer][region.name]]
+        self.wanted[buffer] = {
+            self.arena + place.start: (call, self.step, message.peer, self.rank, index)
+            for index, place in enumerate(places)
+        }
+
+
+def queue_call(
+    world: World, transport: CopyEngineTransport, memory: MemoryPlan, rank: int, arena: int, call: int
+) -> None:
+    """Queue one whole run of one rank's program."""
+    program: Program = memory.program
+    reader = Reader(world, memory, rank, arena, {})
+    transport.start()
+    for kind, number, step in rank_loop(program, reader):
+        if kind == "post":
+            if number:
+                transport.computed(number - 1)
+
+            def sends(number: int = number, step: Any = step) -> list[Parcel]:
+                parcels = []
+                for message in step.sends:
+                    offsets = memory.offsets[number, message.peer]
+                    tensors = []
+                    for index in range(len(offsets)):
+                        address = world.new_address()
+                        world.content[address] = (call, number, rank, message.peer, index)
+                        tensors.append(SimpleNamespace(data_ptr=lambda address=address: address, nbytes=1))
+                    parcels.append(Parcel(message.peer, tensors, offsets))  # type: ignore[arg-type]
+                return parcels
+
+            transport.post(step.after, sends, [Parcel(message.peer, []) for message in step.receives])
+        else:
+            transport.land()
+            for message in step.receives:
+                reader.landed(message, call)
+    transport.finish()
+
+
+@pytest.mark.parametrize("one_queue", [False, True], ids=["streams apart", "one queue for all streams"])
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [
+        ("balanced_shared", 2),
+        ("balanced_shared", 4),
+        ("balanced_shared", 5),
+        ("balanced", 6),
+        ("zigzag", 4),
+        ("ring", 4),
+    ],
+)
+def test_any_interleaving_ends_and_reads_what_was_sent(schedule: str, ranks: int, one_queue: bool) -> None:
+    mask = (full if schedule == "ring" else causal)(ranks * 8)
+    plan = plan_named(schedule, mask, ranks)
+    phases = [check(plan.forward), check(plan.backward)]
+    memories = [[plan_memory(programs, rank, FORM) for rank in range(ranks)] for programs in phases]
+    arena_bytes = max(memory.arena_bytes for phase in memories for memory in phase) + 1
+    for seed in range(12):
+        world = World(ranks, one_queue)
+        made = transports(world, ranks, arena_bytes)
+        call = 0
+        for _ in range(2):
+            for phase in memories:
+                call += 1
+                for rank in range(ranks):
+                    queue_call(world, made[rank], phase[rank], rank, made[rank]._arenas[rank], call)
+        world.run(random.Random(seed))
+        assert not any(world.content.get(address) for one in made for address in (*one._my_ready, *one._my_filled)), (
+            "every flag is down again"
+        )
+
+
+def test_a_transport_that_does_not_wait_until_memory_is_free_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Streams, "wait_for_compute", lambda self, after: None)
+    with pytest.raises(AssertionError, match="reads"):
+        test_any_interleaving_ends_and_reads_what_was_sent("balanced", 6, False)
+
+
+def test_a_machine_without_gpus_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "between GPUs, not on cpu" in copy_engine._local_refusal(torch.device("cpu"))
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert "NCCL_P2P_DISABLE=1" in copy_engine._local_refusal(torch.device("cuda", 0))
+
+
+def test_one_queue_for_all_streams_is_left_to_point_to_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(UnsupportedError, match="by name"):
+        channel._refuse_one_queue()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    channel._refuse_one_queue()
