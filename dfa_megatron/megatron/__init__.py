@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dfa_megatron.megatron.core_attention import DistributedCoreAttention
     from dfa_megatron.megatron.flags import add_dfa_arguments, options_of
     from dfa_megatron.megatron.layer import DistributedAttentionLayer
+    from dfa_megatron.megatron.packed import packed_seq_params
     from dfa_megatron.megatron.spec import dfa_ify
 
     SPEC: Any
@@ -39,6 +40,7 @@ __all__ = [
     "get_spec",
     "hybrid_stack_spec",
     "options_of",
+    "packed_seq_params",
     "shard_batch",
 ]
 
@@ -49,6 +51,7 @@ _HOME = {
     "declare_batch_layout": "batch",
     "dfa_ify": "spec",
     "options_of": "flags",
+    "packed_seq_params": "packed",
     "shard_batch": "batch",
 }
 

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.batch import check_declared
 from dfa_megatron.megatron.exchange import Relayout, TableCache
+from dfa_megatron.megatron.flags import packs_of_args
 
 logger = logging.getLogger("dfa_megatron.megatron")
 
@@ -47,11 +49,26 @@ class AttentionContext:
             logger.log(level, message, *args)
         self._said.add(key)
 
-    def check_batch(self, cp_group: dist.ProcessGroup) -> None:
+    def check_batch(self, cp_group: dist.ProcessGroup, *, packed: bool) -> None:
         """Refuse a batch that was sliced for another layout than the one the layers work in."""
-        if "batch" not in self._said:
-            check_declared(cp_group, self.options.layout)
-            self._said.add("batch")
+        key = "packed batch" if packed else "batch"
+        if key not in self._said:
+            check_declared(cp_group, self.options.layout, packed=packed)
+            self._said.add(key)
+
+    def check_unpacked(self) -> None:
+        """Refuse a batch without documents where the script's flags say that it has some.
+
+        Scripts of Megatron-Core 0.16 give them to the first and the last pipeline stage only.
+        """
+        if "unpacked" not in self._said:
+            if packs_of_args():
+                raise UnsupportedError(
+                    "a pipeline stage that was given no packed_seq_params",
+                    "the script's data are packed documents, and attention here would not stop at their ends",
+                    "at most two pipeline stages, or scripts of Megatron-Core 0.17 and later",
+                )
+            self._said.add("unpacked")
 
     def report_kept(self, layer: Any, hidden_states: torch.Tensor) -> None:
         """Say once what rematerialization keeps of a layer until its backward pass."""

@@ -1,7 +1,8 @@
 """Distributed attention for the `core_attention` slot of a Megatron attention layer; it has no parameters.
 
 Shapes, as Megatron hands them over: query (seq / CP, batch, heads / TP, head_dim), key and value (seq / CP, batch,
-kv_heads / TP, head_dim); the result is (seq / CP, batch, heads / TP * head_dim). Grouped heads are not expanded.
+kv_heads / TP, head_dim); the result is (seq / CP, batch, heads / TP * head_dim). Grouped heads are not expanded. Packed
+documents are one row, batch = 1, of which seq is all tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.packed import PlacedPack
 from dfa_megatron.megatron.refusals import check_config
 
 COMM_TYPES = (None, "dfa", "p2p")
@@ -21,6 +23,8 @@ COMM_TYPES = (None, "dfa", "p2p")
 
 class DistributedCoreAttention(torch.nn.Module):
     """Causal self-attention over the sequence that the ranks of `pg_collection.cp` hold together (one rank works too).
+
+    In layers that Megatron gives a sliding window (config.window_size and window_attn_skip_freq), within the window.
 
     Built by Megatron by keyword; see megatron.core.transformer.attention.CoreAttentionBuilder.
 
@@ -57,6 +61,7 @@ class DistributedCoreAttention(torch.nn.Module):
         self.cp_group = pg_collection.cp
         self.cp_comm_type = cp_comm_type
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.window_size = _window_of(config, layer_number)
         self.deterministic = options.deterministic or bool(getattr(config, "deterministic_mode", False))
         self.keywords = options.replace(deterministic=self.deterministic).keywords()
 
@@ -71,10 +76,11 @@ class DistributedCoreAttention(torch.nn.Module):
         packed_seq_params: Any = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Attention of this rank's rows over all rows before them."""
-        from dfa_megatron.attention import dist_flash_attn_func
+        """Attention of this rank's rows over all rows before them, of their own document if there are several."""
+        from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 
-        check_call(attention_mask, attention_bias, packed_seq_params)
+        check_call(attention_mask, attention_bias)
+        _check_pack(packed_seq_params, query)
         _check_mask_type(attn_mask_type)
         _refuse_unknown(others)
         if query.dim() != 4 or query.shape[0] != key.shape[0]:
@@ -83,42 +89,70 @@ class DistributedCoreAttention(torch.nn.Module):
                 "there is no key cache: every rank holds as many queries as keys",
                 "training and evaluation on whole sequences",
             )
-        # Views only: the function takes any strides.
-        out: Any = dist_flash_attn_func(
-            query.transpose(0, 1),
-            key.transpose(0, 1),
-            value.transpose(0, 1),
-            group=self.cp_group,
-            causal=True,
-            softmax_scale=self.softmax_scale,
-            **self.keywords,
-        )
+        # Views only: the functions take any strides.
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        asked: dict[str, Any] = {"softmax_scale": self.softmax_scale, "window_size": self.window_size, **self.keywords}
+        out: Any
+        if packed_seq_params is None:
+            out = dist_flash_attn_func(q, k, v, group=self.cp_group, causal=True, **asked)
+        else:
+            documents = packed_seq_params.offsets
+            q, k, v = (x.squeeze(0) for x in (q, k, v))
+            out = dist_flash_attn_varlen_func(q, k, v, documents, group=self.cp_group, causal=True, **asked).unsqueeze(
+                0
+            )
         rows: torch.Tensor = out.transpose(0, 1).flatten(2)
         return rows
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
-        return f"schedule={self.options.schedule}, layout={self.options.layout}, kernel={self.options.kernel}"
+        window = "" if self.window_size == (-1, -1) else f", window_size={self.window_size}"
+        return f"schedule={self.options.schedule}, layout={self.options.layout}, kernel={self.options.kernel}{window}"
 
 
-def check_call(attention_mask: Any, attention_bias: Any, packed_seq_params: Any, inference_context: Any = None) -> None:
+def check_call(attention_mask: Any, attention_bias: Any, inference_context: Any = None) -> None:
     """Refuse what can only be seen at the call."""
     if attention_mask is not None:
         raise UnsupportedError(
             "an attention_mask tensor",
             "attention is causal by construction and would ignore the tensor",
-            "attention_mask=None, which in Megatron's scripts is --no-create-attention-mask-in-dataloader",
+            "attention_mask=None, which in Megatron's scripts is --no-create-attention-mask-in-dataloader; documents "
+            "are told by packed_seq_params",
         )
     if attention_bias is not None:
         raise UnsupportedError("attention_bias", "the block kernels take no bias", "rotary or learned positions")
-    if packed_seq_params is not None:
-        raise UnsupportedError(
-            "packed_seq_params", "packed documents are not handled yet", "one document per row, or none marked"
-        )
     if inference_context is not None:
         raise UnsupportedError(
             "an inference context", "there is no key cache", "training and evaluation on whole sequences"
         )
+
+
+def _check_pack(pack: Any, query: torch.Tensor) -> None:
+    if pack is None:
+        return
+    if not isinstance(pack, PlacedPack):
+        raise UnsupportedError(
+            "packed_seq_params for core attention by itself",
+            "Megatron's rotary embeddings of packed tokens assume its zigzag order of every document",
+            "the layers of dfa_ify, which give every token its own",
+        )
+    if query.dim() != 4 or query.shape[1] != 1:
+        raise UnsupportedError(
+            f"packed documents in {query.shape[1]} rows",
+            "a pack is one row of tokens",
+            "the batch that shard_batch makes",
+        )
+
+
+def _window_of(config: Any, layer_number: int) -> tuple[int, int]:
+    """(left, right) of a layer, -1 for no bound, as Megatron's own attention would have it."""
+    window = getattr(config, "window_size", None)
+    if not window:
+        return -1, -1
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    windowed = is_layer_window_attention(window, getattr(config, "window_attn_skip_freq", None), layer_number)
+    return (window[0], window[1]) if windowed else (-1, -1)
 
 
 def _check_construction(

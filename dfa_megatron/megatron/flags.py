@@ -49,6 +49,14 @@ def global_args() -> Any:
         return None
 
 
+def packs_of_args() -> str:
+    """How a Megatron script cuts packed documents: "" (none), "documents" (zigzag in each) or "rows" (in each row)."""
+    args = global_args()
+    if getattr(args, "sft", False):
+        return "documents"
+    return "rows" if getattr(args, "dataloader_inter_document_masking", False) else ""
+
+
 FLAG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda args, options: (
@@ -62,20 +70,18 @@ FLAG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda args, options: getattr(args, "reset_attention_mask", False),
         "--reset-attention-mask",
-        "attention does not stop at document ends yet",
-        "leaving it out",
+        "it says where documents end in a mask tensor only",
+        "--dataloader-inter-document-masking, which Megatron-Core has from 0.19 on",
     ),
     Refusal(
-        lambda args, options: getattr(args, "dataloader_inter_document_masking", False),
-        "--dataloader-inter-document-masking",
-        "attention does not stop at document ends yet",
-        "leaving it out",
-    ),
-    Refusal(
-        lambda args, options: getattr(args, "sft", False),
-        "--sft",
-        "its samples are packed documents, which are not handled yet",
-        "pre-training data",
+        lambda args, options: bool(
+            getattr(args, "sft", False)
+            and getattr(args, "context_parallel_size", 1) > 1
+            and options.layout != "contiguous"
+        ),
+        "--sft in this layout",
+        "Megatron slices its documents one by one, each in zigzag order",
+        "dfa_megatron.launch with --dfa-layout contiguous",
     ),
     Refusal(
         lambda args, options: getattr(getattr(args, "attention_backend", None), "name", None) == "local",

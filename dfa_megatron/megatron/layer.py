@@ -13,8 +13,9 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.context import AttentionContext
 from dfa_megatron.megatron.core_attention import check_call
+from dfa_megatron.megatron.packed import place, rotary_rows
 from dfa_megatron.megatron.recompute import checkpoint_of, take_over
-from dfa_megatron.megatron.refusals import check_config
+from dfa_megatron.megatron.refusals import check_config, check_packable
 
 
 class DistributedAttentionLayer:
@@ -25,6 +26,7 @@ class DistributedAttentionLayer:
     - Layout `boundary`: hidden states go from zigzag to contiguous before global layer 1 and back after the last one;
       in a hybrid stack, before and after each attention layer.
     - Layouts `boundary` and `contiguous`: the rotary table, which Megatron slices in zigzag order, is exchanged once.
+    - Packed documents, in every layout: each token gets the rotary row of its place in its own document.
     """
 
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
@@ -67,21 +69,22 @@ class DistributedAttentionLayer:
     ) -> Any:
         """As TransformerLayer.forward, with the same result."""
         layer: Any = self
-        check_call(
-            attention_mask,
-            kwargs.get("attention_bias"),
-            kwargs.get("packed_seq_params"),
-            kwargs.get("inference_context"),
-        )
+        check_call(attention_mask, kwargs.get("attention_bias"), kwargs.get("inference_context"))
+        packed = kwargs.get("packed_seq_params")
         if layer.layer_number == 1 or self._dfa.hybrid:
-            self._dfa.check_batch(layer.pg_collection.cp)
+            self._dfa.check_batch(layer.pg_collection.cp, packed=packed is not None)
         if self._dfa_permuted:
             if kwargs.get("padding_mask") is not None and self._dfa.options.layout == "boundary":
                 raise UnsupportedError(
                     "padding_mask in the boundary layout", "it would stay in zigzag order", "--dfa-layout zigzag"
                 )
-            tables = self._dfa.relayout(layer.pg_collection, sequence_parallel=False)
-            rotary_pos_emb = self._dfa.tables.contiguous(rotary_pos_emb, tables)
+            if packed is None:  # of documents Megatron hands over a table that is not sliced
+                tables = self._dfa.relayout(layer.pg_collection, sequence_parallel=False)
+                rotary_pos_emb = self._dfa.tables.contiguous(rotary_pos_emb, tables)
+        if packed is None:
+            self._dfa.check_unpacked()
+        else:
+            kwargs["packed_seq_params"], rotary_pos_emb = self._dfa_placed(packed, hidden_states, rotary_pos_emb)
         kwargs.update(context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
         if self._dfa_first:
             hidden_states = self._dfa_exchange()(hidden_states, "zigzag", "contiguous")
@@ -89,6 +92,15 @@ class DistributedAttentionLayer:
         if self._dfa_last:
             hidden_states = self._dfa_exchange()(hidden_states, "contiguous", "zigzag")
         return hidden_states, context
+
+    def _dfa_placed(self, packed: Any, hidden_states: torch.Tensor, table: Any) -> tuple[Any, Any]:
+        """The documents of a pack, and the rotary rows of this rank's tokens."""
+        layer: Any = self
+        check_packable(layer.config, self._dfa.options)
+        pack = place(packed)
+        tokens = hidden_states.shape[0] * (layer.tp_group.size() if layer.config.sequence_parallel else 1)
+        inside = self._dfa.options.keywords()["layout"]
+        return pack, rotary_rows(table, pack, tokens, layer.pg_collection.cp, inside)
 
     def _dfa_exchange(self) -> Any:
         layer: Any = self

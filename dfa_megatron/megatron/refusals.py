@@ -51,12 +51,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--attention-dropout 0.0 (dropout elsewhere, --hidden-dropout, works)",
     ),
     Refusal(
-        lambda c, o: _get(c, "window_size") is not None,
-        "window_size={window_size}",
-        "the layer adapter asks for full causal attention only",
-        "no --window-size",
-    ),
-    Refusal(
         lambda c, o: _get(c, "softmax_type", "vanilla") != "vanilla",
         "softmax_type={softmax_type!r}",
         "partial results are merged as plain softmax",
@@ -209,6 +203,46 @@ REFUSALS: tuple[Refusal, ...] = (
         "a --dfa-ulysses-degree that does, or another tensor-parallel size",
     ),
 )
+
+
+PACK_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        _on("multi_latent_attention"),
+        "packed documents with multi-latent attention",
+        "it makes its own rotary table inside the layer, in zigzag order of every document",
+        "one document per row",
+    ),
+    Refusal(
+        lambda c, o: _get(c, "mrope_section") is not None,
+        "packed documents with multimodal rotary embeddings",
+        "their table follows position_ids, not documents",
+        "one document per row",
+    ),
+    Refusal(
+        lambda c, o: _get(c, "context_parallel_size", 1) > 1 and bool(_get(c, "mtp_num_layers")),
+        "packed documents with multi-token prediction",
+        "Megatron shifts its labels assuming zigzag order of every document",
+        "one document per row, or no prediction layers",
+    ),
+    Refusal(
+        lambda c, o: _get(c, "context_parallel_size", 1) > 1 and bool(_get(c, "is_hybrid_model")),
+        "packed documents in a hybrid model",
+        "its other layers rely on Megatron's zigzag order of every document",
+        "one document per row",
+    ),
+)
+"""What does not go with packed_seq_params; seen at the first batch that brings them."""
+
+
+def check_packable(config: Any, options: DistAttentionConfig) -> None:
+    """Refuse packed documents where something beside attention would mistake them.
+
+    Raises:
+        UnsupportedError: naming it and what works.
+    """
+    for refusal in PACK_REFUSALS:
+        if refusal.applies(config, options):
+            raise UnsupportedError(refusal.what, refusal.why, refusal.instead)
 
 
 def check_config(config: Any, options: DistAttentionConfig) -> None:

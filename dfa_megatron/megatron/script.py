@@ -1,31 +1,41 @@
 """Prepares this process for one of Megatron's scripts: the `--dfa-*` flags in its parser, its batches sliced in order.
 
-Two names are replaced, each only where it exists with the meaning that is known here, and only once:
+These names are replaced, each only where it exists with the meaning that is known here, and only once:
 
 - megatron.training.arguments.add_megatron_arguments, which `parse_args` of every version looks up when it is called;
-- megatron.core.utils.get_batch_on_this_cp_rank, and every Megatron module that has imported it; for layout contiguous.
+- for layout contiguous, megatron.core.utils.get_batch_on_this_cp_rank and, of packed documents up to 0.17,
+  get_thd_batch_on_this_cp_rank, and every Megatron module that has imported them;
+- for layout contiguous, the constructor of Megatron's SFTDataset, which would pad every document to 2 x CP tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import importlib
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.batch import shard_batch
 from dfa_megatron.megatron.flags import add_dfa_arguments
+from dfa_megatron.megatron.packed import packed_seq_params
 from dfa_megatron.megatron.refusals import Refusal
+
+logger = logging.getLogger("dfa_megatron.megatron")
 
 _MARK = "_dfa_megatron"
 """Set on a function that stands in for one of Megatron's, so that a second call replaces nothing."""
 
 _SLICE = "get_batch_on_this_cp_rank"
+_SLICE_PACKED = "get_thd_batch_on_this_cp_rank"
 _SLICE_PARAMETERS = {
     "batch",
     "cp_group",
@@ -86,6 +96,7 @@ def prepare(flags: Sequence[str]) -> DistAttentionConfig:
     _add_flags()
     if options.layout == "contiguous":
         _slice_in_order(options)
+        _leave_documents_unpadded()
     return options
 
 
@@ -168,10 +179,68 @@ def _slice_in_order(options: DistAttentionConfig) -> None:
     def sliced_in_order(*args: Any, **kwargs: Any) -> Any:
         return slice_in_order(options, signature, *args, **kwargs)
 
-    setattr(sliced_in_order, _MARK, megatrons)
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] == "megatron" and getattr(module, "__dict__", {}).get(_SLICE) is megatrons:
-            setattr(module, _SLICE, sliced_in_order)
+    _replace(_SLICE, megatrons, sliced_in_order)
+    of_packs = getattr(sys.modules["megatron.core.utils"], _SLICE_PACKED, None)
+    if of_packs is None:  # in 0.18 and later the function above slices packs as well
+        return
+
+    @functools.wraps(of_packs)
+    def packs_sliced_in_order(
+        batch: dict[str, Any],
+        cu_seqlens: torch.Tensor,
+        cu_seqlens_padded: torch.Tensor | None,
+        max_seqlen: torch.Tensor,
+        cp_size: int | None = None,
+        cp_rank: int | None = None,
+    ) -> tuple[dict[str, Any], Any]:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_context_parallel_group()
+        if cp_size not in (None, group.size()) or cp_rank not in (None, group.rank()):
+            raise UnsupportedError(
+                f"{_SLICE_PACKED} for rank {cp_rank} of {cp_size}",
+                "packs are spread over the whole context-parallel group",
+                "leaving both out",
+            )
+        documents = {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
+        local = shard_batch({**batch, **documents}, group, options)
+        batch.update({name: local[name] for name in batch})
+        return batch, packed_seq_params(local)
+
+    _replace(_SLICE_PACKED, of_packs, packs_sliced_in_order)
+
+
+def _replace(name: str, megatrons: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    """Put our function in the place of Megatron's in every module of Megatron's that has it."""
+    setattr(ours, _MARK, megatrons)
+    for where, module in list(sys.modules.items()):
+        if where.split(".")[0] == "megatron" and getattr(module, "__dict__", {}).get(name) is megatrons:
+            setattr(module, name, ours)
+
+
+def _leave_documents_unpadded() -> None:
+    """Have Megatron's --sft make the samples that it makes without context parallelism."""
+    try:
+        dataset = importlib.import_module("megatron.training.datasets.sft_dataset").SFTDataset
+    except (ImportError, AttributeError):
+        return  # a Megatron without --sft
+    megatrons = dataset.__init__
+    if hasattr(megatrons, _MARK):
+        return
+    signature = inspect.signature(megatrons)
+
+    @functools.wraps(megatrons)
+    def unpadded(*args: Any, **kwargs: Any) -> None:
+        asked = signature.bind(*args, **kwargs)
+        config = asked.arguments["config"]
+        if getattr(config, "context_parallel_size", 1) > 1:
+            asked.arguments["config"] = config = copy.copy(config)
+            config.context_parallel_size = 1
+            logger.info("dfa: documents are packed as they are, not padded to 2 x context-parallel-size tokens")
+        megatrons(*asked.args, **asked.kwargs)
+
+    setattr(unpadded, _MARK, megatrons)
+    dataset.__init__ = unpadded
 
 
 def slice_in_order(options: DistAttentionConfig, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:

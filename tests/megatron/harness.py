@@ -7,6 +7,7 @@ import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ class Case:
     config: tuple[tuple[str, Any], ...] = ()
     overlap: bool = False
     """DDP reduces gradients, and the distributed optimizer gathers parameters, beside the computation."""
+    packed: bool = False
+    """Every row is packed documents of random lengths; None as options then runs them one by one."""
     optimizer: str = "torch"
     """torch: PyTorch's Adam. megatron: Megatron's around it. distributed: Megatron's, spread over data ranks."""
 
@@ -98,6 +101,17 @@ def micro_batch(step: int, micro: int) -> dict[str, torch.Tensor]:
         "loss_mask": torch.ones(BATCH, SEQUENCE),
         "position_ids": torch.arange(SEQUENCE).expand(BATCH, -1).contiguous(),
     }
+
+
+def documents(step: int, micro: int) -> torch.Tensor:
+    """Offsets of the documents of every row, int32 (batch, n): of any length, the last repeated as Megatron does it."""
+    generator = torch.Generator().manual_seed(1000 * step + micro)
+    rows = []
+    for _ in range(BATCH):
+        inner = torch.randperm(SEQUENCE - 1, generator=generator)[:4] + 1
+        rows.append(torch.cat((torch.tensor([0]), inner.sort().values, torch.tensor([SEQUENCE] * 3))))
+    rows[-1][2] = rows[-1][1] + 1  # a document of one token; with another one it may leave an empty document
+    return torch.stack([row.sort().values for row in rows]).int()
 
 
 def start(topology: Topology) -> None:
@@ -315,8 +329,8 @@ def train(topology: Topology, wanted: Case, *, load: str = "", save: str = "", f
             data_iterator=[batches(wanted, step) for _ in models] if topology.vp else batches(wanted, step),
             model=models if topology.vp else models[0],
             num_microbatches=MICRO_BATCHES // topology.dp,
-            seq_length=SEQUENCE,
-            micro_batch_size=BATCH,
+            seq_length=SEQUENCE * BATCH if wanted.packed else SEQUENCE,
+            micro_batch_size=1 if wanted.packed else BATCH,
             forward_only=False,
         )
         if step == 0:
@@ -402,6 +416,8 @@ def batches(wanted: Case, step: int) -> Iterator[dict[str, torch.Tensor | None]]
     data_rank, data_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     for micro in range(data_rank, MICRO_BATCHES, data_ranks):
         whole = micro_batch(step, micro)
+        if wanted.packed:
+            whole["cu_seqlens"] = documents(step, micro)
         if wanted.options is None:
             yield dict(whole)
         else:
@@ -411,11 +427,17 @@ def batches(wanted: Case, step: int) -> Iterator[dict[str, torch.Tensor | None]]
 
 def forward_step(wanted: Case) -> Any:
     """Megatron's forward_step_func: the model's output and a function that makes the loss of it."""
+    from dfa_megatron.megatron import packed_seq_params
+
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), 1).bool() if wanted.options is None else None
 
     def step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
         batch = next(iterator)
-        output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+        if wanted.packed and wanted.options is None:
+            output = one_by_one(batch, model)
+        else:
+            more = {"packed_seq_params": packed_seq_params(batch)} if wanted.packed else {}
+            output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **more)
 
         def loss(output: torch.Tensor, **_: Any) -> Any:
             total, tokens = (output.float() * batch["loss_mask"]).sum(), batch["loss_mask"].sum()
@@ -424,6 +446,19 @@ def forward_step(wanted: Case) -> Any:
         return output, loss
 
     return step
+
+
+def one_by_one(batch: dict[str, torch.Tensor], model: Any) -> torch.Tensor:
+    """The output for packed documents, (batch, sequence), of a model that sees one at a time."""
+    parts = []
+    for row, offsets in enumerate(batch["cu_seqlens"].tolist()):
+        for lo, hi in pairwise(offsets):
+            if hi > lo:
+                part = {name: batch[name][row : row + 1, lo:hi] for name in ("tokens", "labels")}
+                mask = torch.triu(torch.ones(1, 1, hi - lo, hi - lo), 1).bool()
+                positions = torch.arange(hi - lo)[None]
+                parts.append(model(part["tokens"], positions, mask, labels=part["labels"]).flatten())
+    return torch.cat(parts).view_as(batch["tokens"])
 
 
 def save_reference(rank: int, world_size: int, path: str, wanted: Case = MEGATRONS) -> None:

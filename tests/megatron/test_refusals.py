@@ -13,7 +13,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.core_attention import DistributedCoreAttention, check_call
 from dfa_megatron.megatron.flags import FLAG_REFUSALS, add_dfa_arguments, check_args, options_of
-from dfa_megatron.megatron.refusals import REFUSALS, check_config, markdown_table
+from dfa_megatron.megatron.refusals import PACK_REFUSALS, REFUSALS, check_config, markdown_table
 from dfa_megatron.megatron.script import LAUNCH_REFUSALS
 from tests.megatron.harness import Case, Topology, case, make_config
 
@@ -22,7 +22,6 @@ OPTIONS = DistAttentionConfig(layout="boundary")
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # text of the message, fields of the TransformerConfig, our options
     ("attention_dropout=0.1", {"attention_dropout": 0.1}, {}),
-    ("window_size=.128, 0.", {"window_size": (128, 0)}, {}),
     ("softmax_type='off-by-one'", {"softmax_type": "off-by-one"}, {}),
     ("qk_clip", {"qk_clip": True}, {}),
     ("log_max_attention_logit", {"log_max_attention_logit": True}, {}),
@@ -123,10 +122,10 @@ def test_core_attention_refuses_what_it_is_not_built_for() -> None:
             build(**changes)
 
 
-def test_calls_with_masks_biases_packing_or_caches_are_refused() -> None:
-    check_call(None, None, None, None)
-    for place, message in enumerate(("attention_mask", "attention_bias", "packed_seq_params", "inference context")):
-        arguments = [None] * 4
+def test_calls_with_masks_biases_or_caches_are_refused() -> None:
+    check_call(None, None, None)
+    for place, message in enumerate(("attention_mask", "attention_bias", "inference context")):
+        arguments = [None] * 3
         arguments[place] = object()
         with pytest.raises(UnsupportedError, match=message):
             check_call(*arguments)
@@ -159,8 +158,7 @@ def test_flags_become_options_and_scripts_default_to_their_own_data_order() -> N
     [
         ("mask made in the data loader", {"create_attention_mask_in_dataloader": True, "context_parallel_size": 2}),
         ("--reset-attention-mask", {"reset_attention_mask": True}),
-        ("--dataloader-inter-document-masking", {"dataloader_inter_document_masking": True}),
-        ("--sft", {"sft": True}),
+        ("--sft in this layout", {"sft": True, "context_parallel_size": 2}),
         ("--attention-backend local", {"attention_backend": SimpleNamespace(name="local")}),
     ],
 )
@@ -170,8 +168,17 @@ def test_flags_that_the_model_never_sees_are_refused(message: str, fields: dict[
         options_of(argparse.Namespace(**fields))
 
 
+def test_packed_data_of_scripts_are_taken_where_they_are_sliced_by_rows() -> None:
+    for fields in (
+        {"sft": True, "context_parallel_size": 1},
+        {"sft": True, "context_parallel_size": 2, "dfa_layout": "contiguous"},
+        {"dataloader_inter_document_masking": True, "context_parallel_size": 2},
+    ):
+        options_of(argparse.Namespace(**fields))
+
+
 def test_the_documentation_lists_every_refusal() -> None:
     page = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
-    for refusals in (REFUSALS, FLAG_REFUSALS, LAUNCH_REFUSALS):
+    for refusals in (REFUSALS, PACK_REFUSALS, FLAG_REFUSALS, LAUNCH_REFUSALS):
         table = markdown_table(refusals)
         assert table in page, f"docs/megatron.md must show this, from dfa_megatron.megatron.refusals:\n{table}"

@@ -1,0 +1,61 @@
+"""Packed documents and sliding windows train like Megatron-Core's own attention on one rank, one document at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.testing.workers import run_ranks
+from tests.megatron import harness
+from tests.megatron.harness import Case, Topology, case
+from tests.megatron.test_parity import check
+
+EVERY_LAYER = (("window_size", (7, 0)),)
+THREE_OF_FOUR = (("window_size", (21, 0)), ("window_attn_skip_freq", 4))
+BY_LIST = (("window_size", (5, 0)), ("window_attn_skip_freq", [1, 0, 0, 1]))
+
+REFERENCES: dict[str, dict[str, Any]] = {
+    "packed": {"packed": True},
+    "window": {"config": EVERY_LAYER},
+    "mixed": {"config": THREE_OF_FOUR},
+    "packed-window": {"config": EVERY_LAYER, "packed": True},
+    "packed-mixed": {"config": BY_LIST, "packed": True},
+}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Megatron's own attention on one rank, in each of these ways."""
+    folder = tmp_path_factory.mktemp("packed")
+    paths = {name: str(folder / f"{name}.pt") for name in REFERENCES}
+    cases = [(paths[name], Case(options=None, steps=STEPS, **how)) for name, how in REFERENCES.items()]
+    run_ranks(1, harness.save_references, cases, timeout=120)
+    return paths
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("how", list(REFERENCES))
+def test_context_parallel_ranks_train_like_one(how: str, ranks: int, references: dict[str, str]) -> None:
+    ways = [("contiguous", "off"), ("contiguous", "auto"), ("boundary", "auto")]
+    cases = [case(layout, remat, steps=STEPS, **REFERENCES[how]) for layout, remat in ways]
+    check(Topology(cp=ranks), cases, references[how])
+
+
+@pytest.mark.parametrize("how", list(REFERENCES))
+def test_zigzag_data_train_like_one_rank_without_any_exchange(how: str, references: dict[str, str]) -> None:
+    check(Topology(cp=3), [case("zigzag", "auto", steps=STEPS, **REFERENCES[how])], references[how])
+
+
+@pytest.mark.parametrize("topology", [Topology(tp=2, cp=2), Topology(pp=2, cp=2)], ids=["tp2-cp2", "pp2-cp2"])
+def test_packs_in_windows_train_with_other_parallelisms(topology: Topology, references: dict[str, str]) -> None:
+    how = "packed-mixed"
+    cases = [case(layout, "auto", steps=STEPS, **REFERENCES[how]) for layout in ("contiguous", "boundary")]
+    check(topology, cases, references[how])
+
+
+def test_packs_train_with_the_schedule_for_documents(references: dict[str, str]) -> None:
+    options = DistAttentionConfig(schedule="greedy")
+    check(Topology(cp=3), [Case(options, steps=STEPS, packed=True)], references["packed"])
