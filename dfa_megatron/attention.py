@@ -54,7 +54,8 @@ def dist_flash_attn_func(
         causal: a token sees itself and what is before it.
         softmax_scale: of the scores; head_dim ** -0.5 if None.
         window_size: (left, right) tokens that a token sees beside itself, -1 for no bound.
-        softcap: must be 0; no kernel here caps scores yet.
+        softcap: scores become softcap * tanh(scores / softcap); 0 leaves them as they are. The kernels `reference`,
+            `triton` and `flash4` can; the last two, which have not capped scores on a GPU yet, by name only.
         sinks: (heads,), any floating dtype, the same values on every rank: a logit per query head that takes part in
             the softmax and has no value, so that the probabilities of a row's tokens sum to less than 1. Its gradient
             is that of this rank's rows: sum it over the group as that of any parameter the ranks share.
@@ -117,12 +118,8 @@ def _attend(
     return out, lse
 
 
-def _request(
-    q: torch.Tensor, *, softmax_scale: float | None, softcap: float, deterministic: bool, **options: Any
-) -> str:
+def _request(q: torch.Tensor, *, softmax_scale: float | None, deterministic: bool, **options: Any) -> str:
     """What both functions ask the operator for, as text."""
-    if softcap:
-        raise UnsupportedError(f"softcap={softcap}", "no kernel of this package caps scores yet", "softcap=0.0")
     text: str = _request_text(
         softmax_scale=softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),

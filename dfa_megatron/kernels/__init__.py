@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import BlockKernel, Need
+from dfa_megatron.kernels.api import BlockKernel, Capping, Need
 from dfa_megatron.kernels.aten import AtenFlashKernel
 from dfa_megatron.kernels.cpu import CpuKernel
 from dfa_megatron.kernels.cudnn import CudnnKernel
@@ -41,6 +42,9 @@ KERNELS: Mapping[str, BlockKernel] = MappingProxyType(
 BY_NAME_ONLY = frozenset({"flash3", "flash2"})
 """Kernels that "auto" passes over: they have not been through the whole conformance suite on a GPU yet."""
 
+CAPS_BY_NAME_ONLY = frozenset({"flash4", "triton"})
+"""Kernels that "auto" passes over where scores are capped, for the same reason."""
+
 
 def get(name: str) -> BlockKernel:
     """The kernel of that name.
@@ -58,32 +62,46 @@ def get(name: str) -> BlockKernel:
 def select(name: str, need: Need) -> BlockKernel:
     """The kernel of that name, or for "auto" the first proven one that does not refuse the need; logged once.
 
+    It caps scores if the need is that.
+
     Raises:
         UnsupportedError: the named kernel refuses (its reason, and which kernels would do), or every kernel does.
     """
     wanted = list(KERNELS) if name == "auto" else [get(name).name]
     refused: dict[str, str] = {}
     for candidate in wanted:
-        why = KERNELS[candidate].refusal(need)
-        if why is None and name == "auto" and candidate in BY_NAME_ONLY:
-            why = f"it is taken by name only (kernel={candidate!r}), until the whole suite has passed on a GPU"
+        kernel = KERNELS[candidate]
+        why = refusal(kernel, need)
+        by_name_only = candidate in BY_NAME_ONLY or (need.softcap and candidate in CAPS_BY_NAME_ONLY)
+        if why is None and name == "auto" and by_name_only:
+            capped = " for capped scores" if candidate not in BY_NAME_ONLY else ""
+            why = f"it is taken by name only{capped} (kernel={candidate!r}), until the whole suite has passed on a GPU"
         if why is None:
             _log_choice(name, candidate, _describe(need), tuple(refused.items()))
-            return KERNELS[candidate]
+            return kernel.capped(need.softcap) if need.softcap and isinstance(kernel, Capping) else kernel
         refused[candidate] = why
     if name == "auto":
         reasons = "; ".join(f"{kernel}: {why}" for kernel, why in refused.items())
         raise UnsupportedError(f"attention for {_describe(need)}", reasons, "another dtype, device or head_dim")
-    would_do = [kernel for kernel in KERNELS if KERNELS[kernel].refusal(need) is None]
-    instead = "kernel=" + " or ".join(repr(kernel) for kernel in would_do) if would_do else "no kernel as it stands"
+    would_do = [other for other, kernel in KERNELS.items() if refusal(kernel, need) is None]
+    instead = "kernel=" + " or ".join(map(repr, would_do)) if would_do else "no kernel as it stands"
     raise UnsupportedError(f"kernel={name!r} for {_describe(need)}", refused[name], instead)
+
+
+def refusal(kernel: BlockKernel, need: Need) -> str | None:
+    """Why a kernel cannot serve the need, or None if it can; what only some kernels do is asked for here."""
+    if not 0 <= need.softcap < math.inf:
+        return f"a softcap is positive and finite, or 0 for none, not {need.softcap}"
+    if need.softcap and not isinstance(kernel, Capping):
+        return "it caps no scores"
+    return kernel.refusal(need)
 
 
 def explain(need: Need) -> str:
     """A table of every kernel, the one to prefer first: usable for the need, or why not."""
     lines = [f"kernels for {_describe(need)}"]
     for name, kernel in KERNELS.items():
-        why = kernel.refusal(need)
+        why = refusal(kernel, need)
         lines.append(f"  {name:<10} {'usable' if why is None else 'refused: ' + why}")
     return "\n".join(lines)
 
@@ -95,7 +113,8 @@ def _describe(need: Need) -> str:
     heads = f"{need.heads} heads" + (f" on {need.kv_heads}" if need.kv_heads != need.heads else "")
     dtype = str(need.dtype).removeprefix("torch.")
     deterministic = ", deterministic" if need.deterministic else ""
-    return f"{dtype} on {need.device}{capability}, {heads}, {head_dim}, {forms} blocks{deterministic}"
+    softcap = f", softcap {need.softcap:g}" if need.softcap else ""
+    return f"{dtype} on {need.device}{capability}, {heads}, {head_dim}, {forms} blocks{softcap}{deterministic}"
 
 
 @functools.lru_cache(maxsize=256)

@@ -6,8 +6,9 @@ kv_len, kv_heads, head_dim_v), and out has v's head_dim; lse, delta (batch, head
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -46,6 +47,8 @@ class Need:
     deterministic: bool = False
     capability: tuple[int, int] | None = None
     """CUDA compute capability, None on CPU."""
+    softcap: float = 0.0
+    """Scores are softcap * tanh(scores / softcap); 0 leaves them as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,18 @@ class BlockKernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """This block's share of (dq, dk, dv), given the lse of the whole row (paper, section 3.1; FlashAttention-2)."""
         ...
+
+
+class Capping:
+    """A base of kernels that can cap scores; as they stand they cap none, and `softcap` is 0."""
+
+    softcap: float = 0.0
+
+    def capped(self, softcap: float) -> Self:
+        """The same kernel with scores of softcap * tanh(scores / softcap), in forward and backward; softcap over 0."""
+        kernel = copy.copy(self)
+        kernel.softcap = softcap
+        return kernel
 
 
 @runtime_checkable

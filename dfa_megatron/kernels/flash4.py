@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from dfa_megatron.kernels.api import Need, Saved
+from dfa_megatron.kernels.api import Capping, Need, Saved
 from dfa_megatron.kernels.bands import backward_by_pieces, forward_by_pieces, tile_of
 from dfa_megatron.kernels.gpu import build_refusal, capability_text, gpu_refusal
 from dfa_megatron.kernels.packed import backward_by_groups, forward_by_groups
@@ -27,24 +27,30 @@ READ = "4.0.0b36"
 """The version whose source this adapter was written from; others are taken where the functions have these arguments."""
 
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_COMMON = ("q", "k", "v", "softmax_scale", "causal", "window_size_left", "window_size_right", *_LENGTHS)
+_COMMON = ("q", "k", "v", "softmax_scale", "softcap", "causal", "window_size_left", "window_size_right", *_LENGTHS)
 _FORWARD = (*_COMMON, "return_lse")
 _BACKWARD = (*_COMMON, "out", "dout", "lse", "dlse", "deterministic")
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
+Scaling = dict[str, float]
+"""softmax_scale and softcap, 0 for none."""
 
 
-class Flash4Kernel:
+class Flash4Kernel(Capping):
     """bfloat16 and float16 on Hopper and data-centre Blackwell; grouped heads natively; deterministic on request.
 
     Its kernels are compiled at the first call of a shape class (dtype, head_dim, group, form): seconds each, once a
     process, or once a machine with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1. Calls are shrunk to the pairs of the band,
     so that no row is blind. The backward takes the global lse, from which it computes the probabilities anew, and
     delta: the package computes rowsum(dout * out) - dlse itself, so it is given an out of zeros and dlse = -delta.
+    It caps scores with the hardware's approximate tanh (relative error up to 5e-4), one kernel for each softcap.
     """
 
     name = "flash4"
     reads: Literal["delta", "out"] = "delta"
+
+    def _scaling(self, softmax_scale: float) -> Scaling:
+        return {"softmax_scale": softmax_scale, "softcap": self.softcap}
 
     def refusal(self, need: Need) -> str | None:
         """See `BlockKernel.refusal`."""
@@ -63,7 +69,9 @@ class Flash4Kernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Band, softmax_scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `BlockKernel.forward`."""
-        return forward_by_pieces(_pieces(band, q, k), q, k, v, functools.partial(_piece_forward, softmax_scale))
+        return forward_by_pieces(
+            _pieces(band, q, k), q, k, v, functools.partial(_piece_forward, self._scaling(softmax_scale))
+        )
 
     def backward(
         self,
@@ -78,14 +86,14 @@ class Flash4Kernel:
         deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `BlockKernel.backward`; reads `saved.delta`, or `saved.out` where that is what there is."""
-        piece_backward = functools.partial(_piece_backward, softmax_scale, deterministic)
+        piece_backward = functools.partial(_piece_backward, self._scaling(softmax_scale), deterministic)
         return backward_by_pieces(_pieces(band, q, k), dout, q, k, v, saved, piece_backward)
 
     def forward_segments(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, segments: Segments, softmax_scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `VarlenKernel.forward_segments`: a call for each window."""
-        return forward_by_groups(q, k, v, segments, functools.partial(_group_forward, softmax_scale))
+        return forward_by_groups(q, k, v, segments, functools.partial(_group_forward, self._scaling(softmax_scale)))
 
     def backward_segments(
         self,
@@ -100,7 +108,7 @@ class Flash4Kernel:
         deterministic: bool,
     ) -> tuple[torch.Tensor, ...]:
         """See `VarlenKernel.backward_segments`: a call for each window."""
-        group_backward = functools.partial(_group_backward, softmax_scale, deterministic)
+        group_backward = functools.partial(_group_backward, self._scaling(softmax_scale), deterministic)
         return backward_by_groups(dout, q, k, v, saved, segments, group_backward)
 
 
@@ -149,15 +157,15 @@ def _functions() -> Functions | str:
 
 
 def _piece_forward(
-    softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
+    scaling: Scaling, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call("forward", q, k, v, band, softmax_scale)
+    call = _call("forward", q, k, v, band, scaling)
     results = _loaded()[0](**call, return_lse=True)
     return results[0], results[1]
 
 
 def _piece_backward(
-    softmax_scale: float,
+    scaling: Scaling,
     deterministic: bool,
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -166,7 +174,7 @@ def _piece_backward(
     saved: Saved,
     band: Band,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _call("deterministic backward" if deterministic else "backward", q, k, v, band, softmax_scale)
+    call = _call("deterministic backward" if deterministic else "backward", q, k, v, band, scaling)
     results = _loaded()[1](**call, **_known(dout, saved), deterministic=deterministic)
     return results[0], results[1], results[2]
 
@@ -182,15 +190,15 @@ def _known(dout: torch.Tensor, saved: Saved) -> dict[str, torch.Tensor | None]:
 
 
 def _group_forward(
-    softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, table: Table
+    scaling: Scaling, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, table: Table
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call("packed forward", q, k, v, group.window, softmax_scale)
+    call = _call("packed forward", q, k, v, group.window, scaling)
     results = _loaded()[0](**call, **_lengths(group, table), return_lse=True)
     return results[0], results[1]
 
 
 def _group_backward(
-    softmax_scale: float,
+    scaling: Scaling,
     deterministic: bool,
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -201,7 +209,7 @@ def _group_backward(
     table: Table,
 ) -> tuple[torch.Tensor, ...]:
     what = "deterministic packed backward" if deterministic else "packed backward"
-    call = _call(what, q, k, v, group.window, softmax_scale)
+    call = _call(what, q, k, v, group.window, scaling)
     results = _loaded()[1](**call, **_lengths(group, table), **_known(dout, saved), deterministic=deterministic)
     return results[0], results[1], results[2]
 
@@ -220,18 +228,22 @@ _BLOCKS = 512
 """More rows than the package has in one block."""
 
 
-def _call(
-    what: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, softmax_scale: float
-) -> dict[str, Any]:
+def _call(what: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scaling: Scaling) -> dict[str, Any]:
     """What forward and backward share; None is no bound, and a right bound of 0 alone is its causal kernel."""
     _tell_compilation(
-        what, str(q.dtype), q.shape[-1], v.shape[-1], q.shape[-2] // k.shape[-2], band.left < 0, band.right
+        what + (" with capped scores" if scaling["softcap"] else ""),
+        str(q.dtype),
+        q.shape[-1],
+        v.shape[-1],
+        q.shape[-2] // k.shape[-2],
+        band.left < 0,
+        band.right,
     )
     return {
         "q": vectorised(q),
         "k": vectorised(k),
         "v": vectorised(v),
-        "softmax_scale": softmax_scale,
+        **scaling,
         "causal": band.left < 0 and band.right == 0,
         "window_size_left": band.left if band.left >= 0 else None,
         "window_size_right": band.right if band.right >= 0 else None,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from dfa_megatron.kernels.triton_call import Call
-from dfa_megatron.kernels.triton_forward import LOG2_E, SIZES, dot, load_rows, segment_of, spans, visible
+from dfa_megatron.kernels.triton_forward import LOG2_E, SIZES, capped, dot, load_rows, segment_of, spans, visible
 from dfa_megatron.kernels.triton_support import multiprocessors
 
 
@@ -19,11 +19,19 @@ def _load_lse(lse, rows, q_len):
 
 
 @triton.jit
+def _slope(scores, CAP: tl.constexpr):
+    """What a capped score, in units of log 2, changes by where the score does: 1 - tanh^2."""
+    share = scores / (CAP * LOG2_E)
+    return 1.0 - share * share
+
+
+@triton.jit
 def _fold_rows(
     dk, dv, k_tile, v_tile, q, dout, lse, delta, q_row, dout_row, columns, begin, end,
     q_len, kv_len, lo, hi, scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """Add what the query blocks from begin to end give dk (over softmax_scale) and dv; the scores are transposed."""
     dims = tl.arange(0, BLOCK_D)
@@ -38,7 +46,11 @@ def _fold_rows(
         q_tile = load_rows(q + q_offsets, rows, q_len, dims, DIM, MASKED)
         row_lse = _load_lse(lse, rows, q_len)
         scores = dot(k_tile, tl.trans(q_tile), tl.zeros((k_tile.shape[0], BLOCK_M), tl.float32), UPCAST)
-        p = tl.math.exp2(scores * scale - row_lse[None, :])
+        if CAP > 0:
+            scores, unit = capped(scores, scale, CAP), 1.0
+        else:
+            unit = scale
+        p = tl.math.exp2(scores * unit - row_lse[None, :])
         if MASKED:
             p = tl.where(visible(rows[None, :], columns[:, None], q_len, kv_len, lo, hi, HAS_LO, HAS_HI), p, 0.0)
         dout_tile = load_rows(dout + dout_offsets, rows, q_len, dims_v, DIM_V, MASKED)
@@ -46,6 +58,8 @@ def _fold_rows(
         row_delta = tl.load(delta + rows, mask=rows < q_len, other=0.0)
         dp = dot(v_tile, tl.trans(dout_tile), tl.zeros((v_tile.shape[0], BLOCK_M), tl.float32), UPCAST)
         ds = p * (dp - row_delta[None, :])
+        if CAP > 0:
+            ds = ds * _slope(scores, CAP)
         dk = dot(ds, q_tile, dk, UPCAST)
         q += BLOCK_M * q_row
         dout += BLOCK_M * dout_row
@@ -58,7 +72,7 @@ def _dk_dv(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N rows of one kv head, from `share` heads of its group; dk, dv (batch, kv_len, parts, ...).
 
@@ -106,18 +120,18 @@ def _dk_dv(
             dk_tile, dv_tile = _fold_rows(
                 dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
                 columns, begin, full_begin, q_len, kv_len, lo, hi, scale * LOG2_E,
-                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST,
+                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST, CAP,
             )  # fmt: skip
         dk_tile, dv_tile = _fold_rows(
             dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
             columns, full_begin, full_end, q_len, kv_len, lo, hi, scale * LOG2_E,
-            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, False, UPCAST,
+            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, False, UPCAST, CAP,
         )  # fmt: skip
         if HAS_LO or not EVEN:
             dk_tile, dv_tile = _fold_rows(
                 dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
                 columns, full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E,
-                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST,
+                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST, CAP,
             )  # fmt: skip
     place = ((batch * all_columns + wide) * tl.num_programs(1)) + part
     there = (columns < kv_len)[:, None]
@@ -134,6 +148,7 @@ def _fold_columns(
     q_len, kv_len, lo, hi, scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """Add what the key blocks from begin to end give dq (over softmax_scale)."""
     dims = tl.arange(0, BLOCK_D)
@@ -149,10 +164,16 @@ def _fold_columns(
         v_tile = load_rows(v + v_offsets, columns, kv_len, dims_v, DIM_V, MASKED)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((q_tile.shape[0], BLOCK_N), tl.float32), UPCAST)
         dp = dot(dout_tile, tl.trans(v_tile), tl.zeros((q_tile.shape[0], BLOCK_N), tl.float32), UPCAST)
-        p = tl.math.exp2(scores * scale - row_lse[:, None])
+        if CAP > 0:
+            scores, unit = capped(scores, scale, CAP), 1.0
+        else:
+            unit = scale
+        p = tl.math.exp2(scores * unit - row_lse[:, None])
         if MASKED:
             p = tl.where(visible(rows[:, None], columns[None, :], q_len, kv_len, lo, hi, HAS_LO, HAS_HI), p, 0.0)
         ds = p * (dp - row_delta[:, None])
+        if CAP > 0:
+            ds = ds * _slope(scores, CAP)
         dq = dot(ds, k_tile, dq, UPCAST)
         k += BLOCK_N * k_row
         v += BLOCK_N * v_row
@@ -165,7 +186,7 @@ def _dq(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows of one head. EVEN: BLOCK_N divides kv_len. PACKED: of the segment in its table."""
     block = tl.program_id(0)
@@ -204,18 +225,18 @@ def _dq(
         dq_tile = _fold_columns(
             dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
             begin, full_begin, q_len, kv_len, lo, hi, scale * LOG2_E,
-            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST,
+            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP,
         )  # fmt: skip
     dq_tile = _fold_columns(
         dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
         full_begin, full_end, q_len, kv_len, lo, hi, scale * LOG2_E,
-        DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST,
+        DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST, CAP,
     )  # fmt: skip
     if HAS_HI or not EVEN:
         dq_tile = _fold_columns(
             dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
             full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E,
-            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST,
+            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP,
         )  # fmt: skip
     place = (batch * all_rows + wide) * tl.num_programs(1) + head
     dq_tile = (dq_tile * scale).to(dq.dtype.element_ty)

@@ -15,7 +15,8 @@ from dfa_megatron.kernels.triton_support import Diagonals, Packed, interpreted, 
 class Call:
     """What both kernels read of a call; last dimensions, lse and delta are contiguous, and scale is at least 0.
 
-    segments: of a call with several and a batch of one; `diagonals` then say nothing.
+    segments: of a call with several and a batch of one; `diagonals` then say nothing. softcap: of the scores, 0 for
+        none; a kernel is compiled for each.
     """
 
     dout: torch.Tensor
@@ -27,6 +28,7 @@ class Call:
     diagonals: Diagonals
     scale: float
     segments: Segments | None = None
+    softcap: float = 0.0
 
     def packed(self, by: Literal["rows", "columns"], block: int) -> Packed | None:
         """The programs of a call of several segments."""
@@ -41,7 +43,7 @@ class Call:
         """Of q, k, v and dout, without the last dimension's."""
         return tuple(stride for x in (self.q, self.k, self.v, self.dout) for stride in x.stride()[:3])
 
-    def constants(self, sizes: tuple[int, ...], packed: Packed | None, *, even: bool) -> dict[str, int | bool]:
+    def constants(self, sizes: tuple[int, ...], packed: Packed | None, *, even: bool) -> dict[str, float]:
         """The compile-time arguments and launch options that both kernels have."""
         dim, dim_v = self.q.shape[-1], self.v.shape[-1]
         block_m, block_n, warps, stages = sizes
@@ -52,6 +54,7 @@ class Call:
             "HAS_HI": packed.has_hi if packed else self.diagonals.has_hi,
             "EVEN": even and packed is None,
             "PACKED": packed is not None,
+            "CAP": self.softcap,
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
             "BLOCK_D": padded(dim),

@@ -52,6 +52,17 @@ def visible(rows, columns, q_len, kv_len, lo, hi, HAS_LO: tl.constexpr, HAS_HI: 
 
 
 @triton.jit
+def capped(scores, scale, CAP: tl.constexpr):
+    """CAP * tanh(scores * scale / CAP), scale and result in units of log 2; nothing cancels where scores are small."""
+    x = scores * (scale / (CAP * LOG2_E))
+    square = x * x
+    small = x * (1.0 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    decay = tl.math.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    large = (1.0 - decay) / (1.0 + decay)
+    return tl.where(square < 0.0225, small, tl.where(x < 0, -large, large)) * (CAP * LOG2_E)
+
+
+@triton.jit
 def spans(first, last, length, lo, hi, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, BLOCK: tl.constexpr):
     """What positions first..last see of 0..length: (begin, full_begin, full_end, end), multiples of BLOCK but for end.
 
@@ -94,8 +105,12 @@ def _fold(
     acc, total, peak, q, k, v, k_row, v_row, rows, begin, end, q_len, kv_len, lo, hi, scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
-    """Fold the key blocks from begin to end into (acc, total, peak); scale is in units of log 2, and not negative."""
+    """Fold the key blocks from begin to end into (acc, total, peak); scale is in units of log 2, and not negative.
+
+    CAP: of the scores, 0 for none.
+    """
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     skipped = tl.full((), 0, tl.int64) + begin
@@ -107,16 +122,20 @@ def _fold(
         columns = start + tl.arange(0, BLOCK_N)
         k_tile = load_rows(k + k_offsets, columns, kv_len, dims, DIM, MASKED)
         scores = dot(q, tl.trans(k_tile), tl.zeros((q.shape[0], BLOCK_N), tl.float32), UPCAST)
+        if CAP > 0:
+            scores, unit = capped(scores, scale, CAP), 1.0
+        else:
+            unit = scale
         if MASKED:
             seen = visible(rows[:, None], columns[None, :], q_len, kv_len, lo, hi, HAS_LO, HAS_HI)
-            scores = tl.where(seen, scores * scale, -float("inf"))
+            scores = tl.where(seen, scores * unit, -float("inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # -inf - -inf would be NaN
             p = tl.math.exp2(scores - shift[:, None])
         else:
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * unit)
             shift = new_peak
-            p = tl.math.exp2(scores * scale - shift[:, None])
+            p = tl.math.exp2(scores * unit - shift[:, None])
         decay = tl.math.exp2(peak - shift)
         total = total * decay + tl.sum(p, 1)
         v_tile = load_rows(v + v_offsets, columns, kv_len, dims_v, DIM_V, MASKED)
@@ -133,7 +152,7 @@ def _forward(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows of one head. EVEN: BLOCK_N divides kv_len. PACKED: of the segment in its table."""
     block = tl.program_id(0)
@@ -167,16 +186,16 @@ def _forward(
     if HAS_LO:
         acc, total, peak = _fold(
             acc, total, peak, q_tile, k, v, k_row, v_row, rows, begin, full_begin,
-            q_len, kv_len, lo, hi, scale, DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST,
+            q_len, kv_len, lo, hi, scale, DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP,
         )  # fmt: skip
     acc, total, peak = _fold(
         acc, total, peak, q_tile, k, v, k_row, v_row, rows, full_begin, full_end,
-        q_len, kv_len, lo, hi, scale, DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST,
+        q_len, kv_len, lo, hi, scale, DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST, CAP,
     )  # fmt: skip
     if HAS_HI or not EVEN:
         acc, total, peak = _fold(
             acc, total, peak, q_tile, k, v, k_row, v_row, rows, full_end, end,
-            q_len, kv_len, lo, hi, scale, DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST,
+            q_len, kv_len, lo, hi, scale, DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP,
         )  # fmt: skip
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
@@ -189,7 +208,13 @@ def _forward(
 
 
 def launch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, diagonals: Diagonals, scale: float, sizes: tuple[int, ...]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    diagonals: Diagonals,
+    scale: float,
+    sizes: tuple[int, ...],
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a block, scale at least 0 and last dimensions contiguous; sizes: see `triton_attention.Sizes`."""
     (batch, q_len, heads, dim), (kv_len, kv_heads, dim_v) = q.shape, v.shape[1:]
@@ -201,13 +226,19 @@ def launch(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         DIM=dim, DIM_V=dim_v, HAS_LO=diagonals.has_lo, HAS_HI=diagonals.has_hi, EVEN=kv_len % block_n == 0,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim_v), UPCAST=interpreted(),
-        PACKED=False, num_warps=warps, num_stages=stages,
+        PACKED=False, CAP=softcap, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
 
 
 def launch_packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, sizes: tuple[int, ...]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    sizes: tuple[int, ...],
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call of several segments and a batch of one, as `launch`."""
     heads, dim, kv_heads, dim_v = q.shape[2], q.shape[3], *v.shape[2:]
@@ -219,6 +250,6 @@ def launch_packed(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         DIM=dim, DIM_V=dim_v, HAS_LO=packed.has_lo, HAS_HI=packed.has_hi, EVEN=False,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim_v), UPCAST=interpreted(),
-        PACKED=True, num_warps=warps, num_stages=stages,
+        PACKED=True, CAP=softcap, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse

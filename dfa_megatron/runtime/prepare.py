@@ -141,6 +141,7 @@ def build(
         forms=forms_of(forward, backward),
         deterministic=request.deterministic,
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        softcap=request.softcap,
     )
     kernel = kernels.select(request.kernel, need)
     sizes = Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, kernel.reads)

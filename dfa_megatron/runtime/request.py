@@ -23,6 +23,7 @@ class Request:
     softmax_scale: float
     causal: bool = True
     window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
     sinks: bool = False
     schedule: str = "auto"
     layout: str = "contiguous"

@@ -16,6 +16,7 @@ def dense_attention(
     window_size: tuple[int, int] = (-1, -1),
     visible: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention as its definition says, in float64 and differentiable, with all scores in memory.
@@ -25,6 +26,7 @@ def dense_attention(
         causal, window_size: as in flash-attn, aligned to the bottom right where the lengths differ.
         visible: bool, broadcastable to (batch, heads, q_len, kv_len): the pairs that this further mask leaves.
         softmax_scale: default 1 / sqrt(head_dim).
+        softcap: scores are softcap * tanh(scores / softcap), 0 for no cap.
         sinks: (heads,), one more score in every row of a head, of a token whose value is 0.
 
     Returns:
@@ -38,6 +40,8 @@ def dense_attention(
     q64 = q.double()
     k64, v64 = (t.double().repeat_interleave(groups, dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q64, k64) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     mask = band_mask(q.shape[1], k.shape[1], causal=causal, window_size=window_size, device=q.device)
     if visible is not None:
         mask = mask & visible

@@ -248,13 +248,15 @@ class Flash4Interface:
     """Functions with the arguments that the adapter knows."""
 
     @staticmethod
-    def _flash_attn_fwd(q, k, v, qv=None, softmax_scale=None, causal=False, window_size_left=None,
-                        window_size_right=None, return_lse=False):  # fmt: skip
+    def _flash_attn_fwd(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+                        softmax_scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None,
+                        return_lse=False):  # fmt: skip
         """Not called."""
 
     @staticmethod
-    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, window_size_left=None,
-                        window_size_right=None, deterministic=False, dlse=None):  # fmt: skip
+    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+                        window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+                        max_seqlen_k=None, deterministic=False, dlse=None):  # fmt: skip
         """Not called."""
 
 
@@ -282,22 +284,24 @@ def test_flash4_refuses_changed_functions_with_the_version_found_and_one_that_wo
 ) -> None:
     class Renamed(Flash4Interface):
         @staticmethod
-        def _flash_attn_fwd(q, k, v, scale=None, causal=False, window_size_left=None, window_size_right=None,
+        def _flash_attn_fwd(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+                            scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None,
                             return_lse=False):  # fmt: skip
             """softmax_scale has another name."""
 
     class Greedier(Flash4Interface):
         @staticmethod
-        def _flash_attn_bwd(q, k, v, out, dout, lse, softcap, softmax_scale=None, causal=False, window_size_left=None,
-                            window_size_right=None, deterministic=False, dlse=None):  # fmt: skip
-            """softcap has no default."""
+        def _flash_attn_bwd(q, k, v, out, dout, lse, sinks, softmax_scale=None, causal=False, softcap=0.0,
+                            window_size_left=None, window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None,
+                            max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dlse=None):  # fmt: skip
+            """sinks has no default."""
 
     class Gone:
         _flash_attn_fwd = Flash4Interface._flash_attn_fwd
 
     for interface, said in (
         (Renamed, "_flash_attn_fwd of flash-attn-4 4.9.9 has no argument softmax_scale; that of 4.0.0b36 has"),
-        (Greedier, "_flash_attn_bwd of flash-attn-4 4.9.9 needs softcap; that of 4.0.0b36 does not"),
+        (Greedier, "_flash_attn_bwd of flash-attn-4 4.9.9 needs sinks; that of 4.0.0b36 does not"),
         (Gone, "flash-attn-4 4.9.9 has no _flash_attn_bwd; 4.0.0b36 has"),
         (OSError("no libcuda"), "flash-attn-4 4.9.9 cannot be imported (OSError: no libcuda)"),
     ):

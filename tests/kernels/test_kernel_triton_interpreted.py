@@ -34,6 +34,7 @@ CHOSEN = {
         "bfloat16 and several": ["gaps"],
     },
     "test_kernel_merge.py": {"": []},
+    "test_kernel_softcap.py": {"float32 and capped": ["window", "full"], "bfloat16 and capped": ["window"]},
 }  # fmt: skip
 """By file: what a test's name holds, and one of which words beside it."""
 
@@ -46,7 +47,12 @@ def expression(chosen: dict[str, list[str]]) -> str:
 
 @pytest.mark.parametrize(
     ("file", "passes"),
-    [("test_kernel_conformance.py", 26), ("test_kernel_segments.py", 11), ("test_kernel_merge.py", 75)],
+    [
+        ("test_kernel_conformance.py", 26),
+        ("test_kernel_segments.py", 11),
+        ("test_kernel_merge.py", 75),
+        ("test_kernel_softcap.py", 9),
+    ],
 )
 def test_the_triton_kernels_pass_in_the_interpreter(file: str, passes: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]

@@ -66,7 +66,8 @@ def _bad_requests(rank: int, ranks: int) -> dict[str, str]:
         "kernel": attempt(*tensors(), kernel="cudnn"),
         "unknown kernel": attempt(*tensors(), kernel="flash9"),
         "layout": attempt(*tensors(), layout="zigzag", schedule="balanced"),
-        "softcap": attempt(*tensors(), softcap=30.0),
+        "softcap": attempt(*tensors(), softcap=30.0, kernel="cpu"),
+        "negative softcap": attempt(*tensors(), softcap=-30.0),
         "mask": attempt(*tensors(), causal=False, schedule="balanced"),
         "zigzag": attempt(*tensors(local=7), layout="zigzag"),
         "three": attempt(*(x[0] for x in tensors())),
@@ -86,6 +87,8 @@ def test_a_request_nobody_can_serve_names_what_would_work() -> None:
         assert "cuda" in report["kernel"].lower()
         assert "cpu" in report["kernel"]
         assert "reference" in report["unknown kernel"]
+        assert "it caps no scores. What works: kernel='reference'" in report["softcap"]
+        assert "a softcap is positive and finite" in report["negative softcap"]
         assert "zigzag" in report["layout"]
         assert "ring" in report["mask"]
         assert "one of auto, p2p, copy_engine" in report["transport"]

@@ -42,7 +42,7 @@ def attend_and_compare(
     """A forward and backward of this rank's rows; the sinks' gradient is the dense one once all ranks' are summed."""
     length = ranks * 10
     (q, k, v, dout), sinks = inputs(length, 4, dtype, seed)
-    mask = {name: options[name] for name in ("causal", "window_size") if name in options}
+    mask = {name: options[name] for name in ("causal", "window_size", "softcap") if name in options}
     exact = [x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v, sinks)]
     want, want_lse = dense_attention(*exact[:3], sinks=exact[3], **{"causal": True, **mask})
     gradients = torch.autograd.grad(want, exact, dout.double())
@@ -76,6 +76,7 @@ def _everything(rank: int, ranks: int) -> None:
                 attend_and_compare(rank, ranks, dtype=dtype, seed=seed, schedule=schedule, layout=layout)
         attend_and_compare(rank, ranks, seed=9, causal=False)
         attend_and_compare(rank, ranks, seed=10, dtype=torch.float32, window_size=(7, 0), kernel="cpu")
+        attend_and_compare(rank, ranks, seed=12, softcap=1.5, kernel="reference")
         attend_and_compare(rank, ranks, seed=11, ulysses_degree=2 if ranks % 2 == 0 else 1)
 
 
