@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
@@ -37,8 +38,36 @@ def lower_all(plan: Plan) -> list[Program]:
     Raises:
         PlanError: the plan breaks a rule of the language.
     """
+    if plan.ranks > REMEMBERED_RANKS:
+        return _lower_all(plan)
+    return list(_remembered(_Same(plan)))
+
+
+def _lower_all(plan: Plan) -> list[Program]:
     validate(plan)
     return [_Lowering(plan, rank, share).program() for rank, share in enumerate(shares(plan))]
+
+
+REMEMBERED_RANKS = 64
+"""Programs of larger plans take too much memory to be kept."""
+
+
+class _Same:
+    """A plan as a key: the object, for its contents take as long to compare as to lower."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.plan is self.plan
+
+
+@lru_cache(maxsize=8)  # what "auto" looks at: each plan is simulated, measured, and the chosen one checked
+def _remembered(same: _Same) -> tuple[Program, ...]:
+    return tuple(_lower_all(same.plan))
 
 
 class _Lowering:
