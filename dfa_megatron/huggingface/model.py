@@ -22,7 +22,7 @@ from dfa_megatron.runtime.channel import Group, group_name, group_size
 logger = logging.getLogger(__name__)
 
 TESTED = (
-    "gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe",
+    "gemma", "gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
 """Model types whose logits and gradients are compared with eager attention in this project's tests."""
 

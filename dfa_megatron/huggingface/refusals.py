@@ -53,8 +53,6 @@ def check_model(model: Any) -> list[torch.nn.Module]:
     for layer in layers:
         if not layer.is_causal:
             raise UnsupportedError(f"{kind} with layers that are not causal", "the plan is causal", "a causal model")
-        if getattr(layer, "sinks", None) is not None:
-            raise UnsupportedError(f"{kind} with attention sinks", "no kernel takes them yet", "a model without sinks")
     return layers
 
 
@@ -66,8 +64,6 @@ def _check_config(config: Any, kind: str) -> None:
             "only attention is distributed",
             "layers of type " + " and ".join(sorted(_LAYER_TYPES)),
         )
-    if getattr(config, "attn_logit_softcapping", None):
-        raise UnsupportedError(f"{kind} with capped scores", "no kernel caps scores yet", "attn_logit_softcapping=None")
     if getattr(config, "output_router_logits", False):
         raise UnsupportedError(
             f"{kind} with a loss of its router (output_router_logits)",

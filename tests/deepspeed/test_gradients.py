@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 
 from dfa_megatron import deepspeed as dfa_ds
@@ -11,16 +14,16 @@ from tests.deepspeed import harness
 from tests.huggingface.models import build
 
 
-def check(rank: int, world_size: int, sizes: list[int], stages: list[int]) -> None:
+def check(rank: int, world_size: int, sizes: list[int], stages: list[int], kind: str = "Llama", **changes: Any) -> None:
     from deepspeed.utils import safe_get_full_grad
 
     harness.prepare_worker(rank)
     for size in sizes:
         length = 12 * size
         batches = harness.samples(world_size // size, length, unlabelled=13 if size > 1 else 2)
-        want_loss, want = harness.reference("Llama", batches)
+        want_loss, want = harness.reference(kind, batches, **changes)
         for stage in stages:
-            model = build("Llama")
+            model = build(kind, **changes)
             checkpoint = "remat" if stage % 2 else "none"
             engine, *_ = dfa_ds.initialize(
                 model=model,
@@ -50,3 +53,8 @@ def check(rank: int, world_size: int, sizes: list[int], stages: list[int]) -> No
 @pytest.mark.parametrize(("ranks", "sizes"), [(2, [1, 2]), (3, [3]), (4, [2, 4])])
 def test_gradients_are_those_of_one_process_at_every_zero_stage(ranks: int, sizes: list[int]) -> None:
     run_ranks(ranks, check, sizes, [0, 1, 2, 3], timeout=170)
+
+
+def test_learned_sinks_have_their_gradients_where_parameters_are_gathered_layer_by_layer() -> None:
+    changes = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 7}
+    run_ranks(2, partial(check, kind="GptOss", **changes), [2], [0, 3], timeout=170)

@@ -23,6 +23,7 @@ if INSTALLED:
                 "gemma",
                 "gemma2",
                 "gemma3",
+                "gpt_oss",
                 "llama",
                 "mistral",
                 "mixtral",

@@ -17,6 +17,8 @@ from tests.huggingface.models import build, gradients, text
 
 _MIXED = ["sliding_attention", "full_attention"]
 
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-one-kv-head-of-three": ("Llama", {"heads": 3, "kv_heads": 1}),
@@ -31,6 +33,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 2}),
     "gemma": ("Gemma", {}),
     "gemma2-window-in-one-layer": ("Gemma2", {"attn_logit_softcapping": None, "sliding_window": 5}),
+    "gemma2-capped-scores": ("Gemma2", {"attn_logit_softcapping": 3.0, "sliding_window": 5}),
+    "gpt-oss-sinks": ("GptOss", {**_EXPERTS, "sliding_window": 64}),
+    "gpt-oss-sinks-window-in-one-layer": ("GptOss", {**_EXPERTS, "sliding_window": 5}),
     "gemma3-window-in-one-layer": ("Gemma3Text", {"sliding_window": 5, "layer_types": _MIXED}),
     "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", {"sliding_window": 9}),

@@ -20,9 +20,7 @@ from tests.huggingface.models import build, text
     [
         ("Llama", {"attention_dropout": 0.1}, "attention dropout 0.1"),
         ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'"),
-        ("Gemma2", {}, "capped scores"),
         ("Mixtral", {"num_local_experts": 2, "output_router_logits": True}, "a loss of its router"),
-        ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "attention sinks"),
         (
             "Llama4Text",
             {"num_local_experts": 1, "attention_chunk_size": 8, "num_hidden_layers": 1},
@@ -99,7 +97,7 @@ def _padding(right: bool) -> torch.Tensor:
         ({"use_cache": True}, "a key cache"),
         ({"output_attentions": True}, "output_attentions"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, "cu_seq_lens_q"),
-        ({"softcap": 30.0}, "softcap"),
+        ({"position_bias": torch.zeros(1, 4, 8, 8)}, "position_bias"),
     ],
 )
 def test_a_call_that_asks_for_more_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -120,6 +118,14 @@ def test_dropout_set_after_preparation_is_refused_at_the_call() -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
     model.model.layers[0].self_attn.attention_dropout = 0.1
     with pytest.raises(UnsupportedError, match=r"dropout 0\.1"):
+        model(input_ids=text(1, 8, seed=0)["input_ids"])
+
+
+@pytest.mark.parametrize("name", ["sinks", "attn_logit_softcapping"])
+def test_what_a_layer_has_and_does_not_hand_over_is_refused(name: str) -> None:
+    model = dfa_hf.distribute_attention(build("Llama"))
+    setattr(model.model.layers[1].self_attn, name, torch.ones(4))
+    with pytest.raises(UnsupportedError, match=f"{name} in a layer of type LlamaAttention"):
         model(input_ids=text(1, 8, seed=0)["input_ids"])
 
 
