@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dfa_megatron.attention import dist_flash_attn_func
+from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.documents import KEYWORD, Documents
 
 NAME = "dfa"
 """As in `model.set_attn_implementation(NAME)`. A name with "flash" in it would change how models build their inputs."""
@@ -17,15 +18,23 @@ NAME = "dfa"
 CONTEXT = "_dfa_attention"
 """The attribute of a module that holds its `LayerContext`."""
 
+_CHECKED = "_dfa_checked"
+"""The attribute of a mask that need not be read."""
+
 _INSTEAD = "causal self-attention over whole, unpadded sequences"
 
 _REFUSED = {
     "position_bias": "the block kernels take no bias",
     "head_mask": "the block kernels mask no heads",
-    "cu_seq_lens_q": "packed documents are not planned yet",
-    "cu_seq_lens_k": "packed documents are not planned yet",
 }
 """Arguments that models hand to their attention and that must be None, with the reason."""
+
+
+@dataclass(slots=True)
+class Packed:
+    """Whether the batch that the model is given now is of packed documents, for layers that are not told which."""
+
+    now: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,7 @@ class LayerContext:
 
     group: name of the process group that shares the sequence, "" for a single process.
     before: the attention implementation that the model had.
+    packed: what the batch of the last forward was.
     accelerate: batches come from accelerate: in evaluation every rank has whole sequences of its own, and the loss of
         this rank's tokens is weighed by who called the model.
     """
@@ -43,6 +53,7 @@ class LayerContext:
     options: DistAttentionConfig
     before: str
     accelerate: bool = False
+    packed: Packed = field(default_factory=Packed)
 
 
 def register() -> None:
@@ -96,31 +107,42 @@ def attention(
     _check_given(module, {"attn_logit_softcapping": softcap, "sinks": s_aux})
     whole = query.shape[2] * context.size
     window = (-1, -1) if sliding_window is None or sliding_window >= whole else (sliding_window - 1, 0)
-    out = dist_flash_attn_func(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        group=context.group,
-        causal=True,
-        softmax_scale=scaling,
-        window_size=window,
-        softcap=softcap or 0.0,
-        sinks=s_aux,
+    asked: dict[str, Any] = {
+        "group": context.group,
+        "causal": True,
+        "softmax_scale": scaling,
+        "window_size": window,
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
         **context.options.keywords(),
-    )
-    assert isinstance(out, torch.Tensor)
+    }
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out: Any
+    if (documents := _documents(module, context, others)) is None:
+        out = dist_flash_attn_func(q, k, v, **asked)
+    else:
+        out = [dist_flash_attn_varlen_func(*row, **asked) for row in zip(q, k, v, documents, strict=True)]
+        out = out[0][None] if len(out) == 1 else torch.stack(out)
     return out, None
+
+
+def nothing_hidden(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """A mask that hides nothing: with one, transformers does not look for documents in this rank's positions."""
+    everything = torch.ones(batch, length, dtype=torch.bool, device=device)
+    setattr(everything, _CHECKED, True)
+    return everything
 
 
 def mask(*, attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bool = True, **others: Any) -> None:
     """No mask tensor: causality and windows are known to the plan. Once per forward, not per layer.
 
-    attention_mask: (batch, local_seq) as the user gave it.
+    attention_mask: (batch, local_seq) as the user gave it, or `nothing_hidden`.
 
     Raises:
         UnsupportedError: it hides a token, or the model masks more than what is causal and in the window.
     """
-    if attention_mask is not None and not bool(attention_mask.all()):
+    hides = attention_mask is not None and not hasattr(attention_mask, _CHECKED) and not bool(attention_mask.all())
+    if hides:
         raise UnsupportedError(
             "an attention_mask with padding",
             "padded tokens would be attended to",
@@ -129,10 +151,22 @@ def mask(*, attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bo
     if not allow_is_causal_skip:
         raise UnsupportedError(
             "a mask beyond causal and sliding window",
-            "packed documents, prefixes and blocks are not planned; under torch.compile transformers asks for one "
-            "whatever the batch",
+            "prefixes and blocks are not planned, and packed documents go unseen with verify='off'; under "
+            "torch.compile transformers asks for one whatever the batch",
             _INSTEAD + ", in a model that is not compiled",
         )
+
+
+def _documents(module: torch.nn.Module, context: LayerContext, others: dict[str, Any]) -> Documents | None:
+    """The documents of every row, None for one in each."""
+    documents: Documents | None = others.get(KEYWORD)
+    if documents is None and KEYWORD not in others and context.packed.now:
+        raise UnsupportedError(
+            f"packed documents in a layer of type {type(module).__name__}",
+            "its model does not hand keyword arguments on to attention, which would not stop at their ends",
+            "one document a sequence",
+        )
+    return documents
 
 
 def _check_call(

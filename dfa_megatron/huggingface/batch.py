@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface import documents as packed
 from dfa_megatron.huggingface.padding import IGNORED, check_right, check_unlabelled
 from dfa_megatron.packing import local_positions, shard_sequence
 from dfa_megatron.runtime.channel import Group, group_name, group_size
 
-_KNOWN = ("input_ids", "labels", "attention_mask", "position_ids")
+_KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", *packed.FLASH_KEYS)
 
 
 def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> dict[str, torch.Tensor]:
@@ -20,17 +21,21 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
     Args:
         batch: "input_ids" (batch, seq) and, if wanted, "labels" (batch, seq), not shifted, -100 where there is no loss.
             "attention_mask" may be there with padding on the right, whose labels are -100; it is checked and left out,
-            for a causal mask hides padding by itself. "position_ids" may be there if they are 0 to seq - 1.
+            for a causal mask hides padding by itself. "position_ids" (batch or 1, seq) may be there; they begin at 0
+            anew where a document of a packed row begins. "cu_seq_lens_q", "cu_seq_lens_k", as transformers'
+            padding-free collators make them, say the same.
         group: the ranks that share the sequence; seq must be a multiple of their number.
 
     Returns:
         "input_ids" and "position_ids" (batch or 1, seq / P), and with labels: "labels" = "shift_labels", the label of
         the *next* token, across the boundaries between ranks; "num_items_in_batch" (), the labelled tokens of all
-        ranks, divided by P. With these a transformers model computes `causal_lm_loss` by itself.
+        ranks, divided by P. With these a transformers model computes `causal_lm_loss` by itself. Of packed documents
+        also "cu_seq_lens_q" = "cu_seq_lens_k", int32 (documents + 1) on the CPU: offsets into the whole rows, one row
+        after another. Left there they cost the layers no synchronisation.
 
     Raises:
-        UnsupportedError: padding elsewhere or with labels, packed documents, an unknown key, or a length that does not
-            divide.
+        UnsupportedError: padding elsewhere or with labels, positions that are not those of documents, an unknown key,
+            or a length that does not divide.
     """
     unknown = sorted(set(batch) - set(_KNOWN))
     if unknown or "input_ids" not in batch:
@@ -38,12 +43,16 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
             f"a batch of {', '.join(batch)}", "it is not known how to cut it", "input_ids and labels; others by hand"
         )
     tokens = batch["input_ids"]
-    _check_plain(batch, tokens)
+    _check_padding(batch)
+    documents = _documents(batch, tokens)
     size = group_size(group_name(group))
     local = {
         "input_ids": shard_sequence(tokens, group=group),
         "position_ids": local_positions(tokens.shape[1], group=group, device=tokens.device)[None],
     }
+    if documents is not None:
+        local["position_ids"] = shard_sequence(packed.positions_of(documents, tokens.device), group=group)
+        local["cu_seq_lens_q"] = local["cu_seq_lens_k"] = packed.offsets_of_rows(documents)
     if "labels" in batch:
         shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
         local["labels"] = local["shift_labels"] = shard_sequence(shifted.contiguous(), group=group)
@@ -51,13 +60,28 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
     return local
 
 
-def _check_plain(batch: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> None:
+def _check_padding(batch: Mapping[str, torch.Tensor]) -> None:
     if (mask := batch.get("attention_mask")) is not None:
         check_right(mask)
         if "labels" in batch:
             check_unlabelled(mask, batch["labels"])
+
+
+def _documents(batch: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> packed.Documents | None:
+    """The documents of every row, or None if each is one."""
+    rows, length = tokens.shape[:2]
     positions = batch.get("position_ids")
-    if positions is not None and not bool((positions == torch.arange(tokens.shape[1], device=positions.device)).all()):
+    told = packed.of_offsets(dict(batch), rows, length) if {"cu_seq_lens_q", "cu_seq_lens_k"} & set(batch) else None
+    seen = None if positions is None else packed.of_positions(positions.expand(rows, -1))
+    if positions is not None and seen is None:
         raise UnsupportedError(
-            "position_ids that start anew", "packed documents are not planned yet", "one document a sequence"
+            "position_ids that are not those of documents",
+            "in each row they must begin at 0, and at 0 anew in each document, and go up by 1",
+            "as DataCollatorWithFlattening of transformers makes them, or none for one document a sequence",
         )
+    if told is not None and seen is not None and told != seen:
+        raise UnsupportedError(
+            "cu_seq_lens_q that disagree with position_ids", "they say where documents begin in two ways", "one of them"
+        )
+    documents = seen if told is None else told
+    return None if documents is None or packed.single(documents) else documents

@@ -1,10 +1,12 @@
-"""What goes into a distributed model: positions are those of the whole sequence, labels are shifted, nothing is cached.
+"""What goes into a distributed model: positions are of the whole sequence or of its documents, labels are shifted.
 
 They are forward pre-hooks, and do nothing while the model has another attention.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +14,10 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.attention import CONTEXT, NAME, LayerContext
+from dfa_megatron.huggingface import documents as packed
+from dfa_megatron.huggingface.attention import CONTEXT, NAME, LayerContext, nothing_hidden
 from dfa_megatron.huggingface.padding import check_right, check_unlabelled
-from dfa_megatron.packing import local_positions
+from dfa_megatron.packing import local_positions, shard_sequence
 
 _HELD = "_dfa_attention_held"
 """The attribute of a model that is set while `local_attention` is in force."""
@@ -23,14 +26,14 @@ _HELD = "_dfa_attention_held"
 def prepare(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Check that the tokens are this rank's part of a sequence, by the positions that come with them.
+    """Find the documents of the tokens, and check that these are this rank's part of the sequences, by the positions.
 
     A single rank may leave the positions out. Among several they are asked for: code that does not know of the
     sequence's other ranks leaves them out, and its batch would be taken for a part of one.
 
     Raises:
-        UnsupportedError: no or other positions (a packed batch, a whole sequence), padding that is not on the right,
-            or a cache.
+        UnsupportedError: no or other positions (of a whole sequence, or that begin nowhere), padding that is not on the
+            right, or a cache.
     """
     if module.config._attn_implementation != NAME:
         return None
@@ -48,7 +51,6 @@ def prepare(
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions", "attention weights are never in memory", "output_attentions=False")
     tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
-    length: int = tokens.shape[1] * context.size
     given: torch.Tensor | None = kwargs.get("position_ids")
     if given is None and context.size > 1:
         raise UnsupportedError(
@@ -56,15 +58,49 @@ def prepare(
             "each rank takes its part of a sequence, and nothing says that this is one",
             "dfa_megatron.huggingface.shard_batch, which brings them",
         )
-    device = tokens.device if given is None else given.device
-    expected = local_positions(length, group=context.group, device=device)[None]
-    if given is not None and context.options.verify != "off":
-        _compare(given, expected)
-    kept = {**kwargs, "position_ids": expected if given is None else given, "use_cache": False}
+    documents, positions = _documents(kwargs, given, tokens, context)
+    kept = {name: value for name, value in kwargs.items() if name not in packed.FLASH_KEYS}
+    kept |= {"position_ids": positions, "use_cache": False}
     if (mask := kwargs.get("attention_mask")) is not None and mask.dim() == 2:
         check_right(mask, context.group)
         kept["attention_mask"] = None
+    context.packed.now = documents is not None
+    decoder: Any = type(module)
+    if _takes_keywords(decoder):
+        kept[packed.KEYWORD] = documents
+    if documents is not None:
+        kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
     return args, kept
+
+
+def _documents(
+    kwargs: dict[str, Any], given: torch.Tensor | None, tokens: torch.Tensor, context: LayerContext
+) -> tuple[packed.Documents | None, torch.Tensor]:
+    """The documents of every row, None if each is one, and the positions of this rank's tokens."""
+    batch, local = tokens.shape[:2]
+    device = tokens.device if given is None else given.device
+    plain = local_positions(local * context.size, group=context.group, device=device)[None]
+    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None:
+        found = packed.of_offsets(kwargs, batch, local * context.size)
+        if not packed.single(found):
+            plain = shard_sequence(packed.positions_of(found, device), group=context.group)
+        if given is not None and context.options.verify != "off" and not _equal(given, plain):
+            raise _other_positions(given, context, local)
+    elif given is None or context.options.verify == "off":
+        return None, plain if given is None else given
+    else:
+        known = packed.of_ranks(given, plain, local, context.group)
+        if known is None:
+            raise _other_positions(given, context, local)
+        found = known * batch if len(known) == 1 else known
+    return (None if packed.single(found) else found), plain if given is None else given
+
+
+@functools.cache
+def _takes_keywords(decoder: Any) -> bool:
+    """Whether the forward of a class of decoders takes any keyword, which it then hands on to its layers."""
+    parameters = inspect.signature(decoder.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def follow_mode(module: Any, args: tuple[Any, ...]) -> None:
@@ -118,13 +154,16 @@ def check_labels(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             )
 
 
-def _compare(given: torch.Tensor, expected: torch.Tensor) -> None:
-    if given.dim() == 2 and given.shape[1] == expected.shape[1] and bool((given == expected).all()):
-        return
-    first, last = int(expected[0, 0]), int(expected[0, -1])
-    raise UnsupportedError(
+def _equal(given: torch.Tensor, expected: torch.Tensor) -> bool:
+    return given.dim() == 2 and given.shape[1] == expected.shape[1] and bool((given == expected).all())
+
+
+def _other_positions(given: torch.Tensor, context: LayerContext, local: int) -> UnsupportedError:
+    first = int(local_positions(local * context.size, group=context.group)[0])
+    return UnsupportedError(
         f"position_ids {_ends(given)} of shape {tuple(given.shape)}",
-        f"this rank holds the tokens {first} to {last} of one sequence; packed documents are not planned yet",
+        f"this rank holds the tokens {first} to {first + local - 1} of each sequence, and every sequence, or every "
+        "document in it, must begin at position 0 and go up by 1, across the ranks",
         "the position_ids of dfa_megatron.huggingface.shard_batch, or of dfa_megatron.local_positions",
     )
 

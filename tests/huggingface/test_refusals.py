@@ -92,11 +92,11 @@ def _padding(right: bool) -> torch.Tensor:
     [
         ({"attention_mask": _padding(right=False)}, "padding that is not on the right"),
         ({"attention_mask": torch.ones(1, 1, 8, 8)}, "ready-made attention mask"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}, "position_ids from 0 to 3"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 3, 5, 6, 7, 8]])}, "position_ids from 0 to 8"),
         ({"position_ids": torch.arange(8, 16)[None]}, "position_ids from 8 to 15"),
         ({"use_cache": True}, "a key cache"),
         ({"output_attentions": True}, "output_attentions"),
-        ({"cu_seq_lens_q": torch.tensor([0, 4, 8])}, "cu_seq_lens_q"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 7])}, "cu_seq_lens_q from 0 to 7"),
         ({"position_bias": torch.zeros(1, 4, 8, 8)}, "position_bias"),
     ],
 )
@@ -139,7 +139,7 @@ def test_what_a_layer_has_and_does_not_hand_over_is_refused(name: str) -> None:
             {"input_ids": torch.ones(1, 8), "labels": torch.ones(1, 8), "attention_mask": _padding(right=True)},
             "labels of padded tokens",
         ),
-        ({"input_ids": torch.ones(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}, "start anew"),
+        ({"input_ids": torch.ones(1, 8), "position_ids": torch.tensor([[0, 1, 2, 1, 2, 3, 4, 5]])}, "not those of doc"),
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused(batch: dict[str, torch.Tensor], message: str) -> None:

@@ -1,0 +1,181 @@
+"""Packed documents, told by position_ids, are computed as eager attention computes them on one rank, one at a time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface import documents as packed
+from dfa_megatron.packing import shard_sequence
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.workers import run_ranks
+from tests.huggingface.models import LAYERS, build, gradients, text
+from tests.huggingface.test_parity import MODELS
+
+
+def pack(length: int, seed: int, rows: int = 1) -> dict[str, torch.Tensor]:
+    """Rows of documents of any length, one of a single token among them; no label for a document's first token."""
+    batch = text(rows, length, seed)
+    generator = torch.Generator().manual_seed(seed)
+    documents = []
+    for _ in range(rows):
+        inner = sorted((torch.randperm(length - 3, generator=generator)[:3] + 1).tolist())
+        documents.append((0, *inner, inner[-1] + 1, length))
+    batch["position_ids"] = packed.positions_of(tuple(documents))
+    batch["labels"][batch["position_ids"] == 0] = -100
+    return batch
+
+
+def one_by_one(reference: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and mean loss of a model that sees one document at a time."""
+    rows = []
+    for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+        ends = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+        rows.append(torch.cat([reference(input_ids=ids[None, lo:hi]).logits for lo, hi in pairwise(ends)], 1))
+    logits = torch.cat(rows)
+    labels = batch["labels"][:, 1:].flatten()
+    return logits, torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, ignore_index=-100)
+
+
+def check(model: Any, local: dict[str, torch.Tensor], reference: Any, want: Any, name: str) -> None:
+    logits, loss = want
+    model.zero_grad()
+    got = model(**local)
+    got.loss.backward()
+    assert_close(got.logits, shard_sequence(logits), tolerance=1e-5, name=f"{name} logits")
+    mean = got.loss.detach().clone()
+    dist.all_reduce(mean)
+    assert_close(mean / dist.get_world_size(), loss, tolerance=1e-5, name=f"{name} loss")
+    for key, wanted in gradients(reference).items():
+        gradient = dict(model.named_parameters())[key].grad
+        dist.all_reduce(gradient)
+        assert_close(gradient / dist.get_world_size(), wanted, tolerance=1e-5, name=f"{name} {key}")
+
+
+def compare(rank: int, world_size: int, names: list[str], rows: int) -> None:
+    for seed, name in enumerate(names):
+        kind, changes = MODELS[name]
+        batch = pack(12 * world_size, 31 * seed + world_size, rows)
+        reference = build(kind, seed, **changes)
+        want = one_by_one(reference, batch)
+        want[1].backward()
+        model = dfa_hf.distribute_attention(build(kind, seed, **changes))
+        local = dfa_hf.shard_batch(batch)
+        assert local["cu_seq_lens_q"].tolist()[-1] == 12 * world_size * rows
+        check(model, local, reference, want, name)
+        cut = {key: value for key, value in local.items() if key not in packed.FLASH_KEYS}
+        check(model, cut, reference, want, f"{name}, cut by another loader")
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 2), (2, 1), (2, 2), (3, 1)])
+def test_logits_loss_and_gradients_are_those_of_eager_attention_on_one_rank(ranks: int, rows: int) -> None:
+    names = list(MODELS) if (ranks, rows) == (2, 1) else ["llama", "gemma3-window-in-one-layer"]
+    run_ranks(ranks, compare, names, rows, timeout=170)
+
+
+def packed_at_once(rank: int, world_size: int) -> None:
+    batch = pack(12 * world_size, seed=5)
+    # With a cache, its default, transformers does not look for documents.
+    want = build("Qwen3")(**batch, use_cache=False)
+    model = dfa_hf.distribute_attention(build("Qwen3"), options=DistAttentionConfig(schedule="greedy"))
+    got = model(**dfa_hf.shard_batch(batch))
+    assert_close(got.logits, shard_sequence(want.logits), tolerance=1e-5, name="eager attention with a block mask")
+
+
+def test_transformers_own_mask_for_packs_says_the_same() -> None:
+    run_ranks(3, packed_at_once)
+
+
+def checkpointed(rank: int, world_size: int) -> None:
+    batch = pack(24, seed=11)
+    other = text(1, 24, seed=12)
+    seen = {}
+    for checkpoint in ("none", "full", "remat"):
+        model = dfa_hf.distribute_attention(build("Qwen2"), checkpoint=checkpoint)
+        COUNTERS.reset()
+        loss = model(**dfa_hf.shard_batch(batch)).loss
+        plain = model(**dfa_hf.shard_batch(other)).loss  # before the other's backward, whose recompute is of a pack
+        loss.backward()
+        plain.backward()
+        seen[checkpoint] = (gradients(model), COUNTERS.snapshot())
+    want, once = seen["none"]
+    assert once["attention_forwards"] == 2 * LAYERS
+    assert seen["full"][1]["attention_forwards"] == 4 * LAYERS
+    assert seen["remat"][1]["attention_forwards"] == 2 * LAYERS
+    assert seen["remat"][1]["replays"] == 2 * LAYERS
+    for name, gradient in want.items():
+        assert torch.equal(seen["full"][0][name], gradient)
+        assert torch.equal(seen["remat"][0][name], gradient)
+
+
+def test_rematerialization_of_packs_has_the_same_bits_and_runs_attention_once() -> None:
+    run_ranks(2, checkpointed)
+
+
+def ends_between_ranks(rank: int, world_size: int) -> None:
+    """No rank sees a document begin amid its tokens, and the first one's positions are those of one sequence."""
+    batch = text(1, 24, seed=1)
+    batch["position_ids"] = packed.positions_of(((0, 12, 24),))
+    want = build("Llama")(**batch, use_cache=False)
+    model = dfa_hf.distribute_attention(build("Llama"))
+    for keys in (("position_ids",), ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k")):
+        local = dfa_hf.shard_batch(batch)
+        got = model(input_ids=local["input_ids"], **{key: local[key] for key in keys})
+        assert_close(got.logits, shard_sequence(want.logits), tolerance=1e-5, name=f"told by {keys}")
+
+
+def test_documents_that_end_where_a_rank_does_are_seen() -> None:
+    run_ranks(2, ends_between_ranks)
+
+
+def test_collators_of_transformers_tell_documents_in_two_ways() -> None:
+    offsets = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    positions = packed.positions_of(((0, 5, 6, 12),))
+    ids = text(1, 12, seed=3)["input_ids"]
+    lengths = {"max_length_q": 6, "max_length_k": 6}
+    flash = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets.clone(), **lengths}
+    for given in ({"position_ids": positions}, flash, {"position_ids": positions, **flash}):
+        local = dfa_hf.shard_batch({"input_ids": ids, **given})
+        assert torch.equal(local["cu_seq_lens_q"], offsets)
+        assert torch.equal(local["position_ids"], positions)
+        assert "max_length_q" not in local
+    plain = dfa_hf.shard_batch({"input_ids": ids, "cu_seq_lens_q": offsets[[0, -1]], "cu_seq_lens_k": offsets[[0, -1]]})
+    assert "cu_seq_lens_q" not in plain
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"position_ids": torch.tensor([[0, 1, 2, 3, 4, 5, 6, 9]])}, "not those of documents"),
+        ({"position_ids": torch.tensor([[3, 4, 0, 1, 2, 3, 4, 5]])}, "not those of documents"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, "cu_seq_lens_q from 0 to 9"),
+        ({"cu_seq_lens_q": torch.tensor([0, 6, 4, 8])}, "cu_seq_lens_q from 0 to 8"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 4, 8]), "cu_seq_lens_k": torch.tensor([0, 5, 8])},
+            "cu_seq_lens_k other than cu_seq_lens_q",
+        ),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 8]), "position_ids": torch.arange(8)[None]}, "disagree"),
+    ],
+)
+def test_a_batch_whose_documents_are_not_clear_is_refused(given: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        dfa_hf.shard_batch({"input_ids": torch.ones(1, 8), **given})
+
+
+def test_a_model_that_keeps_keywords_from_its_layers_is_refused() -> None:
+    model = dfa_hf.distribute_attention(build("Llama"))
+    batch = pack(8, seed=1)
+    inner = model.model.layers[1]
+    forward = inner.forward
+    inner.forward = lambda hidden, position_embeddings, **_: forward(hidden, position_embeddings=position_embeddings)
+    model(**dfa_hf.shard_batch(text(1, 8, seed=1)))
+    with pytest.raises(UnsupportedError, match="packed documents in a layer of type LlamaAttention"):
+        model(**dfa_hf.shard_batch(batch))
