@@ -20,7 +20,7 @@ import time
 import torch
 
 from dfa_megatron import kernels
-from dfa_megatron.kernels import merge, trial
+from dfa_megatron.kernels import fold, trial
 from dfa_megatron.kernels.reference import ReferenceKernel
 from dfa_megatron.kernels.triton_support import interpreted
 from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
@@ -102,17 +102,17 @@ def _folds() -> None:
         on_device = outs.to(_device(), copy=True)[:, :, 1:-2], lses.to(_device(), copy=True)
         there = list(zip(*on_device, strict=True))
         want = torch.empty_like(parts[0][0], dtype=torch.float64), torch.empty_like(parts[0][1], dtype=torch.float64)
-        merge.merge([(out.double(), lse.double()) for out, lse in parts], want)
+        fold.merge([(out.double(), lse.double()) for out, lse in parts], want)
         sums = [out.contiguous().clone() for out, _ in there]
         into = torch.empty_like(sums[0]), torch.empty_like(there[0][1])
-        merge.merge(there, into)
-        merge.merge(there, there[0])
+        fold.merge(there, into)
+        fold.merge(there, there[0])
         for result in (into, there[0]):
             for name, g, w in zip(("out", "lse"), result, want, strict=True):
                 _compare(f"merged {name}", g, w, 1e-5)
-        merge.add(sums, sums[0])
+        fold.add(sums, sums[0])
         _compare("sum", sums[0], sum(out.double() for out, _ in parts), 1e-6)
-        _compare("row_dot", merge.row_dot(into[0], sums[1]), merge.row_dot(want[0], parts[1][0].double()), 1e-5)
+        _compare("row_dot", fold.row_dot(into[0], sums[1]), fold.row_dot(want[0], parts[1][0].double()), 1e-5)
 
 
 def _compare(name: str, got: torch.Tensor, want: torch.Tensor, limit: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dfa_megatron.kernels.merge import add, identity_, merge
+from dfa_megatron.kernels.fold import add, identity_, merge
 from dfa_megatron.runtime.folds import BufferFolds, Part, Place
 from dfa_megatron.runtime.wire import Field, rows_of
 

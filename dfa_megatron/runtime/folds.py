@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 
-from dfa_megatron.kernels.merge import MOST_PARTS
+from dfa_megatron.kernels.fold import MOST_PARTS
 from dfa_megatron.plan.geometry import Span
 from dfa_megatron.plan.program import Program, Write
 

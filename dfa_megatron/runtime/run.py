@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.kernels.merge import row_dot
+from dfa_megatron.kernels.fold import row_dot
 from dfa_megatron.runtime.ablation import ablated, active_ablation
 from dfa_megatron.runtime.accumulators import Fields
 from dfa_megatron.runtime.counters import COUNTERS

@@ -11,7 +11,7 @@ import math
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.merge import row_dot
+from dfa_megatron.kernels.fold import row_dot
 
 
 def sinks_error(sinks: torch.Tensor, q: torch.Tensor) -> UnsupportedError | None:

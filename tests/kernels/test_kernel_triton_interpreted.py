@@ -33,7 +33,7 @@ CHOSEN = {
         "float32 and several": ["documents", "tokens", "gaps", "causal", "windows"],
         "bfloat16 and several": ["gaps"],
     },
-    "test_kernel_merge.py": {"": []},
+    "test_kernel_fold.py": {"": []},
     "test_kernel_softcap.py": {"float32 and capped": ["window", "full"], "bfloat16 and capped": ["window"]},
 }  # fmt: skip
 """By file: what a test's name holds, and one of which words beside it."""
@@ -50,7 +50,7 @@ def expression(chosen: dict[str, list[str]]) -> str:
     [
         ("test_kernel_conformance.py", 26),
         ("test_kernel_segments.py", 11),
-        ("test_kernel_merge.py", 75),
+        ("test_kernel_fold.py", 75),
         ("test_kernel_softcap.py", 9),
     ],
 )

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.kernels import merge
-from dfa_megatron.kernels.merge import add, identity_, row_dot
+from dfa_megatron.kernels import fold as folding
+from dfa_megatron.kernels.fold import add, identity_, row_dot
 from dfa_megatron.kernels.triton_support import interpreted, triton_refusal
 from dfa_megatron.testing.compare import assert_close, dense_attention
 
@@ -30,7 +30,7 @@ def fold(blocks: list[Partial], dtype: torch.dtype = torch.float64) -> Partial:
     whole = out, lse
     identity_(*whole)
     for block in blocks:
-        merge.merge([whole, block], whole)
+        folding.merge([whole, block], whole)
     return whole
 
 
@@ -45,7 +45,7 @@ def test_partials_merge_to_the_whole_in_any_order(order: tuple[int, ...]) -> Non
 def test_merging_is_associative() -> None:
     blocks, (out, lse) = partials(4)
     left, right = fold(blocks[:2]), fold(blocks[2:])
-    merge.merge([left, right], left)
+    folding.merge([left, right], left)
     assert_close(left[0], out, tolerance=1e-14)
     assert_close(left[1], lse, tolerance=1e-14)
 
@@ -108,7 +108,7 @@ def test_accumulators_may_be_rows_of_a_larger_buffer() -> None:
     view = big_out[:, 4:14], big_lse[:, :, 4:14]
     identity_(*view)
     for block in blocks:
-        merge.merge([view, block], view)
+        folding.merge([view, block], view)
     assert_close(view[0], out, tolerance=1e-14)
     assert_close(view[1], lse, tolerance=1e-14)
     assert (big_out[:, :4] == 7).all()
@@ -148,10 +148,10 @@ def parts_with_every_case(dtype: torch.dtype, device: str) -> tuple[Partial, Par
     return (moved[0], moved[1]), (moved[2], moved[3])
 
 
-def triton_merge() -> Any:
-    from dfa_megatron.kernels import triton_merge
+def triton_fold() -> Any:
+    from dfa_megatron.kernels import triton_fold
 
-    return triton_merge
+    return triton_fold
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -161,15 +161,15 @@ def test_the_fused_merge_is_the_merge(device: str, dtype: torch.dtype, into_dtyp
     """On CUDA, or in the interpreter; elsewhere this says that merging into another dtype is merging and rounding."""
     old, new = parts_with_every_case(dtype, device)
     want = old[0].clone(), old[1].clone()
-    merge._merge_by_operations([want, new], want)
+    folding._merge_by_operations([want, new], want)
     if device == "cuda" or interpreted():
-        assert merge._fusable(*old, *new) == (triton_refusal() is None)
-        assert triton_refusal() is not None or all(triton_merge().takes(*part) for part in (old, new))
+        assert folding._fusable(*old, *new) == (triton_refusal() is None)
+        assert triton_refusal() is not None or all(triton_fold().takes(*part) for part in (old, new))
     into = old
     if into_dtype is not None:
         into = torch.empty(2, 41, 3, 40, dtype=into_dtype, device=device)[:, 4:], torch.empty(2, 3, 37, device=device)
     kept = old[0].clone(), old[1].clone()
-    merge.merge([old, new], into)
+    folding.merge([old, new], into)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 1e-3}.get(into[0].dtype, 1e-6)
     assert torch.allclose(into[0].float(), want[0], rtol=tolerance, atol=tolerance, equal_nan=True)
     assert torch.allclose(into[1], want[1], rtol=1e-6, atol=1e-6, equal_nan=True)
@@ -220,14 +220,14 @@ def test_several_partials_merge_at_once(device: str, count: int, dtype: torch.dt
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     parts = [(out.to(device), lse.to(lse_dtype).to(device)) for out, lse in blocks]
     into = torch.empty_like(parts[0][0]), torch.empty_like(parts[0][1])
-    merge.merge(parts, into)
+    folding.merge(parts, into)
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
     assert_close(into[0], want_out, tolerance=tolerance)
     assert_close(into[1], want_lse, tolerance=max(tolerance, 1e-14) if dtype == torch.float64 else 1e-6)
     parts[1][1].fill_(-math.inf)
     parts[1][0].zero_()
     rest = fold([(out.cpu().double(), lse.cpu().double()) for out, lse in parts])
-    merge.merge(parts, parts[0])
+    folding.merge(parts, parts[0])
     assert_close(parts[0][0], rest[0], tolerance=tolerance)
 
 
@@ -250,7 +250,7 @@ def test_partials_in_any_memory_order_merge(device: str) -> None:
     order = [(out.transpose(0, 1).contiguous().transpose(0, 1).to(device), lse.mT.contiguous().mT.to(device))
              for out, lse in blocks]  # fmt: skip
     into = torch.empty(10, 2, 3, 16, device=device).transpose(0, 1), torch.empty(2, 10, 3, device=device).mT
-    merge.merge(order, into)
+    folding.merge(order, into)
     assert_close(into[0], want_out, tolerance=1e-6)
     assert_close(into[1], want_lse, tolerance=1e-6)
 
@@ -262,14 +262,14 @@ def test_no_row_is_merged_twice_however_the_warps_of_a_program_are_scheduled() -
     out, old_out = (torch.randn(1, 4096, 16, 128, generator=generator, device="cuda") for _ in range(2))
     lse, old_lse = (torch.randn(1, 16, 4096, generator=generator, device="cuda") for _ in range(2))
     want = old_out.clone(), old_lse.clone()
-    merge._merge_by_operations([want, (out, lse)], want)
+    folding._merge_by_operations([want, (out, lse)], want)
     busy, load = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
     worst = torch.zeros((), device="cuda")
     for _ in range(200):
         with torch.cuda.stream(load):
             busy = torch.sin(busy)
         got = old_out.clone(), old_lse.clone()
-        merge.merge([got, (out, lse)], got)
+        folding.merge([got, (out, lse)], got)
         worst = torch.maximum(worst, torch.maximum((got[0] - want[0]).abs().max(), (got[1] - want[1]).abs().max()))
     assert worst < 1e-5
 
@@ -280,14 +280,14 @@ def test_a_fused_merge_that_does_not_work_here_is_said_once_and_not_used(
     def fail(device: torch.device) -> str:
         raise OSError("no compiler")
 
-    monkeypatch.setattr(merge, "triton_refusal", lambda: None)
-    monkeypatch.setattr(merge, "_difference", fail)
-    merge._works.cache_clear()
+    monkeypatch.setattr(folding, "triton_refusal", lambda: None)
+    monkeypatch.setattr(folding, "_difference", fail)
+    folding._works.cache_clear()
     try:
-        assert not merge._works(torch.device("cpu"))
-        assert not merge._works(torch.device("cpu"))
+        assert not folding._works(torch.device("cpu"))
+        assert not folding._works(torch.device("cpu"))
     finally:
-        merge._works.cache_clear()
+        folding._works.cache_clear()
     (record,) = caplog.records
     assert (
         "folded by PyTorch's operations on cpu, which is slower: Triton failed: OSError: no compiler" in record.message
