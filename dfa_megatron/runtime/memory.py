@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -19,7 +20,7 @@ Offsets = dict[tuple[int, int], tuple[int, ...]]
 """(step, peer) of a message this rank sends -> where in the peer's arena each of its tensors goes, in bytes."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class MemoryPlan:
     """The memory of one rank's program.
 
@@ -50,7 +51,7 @@ class Arena:
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
-        self._tensors: dict[MemoryPlan, dict[int, Landing]] = {}
+        self._tensors: weakref.WeakKeyDictionary[MemoryPlan, dict[int, Landing]] = weakref.WeakKeyDictionary()
 
     @classmethod
     def allocate(cls, nbytes: int, device: torch.device) -> Arena:
@@ -58,7 +59,7 @@ class Arena:
         return cls(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     def tensors(self, memory: MemoryPlan) -> dict[int, Landing]:
-        """The tensors of every buffer that lands here, by name."""
+        """The tensors of every buffer that lands here, by name; made once for as long as the plan is kept."""
         if memory not in self._tensors:
             self._tensors[memory] = {
                 number: {name: tuple(place.view(self.flat) for place in placed) for name, placed in landing.items()}

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
 import torch
 
+from dfa_megatron.plan.check import check
+from dfa_megatron.plan.mask import causal
 from dfa_megatron.plan.program import Region, Write
+from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.accumulators import Accumulator
 from dfa_megatron.runtime.folds import MOST_PARTS, Place, _buffer_folds
-from dfa_megatron.runtime.wire import Field
+from dfa_megatron.runtime.memory import Arena, plan_memory
+from dfa_megatron.runtime.wire import Field, Format
 from dfa_megatron.testing.compare import assert_close
 
 ROWS = 12
@@ -77,3 +82,16 @@ def test_a_lone_partial_becomes_the_result_as_it_is() -> None:
     assert folding.adopts
     (folding,) = _buffer_folds(ROWS, [(Write(Region(0, "out", 0, ROWS), fresh=True), False)]).writes
     assert not folding.adopts, "landed memory is used again"
+
+
+def test_an_arena_forgets_the_plans_that_nobody_keeps() -> None:
+    """One lives as long as its group, and every new pack brings a plan."""
+    plan = plan_named("balanced", causal(16), 2)
+    form = Format(1, 2, 1, 8, 8, torch.float32, torch.float32, "out")
+    memory = plan_memory(check(plan.forward), 1, form)
+    arena = Arena.allocate(memory.arena_bytes, torch.device("cpu"))
+    assert arena.tensors(memory) is arena.tensors(memory)
+    assert len(arena._tensors) == 1
+    del memory
+    gc.collect()
+    assert len(arena._tensors) == 0
