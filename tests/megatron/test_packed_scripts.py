@@ -1,0 +1,258 @@
+"""Packed documents as Megatron's own scripts and datasets make them, and what of them is refused."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import launch
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron import script
+from dfa_megatron.megatron.refusals import PACK_REFUSALS, check_packable
+from dfa_megatron.testing.workers import run_ranks
+from tests.megatron import harness
+from tests.megatron.harness import Case, Topology
+from tests.megatron.test_launch import needs_training
+
+SEEN: dict[str, Any] = {}
+
+# What pretrain_gpt.py of Megatron-LM 0.19 does with packed data between the loader and the model.
+SCRIPT = """
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on_this_cp_rank
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.arguments import parse_and_validate_args
+from tests.megatron import harness, test_packed_scripts
+
+if __name__ == "__main__":
+    args = parse_and_validate_args()
+    config = gpt_config_from_args(args)
+    model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(harness.weight(harness.global_name(model, name), parameter, 1))
+    total = torch.zeros(())
+    for micro in range(harness.MICRO_BATCHES):
+        offsets = harness.documents(0, micro)
+        longest = (offsets[:, 1:] - offsets[:, :-1]).max(1).values
+        batch = {**harness.micro_batch(0, micro), "cu_seqlens": offsets, "cu_seqlens_padded": None,
+                 "max_seqlen": longest, "local_cp_size": None, "hybrid_cp_group": None, "attention_mask": None}
+        batch = flatten_batch_for_packed_sequences(batch)
+        batch = get_batch_on_this_cp_rank(
+            batch, is_hybrid_cp=args.hybrid_context_parallel, cp_group=parallel_state.get_context_parallel_group(),
+            use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft)
+        offsets, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"][0])
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest,
+                                 max_seqlen_kv=longest)
+        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
+        loss = loss.mean()
+        loss.backward()
+        total += loss.detach() / harness.MICRO_BATCHES / parallel_state.get_context_parallel_world_size()
+    torch.distributed.all_reduce(total)
+    test_packed_scripts.SEEN["total"] = total.item()
+"""
+
+
+def train_through_a_script(rank: int, world_size: int, script_path: str, flags: list[str], path: str) -> None:
+    from tests.megatron.test_flag_path import FLAGS, FULL, OURS
+
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), CUDA_DEVICE_MAX_CONNECTIONS="1")
+    harness.start(Topology(cp=2))
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
+    assert launch.main([script_path, *FLAGS.split(), *OURS.split(), *FULL.split(), *flags]) == 0
+    assert abs(SEEN["total"] - torch.load(path, weights_only=True)["losses"][0]) <= 1e-5
+
+
+@needs_training
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--dataloader-inter-document-masking", "--dfa-layout", "contiguous"],
+        ["--dataloader-inter-document-masking", "--dfa-layout", "boundary"],
+        ["--sft", "--dfa-layout", "contiguous"],
+    ],
+    ids=lambda flags: " ".join(flags),
+)
+def test_packed_data_of_a_script_train_like_its_documents_on_one_rank(flags: list[str], tmp_path: Path) -> None:
+    path = str(tmp_path / "packed.pt")
+    run_ranks(1, harness.save_reference, path, Case(options=None, steps=1, packed=True), timeout=120)
+    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    run_ranks(2, train_through_a_script, str(tmp_path / "pretrain_gpt.py"), flags, path, timeout=120)
+
+
+@needs_training
+def test_the_launcher_has_sft_documents_packed_without_padding(tmp_path: Path) -> None:
+    run_ranks(1, pack_conversations)
+
+
+def pack_conversations(rank: int, world_size: int) -> None:
+    from megatron.training.datasets import sft_dataset
+
+    def sample() -> dict[str, torch.Tensor]:
+        config = SimpleNamespace(context_parallel_size=2, tokenizer=Tokenizer(), sequence_length=32)
+        config.reset_position_ids = config.create_attention_mask = config.reset_attention_mask = False
+        made = sft_dataset.SFTDataset(CONVERSATIONS, None, [0], 1, None, config=config)
+        assert config.context_parallel_size == 2
+        return made[0]
+
+    def keep(self: Any, dataset: Any, path: Any, indices: Any, samples: int, split: Any, config: Any) -> None:
+        vars(self).update(dataset=dataset, indices=indices, num_samples=samples, config=config)
+
+    sft_dataset.MegatronDataset.__init__ = keep
+    assert sample()["cu_seqlens"].unique_consecutive().tolist() == [0, 8, 12, 32]
+    for _ in range(2):  # the second time replaces nothing
+        script._leave_documents_unpadded()
+    assert sample()["cu_seqlens"].unique_consecutive().tolist() == [0, 5, 8, 32]
+
+
+CONVERSATIONS = [[{"role": "system", "content": "x" * length} for length in (5, 3, 7)]]
+
+
+class Tokenizer:
+    """As Megatron's SFT tokenizers, a token a character."""
+
+    eod, pad = 1, 0
+
+    def tokenize_conversation(self, conversation: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.full((sum(len(message["content"]) for message in conversation),), 9)
+        return tokens, tokens
+
+
+def slice_a_pack(rank: int, world_size: int) -> None:
+    harness.start(Topology(cp=2))
+    import megatron.core.utils
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from dfa_megatron.megatron import dfa_ify
+
+    dfa_ify(get_gpt_layer_local_spec())
+    for _ in range(2):
+        script._slice_in_order(DistAttentionConfig(layout="contiguous"))
+    tokens = torch.arange(10)[None]
+    offsets = torch.tensor([[0, 3, 4, 10]], dtype=torch.int32)
+    slicing = megatron.core.utils.get_thd_batch_on_this_cp_rank
+    batch, params = slicing({"tokens": tokens, "attention_mask": None}, offsets, None, torch.tensor([6]))
+    assert batch["tokens"].tolist() == tokens[:, 5 * rank : 5 * rank + 5].tolist()
+    assert list(batch) == ["tokens", "attention_mask"]
+    assert params.cu_seqlens_q.tolist() == [0, 3, 4, 10]
+    assert (params.qkv_format, params.max_seqlen_q, params.max_seqlen_kv) == ("thd", 6, 6)
+    with pytest.raises(UnsupportedError, match="for rank 0 of 4"):
+        slicing({"tokens": tokens}, offsets, None, torch.tensor([6]), cp_size=4, cp_rank=0)
+
+
+def test_packs_of_older_scripts_are_sliced_in_order() -> None:
+    import megatron.core.utils
+
+    if not hasattr(megatron.core.utils, "get_thd_batch_on_this_cp_rank"):
+        pytest.skip("this megatron-core slices packs in get_batch_on_this_cp_rank")
+    run_ranks(2, slice_a_pack)
+
+
+def pack(offsets: list[int], **changes: Any) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+    longest = max(hi - lo for lo, hi in pairwise(offsets))
+    given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+    return PackedSeqParams(**{"qkv_format": "thd", **given, **changes})
+
+
+def forward(options: DistAttentionConfig, params: Any, tokens: int, rows: int = 1, **config: Any) -> torch.Tensor:
+    """A model on tokens that are the same for the same seed, whatever the pack."""
+    from megatron.core import parallel_state
+
+    topology = Topology(cp=parallel_state.get_context_parallel_world_size())
+    harness.seed()
+    model = harness.make_model(harness.make_config(topology, Case(options), **config), options)
+    ids = torch.randint(0, harness.VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(0))
+    out: torch.Tensor = model(ids, torch.arange(tokens)[None], None, packed_seq_params=params)
+    return out
+
+
+def refused_on_one_rank(rank: int, world_size: int) -> None:
+    harness.start(Topology())
+    options = DistAttentionConfig(layout="contiguous")
+    ends = torch.tensor([0, 5, 12], dtype=torch.int32)
+    other = torch.tensor([0, 4, 12], dtype=torch.int32)
+    for params, message in (
+        (pack([0, 5, 12], qkv_format="sbhd"), "format 'sbhd'"),
+        (pack([0, 5, 12], local_cp_size=2), "a group of its own"),
+        (pack([0, 5, 12], cu_seqlens_kv=other), "cu_seqlens_kv other than cu_seqlens_q"),
+        (pack([0, 5, 12], cu_seqlens_q=None), "without cu_seqlens_q"),
+        (pack([0, 5, 12], max_seqlen_q=6, max_seqlen_kv=6), "max_seqlen 6.*max_seqlen_q=7"),
+        (pack([0, 5, 11]), "it ends at 11"),
+        (pack([0, 8, 5, 12]), "it must increase"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            forward(options, params, tokens=12)
+    with pytest.raises(UnsupportedError, match="packed documents in 2 rows"):
+        forward(options, pack([0, 5, 6]), tokens=6, rows=2)
+    want = forward(options, pack([0, 5, 12]), tokens=12)
+    assert torch.equal(forward(options, pack([0, 5, 5, 12, 12]), tokens=12), want)  # empty documents
+    padded = pack([0, 4, 10], cu_seqlens_q_padded=ends, cu_seqlens_kv_padded=ends, max_seqlen_q=7)
+    assert torch.equal(forward(options, padded, tokens=12), want)
+    params = pack([0, 5, 12])
+    assert torch.equal(forward(options, params, tokens=12), want)
+    params.cu_seqlens_q[1] = 4  # and cu_seqlens_kv, which is the same tensor
+    params.max_seqlen_q = 8
+    assert not torch.equal(forward(options, params, tokens=12), want)
+
+
+def test_packs_that_are_not_clear_are_refused_and_padding_belongs_to_its_document() -> None:
+    run_ranks(1, refused_on_one_rank)
+
+
+def refused_on_two_ranks(rank: int, world_size: int) -> None:
+    harness.start(Topology(cp=2))
+    from megatron.core import parallel_state
+
+    from dfa_megatron.megatron import declare_batch_layout
+
+    for layout in ("boundary", "zigzag"):
+        with pytest.raises(UnsupportedError, match=f"layout='{layout}' that nobody is known to have sliced by rows"):
+            forward(DistAttentionConfig(layout=layout), pack([0, 5, 12]), tokens=6)
+        forward(DistAttentionConfig(layout=layout), None, tokens=6)
+    declare_batch_layout(parallel_state.get_context_parallel_group(), "zigzag")
+    forward(DistAttentionConfig(layout="boundary"), pack([0, 5, 12]), tokens=6)
+
+
+def test_packs_that_megatron_may_have_sliced_one_by_one_are_refused() -> None:
+    run_ranks(2, refused_on_two_ranks)
+
+
+def stage_without_documents(rank: int, world_size: int) -> None:
+    harness.start(Topology())
+    from dfa_megatron.megatron import flags
+
+    flags.global_args = lambda: SimpleNamespace(sft=True)
+    options = DistAttentionConfig(layout="contiguous")
+    forward(options, pack([0, 5, 12]), tokens=12)
+    with pytest.raises(UnsupportedError, match="a pipeline stage that was given no packed_seq_params"):
+        forward(options, None, tokens=12)
+
+
+def test_a_stage_that_a_script_does_not_tell_its_documents_is_refused() -> None:
+    run_ranks(1, stage_without_documents)
+
+
+def test_what_would_mistake_packed_documents_beside_attention_is_refused() -> None:
+    options = DistAttentionConfig()
+    plain = SimpleNamespace(context_parallel_size=2)
+    check_packable(plain, options)
+    found = set()
+    for field in ("multi_latent_attention", "mrope_section", "mtp_num_layers", "is_hybrid_model"):
+        with pytest.raises(UnsupportedError, match="packed documents") as error:
+            check_packable(SimpleNamespace(context_parallel_size=2, **{field: 1}), options)
+        found.add(str(error.value))
+    assert len(found) == len(PACK_REFUSALS)
