@@ -101,8 +101,8 @@ def checkpointed(rank: int, world_size: int) -> None:
     for checkpoint in ("none", "full", "remat"):
         model = dfa_hf.distribute_attention(build("Qwen2"), checkpoint=checkpoint)
         COUNTERS.reset()
-        loss = model(**dfa_hf.shard_batch(batch)).loss
-        plain = model(**dfa_hf.shard_batch(other)).loss  # before the other's backward, whose recompute is of a pack
+        plain = model(**dfa_hf.shard_batch(other)).loss
+        loss = model(**dfa_hf.shard_batch(batch)).loss  # before the other's backward, whose recompute is of no pack
         loss.backward()
         plain.backward()
         seen[checkpoint] = (gradients(model), COUNTERS.snapshot())
