@@ -70,8 +70,12 @@ class AttentionContext:
                 )
             self._said.add("unpacked")
 
-    def report_kept(self, layer: Any, hidden_states: torch.Tensor) -> None:
-        """Say once what rematerialization keeps of a layer until its backward pass."""
+    def report_kept(self, layer: Any, hidden_states: torch.Tensor, *, packed: bool = False) -> None:
+        """Say once what rematerialization keeps of a layer until its backward pass; and the work, if it is always one.
+
+        Args:
+            packed: the micro-batch is of documents.
+        """
         if "kept" in self._said:
             return
         rows, batch, _hidden = hidden_states.shape
@@ -94,9 +98,9 @@ class AttentionContext:
         self.say_once(
             "kept",
             "dfa: rematerialization keeps %.2f MiB per layer and micro-batch on each rank (%s%s) and recomputes the "
-            "rest of the layer; full recomputation would run attention, %.3g TFLOP, and its messages once more",
+            "rest of the layer; full recomputation would run attention%s and its messages once more",
             sum(mib.values()),
             ", ".join(f"{name} {size:.2f}" for name, size in mib.items()),
             "; the last two in pinned host memory" if self.options.remat_offload else "",
-            tflop,
+            "" if packed or getattr(config, "window_size", None) else f", {tflop:.3g} TFLOP,",
         )

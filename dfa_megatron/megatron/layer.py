@@ -118,7 +118,7 @@ class DistributedAttentionLayer:
             return body(hidden_states, context)
         from dfa_megatron.remat import remat_checkpoint
 
-        self._dfa.report_kept(layer, hidden_states)
+        self._dfa.report_kept(layer, hidden_states, packed=kwargs.get("packed_seq_params") is not None)
         checkpoint = checkpoint_of(layer.config, layer.tp_group)
         offload = self._dfa.options.remat_offload
         return remat_checkpoint(body, hidden_states, context, checkpoint=checkpoint, offload=offload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology
+from tests.megatron.test_packed import REFERENCES
 from tests.megatron.test_parity import FULL, expected
 
 CASES: list[tuple[Topology, Case]] = []
@@ -41,4 +43,21 @@ def test_every_parallelism_over_nccl_trains_like_one_rank(
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)  # 1 is what Megatron demands on Hopper
     prepared = [(topology, wanted, expected(topology, wanted), reference) for topology, wanted in CASES]
+    run_ranks(4, harness.check_topologies, prepared, timeout=170, cuda=True)
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("how", ["packed", "packed-mixed"])
+def test_packed_documents_over_nccl_train_like_one_rank(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "packed.pt")
+    with monkeypatch.context() as on_cpu:
+        on_cpu.setenv("CUDA_VISIBLE_DEVICES", "")
+        run_ranks(1, harness.save_reference, path, Case(options=None, steps=3, **REFERENCES[how]), timeout=120)
+    prepared = []
+    for topology, layout in ((Topology(cp=4), "contiguous"), (Topology(tp=2, cp=2), "boundary")):
+        options = DistAttentionConfig(layout=layout, kernel="reference")
+        wanted = Case(options, recompute=FULL, steps=3, **REFERENCES[how])
+        prepared.append((topology, wanted, expected(topology, wanted), path))
     run_ranks(4, harness.check_topologies, prepared, timeout=170, cuda=True)
