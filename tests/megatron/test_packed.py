@@ -56,6 +56,8 @@ def test_packs_in_windows_train_with_other_parallelisms(topology: Topology, refe
     check(topology, cases, references[how])
 
 
-def test_packs_train_with_the_schedule_for_documents(references: dict[str, str]) -> None:
+def test_packs_train_with_the_schedule_for_documents_and_with_heads_exchanged(references: dict[str, str]) -> None:
     options = DistAttentionConfig(schedule="greedy")
     check(Topology(cp=3), [Case(options, steps=STEPS, packed=True)], references["packed"])
+    options = DistAttentionConfig(ulysses_degree=2)
+    check(Topology(cp=4), [Case(options, steps=STEPS, **REFERENCES["packed-mixed"])], references["packed-mixed"])
