@@ -51,6 +51,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "--attention-dropout 0.0 (dropout elsewhere, --hidden-dropout, works)",
     ),
     Refusal(
+        lambda c, o: (_get(c, "window_size") or (0, 0))[1] > 0,
+        "window_size={window_size}",
+        "it reaches past the token, and attention is causal (Megatron's own attentions differ on what that means)",
+        "--window-size with 0 at its right",
+    ),
+    Refusal(
         lambda c, o: _get(c, "softmax_type", "vanilla") != "vanilla",
         "softmax_type={softmax_type!r}",
         "partial results are merged as plain softmax",

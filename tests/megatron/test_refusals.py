@@ -21,6 +21,7 @@ OPTIONS = DistAttentionConfig(layout="boundary")
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # text of the message, fields of the TransformerConfig, our options
+    ("window_size=.128, 4.", {"window_size": (128, 4)}, {}),
     ("attention_dropout=0.1", {"attention_dropout": 0.1}, {}),
     ("softmax_type='off-by-one'", {"softmax_type": "off-by-one"}, {}),
     ("qk_clip", {"qk_clip": True}, {}),
