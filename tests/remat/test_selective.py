@@ -81,6 +81,7 @@ def test_selective_checkpointing_runs_attention_once_with_the_same_bits() -> Non
 
 
 @pytest.mark.parametrize("context_fn", [remat.selective_context_fn, remat.context_fn])
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="PyTorch 2.6 compiles with dispatch modes only there")
 def test_a_compiled_region_runs_attention_once(context_fn: Callable[..., Any]) -> None:
     want, _ = gradients(None, compiled=False)
     got, runs = gradients(context_fn, compiled=True)
