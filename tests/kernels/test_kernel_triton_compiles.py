@@ -1,0 +1,61 @@
+"""The Triton kernels compile for GPUs that are not here: types, constants and shared memory; nothing runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dfa_megatron.kernels.triton_attention import LARGE, SMALL
+from dfa_megatron.kernels.triton_support import triton_refusal
+
+pytestmark = pytest.mark.skipif(triton_refusal() is not None, reason=str(triton_refusal()))
+
+POINTERS = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "dout": "*bf16", "out": "*bf16", "lse": "*fp32", "delta": "*fp32",
+            "dq": "*bf16", "dk": "*bf16", "dv": "*bf16", "table": "*i32", "scale": "fp32"}  # fmt: skip
+SHARED = {90: 227 * 1024, 80: 99 * 1024}
+
+
+def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: int) -> int:
+    """Compile for a GPU of that compute capability; the shared memory that a program takes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    known = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=known)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return int(compiled.metadata.shared)
+
+
+@pytest.mark.parametrize("name", ["_forward", "_dk_dv", "_dq"])
+@pytest.mark.parametrize(
+    ("packed", "cap", "bounded", "capability"),
+    [(False, 0.0, True, 90), (True, 0.0, True, 90), (False, 30.0, False, 90), (False, 0.0, True, 80)],
+)
+def test_attention_compiles(name: str, packed: bool, cap: float, bounded: bool, capability: int) -> None:
+    from dfa_megatron.kernels import triton_backward, triton_forward
+
+    sizes = (LARGE if capability >= 90 else SMALL)[2][128]
+    block_m, block_n, warps, stages = getattr(sizes, {"_forward": "forward", "_dk_dv": "dk_dv", "_dq": "dq"}[name])
+    constants: dict[str, Any] = dict.fromkeys(("DIM", "DIM_V", "BLOCK_D", "BLOCK_DV"), 128)
+    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "HAS_LO": False, "HAS_HI": bounded, "EVEN": False}
+    constants |= {"UPCAST": False, "PACKED": packed, "CAP": cap}
+    if not packed:
+        constants["table"] = None
+    kernel = getattr(triton_forward if name == "_forward" else triton_backward, name)
+    shared = shared_bytes(kernel, POINTERS, constants, capability, num_warps=warps, num_stages=stages)
+    assert shared <= SHARED[capability]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_folds_compile(count: int) -> None:
+    from dfa_megatron.kernels import triton_fold
+
+    types = dict.fromkeys(("out0", "out1", "out2", "out3", "into_out", "x0", "x1", "x2", "x3", "into"), "*bf16")
+    types |= dict.fromkeys(("lse0", "lse1", "lse2", "lse3", "into_lse"), "*fp32")
+    merge = {"COUNT": count, "DIM": 128, "BLOCK_ROWS": 32, "BLOCK_D": 128}
+    assert shared_bytes(triton_fold._merge, types, merge, 90, num_warps=4) < SHARED[90]
+    assert shared_bytes(triton_fold._add, types, {"COUNT": count, "BLOCK": 4096}, 90, num_warps=8) < SHARED[90]
