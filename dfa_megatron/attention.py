@@ -64,7 +64,8 @@ def dist_flash_attn_func(
         schedule: "ring", "balanced", "balanced_shared", "zigzag" or "auto".
         layout: the tokens a rank holds: "contiguous", or "zigzag" (chunks r and 2P-1-r of 2P).
         ulysses_degree: ranks that exchange heads for tokens with their neighbours around the schedule, which then runs
-            over P / ulysses_degree ranks with heads / ulysses_degree heads; it must divide both.
+            over P / ulysses_degree ranks with heads / ulysses_degree heads; it must divide both. 0 takes the degree
+            that the planner finds cheapest.
         kernel: "auto", or the name of one: see `dfa_megatron.kernels`.
         return_lse: also return lse.
         wire_dtype: "input" or "float32", of partial outputs and gradients between ranks.

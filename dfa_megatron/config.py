@@ -51,7 +51,7 @@ class DistAttentionConfig:
         1,
         "Ranks that exchange heads for tokens with their neighbours, all-to-all, around the schedule, which then runs "
         "over the ranks of the group divided by it, with the heads divided by it. It must divide both; kv heads that "
-        "several ranks need are copied. Meant for the ranks of one node.",
+        "several ranks need are copied. Meant for the ranks of one node. 0: what the planner finds cheapest.",
     )
     kernel: str = _option(
         "auto", "Which kernel computes a block. auto: the fastest that can do the request on this device.", KERNELS
@@ -110,11 +110,11 @@ class DistAttentionConfig:
             if choices and value not in choices:
                 nearest = _nearest(str(value), choices)
                 raise UnsupportedError(f"{spec.name}={value!r}", "there is no such value", nearest)
-        if self.ulysses_degree < 1:
+        if self.ulysses_degree < 0:
             raise UnsupportedError(
                 f"ulysses_degree={self.ulysses_degree}",
                 "it is a number of ranks",
-                "1, which exchanges nothing, or more",
+                "1, which exchanges nothing, more, or 0 for the cheapest",
             )
         if self.agreement_timeout <= 0:
             raise UnsupportedError(

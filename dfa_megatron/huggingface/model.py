@@ -64,7 +64,8 @@ def distribute_attention(
     _note_untested(inner.config.model_type)
     attention.register()
     name = group_name(group)
-    check_degree(options.ulysses_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
+    if options.ulysses_degree:  # 0 takes one that divides
+        check_degree(options.ulysses_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
     before = known.before if known is not None else inner.config._attn_implementation
     context = LayerContext(group=name, size=group_size(name), options=options, before=before, accelerate=accelerate)

@@ -197,13 +197,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "--dfa-layout zigzag, or another schedule",
     ),
     Refusal(
-        lambda c, o: _get(c, "context_parallel_size", 1) % o.ulysses_degree != 0,
+        lambda c, o: o.ulysses_degree > 1 and _get(c, "context_parallel_size", 1) % o.ulysses_degree != 0,
         "a ulysses_degree with context_parallel_size={context_parallel_size}",
         "it must divide the context-parallel ranks",
         "a --dfa-ulysses-degree that does",
     ),
     Refusal(
-        lambda c, o: _heads_per_rank(c) % o.ulysses_degree != 0,
+        lambda c, o: o.ulysses_degree > 1 and _heads_per_rank(c) % o.ulysses_degree != 0,
         "a ulysses_degree with num_attention_heads={num_attention_heads}",
         "it must divide the query heads of a tensor-parallel rank",
         "a --dfa-ulysses-degree that does, or another tensor-parallel size",

@@ -13,9 +13,9 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.config import TRANSPORTS
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
-from dfa_megatron.kernels.api import BlockKernel, Form, Need, accumulator_dtype, form_of
+from dfa_megatron.kernels.api import BlockKernel, Form, Need, form_of
 from dfa_megatron.plan.check import check
-from dfa_megatron.plan.choose import make_plan
+from dfa_megatron.plan.choose import best, candidates, make_plan
 from dfa_megatron.plan.cost import AttentionShape
 from dfa_megatron.plan.grid import grid
 from dfa_megatron.plan.hardware import Hardware
@@ -26,13 +26,13 @@ from dfa_megatron.runtime.agree import Facts, agree
 from dfa_megatron.runtime.channel import Channel, channel, group_size
 from dfa_megatron.runtime.documents import describe
 from dfa_megatron.runtime.graph import Captured
+from dfa_megatron.runtime.inputs import refuse_tensors, shape_of, wire_dtype
 from dfa_megatron.runtime.machine import profile_of
 from dfa_megatron.runtime.memory import MemoryPlan, plan_memory
 from dfa_megatron.runtime.request import Request, from_text
 from dfa_megatron.runtime.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.wire import Format
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _KEPT = 64
 """Prepared attentions kept per process; the least recently used goes first."""
 
@@ -111,26 +111,15 @@ def build(
     Raises:
         UnsupportedError: the tensors do not fit together, or nothing serves the request.
     """
-    _refuse_tensors(q, k, v)
+    refuse_tensors(q, k, v)
     if request.transport not in TRANSPORTS:
         raise UnsupportedError(
             f"transport={request.transport!r}", "there is no such transport", "one of " + ", ".join(TRANSPORTS)
         )
     if request.cuda_graph and not q.is_cuda:
         raise UnsupportedError(f"cuda_graph=True on {q.device}", "it has no CUDA graphs", "cuda_graph=False")
-    high, wire = accumulator_dtype(q.dtype), q.dtype if request.wire_dtype == "input" else accumulator_dtype(q.dtype)
-    shape = AttentionShape(
-        q.shape[0],
-        q.shape[2],
-        k.shape[2],
-        q.shape[3],
-        v.shape[3],
-        q.dtype.itemsize,
-        high.itemsize,
-        wire_bytes=wire.itemsize,
-    )
     hardware = profile_of(q.is_cuda, over)
-    plan, forward, backward = planned(request, ranks, q.shape[1], shape, hardware)
+    plan, forward, backward = planned(request, ranks, q.shape[1], shape_of(request, q, k, v), hardware)
     need = Need(
         device=q.device.type,
         dtype=q.dtype,
@@ -144,9 +133,26 @@ def build(
         softcap=request.softcap,
     )
     kernel = kernels.select(request.kernel, need)
+    wire = wire_dtype(request, q)
     sizes = Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, kernel.reads)
     memory = plan_memory(forward, rank, sizes), plan_memory(backward, rank, sizes)
     return Prepared(request, plan, *memory, kernel, sizes, over)
+
+
+def _degree(request: Request, over: Channel | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """The degree of Ulysses that was asked for, or the cheapest by simulation."""
+    if request.ulysses_degree or over is None:
+        return request.ulysses_degree or 1
+    looked_at = candidates(
+        request.mask(over.size * q.shape[1]),
+        over.size,
+        layout=request.layout,
+        shape=shape_of(request, q, k, v),
+        hardware=profile_of(q.is_cuda, over),
+        degrees=True,
+    )
+    taken = best(tuple(one for one in looked_at if request.schedule in ("auto", one.schedule)))
+    return 1 if taken is None else taken.ulysses_degree
 
 
 _prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
@@ -195,12 +201,13 @@ def _build_and_agree(
     compare = over is not None and request.verify != "off"
     splits = None
     try:
-        if request.ulysses_degree == 1:
+        refuse_tensors(q, k, v)
+        degree = _degree(request, over, q, k, v)
+        if degree == 1:
             prepared = build(request, size, rank, q, k, v, over)
         else:
-            _refuse_tensors(q, k, v)
-            heads = split_heads(request.ulysses_degree, size, q.shape[2], k.shape[2])
-            tokens = split_tokens(request.ulysses_degree, rank, size, request.layout, q.shape[1])
+            heads = split_heads(degree, size, q.shape[2], k.shape[2])
+            tokens = split_tokens(degree, rank, size, request.layout, q.shape[1])
             splits = heads, tokens
             prepared = build(request, len(tokens.outer), tokens.outer.index(rank), *stand_ins(heads, q, k, v))
     except DistAttentionError as error:
@@ -268,33 +275,3 @@ def _facts(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         "dfa_megatron": __version__,
     }
     return facts
-
-
-def _refuse_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise UnsupportedError(shapes, "each must have 4 dimensions", "(batch, local_seq, heads, head_dim)")
-    if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3]):
-        raise UnsupportedError(
-            shapes,
-            "they do not fit together",
-            "one batch and local_seq for all, one kv_heads for k and v, one head_dim for q and k",
-        )
-    if 0 in q.shape or 0 in v.shape:
-        raise UnsupportedError(shapes, "nothing may be empty", "at least one token, head and channel per rank")
-    if q.shape[2] % k.shape[2]:
-        raise UnsupportedError(
-            f"{q.shape[2]} heads with {k.shape[2]} kv_heads",
-            "heads must be a multiple of kv_heads",
-            "for example equal counts",
-        )
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
-        raise UnsupportedError(
-            f"dtypes {q.dtype}, {k.dtype}, {v.dtype}",
-            "all three must be one floating-point dtype",
-            ", ".join(map(str, DTYPES)),
-        )
-    if not q.device == k.device == v.device:
-        raise UnsupportedError(
-            f"devices {q.device}, {k.device}, {v.device}", "all three must be on one device", str(q.device)
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def test_a_single_process_has_nobody_to_exchange_with() -> None:
 
 
 def test_the_option_is_a_number_of_ranks() -> None:
-    for wrong in (0, -2, 2.0, True, "2"):
+    for wrong in (-1, -2, 2.0, True, "2"):
         with pytest.raises(UnsupportedError, match="ulysses_degree"):
             dfa_megatron.DistAttentionConfig(ulysses_degree=wrong)  # type: ignore[arg-type]
     assert dfa_megatron.DistAttentionConfig(ulysses_degree=2).keywords()["ulysses_degree"] == 2
@@ -175,6 +176,29 @@ def _deterministic(rank: int, ranks: int) -> None:
 
 def test_gradients_of_copied_kv_heads_are_equal_to_the_bit_from_run_to_run() -> None:
     run_ranks(4, _deterministic)
+
+
+# The planner's choice.
+
+
+def _cheapest(rank: int, ranks: int) -> dict[str, int]:
+    """As if nothing but bytes cost anything: the rank that a schedule lets send most sends more than an all-to-all."""
+    from dfa_megatron.plan.hardware import IDEAL_LINK, Link
+    from dfa_megatron.runtime import prepare
+
+    prepare.profile_of = lambda cuda, over: dataclasses.replace(IDEAL_LINK, links=(Link("p2p", 1e6),))
+    exchanges = {}
+    for name, heads, kv_heads in (("many", 8, 8), ("thirty-three", 33, 33)):
+        COUNTERS.reset()
+        attend_and_compare(case(ranks * 8, heads=heads, kv_heads=kv_heads), rank, ranks, ulysses_degree=0)
+        exchanges[name] = COUNTERS.ulysses_exchanges
+    return exchanges
+
+
+def test_degree_0_is_the_cheapest_that_the_heads_allow() -> None:
+    for exchanges in run_ranks(4, _cheapest):
+        assert exchanges["many"] > 0
+        assert exchanges["thirty-three"] == 0
 
 
 # Agreement.
