@@ -34,7 +34,8 @@ class Row:
     forward_ms, both_ms: milliseconds of a forward alone, and of a forward and its backward. tflops: per rank.
     host_ms: until the call has returned to Python; where that is near the time itself, launches decide it.
     inputs_gib: q, k, v and dout of a rank. beyond_gib: the most that the method needs beside them at once, out, dq, dk
-        and dv included. peak_gib: both together. outside_gib: what it took past PyTorch's allocator meanwhile.
+        and dv and our transport's symmetric memory included. peak_gib: both together. outside_gib: what it took past
+        PyTorch's allocator meanwhile.
     sent_mib: what the rank that sends most sends in a forward and its backward; counted for our methods only.
     took: the schedule that "auto" came to.
     error: the largest relative error of out, dq, dk and dv on a short sequence.
