@@ -65,6 +65,7 @@ def _rank(args: argparse.Namespace, device: str) -> int:
                     f"{1e3 * real.makespan:8.3f} ms ({off:+.0%}), compute {real.utilisation:.0%} of it"
                 )
             print(f"{args.out}: open it in ui.perfetto.dev or chrome://tracing")
+        dist.barrier()  # a rank that left early would tear down connections that others still use
     finally:
         dist.destroy_process_group()
     return 0
