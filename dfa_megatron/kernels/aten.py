@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 
 from dfa_megatron.kernels.api import Need, Saved
-from dfa_megatron.kernels.bands import backward_by_pieces, cut_tall, forward_by_pieces, tile_of
+from dfa_megatron.kernels.bands import InPieces, cut_tall
 from dfa_megatron.kernels.gpu import build_refusal, capability_text, deterministic_algorithms, gpu_refusal
 from dfa_megatron.kernels.operators import Operator
 from dfa_megatron.kernels.packed import Options, backward_by_groups, forward_by_groups, loop_backward, loop_forward
 from dfa_megatron.kernels.segments import Group, Segments, Table
 from dfa_megatron.kernels.strides import dense, vectorised
-from dfa_megatron.plan.geometry import FULL, Band
+from dfa_megatron.plan.geometry import FULL, Band, Tile
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _BACKWARD = Operator(
 )
 
 
-class AtenFlashKernel:
+class AtenFlashKernel(InPieces):
     """bfloat16 and float16 on CUDA from Ampere on; grouped heads natively; deterministic on request.
 
     Its window is aligned to the bottom right like `Band` (flash_api.cpp). Calls are shrunk first, since it gives an lse
@@ -53,29 +53,33 @@ class AtenFlashKernel:
             return f"its backward has no head_dim over 192 on compute capability {capability_text(need)}"
         return build_refusal() or _build_refusal() or _FORWARD.refusal() or _BACKWARD.refusal()
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Band, softmax_scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `BlockKernel.forward`."""
-        pieces = list(cut_tall(tile_of(band, q.shape[1], k.shape[1])))
-        return forward_by_pieces(pieces, q, k, v, functools.partial(_piece_forward, softmax_scale))
+    def pieces(self, tile: Tile | None) -> list[Tile]:
+        """See `cut_tall`."""
+        return list(cut_tall(tile))
 
-    def backward(
+    def piece_forward(
+        self, softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `InPieces`."""
+        results = _FORWARD(
+            query=vectorised(q), key=vectorised(k), value=vectorised(v), return_debug_mask=False,
+            **_common(q, k, band, softmax_scale),
+        )  # fmt: skip
+        return results[0], results[1]
+
+    def piece_backward(
         self,
+        softmax_scale: float,
+        deterministic: bool,
         dout: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         saved: Saved,
-        *,
         band: Band,
-        softmax_scale: float,
-        deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `BlockKernel.backward`; reads `saved.out`."""
-        pieces = list(cut_tall(tile_of(band, q.shape[1], k.shape[1])))
-        piece_backward = functools.partial(_piece_backward, softmax_scale, deterministic)
-        return backward_by_pieces(pieces, dout, q, k, v, saved, piece_backward)
+        """See `InPieces`."""
+        return _run_backward(deterministic, dout, q, k, v, saved, _common(q, k, band, softmax_scale))
 
     def forward_segments(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, segments: Segments, softmax_scale: float
@@ -103,29 +107,6 @@ class AtenFlashKernel:
             return loop_backward(self, dout, q, k, v, saved, segments=segments, **options)
         group_backward = functools.partial(_group_backward, softmax_scale, deterministic)
         return backward_by_groups(dout, q, k, v, saved, segments, group_backward)
-
-
-def _piece_forward(
-    softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
-) -> tuple[torch.Tensor, torch.Tensor]:
-    results = _FORWARD(
-        query=vectorised(q), key=vectorised(k), value=vectorised(v), return_debug_mask=False,
-        **_common(q, k, band, softmax_scale),
-    )  # fmt: skip
-    return results[0], results[1]
-
-
-def _piece_backward(
-    softmax_scale: float,
-    deterministic: bool,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    saved: Saved,
-    band: Band,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _run_backward(deterministic, dout, q, k, v, saved, _common(q, k, band, softmax_scale))
 
 
 def _run_backward(

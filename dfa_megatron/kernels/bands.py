@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -114,3 +115,55 @@ def backward_by_pieces(
         dk[:, columns] += dk_piece
         dv[:, columns] += dv_piece
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+class InPieces:
+    """`BlockKernel.forward` and `backward` of a kernel that computes pieces, none of which has an empty row."""
+
+    def pieces(self, tile: Tile | None) -> list[Tile]:
+        """What a call, as a shrunk tile, is cut into: itself, or nothing."""
+        return [] if tile is None else [tile]
+
+    def piece_forward(
+        self, softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) of one piece."""
+        raise NotImplementedError
+
+    def piece_backward(
+        self,
+        softmax_scale: float,
+        deterministic: bool,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        saved: Saved,
+        band: Band,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dq, dk, dv) of one piece."""
+        raise NotImplementedError
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Band, softmax_scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `BlockKernel.forward`."""
+        pieces = self.pieces(tile_of(band, q.shape[1], k.shape[1]))
+        return forward_by_pieces(pieces, q, k, v, functools.partial(self.piece_forward, softmax_scale))
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        saved: Saved,
+        *,
+        band: Band,
+        softmax_scale: float,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `BlockKernel.backward`; reads of `saved` what `reads` names."""
+        pieces = self.pieces(tile_of(band, q.shape[1], k.shape[1]))
+        piece_backward = functools.partial(self.piece_backward, softmax_scale, deterministic)
+        return backward_by_pieces(pieces, dout, q, k, v, saved, piece_backward)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal
 
 import torch
 
 from dfa_megatron.kernels.api import Need, Saved
-from dfa_megatron.kernels.bands import backward_by_pieces, cut_tall, forward_by_pieces, tile_of
+from dfa_megatron.kernels.bands import InPieces, cut_tall
 from dfa_megatron.kernels.gpu import build_refusal, gpu_refusal
 from dfa_megatron.kernels.operators import Operator, Package
 from dfa_megatron.kernels.strides import dense, vectorised
-from dfa_megatron.plan.geometry import Band
+from dfa_megatron.plan.geometry import Band, Tile
 
 PACKAGE = Package("flash-attn", "flash_attn.flash_attn_interface", "2.7.0 to 2.8.3")
 """Up to 2.6 its functions are no operators and take the window as a pair; no such version is built for PyTorch 2.6."""
@@ -30,7 +29,7 @@ _BACKWARD = Operator(
 )
 
 
-class Flash2Kernel:
+class Flash2Kernel(InPieces):
     """bfloat16 and float16 on CUDA from Ampere on; grouped heads natively; deterministic on request.
 
     The same algorithm as the aten kernel, in the build that the user chose: head_dim over 192 also on 8.6 and 8.9, and
@@ -50,66 +49,47 @@ class Flash2Kernel:
             return f"head_dim {need.head_dim} is over 256"
         return build_refusal() or _FORWARD.refusal() or _BACKWARD.refusal()
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Band, softmax_scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `BlockKernel.forward`."""
-        pieces = list(cut_tall(tile_of(band, q.shape[1], k.shape[1])))
-        return forward_by_pieces(pieces, q, k, v, functools.partial(_piece_forward, softmax_scale))
+    def pieces(self, tile: Tile | None) -> list[Tile]:
+        """See `cut_tall`."""
+        return list(cut_tall(tile))
 
-    def backward(
+    def piece_forward(
+        self, softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `InPieces`."""
+        results = _FORWARD(
+            q=vectorised(q), k=vectorised(k), v=vectorised(v), return_softmax=False, **_options(band, softmax_scale)
+        )
+        return results[0], results[1]
+
+    def piece_backward(
         self,
+        softmax_scale: float,
+        deterministic: bool,
         dout: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         saved: Saved,
-        *,
         band: Band,
-        softmax_scale: float,
-        deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `BlockKernel.backward`; reads `saved.out`."""
-        pieces = list(cut_tall(tile_of(band, q.shape[1], k.shape[1])))
-        piece_backward = functools.partial(_piece_backward, softmax_scale, deterministic)
-        return backward_by_pieces(pieces, dout, q, k, v, saved, piece_backward)
-
-
-def _piece_forward(
-    softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
-) -> tuple[torch.Tensor, torch.Tensor]:
-    results = _FORWARD(
-        q=vectorised(q), k=vectorised(k), v=vectorised(v), return_softmax=False, **_options(band, softmax_scale)
-    )
-    return results[0], results[1]
-
-
-def _piece_backward(
-    softmax_scale: float,
-    deterministic: bool,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    saved: Saved,
-    band: Band,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    assert saved.out is not None, "the flash2 kernel reads out"
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    _BACKWARD(
-        dout=dense(dout),
-        q=vectorised(q),
-        k=vectorised(k),
-        v=vectorised(v),
-        out=dense(saved.out),
-        softmax_lse=dense(saved.lse),  # read by its address, strides unseen
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        deterministic=deterministic,
-        **_options(band, softmax_scale),
-    )
-    return dq, dk, dv
+        """See `InPieces`."""
+        assert saved.out is not None, "the flash2 kernel reads out"
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        _BACKWARD(
+            dout=dense(dout),
+            q=vectorised(q),
+            k=vectorised(k),
+            v=vectorised(v),
+            out=dense(saved.out),
+            softmax_lse=dense(saved.lse),  # read by its address, strides unseen
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            deterministic=deterministic,
+            **_options(band, softmax_scale),
+        )
+        return dq, dk, dv
 
 
 def _options(band: Band, softmax_scale: float) -> dict[str, Any]:

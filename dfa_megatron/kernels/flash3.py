@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 
 from dfa_megatron.kernels.api import Need, Saved
-from dfa_megatron.kernels.bands import backward_by_pieces, forward_by_pieces, tile_of
+from dfa_megatron.kernels.bands import InPieces
 from dfa_megatron.kernels.gpu import build_refusal, capability_text, gpu_refusal
 from dfa_megatron.kernels.operators import Operator, Package
 from dfa_megatron.kernels.strides import dense, vectorised
-from dfa_megatron.plan.geometry import Band, Tile
+from dfa_megatron.plan.geometry import Band
 
 PACKAGE = Package("flash_attn_3", "flash_attn_3._C", "3.0.0b1 of May 2025 (flash-attention 2.8.0) to 3.0.0")
 """Its compiled operators kept one schema over these versions, while the Python functions around them changed twice."""
@@ -29,7 +29,7 @@ _BACKWARD = Operator(
 )
 
 
-class Flash3Kernel:
+class Flash3Kernel(InPieces):
     """bfloat16 and float16 on Hopper; grouped heads natively; deterministic on request up to head_dim 192.
 
     Calls are shrunk to the pairs of the band, so that no row is blind. Unlike FlashAttention-2 it drops a bound only
@@ -55,70 +55,43 @@ class Flash3Kernel:
             return why
         return _left_out(need)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Band, softmax_scale: float
+    def piece_forward(
+        self, softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `BlockKernel.forward`."""
-        return forward_by_pieces(_pieces(band, q, k), q, k, v, functools.partial(_piece_forward, softmax_scale))
+        """See `InPieces`."""
+        results = _FORWARD(
+            q=vectorised(q), k=vectorised(k), v=vectorised(v), num_splits=1, **_options(band, softmax_scale)
+        )  # one split: no partial results to combine, and the same order of sums every time
+        return results[0], results[1]
 
-    def backward(
+    def piece_backward(
         self,
+        softmax_scale: float,
+        deterministic: bool,
         dout: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         saved: Saved,
-        *,
         band: Band,
-        softmax_scale: float,
-        deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `BlockKernel.backward`; reads `saved.out`."""
-        piece_backward = functools.partial(_piece_backward, softmax_scale, deterministic)
-        return backward_by_pieces(_pieces(band, q, k), dout, q, k, v, saved, piece_backward)
-
-
-def _pieces(band: Band, q: torch.Tensor, k: torch.Tensor) -> list[Tile]:
-    """The call as one shrunk tile, or nothing."""
-    tile = tile_of(band, q.shape[1], k.shape[1])
-    return [] if tile is None else [tile]
-
-
-def _piece_forward(
-    softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
-) -> tuple[torch.Tensor, torch.Tensor]:
-    results = _FORWARD(
-        q=vectorised(q), k=vectorised(k), v=vectorised(v), num_splits=1, **_options(band, softmax_scale)
-    )  # one split: no partial results to combine, and the same order of sums every time
-    return results[0], results[1]
-
-
-def _piece_backward(
-    softmax_scale: float,
-    deterministic: bool,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    saved: Saved,
-    band: Band,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    assert saved.out is not None, "the flash3 kernel reads out"
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    _BACKWARD(
-        dout=dense(dout),
-        q=vectorised(q),
-        k=vectorised(k),
-        v=vectorised(v),
-        out=dense(saved.out),
-        softmax_lse=dense(saved.lse),  # read by its address, strides unseen
-        dq=dq,  # what it returns in which place differs between versions: written in place in all
-        dk=dk,
-        dv=dv,
-        deterministic=deterministic,
-        **_options(band, softmax_scale),
-    )
-    return dq, dk, dv
+        """See `InPieces`."""
+        assert saved.out is not None, "the flash3 kernel reads out"
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        _BACKWARD(
+            dout=dense(dout),
+            q=vectorised(q),
+            k=vectorised(k),
+            v=vectorised(v),
+            out=dense(saved.out),
+            softmax_lse=dense(saved.lse),  # read by its address, strides unseen
+            dq=dq,  # what it returns in which place differs between versions: written in place in all
+            dk=dk,
+            dv=dv,
+            deterministic=deterministic,
+            **_options(band, softmax_scale),
+        )
+        return dq, dk, dv
 
 
 def _options(band: Band, softmax_scale: float) -> dict[str, Any]:

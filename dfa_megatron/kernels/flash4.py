@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 
 from dfa_megatron.kernels.api import Capping, Need, Saved
-from dfa_megatron.kernels.bands import backward_by_pieces, forward_by_pieces, tile_of
+from dfa_megatron.kernels.bands import InPieces
 from dfa_megatron.kernels.gpu import build_refusal, capability_text, gpu_refusal
 from dfa_megatron.kernels.packed import backward_by_groups, forward_by_groups
 from dfa_megatron.kernels.segments import Group, Segments, Table
 from dfa_megatron.kernels.strides import dense, vectorised
-from dfa_megatron.plan.geometry import Band, Tile
+from dfa_megatron.plan.geometry import Band
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ Scaling = dict[str, float]
 """softmax_scale and softcap, 0 for none."""
 
 
-class Flash4Kernel(Capping):
+class Flash4Kernel(Capping, InPieces):
     """bfloat16 and float16 on Hopper and data-centre Blackwell; grouped heads natively; deterministic on request.
 
     Its kernels are compiled at the first call of a shape class (dtype, head_dim, group, form): seconds each, once a
@@ -65,29 +65,31 @@ class Flash4Kernel(Capping):
         found = _functions()
         return found if isinstance(found, str) else None
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Band, softmax_scale: float
+    def piece_forward(
+        self, softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `BlockKernel.forward`."""
-        return forward_by_pieces(
-            _pieces(band, q, k), q, k, v, functools.partial(_piece_forward, self._scaling(softmax_scale))
-        )
+        """See `InPieces`."""
+        call = _call("forward", q, k, v, band, self._scaling(softmax_scale))
+        results = _loaded()[0](**call, return_lse=True)
+        return results[0], results[1]
 
-    def backward(
+    def piece_backward(
         self,
+        softmax_scale: float,
+        deterministic: bool,
         dout: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         saved: Saved,
-        *,
         band: Band,
-        softmax_scale: float,
-        deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `BlockKernel.backward`; reads `saved.delta`, or `saved.out` where that is what there is."""
-        piece_backward = functools.partial(_piece_backward, self._scaling(softmax_scale), deterministic)
-        return backward_by_pieces(_pieces(band, q, k), dout, q, k, v, saved, piece_backward)
+        """See `InPieces`."""
+        call = _call(
+            "deterministic backward" if deterministic else "backward", q, k, v, band, self._scaling(softmax_scale)
+        )
+        results = _loaded()[1](**call, **_known(dout, saved), deterministic=deterministic)
+        return results[0], results[1], results[2]
 
     def forward_segments(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, segments: Segments, softmax_scale: float
@@ -154,29 +156,6 @@ def _functions() -> Functions | str:
             return f"{name} of {PACKAGE} {version} needs {', '.join(sorted(unknown))}; that of {READ} does not"
         found.append(function)
     return found[0], found[1]
-
-
-def _piece_forward(
-    scaling: Scaling, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
-) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call("forward", q, k, v, band, scaling)
-    results = _loaded()[0](**call, return_lse=True)
-    return results[0], results[1]
-
-
-def _piece_backward(
-    scaling: Scaling,
-    deterministic: bool,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    saved: Saved,
-    band: Band,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _call("deterministic backward" if deterministic else "backward", q, k, v, band, scaling)
-    results = _loaded()[1](**call, **_known(dout, saved), deterministic=deterministic)
-    return results[0], results[1], results[2]
 
 
 def _known(dout: torch.Tensor, saved: Saved) -> dict[str, torch.Tensor | None]:
@@ -255,12 +234,6 @@ def _loaded() -> Functions:
     if isinstance(found, str):
         raise RuntimeError(found)
     return found
-
-
-def _pieces(band: Band, q: torch.Tensor, k: torch.Tensor) -> list[Tile]:
-    """The call as one shrunk tile, or nothing."""
-    tile = tile_of(band, q.shape[1], k.shape[1])
-    return [] if tile is None else [tile]
 
 
 def _tell_compilation(
