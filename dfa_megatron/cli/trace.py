@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -45,18 +46,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rank(args: argparse.Namespace, device: str) -> int:
-    import torch
     import torch.distributed as dist
 
+    from dfa_megatron.bench.world import join
     from dfa_megatron.plan.trace import trace
 
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    world = join(device)
     try:
         simulated, measured = _both(args, device)
-        if dist.get_rank() == 0:
-            title = f"{args.schedule} schedule, {args.seq_length:,} tokens, {dist.get_world_size()} ranks"
+        if world.rank == 0:
+            title = f"{args.schedule} schedule, {args.seq_length:,} tokens, {world.size} ranks"
             args.out.write_text(trace(title, simulated, measured), encoding="utf-8")
             for (plan, model), (_, real) in zip(simulated, measured, strict=True):
                 off = model.makespan / real.makespan - 1
@@ -77,9 +76,10 @@ def _both(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
     import torch.distributed as dist
 
     from dfa_megatron import dist_flash_attn_func
-    from dfa_megatron.plan.cost import AttentionShape, simulate
+    from dfa_megatron.plan.cost import simulate
     from dfa_megatron.plan.profile import profile_named
     from dfa_megatron.plan.schedules import SCHEDULES as KNOWN
+    from dfa_megatron.runtime.inputs import shape_of
     from dfa_megatron.runtime.prepare import in_use
     from dfa_megatron.runtime.timeline import gathered, record
 
@@ -103,14 +103,7 @@ def _both(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
         step()
     prepared = in_use()[-1]
     hardware = profile_named(args.hardware or ("h200-nvlink" if device == "cuda" else "cpu-loopback"))
-    form = prepared.format
-    shape = AttentionShape(
-        heads=form.heads,
-        kv_heads=form.kv_heads,
-        head_dim=form.head_dim,
-        bytes_per_element=form.dtype.itemsize,
-        payload=form.reads,
-    )
+    shape = dataclasses.replace(shape_of(prepared.request, q, k, v), payload=prepared.format.reads)
     phases = (prepared.plan.forward, prepared.plan.backward)
     return (
         [(plan, simulate(plan, shape, hardware)) for plan in phases],
