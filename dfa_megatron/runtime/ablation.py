@@ -7,11 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-import torch
-
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.memory import Arena
-from dfa_megatron.runtime.transport import Parcel, Transport
+from dfa_megatron.runtime.transport import Around, Parcel, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +51,12 @@ def ablated(transport: Transport) -> Transport:
     return _InTurn(transport) if _active == "no_overlap" else _Silent(transport)
 
 
-class _InTurn:
+class _InTurn(Around):
     """Messages wait for all compute that was issued before them, and compute for the messages."""
 
     def __init__(self, inner: Transport) -> None:
-        self.inner, self.last, self.generation = inner, -1, inner.generation
-
-    def reserve(self, nbytes: int) -> None:
-        self.inner.reserve(nbytes)
-
-    def arena(self, nbytes: int, device: torch.device) -> Arena:
-        return self.inner.arena(nbytes, device)
+        super().__init__(inner)
+        self.last = -1
 
     def start(self) -> None:
         self.last = -1
@@ -81,21 +73,9 @@ class _InTurn:
         self.last = step
         self.inner.computed(step)
 
-    def finish(self) -> None:
-        self.inner.finish()
 
-
-class _Silent:
+class _Silent(Around):
     """Sends nothing: what should have landed is what was in memory."""
-
-    def __init__(self, inner: Transport) -> None:
-        self.inner, self.generation = inner, inner.generation
-
-    def reserve(self, nbytes: int) -> None:
-        self.inner.reserve(nbytes)
-
-    def arena(self, nbytes: int, device: torch.device) -> Arena:
-        return self.inner.arena(nbytes, device)
 
     def start(self) -> None:
         """Nothing will move."""

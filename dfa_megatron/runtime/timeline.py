@@ -17,9 +17,8 @@ from dfa_megatron.plan.ir import Plan
 from dfa_megatron.plan.program import Call, Fold, Message
 from dfa_megatron.runtime.agree import exchange
 from dfa_megatron.runtime.channel import Channel
-from dfa_megatron.runtime.memory import Arena
 from dfa_megatron.runtime.tensors import Tensors
-from dfa_megatron.runtime.transport import Parcel, Transport
+from dfa_megatron.runtime.transport import Around, Parcel, Transport
 
 Mark = Any
 """A CUDA event on its stream, or seconds of the host's clock."""
@@ -125,26 +124,15 @@ class RecordedTensors(Tensors):
         self.recording.spans.append((kind, phase, self.step, label, peer, nbytes, start, end))
 
 
-class RecordedTransport:
+class RecordedTransport(Around):
     """A transport with a mark where each batch was let go, and where it had landed."""
 
     def __init__(self, inner: Transport, algebra: RecordedTensors) -> None:
-        self.inner, self.algebra, self.generation = inner, algebra, inner.generation
+        super().__init__(inner)
+        self.algebra = algebra
         streams = getattr(inner, "streams", None)
         self.stream: torch.cuda.Stream | None = None if streams is None else streams.stream
         self.start_mark: Mark = None
-
-    def reserve(self, nbytes: int) -> None:
-        """See `Transport`."""
-        self.inner.reserve(nbytes)
-
-    def arena(self, nbytes: int, device: torch.device) -> Arena:
-        """See `Transport`."""
-        return self.inner.arena(nbytes, device)
-
-    def start(self) -> None:
-        """See `Transport`."""
-        self.inner.start()
 
     def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
         """See `Transport`: the mark comes once the batch may go."""
@@ -162,14 +150,6 @@ class RecordedTransport:
         for kind, messages in (("send", step.sends), ("receive", step.receives)):
             for message in messages:
                 self._note(kind, message, end)
-
-    def computed(self, step: int) -> None:
-        """See `Transport`."""
-        self.inner.computed(step)
-
-    def finish(self) -> None:
-        """See `Transport`."""
-        self.inner.finish()
 
     def _note(self, kind: str, message: Message, end: Mark) -> None:
         label = "+".join(name for name, _ in message.signature)

@@ -185,3 +185,38 @@ class NcclTransport:
 
     def finish(self) -> None:
         """All has landed, as far as the streams are concerned."""
+
+
+class Around:
+    """A transport that does what another does; what wraps one for a purpose changes the methods that matter to it."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner, self.generation = inner, inner.generation
+
+    def reserve(self, nbytes: int) -> None:
+        """See `Transport`."""
+        self.inner.reserve(nbytes)
+
+    def arena(self, nbytes: int, device: torch.device) -> Arena:
+        """See `Transport`."""
+        return self.inner.arena(nbytes, device)
+
+    def start(self) -> None:
+        """See `Transport`."""
+        self.inner.start()
+
+    def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
+        """See `Transport`."""
+        self.inner.post(after, sends, receives)
+
+    def land(self) -> None:
+        """See `Transport`."""
+        self.inner.land()
+
+    def computed(self, step: int) -> None:
+        """See `Transport`."""
+        self.inner.computed(step)
+
+    def finish(self) -> None:
+        """See `Transport`."""
+        self.inner.finish()
