@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from dfa_megatron.bench.job import Job
 from dfa_megatron.bench.method import Method, kernel_methods, our_methods
@@ -88,7 +87,7 @@ def run_rank(job: Job) -> int:
     if status == STUCK_STATUS:  # a communicator that waits for a message would wait for ever in its destructor
         sys.stdout.flush()
         os._exit(status)
-    dist.destroy_process_group()
+    world.leave()
     return status
 
 

@@ -73,6 +73,11 @@ class World:
         dist.broadcast(told, 0, group=self.side)
         return float(told)
 
+    def leave(self) -> None:
+        """End the process groups once every rank is here: to leave early would tear down connections still in use."""
+        dist.barrier(group=self.side)
+        dist.destroy_process_group()
+
 
 def join(device: str) -> World:
     """Join the ranks that torchrun (or whoever set its environment variables) has started.

@@ -34,24 +34,18 @@ def measure_and_save(args: argparse.Namespace) -> int:
             "a profile holds the links between ranks",
             f"torchrun --nproc-per-node 2 --no-python dfa-megatron doctor --profile {args.profile}",
         )
-    import torch
-    import torch.distributed as dist
-
     from dfa_megatron import kernels
+    from dfa_megatron.bench.world import join
 
     shape = doctor.shape_of(args)
-    if shape.device == "cuda":
-        shape = replace(shape, device=f"cuda:{os.environ['LOCAL_RANK']}")
-        torch.cuda.set_device(shape.device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if shape.device != "cpu" else "gloo")
-    try:
-        kernel = kernels.select(args.kernel[0] if args.kernel else "auto", shape.need())
-        hardware, measured = measure(kernel, shape, args.profile.stem)
-        if dist.get_rank() == 0:
-            profiles.save(hardware, args.profile)
-            print(json.dumps(measured, indent=1) if args.json else f"{table(hardware, measured)}\nsaved {args.profile}")
-    finally:
-        dist.destroy_process_group()
+    world = join(shape.device)
+    shape = replace(shape, device=str(world.device))
+    kernel = kernels.select(args.kernel[0] if args.kernel else "auto", shape.need())
+    hardware, measured = measure(kernel, shape, args.profile.stem)
+    if world.rank == 0:
+        profiles.save(hardware, args.profile)
+        print(json.dumps(measured, indent=1) if args.json else f"{table(hardware, measured)}\nsaved {args.profile}")
+    world.leave()
     return 0
 
 

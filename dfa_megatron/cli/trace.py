@@ -46,27 +46,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rank(args: argparse.Namespace, device: str) -> int:
-    import torch.distributed as dist
-
     from dfa_megatron.bench.world import join
     from dfa_megatron.plan.trace import trace
 
     world = join(device)
-    try:
-        simulated, measured = _both(args, device)
-        if world.rank == 0:
-            title = f"{args.schedule} schedule, {args.seq_length:,} tokens, {world.size} ranks"
-            args.out.write_text(trace(title, simulated, measured), encoding="utf-8")
-            for (plan, model), (_, real) in zip(simulated, measured, strict=True):
-                off = model.makespan / real.makespan - 1
-                print(
-                    f"{plan.phase.name:8s} simulated {1e3 * model.makespan:8.3f} ms, measured "
-                    f"{1e3 * real.makespan:8.3f} ms ({off:+.0%}), compute {real.utilisation:.0%} of it"
-                )
-            print(f"{args.out}: open it in ui.perfetto.dev or chrome://tracing")
-        dist.barrier()  # a rank that left early would tear down connections that others still use
-    finally:
-        dist.destroy_process_group()
+    simulated, measured = _both(args, device)
+    if world.rank == 0:
+        title = f"{args.schedule} schedule, {args.seq_length:,} tokens, {world.size} ranks"
+        args.out.write_text(trace(title, simulated, measured), encoding="utf-8")
+        for (plan, model), (_, real) in zip(simulated, measured, strict=True):
+            off = model.makespan / real.makespan - 1
+            print(
+                f"{plan.phase.name:8s} simulated {1e3 * model.makespan:8.3f} ms, measured "
+                f"{1e3 * real.makespan:8.3f} ms ({off:+.0%}), compute {real.utilisation:.0%} of it"
+            )
+        print(f"{args.out}: open it in ui.perfetto.dev or chrome://tracing")
+    world.leave()
     return 0
 
 
