@@ -1,4 +1,4 @@
-"""Settings of every test run, and the fixtures that any test may ask for."""
+"""Settings of every test run, the fixtures that any test may ask for, and `--support-report` for docs/support.md."""
 
 from __future__ import annotations
 
@@ -6,23 +6,95 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; workers inherit it
 
+import importlib.metadata
 import importlib.util
+import json
+import platform
+import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dfa_megatron.testing import memory, workers
 
+PACKAGES = ("torch", "triton", "flash-attn-4", "megatron-core", "deepspeed", "transformers")
 
-def pytest_configure() -> None:
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--support-report", type=Path, metavar="FILE", help="results for docs/update_support.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     megatron = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
     workers.preload("dfa_megatron.attention", *(("megatron.core.parallel_state",) if megatron else ()))
+    if config.option.support_report and not hasattr(config, "workerinput"):  # under xdist the controller writes
+        config.pluginmanager.register(SupportReport(config.option.support_report))
 
 
+def on_gpu(item: pytest.Item) -> bool:
+    """Whether a test computes on a GPU: it is marked so, or `device` among its parameters says so."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return item.get_closest_marker("gpu") is not None or parameters.get("device") == "cuda"
+
+
+class SupportReport:
+    """A line of JSON for the run, then one for each test: its id, its outcome, whether it is for a GPU, and why not."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        versions = {name: version for name in PACKAGES if (version := _version(name))}
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        self.lines: list[dict[str, Any]] = [
+            {
+                "date": datetime.now(UTC).date().isoformat(),
+                "device": f"{torch.cuda.device_count()} x {device}" if torch.cuda.is_available() else device,
+                "python": platform.python_version(),
+                "versions": versions,
+                "command": " ".join(["pytest", *_shown(sys.argv[1:])]),
+            }
+        ]
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if session.config.option.collectonly:
+            self.lines += [{"id": item.nodeid, "outcome": "collected", "gpu": on_gpu(item)} for item in session.items]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
+            gpu = ("gpu", True) in map(tuple, report.user_properties)
+            self.lines.append({"id": report.nodeid, "outcome": report.outcome, "gpu": gpu, "reason": reason})
+
+    def pytest_sessionfinish(self) -> None:
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _shown(arguments: list[str]) -> list[str]:
+    """Without the option itself, whose file is nobody's business later."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and not argument.startswith("--support-report"):
+            kept.append(argument)
+        skip = argument == "--support-report"
+    return kept
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """@pytest.mark.gpu needs one GPU, @pytest.mark.gpu(n) needs n."""
+    if on_gpu(item):
+        item.user_properties.append(("gpu", True))
     marker = item.get_closest_marker("gpu")
     if marker is not None and torch.cuda.device_count() < (needed := marker.args[0] if marker.args else 1):
         pytest.skip(f"needs {needed} CUDA devices")
