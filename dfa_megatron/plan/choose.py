@@ -23,8 +23,13 @@ TIE = 0.02
 EVEN = 1.05
 """Work over the mean, of the most loaded rank, up to which nobody asks `greedy` for help."""
 
-MANY = 16
+MANY_RANKS = 16
 """Above so many ranks plans are timed in outline, which takes seconds less and is a few per cent off."""
+
+MANY_TILES = 4
+"""Above so many tiles (packs come anew with every batch) so are all but the one that is taken, which has proved itself
+in a simulation: an outline may be too hopeful, where a rank's work in a step is in many pieces.
+"""
 
 TOKEN_LAYOUTS = tuple(dict.fromkeys(schedule.layout for schedule in SCHEDULES.values()))
 """The layouts of tokens that some schedule works on."""
@@ -35,9 +40,9 @@ class Candidate:
     """A schedule that `auto` looked at: its plan and what it costs, or why it is out of the question.
 
     seconds, idle_share: of forward and backward together. sent: the most bytes of any rank, of both. slots: the most
-    buffers of any rank in either phase, 0 where plans are timed in outline. ulysses_degree: how many neighbours
-    exchange heads for tokens around the plan; the exchange is in `seconds` and `sent`. refusal, instead: why it cannot
-    serve, and what could.
+    buffers of any rank in either phase. simulated: by `simulate`; else in outline, which leaves slots at 0.
+    ulysses_degree: how many neighbours exchange heads for tokens around the plan; the exchange is in `seconds` and
+    `sent`. refusal, instead: why it cannot serve, and what could.
     """
 
     schedule: str
@@ -48,6 +53,7 @@ class Candidate:
     idle_share: float = 0.0
     sent: int = 0
     slots: int = 0
+    simulated: bool = False
     ulysses_degree: int = 1
 
     @property
@@ -157,8 +163,18 @@ def _of_schedules(mask: Mask, ranks: int, layout: str, shape: AttentionShape, ha
             continue
         if nodes is not None and schedule.route is direct:
             plans.append(plan_named(name, mask, ranks, nodes))
-        looked_at += [_costs(name, plan, shape, hardware) for plan in plans]
+        looked_at += [_outlined(name, plan, shape, hardware) for plan in plans]
+    if ranks <= MANY_RANKS:
+        few = len(mask.tiles) <= MANY_TILES
+        while candidate := _next_to_simulate(looked_at, few):
+            looked_at[looked_at.index(candidate)] = _simulated(candidate, shape, hardware)
     return looked_at
+
+
+def _next_to_simulate(looked_at: list[Candidate], every: bool) -> Candidate | None:
+    """One that only its outline speaks for: any, or the best of all."""
+    tried = looked_at if every else [best(tuple(looked_at))]
+    return next((one for one in tried if one and one.plan and not one.simulated), None)
 
 
 def _needless(name: str, mask: Mask, looked_at: list[Candidate]) -> str:
@@ -181,17 +197,18 @@ def imbalance(plan: AttentionPlan) -> float:
     return max(load.values(), default=1) * plan.ranks / max(1, sum(load.values()))
 
 
-def _costs(name: str, plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
-    if plan.ranks > MANY:
-        parts = [estimate(outline(phase), shape, hardware) for phase in phases_of(plan)]
-        seconds = sum(part.seconds for part in parts)
-        idle = sum(part.idle_share * part.seconds for part in parts) / seconds if seconds else 0.0
-        slots = 0
-    else:
-        timeline = simulate(plan, shape, hardware)
-        seconds, idle = timeline.makespan, timeline.idle_share
-        slots = max(len(program.slots) for phase in phases_of(plan) for program in lower_all(phase))
-    return Candidate(name, plan, seconds, idle_share=idle, sent=max(bytes_sent(plan, shape)), slots=slots)
+def _outlined(name: str, plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
+    parts = [estimate(outline(phase), shape, hardware) for phase in phases_of(plan)]
+    seconds = sum(part.seconds for part in parts)
+    idle = sum(part.idle_share * part.seconds for part in parts) / seconds if seconds else 0.0
+    return Candidate(name, plan, seconds, idle_share=idle, sent=max(bytes_sent(plan, shape)))
+
+
+def _simulated(candidate: Candidate, shape: AttentionShape, hardware: Hardware) -> Candidate:
+    assert candidate.plan is not None
+    timeline = simulate(candidate.plan, shape, hardware)
+    slots = max(len(program.slots) for phase in phases_of(candidate.plan) for program in lower_all(phase))
+    return replace(candidate, seconds=timeline.makespan, idle_share=timeline.idle_share, slots=slots, simulated=True)
 
 
 def _with_ulysses(
@@ -236,7 +253,7 @@ def explain(looked_at: tuple[Candidate, ...]) -> str:
     width = max(len(candidate.name) for candidate in looked_at) + 2
     lines = [f"  {'schedule':{width}s} {'ms':>9s} {'idle':>6s} {'MB sent':>9s} {'slots':>5s}  why"]
     for candidate in served:
-        slots = str(candidate.slots) if candidate.slots or candidate.sent == 0 else "-"
+        slots = str(candidate.slots) if candidate.simulated else "-"
         cost = (
             f"{1e3 * candidate.seconds:9.3f} {100 * candidate.idle_share:5.1f}% {candidate.sent / 1e6:9.1f} {slots:>5s}"
         )

@@ -62,9 +62,17 @@ def _pair_by_pair(pieces: list[Piece]) -> list[Piece]:
 
 
 def _union_of_two(one: Tile, other: Tile) -> Tile | None:
-    """`union`, after a look at whether they touch at all."""
-    apart = one.q.hi < other.q.lo or other.q.hi < one.q.lo or one.kv.hi < other.kv.lo or other.kv.hi < one.kv.lo
-    return None if apart else union([one, other])
+    """`union`, after a look at whether they touch, and at more than a corner: as packed documents do, which makes no
+    tile but that of a single diagonal, with a pair per row.
+    """
+    if one.q.hi < other.q.lo or other.q.hi < one.q.lo or one.kv.hi < other.kv.lo or other.kv.hi < one.kv.lo:
+        return None
+    corner = (one.q.hi == other.q.lo or other.q.hi == one.q.lo) and (
+        one.kv.hi == other.kv.lo or other.kv.hi == one.kv.lo
+    )
+    if corner and one.area > len(one.q):
+        return None
+    return union([one, other])
 
 
 def _blocks(pieces: Sequence[Piece]) -> tuple[Block, ...]:

@@ -1,8 +1,9 @@
 """A plan in outline: work per rank and messages per pair and step, from which many machines and sizes are timed.
 
-Where `simulate` lowers a plan to programs and runs them, this reads blocks and transfers only: a step is one kernel
-call per rank, a batch waits for the compute of the step before (two buffers per side), and folds cost nothing. It
-agrees with `simulate` to a few per cent (a test holds it to that) and serves hundreds of ranks at many lengths.
+Where `simulate` lowers a plan to programs and runs them, this reads blocks and transfers only: what a rank computes in
+a step of one rank's queries and one rank's keys is one kernel call, a batch waits for the compute of the step before
+(two buffers per side), and folds cost nothing. It agrees with `simulate` to a few per cent (a test holds it to that)
+and serves hundreds of ranks at many lengths.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Cargo = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """One phase, by step. work: (rank, token pairs); messages: (source, destination, number of its cargo)."""
+    """One phase, by step. work: (rank, token pairs) of calls; messages: (source, destination, number of its cargo)."""
 
     phase: Phase
     ranks: int
@@ -47,9 +48,11 @@ def outline(plan: Plan) -> Outline:
     """A plan in outline."""
     steps, home = plan.steps, [len(chunk) for chunk in plan.layout.chunks]
     area = {pair: sum(tile.area for tile in tiles) for pair, tiles in needed_pairs(plan.mask, plan.layout).items()}
-    work: list[dict[int, int]] = [defaultdict(int) for _ in range(steps)]
+    work: list[dict[tuple[int, int, int], int]] = [defaultdict(int) for _ in range(steps)]
+    owner = plan.layout.home
     for block in plan.blocks:
-        work[block.step][block.rank] += area[block.q_chunk, block.kv_chunk]
+        call = block.rank, owner[block.q_chunk], owner[block.kv_chunk]
+        work[block.step][call] += area[block.q_chunk, block.kv_chunk]
     sent: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in range(steps)]
     for t in plan.transfers:
         cargo = sent[t.step].setdefault((t.src, t.dst), {})
@@ -67,7 +70,7 @@ def outline(plan: Plan) -> Outline:
         plan.phase,
         plan.ranks,
         plan.mask.length,
-        tuple(tuple(step.items()) for step in work),
+        tuple(tuple((call[0], pairs) for call, pairs in step.items()) for step in work),
         tuple(map(tuple, messages)),
         tuple(numbers),
     )

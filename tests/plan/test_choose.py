@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.choose import TIE, best, candidates, make_plan
-from dfa_megatron.plan.cost import AttentionShape, bytes_sent
+from dfa_megatron.plan.cost import AttentionShape, bytes_sent, simulate
 from dfa_megatron.plan.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK, Hardware, Link
 from dfa_megatron.plan.mask import Mask, causal, documents, full, sliding_window
 from dfa_megatron.plan.schedules import SCHEDULES
@@ -111,3 +113,18 @@ def test_a_request_that_nothing_serves_is_refused_with_every_reason(
 ) -> None:
     with pytest.raises(UnsupportedError, match=complaint):
         make_plan(causal(32), **{"ranks": 4, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_auto_takes_for_a_pack_has_been_simulated_and_is_the_best_of_all_simulated(seed: int) -> None:
+    generator = random.Random(seed)
+    ends = sorted(generator.sample(range(1, 4 * 4096), 11))
+    mask = documents([hi - lo for lo, hi in pairwise([0, *ends, 4 * 4096])])
+    shape = AttentionShape(heads=16, kv_heads=4)
+    looked_at = candidates(mask, 4, layout="contiguous", shape=shape, hardware=H200_NVLINK)
+    taken = best(looked_at)
+    assert taken is not None
+    assert taken.simulated
+    assert taken.seconds == simulate(taken.plan, shape, H200_NVLINK).makespan
+    least = min(simulate(one.plan, shape, H200_NVLINK).makespan for one in looked_at if one.plan)
+    assert taken.seconds <= least * (1 + TIE)
