@@ -21,6 +21,8 @@ import torch
 
 from dfa_megatron.testing import memory, workers
 
+SWITCHES = ("TRITON_INTERPRET", "DFA_STRESS", "CUDA_VISIBLE_DEVICES")
+"""Variables of the environment that choose tests."""
 PACKAGES = ("torch", "triton", "flash-attn-4", "megatron-core", "deepspeed", "transformers")
 
 
@@ -55,7 +57,9 @@ class SupportReport:
                 "device": f"{torch.cuda.device_count()} x {device}" if torch.cuda.is_available() else device,
                 "python": platform.python_version(),
                 "versions": versions,
-                "command": " ".join(["pytest", *_shown(sys.argv[1:])]),
+                "command": " ".join(
+                    [*(f"{v}={os.environ[v]}" for v in SWITCHES if v in os.environ), "pytest", *_shown()]
+                ),
             }
         ]
 
@@ -80,10 +84,10 @@ def _version(package: str) -> str:
         return ""
 
 
-def _shown(arguments: list[str]) -> list[str]:
+def _shown() -> list[str]:
     """Without the option itself, whose file is nobody's business later."""
     kept, skip = [], False
-    for argument in arguments:
+    for argument in sys.argv[1:]:
         if not skip and not argument.startswith("--support-report"):
             kept.append(argument)
         skip = argument == "--support-report"
