@@ -1,5 +1,7 @@
 # Two commands: `make train` sets up and runs the main job, `make test` sets up and passes the tests.
 #
+# `make gpu` runs every GPU test and measurement on this machine; ARGS="--list" names them.
+#
 #   make train PROCS=4 ARGS="--train-iters 20"     more ranks, other arguments of examples/train.py
 #   make train VENV= PYTHON=python3                no virtual environment: the interpreter and PyTorch of a container
 
@@ -22,13 +24,16 @@ DEV_READY := $(VENV)/.ready-dev
 endif
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test lint format clean
+.PHONY: train test gpu lint format clean
 
 train: $(READY)
 	$(PY) examples/train.py $(if $(PROCS),--nproc-per-node $(PROCS)) $(ARGS)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q $(ARGS)
+
+gpu: $(READY)
+	$(PY) benchmarks/suite.py $(ARGS)
 
 lint: $(DEV_READY)
 	$(PY) -m ruff check .

@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     megatron = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
     workers.preload("dfa_megatron.attention", *(("megatron.core.parallel_state",) if megatron else ()))
+    config.addinivalue_line("markers", "on_gpu: computes on a GPU; `-m on_gpu` takes all of these, and no other test")
     if config.option.support_report and not hasattr(config, "workerinput"):  # under xdist the controller writes
         config.pluginmanager.register(SupportReport(config.option.support_report))
 
@@ -44,12 +45,19 @@ def on_gpu(item: pytest.Item) -> bool:
     return item.get_closest_marker("gpu") is not None or parameters.get("device") == "cuda"
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if on_gpu(item):
+        item.add_marker("on_gpu")
+        item.user_properties.append(("gpu", True))
+
+
 class SupportReport:
     """A line of JSON for the run, then one for each test: its id, its outcome, whether it is for a GPU, and why not."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         versions = {name: version for name in PACKAGES if (version := _version(name))}
+        switches = [f"{name}={os.environ[name]}" for name in SWITCHES if name in os.environ]
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         self.lines: list[dict[str, Any]] = [
             {
@@ -57,9 +65,7 @@ class SupportReport:
                 "device": f"{torch.cuda.device_count()} x {device}" if torch.cuda.is_available() else device,
                 "python": platform.python_version(),
                 "versions": versions,
-                "command": " ".join(
-                    [*(f"{v}={os.environ[v]}" for v in SWITCHES if v in os.environ), "pytest", *_shown()]
-                ),
+                "command": " ".join([*switches, "pytest", *_shown()]),
             }
         ]
 
@@ -94,11 +100,8 @@ def _shown() -> list[str]:
     return kept
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """@pytest.mark.gpu needs one GPU, @pytest.mark.gpu(n) needs n."""
-    if on_gpu(item):
-        item.user_properties.append(("gpu", True))
     marker = item.get_closest_marker("gpu")
     if marker is not None and torch.cuda.device_count() < (needed := marker.args[0] if marker.args else 1):
         pytest.skip(f"needs {needed} CUDA devices")
