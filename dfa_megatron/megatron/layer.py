@@ -13,6 +13,7 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.context import AttentionContext
 from dfa_megatron.megatron.core_attention import check_call
+from dfa_megatron.megatron.latent import make_contiguous
 from dfa_megatron.megatron.packed import place, rotary_rows
 from dfa_megatron.megatron.recompute import checkpoint_of, take_over
 from dfa_megatron.megatron.refusals import check_config, check_packable
@@ -25,7 +26,8 @@ class DistributedAttentionLayer:
       the first pass and replayed in the recompute, so attention and its messages never run twice.
     - Layout `boundary`: hidden states go from zigzag to contiguous before global layer 1 and back after the last one;
       in a hybrid stack, before and after each attention layer.
-    - Layouts `boundary` and `contiguous`: the rotary table, which Megatron slices in zigzag order, is exchanged once.
+    - Layouts `boundary` and `contiguous`: the rotary table, which Megatron slices in zigzag order, is exchanged once;
+      that of multi-latent attention, which every layer makes itself, is sliced in order.
     - Packed documents, in every layout: each token gets the rotary row of its place in its own document.
     """
 
@@ -39,6 +41,8 @@ class DistributedAttentionLayer:
         self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
         self._dfa_permuted = config.context_parallel_size > 1 and context.options.layout != "zigzag"
         layer: Any = self
+        if self._dfa_permuted and getattr(layer.config, "multi_latent_attention", False):
+            make_contiguous(layer.self_attention)
         exchanges = self._dfa_permuted and context.options.layout == "boundary"
         if context.hybrid:
             self._dfa_first = self._dfa_last = exchanges

@@ -167,12 +167,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "layers that share one config",
     ),
     Refusal(
-        lambda c, o: _permuted(c, o) and bool(_get(c, "multi_latent_attention")),
-        "multi-latent attention in this layout",
-        "it makes its own rotary table inside the layer, in zigzag order",
-        "--dfa-layout zigzag",
-    ),
-    Refusal(
         lambda c, o: _permuted(c, o) and _get(c, "mrope_section") is not None,
         "multimodal rotary embeddings in this layout",
         "their table changes with every micro-batch",

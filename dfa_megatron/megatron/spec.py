@@ -22,6 +22,9 @@ from dfa_megatron.megatron.layer import layer_class
 from dfa_megatron.megatron.norm import SequenceParallelNorm
 from dfa_megatron.megatron.refusals import check_config
 
+_NORMS = ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm")
+_ATTENTION_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
+
 
 def dfa_ify(
     spec: Any,
@@ -91,8 +94,10 @@ def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
         module=DistributedCoreAttention, params={"options": context.options}
     )
-    for slot in ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"):
-        setattr(layer.submodules, slot, _norm(getattr(layer.submodules, slot), config))
+    for owner, slots in ((layer.submodules, _NORMS), (layer.submodules.self_attention.submodules, _ATTENTION_NORMS)):
+        for slot in slots:
+            if hasattr(owner, slot):
+                setattr(owner, slot, _norm(getattr(owner, slot), config))
     return layer
 
 

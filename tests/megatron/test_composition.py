@@ -13,21 +13,10 @@ from tests.megatron.harness import Case, Topology, case
 from tests.megatron.test_parity import EXPERTS, expected
 
 ONE_GROUP = (("num_query_groups", 1),)
-LATENT = (
-    ("q_lora_rank", 24),
-    ("kv_lora_rank", 16),
-    ("qk_head_dim", 16),
-    ("qk_pos_emb_head_dim", 8),
-    ("v_head_dim", 12),
-    ("rope_type", "rope"),
-    ("qk_layernorm", True),
-    ("num_query_groups", None),
-)
 ALLGATHER = (*EXPERTS[:-1], ("moe_token_dispatcher_type", "allgather"))
 
 REFERENCES: dict[str, tuple[tuple[str, Any], ...]] = {
     "one group": ONE_GROUP,
-    "latent": LATENT,
     "experts": ALLGATHER,
 }
 
@@ -74,8 +63,6 @@ def test_two_ranks_with_other_layer_kinds_and_sharded_optimizers(reference: str,
             (Topology(cp=2), offloaded(), reference),
             (Topology(cp=2), selective("contiguous", "mlp"), reference),
             (Topology(cp=2), selective("boundary", "moe", more=ALLGATHER), references["experts"]),
-            (Topology(cp=2), full("zigzag", LATENT), references["latent"]),
-            (Topology(cp=2), case("zigzag", config=LATENT, steps=2), references["latent"]),
             (Topology(tp=2), full("contiguous", ONE_GROUP, steps=2), references["one group"]),
             (Topology(cp=2, ep=2), full("boundary", ALLGATHER), references["experts"]),
         ],

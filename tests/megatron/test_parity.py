@@ -95,6 +95,12 @@ def test_tensor_parallelism_without_sequence_parallelism_trains_like_one_rank(re
     check(Topology(tp=2, cp=2), [case("boundary", "auto", steps=2, config=config[:1])], reference)
 
 
+def test_norms_of_queries_and_keys_under_sequence_parallelism_train_like_one_rank(tmp_path: Path) -> None:
+    path, config = str(tmp_path / "norms.pt"), (("qk_layernorm", True),)
+    run_ranks(1, harness.save_reference, path, Case(options=None, steps=3, config=config))
+    check(Topology(tp=2, cp=2), [case("boundary", "auto", steps=3, config=config)], path)
+
+
 EXPERTS = (
     ("num_moe_experts", 4),
     ("moe_layer_freq", [0, 1, 0, 1]),

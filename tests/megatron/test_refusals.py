@@ -50,7 +50,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("remat_offload", {}, {"remat_offload": True, "remat": "off"}),
     ("partial_activation_checkpoints", {"num_microbatches_with_partial_activation_checkpoints": 1}, {}),
     ("heterogeneous_block_specs", {"heterogeneous_block_specs": True}, {}),
-    ("multi-latent attention", {"multi_latent_attention": True}, {}),
     ("multimodal rotary", {"mrope_section": [4, 2, 2]}, {}),
     ("hybrid model", {"is_hybrid_model": True}, {"layout": "contiguous"}),
     ("multi-token prediction", {"mtp_num_layers": 1}, {"layout": "contiguous"}),

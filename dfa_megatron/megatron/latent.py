@@ -1,0 +1,78 @@
+"""Rotary tables of multi-latent attention, which its layers make themselves, in the order of the tokens in them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.errors import UnsupportedError
+
+
+class ContiguousRotary:
+    """Gives this rank's rows of the table in contiguous order; always the first base of a class made by `_subclass`.
+
+    Megatron's rotary modules work out the whole table and keep its zigzag rows. These keep others of it, so nothing has
+    to be exchanged. Each holds the rows of the length that it saw last, (length / CP, 1, 1, rotary_dim) float32.
+    """
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
+        """The rows of this rank's tokens in a sequence of max_seq_len; with yarn also the factor of cos and sin.
+
+        Raises:
+            UnsupportedError: packed_seq, which wants the rows of whole documents.
+        """
+        rotary: Any = self
+        if packed_seq:
+            raise UnsupportedError(
+                "a rotary table for packed documents in multi-latent attention",
+                "its rows would be those of whole documents",
+                "one document per row",
+            )
+        known = rotary.__dict__.get("_dfa_rows")
+        if known is not None and known[0] == (max_seq_len, offset):
+            return known[1]
+        group = rotary.cp_group if cp_group is None else cp_group
+        made = rotary.get_emb(max_seq_len, offset)
+        whole, factor = made if isinstance(made, tuple) else (made, None)
+        rows = whole.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()  # lets go of the whole table
+        answer = rows if factor is None else (rows, factor)
+        rotary.__dict__["_dfa_rows"] = ((max_seq_len, offset), answer)
+        return answer
+
+    def get_cached_cos_sin(
+        self, seq_len: int, offset: int = 0, dtype: torch.dtype | None = None, packed_seq: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of yarn's rows, times its factor, for Megatron's fused kernels: (seq_len / CP, 1, 1, dim).
+
+        Always of this very length. Megatron's own takes the first rows of a longer table that it has made before, and
+        in a table that is spread over ranks these belong to other tokens.
+        """
+        rows, factor = self.forward(seq_len, offset, packed_seq)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        return (rows.cos() * factor).to(dtype).contiguous(), (rows.sin() * factor).to(dtype).contiguous()
+
+
+def make_contiguous(attention: Any) -> None:
+    """Have a Megatron MultiLatentAttention make its rotary table for contiguous tokens; nothing else of it changes.
+
+    Raises:
+        UnsupportedError: this attention makes its table in another way than Megatron-Core 0.16 to 0.19.
+    """
+    rotary: Any = getattr(attention, "rotary_pos_emb", None)
+    if not (callable(getattr(rotary, "get_emb", None)) and hasattr(rotary, "cp_group")):
+        raise UnsupportedError(
+            f"{type(attention).__name__} in this layout",
+            "its rotary table is not made by a module whose order of tokens can be chosen",
+            "--dfa-layout zigzag",
+        )
+    rotary.__class__ = _subclass(type(rotary))
+
+
+@functools.cache
+def _subclass(base: type) -> type:
+    if issubclass(base, ContiguousRotary):
+        return base
+    return type(f"Contiguous{base.__name__}", (ContiguousRotary, base), {"__module__": __name__})

@@ -1,0 +1,132 @@
+"""Multi-latent attention, which makes its rotary table inside its layers, trains like one rank in every layout."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.latent import make_contiguous
+from dfa_megatron.testing.megatron_cpu import use_cpu
+from dfa_megatron.testing.workers import run_ranks
+from tests.megatron import harness
+from tests.megatron.harness import Case, Topology, case
+from tests.megatron.test_parity import expected
+
+LATENT = (
+    ("q_lora_rank", 24),
+    ("kv_lora_rank", 16),
+    ("qk_head_dim", 16),
+    ("qk_pos_emb_head_dim", 8),
+    ("v_head_dim", 12),
+    ("rope_type", "rope"),
+    ("qk_layernorm", True),
+    ("num_query_groups", None),
+)
+YARN = (
+    *(field for field in LATENT if field[0] != "rope_type"),
+    ("rope_type", "yarn"),
+    ("rotary_scaling_factor", 4.0),
+    ("original_max_position_embeddings", 12),
+    ("mscale", 0.7),
+    ("mscale_all_dim", 0.3),
+)
+
+full = functools.partial(case, remat="auto", steps=3)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Paths of what one rank with dense attention comes to, by kind of rotary table."""
+    folder = tmp_path_factory.mktemp("latent")
+    cases = [
+        (str(folder / f"{name}.pt"), Case(options=None, steps=4, config=config))
+        for name, config in (("rope", LATENT), ("yarn", YARN))
+    ]
+    run_ranks(1, harness.save_references, cases, timeout=120)
+    return dict(zip(("rope", "yarn"), (path for path, _ in cases), strict=True))
+
+
+def check(topology: Topology, cases: list[tuple[Case, str]]) -> None:
+    prepared = [(topology, wanted, expected(topology, wanted), path) for wanted, path in cases]
+    run_ranks(topology.ranks, harness.check_topologies, prepared, timeout=170)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_layout_trains_like_one_rank(ranks: int, references: dict[str, str]) -> None:
+    rope, yarn = references["rope"], references["yarn"]
+    check(
+        Topology(cp=ranks),
+        [
+            (full("boundary", config=LATENT), rope),
+            (case("boundary", config=LATENT, steps=2), rope),
+            (full("contiguous", config=LATENT), rope),
+            (full("zigzag", config=LATENT), rope),
+            (case("zigzag", config=LATENT, steps=2), rope),
+            (full("boundary", config=YARN), yarn),
+            (case("contiguous", config=YARN, steps=2), yarn),
+        ],
+    )
+
+
+def test_pipelines_train_like_one_rank(references: dict[str, str]) -> None:
+    check(Topology(pp=2, cp=2), [(full("boundary", config=LATENT), references["rope"])])
+
+
+def test_sequence_parallelism_is_the_same_in_every_layout() -> None:
+    run_ranks(4, _check_layouts, Topology(tp=2, cp=2))
+
+
+def _check_layouts(rank: int, ranks: int, topology: Topology) -> None:
+    """One rank is no reference: Megatron's own column-parallel projection of the shared rotary key loses a gradient."""
+    harness.start(topology)
+    zigzag, *others = (
+        harness.train(topology, full(layout, config=LATENT)) for layout in ("zigzag", "boundary", "contiguous")
+    )
+    for other in others:
+        assert other.losses == pytest.approx(zigzag.losses, abs=1e-5)
+        for name, wanted in zigzag.gradients.items():
+            assert (other.gradients[name] - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
+
+
+def test_tables_of_every_length_are_of_this_ranks_tokens_also_for_fused_kernels() -> None:
+    run_ranks(2, _check_tables)
+
+
+def _check_tables(rank: int, ranks: int) -> None:
+    use_cpu()
+    from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+
+    made = [
+        YarnRotaryEmbedding(
+            8, scaling_factor=4.0, original_max_position_embeddings=16, use_cpu_initialization=True, cp_group=group
+        )
+        for group in (dist.new_group([0, 1]), dist.new_group([rank], use_local_synchronization=True))
+    ]
+    attention, whole = torch.nn.Module(), made[1]
+    attention.rotary_pos_emb = made[0]
+    make_contiguous(attention)
+    make_contiguous(attention)  # as often as one likes
+    for length in (8, 48, 24, 24, 48):  # shorter and longer than what it was built for, and than the last
+        table, factor = attention.rotary_pos_emb(length)
+        assert factor == whole(length)[1]
+        assert torch.equal(table, whole(length)[0].chunk(ranks)[rank]), length
+        expected_table = whole(length)[0].chunk(ranks)[rank]
+        for part, expected_part in zip(
+            attention.rotary_pos_emb.get_cached_cos_sin(length, dtype=torch.float64),
+            ((expected_table.cos() * factor).double(), (expected_table.sin() * factor).double()),
+            strict=True,
+        ):
+            assert torch.equal(part, expected_part), length
+    with pytest.raises(UnsupportedError, match="one document per row"):
+        attention.rotary_pos_emb(8, packed_seq=True)
+
+
+def test_an_attention_that_makes_its_table_in_another_way_is_refused() -> None:
+    attention = torch.nn.Module()
+    attention.rotary_pos_emb = torch.nn.Identity()
+    with pytest.raises(UnsupportedError, match="order of tokens can be chosen"):
+        make_contiguous(attention)
