@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "DistAttentionConfig": "dfa_megatron.config",
     "DistFlashAttention": "dfa_megatron.attention",
+    "PackPlanner": "dfa_megatron.ahead",
     "check_plan": "dfa_megatron.plan.check",
     "dist_flash_attn_func": "dfa_megatron.attention",
     "dist_flash_attn_varlen_func": "dfa_megatron.attention",
@@ -25,6 +26,7 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
+    from dfa_megatron.ahead import PackPlanner
     from dfa_megatron.attention import DistFlashAttention, dist_flash_attn_func, dist_flash_attn_varlen_func
     from dfa_megatron.config import DistAttentionConfig
     from dfa_megatron.packing import local_positions, shard_sequence, unshard_sequence
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DistAttentionConfig",
     "DistFlashAttention",
+    "PackPlanner",
     "__version__",
     "check_plan",
     "dist_flash_attn_func",

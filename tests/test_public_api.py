@@ -15,6 +15,7 @@ import dfa_megatron
 NAMES = {
     "DistAttentionConfig",
     "DistFlashAttention",
+    "PackPlanner",
     "__version__",
     "check_plan",
     "dist_flash_attn_func",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -45,6 +46,34 @@ class MemoryPlan:
     messages: int
     message_bytes: int
 
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        format: Format,
+        arena_bytes: int,
+        landings: dict[int, dict[str, tuple[Placed, ...]]],
+        offsets: Offsets,
+    ) -> MemoryPlan:
+        """With what follows from the program alone."""
+        return cls(
+            program,
+            format,
+            arena_bytes,
+            landings,
+            offsets,
+            plan_folds(program),
+            {id(c): Segments(c.segments, c.q.rows, c.kv.rows) for step in program.steps for c in step.calls},
+            frozenset(regions[0].name for message in program.sends for regions in message.parts),
+            sum(len(step.calls) for step in program.steps),
+            len(program.sends),
+            sum(format.nbytes(message.signature) for message in program.sends),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled without what follows from the program: ids of calls are another process's."""
+        return MemoryPlan.of, (self.program, self.format, self.arena_bytes, self.landings, self.offsets)
+
 
 class Arena:
     """Flat memory in which messages land, and the tensors in it."""
@@ -81,19 +110,8 @@ def plan_memory(programs: tuple[Program, ...] | list[Program], rank: int, format
                 arenas[peer] = _arena(programs[peer], format)
             theirs = next(m for m in programs[peer].steps[number].receives if m.peer == rank)
             offsets[number, peer] = tuple(place.start for place in _places(theirs, arenas[peer][1]))
-    return MemoryPlan(
-        program,
-        format,
-        max(_arena(other, format)[0] for other in programs),
-        landings,
-        offsets,
-        plan_folds(program),
-        {id(c): Segments(c.segments, c.q.rows, c.kv.rows) for step in program.steps for c in step.calls},
-        frozenset(regions[0].name for message in program.sends for regions in message.parts),
-        sum(len(step.calls) for step in program.steps),
-        len(program.sends),
-        sum(format.nbytes(message.signature) for message in program.sends),
-    )
+    largest = max(_arena(other, format)[0] for other in programs)
+    return MemoryPlan.of(program, format, largest, landings, offsets)
 
 
 def _arena(program: Program, format: Format) -> tuple[int, dict[int, dict[str, tuple[Placed, ...]]]]:

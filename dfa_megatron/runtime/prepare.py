@@ -6,21 +6,16 @@ import contextlib
 import dataclasses
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.config import TRANSPORTS
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
-from dfa_megatron.kernels.api import BlockKernel, Form, Need, form_of
-from dfa_megatron.plan.check import check
-from dfa_megatron.plan.choose import best, candidates, make_plan
-from dfa_megatron.plan.cost import AttentionShape
+from dfa_megatron.kernels.api import BlockKernel, Form, Need
+from dfa_megatron.plan.choose import best, candidates
 from dfa_megatron.plan.grid import grid
-from dfa_megatron.plan.hardware import Hardware
 from dfa_megatron.plan.heads import HeadSplit, TokenSplit, split_heads, split_tokens
-from dfa_megatron.plan.program import Program
 from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime.agree import Facts, agree
 from dfa_megatron.runtime.channel import Channel, channel, group_size
@@ -28,7 +23,8 @@ from dfa_megatron.runtime.documents import describe
 from dfa_megatron.runtime.graph import Captured
 from dfa_megatron.runtime.inputs import refuse_tensors, shape_of, wire_dtype
 from dfa_megatron.runtime.machine import profile_of
-from dfa_megatron.runtime.memory import MemoryPlan, plan_memory
+from dfa_megatron.runtime.memory import MemoryPlan
+from dfa_megatron.runtime.rank_plan import Problem, RankPlan, rank_plan
 from dfa_megatron.runtime.request import Request, from_text
 from dfa_megatron.runtime.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.wire import Format
@@ -47,14 +43,31 @@ class Prepared:
     """
 
     request: Request
-    plan: AttentionPlan
-    forward: MemoryPlan
-    backward: MemoryPlan
+    rank_plan: RankPlan
     kernel: BlockKernel
-    format: Format
     channel: Channel | None
     exchange: HeadExchange | None = None
     graphs: dict[tuple[str, int, str], Captured] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def forward(self) -> MemoryPlan:
+        """What this rank runs forward."""
+        return self.rank_plan.forward
+
+    @property
+    def backward(self) -> MemoryPlan:
+        """What it runs backward."""
+        return self.rank_plan.backward
+
+    @property
+    def format(self) -> Format:
+        """The sizes and dtypes of what travels."""
+        return self.rank_plan.format
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """The whole plan, for pictures and reports."""
+        return self.rank_plan.plan
 
     @property
     def symmetric_bytes(self) -> int:
@@ -67,34 +80,6 @@ class Prepared:
         """The grid of a phase with a step of this rank marked."""
         plan = self.plan.forward if phase == "forward" else self.plan.backward
         return grid(plan, mark=(step, self.forward.program.rank))
-
-
-@lru_cache(maxsize=16)  # every rank's programs: with new documents in every batch few come again
-def planned(
-    request: Request, ranks: int, local_length: int, shape: AttentionShape, hardware: Hardware
-) -> tuple[AttentionPlan, tuple[Program, ...], tuple[Program, ...]]:
-    """The checked plan of a request and its programs for every rank, forward and backward.
-
-    `shape` and `hardware` decide what "auto" takes; every rank must give the same.
-
-    Raises:
-        UnsupportedError: no schedule serves the request.
-    """
-    mask = request.mask(ranks * local_length)
-    plan = make_plan(mask, ranks, schedule=request.schedule, layout=request.layout, shape=shape, hardware=hardware)
-    return plan, tuple(check(plan.forward)), tuple(check(plan.backward))
-
-
-def forms_of(*programs: tuple[Program, ...]) -> frozenset[Form]:
-    """The forms of every kernel call of any rank."""
-    return frozenset(
-        form_of(segment.band, segment.q_hi - segment.q_lo, segment.kv_hi - segment.kv_lo)
-        for phase in programs
-        for program in phase
-        for step in program.steps
-        for call in step.calls
-        for segment in call.segments
-    )
 
 
 def build(
@@ -119,24 +104,38 @@ def build(
     if request.cuda_graph and not q.is_cuda:
         raise UnsupportedError(f"cuda_graph=True on {q.device}", "it has no CUDA graphs", "cuda_graph=False")
     hardware = profile_of(q.is_cuda, over)
-    plan, forward, backward = planned(request, ranks, q.shape[1], shape_of(request, q, k, v), hardware)
-    need = Need(
+    problem = Problem(request.for_plan(), ranks, q.shape[1], shape_of(request, q, k, v), hardware)
+
+    def kernel_for(forms: frozenset[Form]) -> BlockKernel:
+        return kernels.select(request.kernel, need_of(request, forms, q, k, v))
+
+    def format_for(forms: frozenset[Form]) -> Format:
+        return format_of(request, kernel_for(forms), q, k, v)
+
+    known = rank_plan(problem, rank, format_for)
+    return Prepared(request, known, kernel_for(known.forms), over)
+
+
+def need_of(request: Request, forms: frozenset[Form], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Need:
+    """What a request over such tensors asks of its kernel."""
+    return Need(
         device=q.device.type,
         dtype=q.dtype,
         heads=q.shape[2],
         kv_heads=k.shape[2],
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
-        forms=forms_of(forward, backward),
+        forms=forms,
         deterministic=request.deterministic,
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         softcap=request.softcap,
     )
-    kernel = kernels.select(request.kernel, need)
+
+
+def format_of(request: Request, kernel: BlockKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Format:
+    """The sizes and dtypes of what travels for such tensors."""
     wire = wire_dtype(request, q)
-    sizes = Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, kernel.reads)
-    memory = plan_memory(forward, rank, sizes), plan_memory(backward, rank, sizes)
-    return Prepared(request, plan, *memory, kernel, sizes, over)
+    return Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, kernel.reads)
 
 
 def _degree(request: Request, over: Channel | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
@@ -268,7 +267,7 @@ def _facts(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     facts |= {
         "dtype": str(q.dtype),
         "device": q.device.type,
-        "plan": f"{prepared.plan.schedule}, digest {prepared.plan.digest}",
+        "plan": f"{prepared.rank_plan.schedule}, digest {prepared.rank_plan.digest}",
         "kernel": prepared.kernel.name,
         "wire": str(prepared.format.wire),
         "torch": torch.__version__,

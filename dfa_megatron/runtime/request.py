@@ -51,9 +51,17 @@ class Request:
         mask = mask_of(self.cu_seqlens, length, causal=self.causal, window_size=self.window_size)
         return replace(mask, dealt_by=dealt_mask(self.cu_seqlens, length)) if self.layout == "dealt" else mask
 
+    def for_plan(self) -> Request:
+        """The request with defaults for what its plan does not depend on: layers that differ in that share plans."""
+        kept = {name: getattr(self, name) for name in _PLANNED}
+        return Request(softmax_scale=1.0, **kept)
+
     def to_text(self) -> str:
         """One line of JSON; equal requests give equal text."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+
+_PLANNED = ("causal", "window_size", "schedule", "layout", "cu_seqlens")
 
 
 @lru_cache(maxsize=256)

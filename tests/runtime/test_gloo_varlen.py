@@ -169,8 +169,8 @@ def _many_packs(rank: int, ranks: int) -> int:
 
 
 def test_prepared_packs_do_not_grow_without_bound() -> None:
-    from dfa_megatron.runtime import prepare
+    from dfa_megatron.runtime import prepare, rank_plan
 
     for kept in run_ranks(2, _many_packs):
         assert kept <= prepare._KEPT
-    assert (prepare.planned.cache_info().maxsize or 0) <= 16
+    assert (rank_plan.planned.cache_info().maxsize or 0) <= 16

@@ -55,8 +55,11 @@ def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
     prepared = [
         dataclasses.replace(
             one,
-            forward=plan_memory(forward, rank, one.format),
-            backward=plan_memory(backward, rank, one.format),
+            rank_plan=dataclasses.replace(
+                one.rank_plan,
+                forward=plan_memory(forward, rank, one.format),
+                backward=plan_memory(backward, rank, one.format),
+            ),
         )
         for rank, one in enumerate(prepare_together(Request(softmax_scale=0.25, kernel="reference"), *inputs))
     ]
