@@ -33,6 +33,8 @@ TOLD = 30.0
 """Seconds between signs of life of a stage."""
 GRACE = 15.0
 """Seconds that a stage has to end its own processes."""
+MARK = "DFA_SUITE_STAGE"
+"""Variable in the environment of all processes of a stage."""
 
 
 @dataclass
@@ -129,10 +131,11 @@ def run_all(chosen: list[Stage], gpus: int, out: Path, budget: float | None) -> 
 
 
 def run(stage: Stage, out: Path, left: float | None) -> Outcome:
-    """One stage, in a process group of its own, its output in a log."""
+    """One stage, its output in a log; none of its processes outlives it."""
     log = out / f"{stage.name}.log"
     limit = stage.limit if left is None else min(stage.limit, left)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **stage.environment}
+    mark = f"{os.getpid()}-{stage.name}"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", MARK: mark, **stage.environment}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     begin = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
@@ -143,6 +146,7 @@ def run(stage: Stage, out: Path, left: float | None) -> Outcome:
             stage.command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         status, why = watch(process, log, begin, limit)
+        stop(process, mark)
     if status == "timed out":
         why = f"ended after {limit:.0f} s" + (", the last of --budget" if limit < stage.limit else "")
     elif status == "failed":
@@ -167,45 +171,30 @@ def watch(process: subprocess.Popen[Any], log: Path, begin: float, limit: float)
                 print(f"    {now - begin:4.0f} s  {last_line(log)[:100]}", flush=True)
     except KeyboardInterrupt:
         return "interrupted", "by the keyboard"
-    finally:
-        stop(process)
 
 
-def stop(process: subprocess.Popen[Any]) -> None:
-    """End a process and all that it started, also what has left its group, as torchrun's ranks do."""
-    if process.poll() is not None:
-        return
-    family = [process.pid, *descendants(process.pid)]
+def stop(process: subprocess.Popen[Any], mark: str) -> None:
+    """End all that a stage started and that is still there, also what has left its group, as torchrun's ranks do."""
     for how, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 5.0)):
-        for pid in reversed(family):
+        end = time.monotonic() + patience
+        for pid in marked(mark):
             try:
                 os.kill(pid, how)
             except ProcessLookupError:
                 continue
-        try:
-            process.wait(timeout=patience)
-        except subprocess.TimeoutExpired:
-            continue
-    for pid in family[1:]:  # what outlived its parent
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+        while (process.poll() is None or marked(mark)) and time.monotonic() < end:
+            time.sleep(0.1)
 
 
-def descendants(pid: int) -> list[int]:
-    """Children of a process and theirs, by /proc."""
-    children: dict[int, list[int]] = {}
+def marked(mark: str) -> list[int]:
+    """Processes whose environment had the mark when they began, which children inherit."""
+    found = []
     for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parent = int((folder / "stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[1])
-            except (OSError, IndexError):
-                continue
-            children.setdefault(parent, []).append(int(folder.name))
-    found = list(children.get(pid, []))
-    for child in found:  # grows while it is read
-        found += children.get(child, [])
+        try:
+            if folder.name.isdigit() and f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:  # it has ended, or is another user's
+            continue
     return found
 
 

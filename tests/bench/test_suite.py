@@ -82,6 +82,14 @@ def test_what_a_stage_started_ends_with_it_when_its_time_is_over(
     assert not alive(int(pid.read_text()))
 
 
+def test_what_a_failing_stage_leaves_running_is_ended_too(suite: ModuleType, tmp_path: Path) -> None:
+    left = "import subprocess, sys; subprocess.Popen(['sleep', '300'], start_new_session=True); raise SystemExit(3)"
+    begin = time.monotonic()
+    assert suite.run(stage(suite, "leaving", left), tmp_path, None).status == "failed"
+    assert not suite.marked(f"{os.getpid()}-leaving")
+    assert time.monotonic() - begin < suite.GRACE  # it was asked to end, and did
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
