@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.alibi import Biasing
 from dfa_megatron.kernels.api import BlockKernel, Capping, Need
 from dfa_megatron.kernels.aten import AtenFlashKernel
 from dfa_megatron.kernels.cpu import CpuKernel
@@ -45,6 +46,9 @@ BY_NAME_ONLY = frozenset({"flash3", "flash2"})
 CAPS_BY_NAME_ONLY = frozenset({"flash4", "triton"})
 """Kernels that "auto" passes over where scores are capped, for the same reason."""
 
+BIASES_BY_NAME_ONLY = frozenset({"triton"})
+"""The same where scores have ALiBi's bias."""
+
 
 def get(name: str) -> BlockKernel:
     """The kernel of that name.
@@ -62,7 +66,7 @@ def get(name: str) -> BlockKernel:
 def select(name: str, need: Need) -> BlockKernel:
     """The kernel of that name, or for "auto" the first proven one that does not refuse the need; logged once.
 
-    It caps scores if the need is that.
+    It caps scores if the need is that; the bias of ALiBi differs by call, and is given to it there.
 
     Raises:
         UnsupportedError: the named kernel refuses (its reason, and which kernels would do), or every kernel does.
@@ -72,10 +76,8 @@ def select(name: str, need: Need) -> BlockKernel:
     for candidate in wanted:
         kernel = KERNELS[candidate]
         why = refusal(kernel, need)
-        by_name_only = candidate in BY_NAME_ONLY or (need.softcap and candidate in CAPS_BY_NAME_ONLY)
-        if why is None and name == "auto" and by_name_only:
-            capped = " for capped scores" if candidate not in BY_NAME_ONLY else ""
-            why = f"it is taken by name only{capped} (kernel={candidate!r}), until the whole suite has passed on a GPU"
+        if why is None and name == "auto":
+            why = _unproven(candidate, need)
         if why is None:
             _log_choice(name, candidate, _describe(need), tuple(refused.items()))
             return kernel.capped(need.softcap) if need.softcap and isinstance(kernel, Capping) else kernel
@@ -88,12 +90,27 @@ def select(name: str, need: Need) -> BlockKernel:
     raise UnsupportedError(f"kernel={name!r} for {_describe(need)}", refused[name], instead)
 
 
+def _unproven(name: str, need: Need) -> str | None:
+    """Why "auto" passes over a kernel that can serve the need, or None."""
+    if name in BY_NAME_ONLY:
+        of = ""
+    elif need.softcap and name in CAPS_BY_NAME_ONLY:
+        of = " for capped scores"
+    elif need.alibi and name in BIASES_BY_NAME_ONLY:
+        of = " for scores with ALiBi"
+    else:
+        return None
+    return f"it is taken by name only{of} (kernel={name!r}), until the whole suite has passed on a GPU"
+
+
 def refusal(kernel: BlockKernel, need: Need) -> str | None:
     """Why a kernel cannot serve the need, or None if it can; what only some kernels do is asked for here."""
     if not 0 <= need.softcap < math.inf:
         return f"a softcap is positive and finite, or 0 for none, not {need.softcap}"
     if need.softcap and not isinstance(kernel, Capping):
         return "it caps no scores"
+    if need.alibi and not isinstance(kernel, Biasing):
+        return "it adds no ALiBi bias by global positions"
     return kernel.refusal(need)
 
 
@@ -114,7 +131,8 @@ def _describe(need: Need) -> str:
     dtype = str(need.dtype).removeprefix("torch.")
     deterministic = ", deterministic" if need.deterministic else ""
     softcap = f", softcap {need.softcap:g}" if need.softcap else ""
-    return f"{dtype} on {need.device}{capability}, {heads}, {head_dim}, {forms} blocks{softcap}{deterministic}"
+    alibi = ", ALiBi" if need.alibi else ""
+    return f"{dtype} on {need.device}{capability}, {heads}, {head_dim}, {forms} blocks{softcap}{alibi}{deterministic}"
 
 
 @functools.lru_cache(maxsize=256)

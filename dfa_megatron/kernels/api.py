@@ -49,6 +49,8 @@ class Need:
     """CUDA compute capability, None on CPU."""
     softcap: float = 0.0
     """Scores are softcap * tanh(scores / softcap); 0 leaves them as they are."""
+    alibi: bool = False
+    """-slope * |i - j| is added to the (capped) scores of tokens i and j, which calls are told row by row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import TypedDict, TypeGuard
 
 import torch
 
+from dfa_megatron.kernels.alibi import Biasing
 from dfa_megatron.kernels.api import BlockKernel, Saved, VarlenKernel, accumulator_dtype
 from dfa_megatron.kernels.segments import Group, Segments, Table
 from dfa_megatron.plan.geometry import Span
@@ -81,7 +82,7 @@ def loop_forward(
     out, lse = new_out(q, v, segments.is_whole)
     for s in segments.parts:
         rows, columns = slice(s.q_lo, s.q_hi), slice(s.kv_lo, s.kv_hi)
-        out[:, rows], lse[:, :, rows] = kernel.forward(
+        out[:, rows], lse[:, :, rows] = _of_rows(kernel, rows, columns).forward(
             q[:, rows], k[:, columns], v[:, columns], band=s.band, softmax_scale=softmax_scale
         )
     return out, lse
@@ -105,10 +106,17 @@ def loop_backward(
     for s in segments.parts:
         rows, columns = slice(s.q_lo, s.q_hi), slice(s.kv_lo, s.kv_hi)
         of_rows = dout[:, rows], q[:, rows], k[:, columns], v[:, columns], saved_rows(saved, rows)
-        parts = kernel.backward(*of_rows, band=s.band, **options)
+        parts = _of_rows(kernel, rows, columns).backward(*of_rows, band=s.band, **options)
         for whole, where, part in zip(gradients, (rows, columns, columns), parts, strict=True):
             whole[:, where] = part
     return gradients
+
+
+def _of_rows(kernel: BlockKernel, rows: slice, columns: slice) -> BlockKernel:
+    """The kernel for some rows of a call, where it knows of the call's rows at all."""
+    if isinstance(kernel, Biasing) and kernel.alibi is not None:
+        return kernel.biased(kernel.alibi.of_rows(rows, columns))
+    return kernel
 
 
 def saved_rows(saved: Saved, rows: slice) -> Saved:

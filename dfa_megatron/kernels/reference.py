@@ -9,14 +9,15 @@ from typing import Literal
 
 import torch
 
-from dfa_megatron.kernels.api import Capping, Need, Saved, accumulator_dtype
+from dfa_megatron.kernels.alibi import Alibi, Biasing
+from dfa_megatron.kernels.api import Need, Saved, accumulator_dtype
 from dfa_megatron.kernels.bands import visible
 from dfa_megatron.plan.geometry import Band
 
 logger = logging.getLogger(__name__)
 
 
-class ReferenceKernel(Capping):
+class ReferenceKernel(Biasing):
     """Any band, any floating dtype, any device; float64 computes in float64, the rest in float32, rounded at the end.
 
     Needs memory for the whole score matrix (batch, heads, q_len, kv_len). Source: Dao et al. 2022, appendix B.4.
@@ -39,7 +40,8 @@ class ReferenceKernel(Capping):
         """See `BlockKernel.forward`."""
         if q.is_cuda and min(q.shape[1], k.shape[1]) > 1:
             _tell_cost()
-        scores = _scores(q, k, band, softmax_scale, self.softcap)
+        scores = _scores(q, k, softmax_scale, self.softcap)
+        scores = _seen(scores, q, k, band, self.alibi)
         lse = torch.logsumexp(scores, dim=-1)
         p = _probabilities(scores, lse)
         out = torch.einsum("bkgij,bjkd->bikgd", p, v.to(p.dtype))
@@ -60,7 +62,9 @@ class ReferenceKernel(Capping):
         """See `BlockKernel.backward`; reads `saved.delta`. Every sum is one matrix product, so it is deterministic."""
         assert saved.delta is not None, "the reference kernel reads delta"
         kv_heads = k.shape[2]
-        scores = _scores(q, k, band, softmax_scale, self.softcap)
+        scores = _scores(q, k, softmax_scale, self.softcap)
+        slope = 1.0 - (scores / self.softcap) ** 2 if self.softcap else None  # of the cap
+        scores = _seen(scores, q, k, band, self.alibi)
         lse, delta = (_by_kv_head(rows, kv_heads, dim=1) for rows in (saved.lse, saved.delta))
         p = _probabilities(scores, lse)
         q5 = _by_kv_head(q.to(p.dtype), kv_heads, dim=2)
@@ -68,9 +72,8 @@ class ReferenceKernel(Capping):
         dv = torch.einsum("bkgij,bikgd->bjkd", p, dout5)
         dp = torch.einsum("bikgd,bjkd->bkgij", dout5, v.to(p.dtype))
         ds = p * (dp - delta.unsqueeze(-1)) * softmax_scale
-        if self.softcap:
-            # The slope of the cap; a hidden pair's score is -inf, and its p 0.
-            ds *= 1.0 - (scores.masked_fill(scores == -math.inf, 0.0) / self.softcap) ** 2
+        if slope is not None:
+            ds *= slope
         dq = torch.einsum("bkgij,bjkd->bikgd", ds, k.to(p.dtype))
         dk = torch.einsum("bkgij,bikgd->bjkd", ds, q5)
         return dq.flatten(2, 3).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -81,13 +84,19 @@ def _by_kv_head(x: torch.Tensor, kv_heads: int, dim: int) -> torch.Tensor:
     return torch.unflatten(x, dim, (kv_heads, x.shape[dim] // kv_heads))
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, band: Band, softmax_scale: float, softcap: float) -> torch.Tensor:
-    """(batch, kv_heads, group, q_len, kv_len) in the accumulator dtype, capped, -inf where the band hides a pair."""
+def _scores(q: torch.Tensor, k: torch.Tensor, softmax_scale: float, softcap: float) -> torch.Tensor:
+    """(batch, kv_heads, group, q_len, kv_len) in the accumulator dtype, capped."""
     compute = accumulator_dtype(q.dtype)
     q5 = _by_kv_head(q.to(compute), k.shape[2], dim=2)
     scores = torch.einsum("bikgd,bjkd->bkgij", q5, k.to(compute)) * softmax_scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _seen(scores: torch.Tensor, q: torch.Tensor, k: torch.Tensor, band: Band, alibi: Alibi | None) -> torch.Tensor:
+    """The scores with their bias, -inf where the band hides a pair; written in place."""
+    if alibi is not None:
+        distance = (alibi.q_positions[:, None] - alibi.kv_positions[None, :]).abs().to(scores.dtype)
+        scores -= _by_kv_head(alibi.slopes.to(scores.dtype), k.shape[2], dim=0)[..., None, None] * distance
     seen = visible(band, q.shape[1], k.shape[1], q.device)
     return scores if seen is None else scores.masked_fill_(~seen, -math.inf)
 

@@ -9,7 +9,8 @@ from typing import Literal
 
 import torch
 
-from dfa_megatron.kernels.api import Capping, Need, Saved
+from dfa_megatron.kernels.alibi import Alibi, Biasing
+from dfa_megatron.kernels.api import Need, Saved
 from dfa_megatron.kernels.gpu import capability_text
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton_support import (
@@ -70,7 +71,7 @@ INTERPRETED = Sizes((32, 16, 1, 1), (16, 32, 1, 1), (32, 16, 1, 1))
 """Small, so that small tests go through every loop."""
 
 
-class TritonKernel(Capping):
+class TritonKernel(Biasing):
     """bfloat16, float16 and float32, any band, head_dim to 256, grouped heads without copies.
 
     Deterministic always: dk and dv are summed over a group's heads inside one program, dq in a kernel of its own, so
@@ -112,6 +113,7 @@ class TritonKernel(Capping):
                 abs(softmax_scale),
                 _sizes(q, v).forward,
                 self.softcap,
+                self.alibi,
             )
 
     def backward(
@@ -127,9 +129,8 @@ class TritonKernel(Capping):
         deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `BlockKernel.backward`; reads `saved.delta`."""
-        return _backward(
-            dout, q, k, v, saved, Diagonals.of(band, q.shape[1], k.shape[1]), softmax_scale, softcap=self.softcap
-        )
+        diagonals = Diagonals.of(band, q.shape[1], k.shape[1])
+        return _backward(dout, q, k, v, saved, diagonals, softmax_scale, None, self.softcap, self.alibi)
 
     def forward_segments(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, segments: Segments, softmax_scale: float
@@ -140,7 +141,7 @@ class TritonKernel(Capping):
         q, k, v = (with_unit_stride(x) for x in (q if softmax_scale >= 0 else -q, k, v))
         with on_device_of(q):
             return triton_forward.launch_packed(
-                q, k, v, segments, abs(softmax_scale), _sizes(q, v).forward, self.softcap
+                q, k, v, segments, abs(softmax_scale), _sizes(q, v).forward, self.softcap, self.alibi
             )
 
     def backward_segments(
@@ -156,7 +157,8 @@ class TritonKernel(Capping):
         deterministic: bool,
     ) -> tuple[torch.Tensor, ...]:
         """See `VarlenKernel.backward_segments`: as many launches as for one segment."""
-        return _backward(dout, q, k, v, saved, Diagonals.of(FULL, 1, 1), softmax_scale, segments, self.softcap)
+        diagonals = Diagonals.of(FULL, 1, 1)
+        return _backward(dout, q, k, v, saved, diagonals, softmax_scale, segments, self.softcap, self.alibi)
 
 
 def _backward(
@@ -167,8 +169,9 @@ def _backward(
     saved: Saved,
     diagonals: Diagonals,
     softmax_scale: float,
-    segments: Segments | None = None,
-    softcap: float = 0.0,
+    segments: Segments | None,
+    softcap: float,
+    alibi: Alibi | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from dfa_megatron.kernels import triton_backward
     from dfa_megatron.kernels.triton_call import Call
@@ -176,7 +179,7 @@ def _backward(
     assert saved.delta is not None, "the triton kernel reads delta"
     dout, q_unit, k, v = (with_unit_stride(x) for x in (dout, q if softmax_scale >= 0 else -q, k, v))
     lse, delta = saved.lse.contiguous(), saved.delta.contiguous()
-    call = Call(dout, q_unit, k, v, lse, delta, diagonals, abs(softmax_scale), segments, softcap)
+    call = Call(dout, q_unit, k, v, lse, delta, diagonals, abs(softmax_scale), segments, softcap, alibi)
     sizes = _sizes(q, v)
     with on_device_of(q):
         dk, dv = triton_backward.launch_dk_dv(call, sizes.dk_dv)

@@ -6,32 +6,30 @@ import torch
 import triton
 import triton.language as tl
 
-from dfa_megatron.kernels.triton_call import Call
-from dfa_megatron.kernels.triton_forward import LOG2_E, SIZES, capped, dot, load_rows, segment_of, spans, visible
-from dfa_megatron.kernels.triton_support import multiprocessors
-
-
-@triton.jit
-def _load_lse(lse, rows, q_len):
-    """The lse of some rows in units of log 2; +inf, which makes every probability 0, where a row is none or blind."""
-    row_lse = tl.load(lse + rows, mask=rows < q_len, other=float("inf"))
-    return tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2_E)
-
-
-@triton.jit
-def _slope(scores, CAP: tl.constexpr):
-    """What a capped score, in units of log 2, changes by where the score does: 1 - tanh^2."""
-    share = scores / (CAP * LOG2_E)
-    return 1.0 - share * share
+from dfa_megatron.kernels.triton_call import Call, heads_of_a_program
+from dfa_megatron.kernels.triton_support import alibi_pointers, multiprocessors
+from dfa_megatron.kernels.triton_tiles import (
+    LOG2_E,
+    SIZES,
+    biased,
+    cap_slope,
+    capped,
+    dot,
+    load_lse,
+    load_rows,
+    segment_of,
+    spans,
+    visible,
+)
 
 
 @triton.jit
 def _fold_rows(
     dk, dv, k_tile, v_tile, q, dout, lse, delta, q_row, dout_row, columns, begin, end,
-    q_len, kv_len, lo, hi, scale,
+    q_len, kv_len, lo, hi, scale, slope, q_positions, column_positions,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
-    CAP: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Add what the query blocks from begin to end give dk (over softmax_scale) and dv; the scores are transposed."""
     dims = tl.arange(0, BLOCK_D)
@@ -44,13 +42,17 @@ def _fold_rows(
     for start in tl.range(begin, end, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
         q_tile = load_rows(q + q_offsets, rows, q_len, dims, DIM, MASKED)
-        row_lse = _load_lse(lse, rows, q_len)
+        row_lse = load_lse(lse, rows, q_len)
         scores = dot(k_tile, tl.trans(q_tile), tl.zeros((k_tile.shape[0], BLOCK_M), tl.float32), UPCAST)
         if CAP > 0:
             scores, unit = capped(scores, scale, CAP), 1.0
         else:
             unit = scale
-        p = tl.math.exp2(scores * unit - row_lse[None, :])
+        logits = scores * unit
+        if ALIBI:
+            row_positions = tl.load(q_positions + rows, mask=rows < q_len, other=0)
+            logits = biased(logits, slope, row_positions[None, :], column_positions[:, None])
+        p = tl.math.exp2(logits - row_lse[None, :])
         if MASKED:
             p = tl.where(visible(rows[None, :], columns[:, None], q_len, kv_len, lo, hi, HAS_LO, HAS_HI), p, 0.0)
         dout_tile = load_rows(dout + dout_offsets, rows, q_len, dims_v, DIM_V, MASKED)
@@ -59,7 +61,7 @@ def _fold_rows(
         dp = dot(v_tile, tl.trans(dout_tile), tl.zeros((v_tile.shape[0], BLOCK_M), tl.float32), UPCAST)
         ds = p * (dp - row_delta[None, :])
         if CAP > 0:
-            ds = ds * _slope(scores, CAP)
+            ds = ds * cap_slope(scores, CAP)
         dk = dot(ds, q_tile, dk, UPCAST)
         q += BLOCK_M * q_row
         dout += BLOCK_M * dout_row
@@ -68,11 +70,12 @@ def _fold_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dk_dv(
-    q, k, v, dout, lse, delta, dk, dv, table, scale, q_len, kv_len, lo, hi, heads, group, share,
+    q, k, v, dout, lse, delta, dk, dv, table, slopes, q_positions, kv_positions, scale, q_len, kv_len, lo, hi,
+    heads, group, share,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
-    PACKED: tl.constexpr, CAP: tl.constexpr,
+    PACKED: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N rows of one kv head, from `share` heads of its group; dk, dv (batch, kv_len, parts, ...).
 
@@ -93,6 +96,9 @@ def _dk_dv(
         v += kv_start * v_row
         dk += kv_start * tl.num_programs(1) * DIM
         dv += kv_start * tl.num_programs(1) * DIM_V
+        if ALIBI:
+            q_positions += q_start
+            kv_positions += kv_start
     batch = tl.program_id(2).to(tl.int64)
     first_head = part * share
     kv_head = (first_head // group).to(tl.int64)
@@ -110,28 +116,30 @@ def _dk_dv(
     dv_tile = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     last = tl.minimum(first + BLOCK_N, kv_len) - 1
     begin, full_begin, full_end, end = spans(first, last, q_len, -hi, -lo, HAS_HI, HAS_LO, BLOCK_M)
+    column_positions = tl.load(kv_positions + columns, mask=columns < kv_len, other=0) if ALIBI else None
     for head in range(first_head, first_head + share):
         wide_head = tl.full((), 0, tl.int64) + head
         head_q = q + batch * q_batch + wide_head * q_head
         head_dout = dout + batch * dout_batch + wide_head * dout_head
         head_lse = lse + (batch * heads + head) * all_rows
         head_delta = delta + (batch * heads + head) * all_rows
+        slope = tl.load(slopes + head) * LOG2_E if ALIBI else 0.0
         if HAS_HI:
             dk_tile, dv_tile = _fold_rows(
                 dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
-                columns, begin, full_begin, q_len, kv_len, lo, hi, scale * LOG2_E,
-                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST, CAP,
+                columns, begin, full_begin, q_len, kv_len, lo, hi, scale * LOG2_E, slope, q_positions, column_positions,
+                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
             )  # fmt: skip
         dk_tile, dv_tile = _fold_rows(
             dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
-            columns, full_begin, full_end, q_len, kv_len, lo, hi, scale * LOG2_E,
-            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, False, UPCAST, CAP,
+            columns, full_begin, full_end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, q_positions, column_positions,
+            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, False, UPCAST, CAP, ALIBI,
         )  # fmt: skip
         if HAS_LO or not EVEN:
             dk_tile, dv_tile = _fold_rows(
                 dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
-                columns, full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E,
-                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST, CAP,
+                columns, full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, q_positions, column_positions,
+                DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
             )  # fmt: skip
     place = ((batch * all_columns + wide) * tl.num_programs(1)) + part
     there = (columns < kv_len)[:, None]
@@ -145,10 +153,10 @@ def _dk_dv(
 @triton.jit
 def _fold_columns(
     dq, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows, begin, end,
-    q_len, kv_len, lo, hi, scale,
+    q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
-    CAP: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Add what the key blocks from begin to end give dq (over softmax_scale)."""
     dims = tl.arange(0, BLOCK_D)
@@ -168,12 +176,16 @@ def _fold_columns(
             scores, unit = capped(scores, scale, CAP), 1.0
         else:
             unit = scale
-        p = tl.math.exp2(scores * unit - row_lse[:, None])
+        logits = scores * unit
+        if ALIBI:
+            column_positions = tl.load(kv_positions + columns, mask=columns < kv_len, other=0)
+            logits = biased(logits, slope, row_positions[:, None], column_positions[None, :])
+        p = tl.math.exp2(logits - row_lse[:, None])
         if MASKED:
             p = tl.where(visible(rows[:, None], columns[None, :], q_len, kv_len, lo, hi, HAS_LO, HAS_HI), p, 0.0)
         ds = p * (dp - row_delta[:, None])
         if CAP > 0:
-            ds = ds * _slope(scores, CAP)
+            ds = ds * cap_slope(scores, CAP)
         dq = dot(ds, k_tile, dq, UPCAST)
         k += BLOCK_N * k_row
         v += BLOCK_N * v_row
@@ -182,11 +194,11 @@ def _fold_columns(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dq(
-    q, k, v, dout, lse, delta, dq, table, scale, q_len, kv_len, lo, hi, group,
+    q, k, v, dout, lse, delta, dq, table, slopes, q_positions, kv_positions, scale, q_len, kv_len, lo, hi, group,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
-    PACKED: tl.constexpr, CAP: tl.constexpr,
+    PACKED: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows of one head. EVEN: BLOCK_N divides kv_len. PACKED: of the segment in its table."""
     block = tl.program_id(0)
@@ -200,6 +212,9 @@ def _dq(
         k += kv_start * k_row
         v += kv_start * v_row
         dq += q_start * tl.num_programs(1) * DIM
+        if ALIBI:
+            q_positions += q_start
+            kv_positions += kv_start
     elif HAS_HI:
         block = tl.num_programs(0) - 1 - block
     head = tl.program_id(1).to(tl.int64)
@@ -214,29 +229,31 @@ def _dq(
     dout_pointers = dout + batch * dout_batch + head * dout_head + wide * dout_row + dims_v[None, :]
     dout_tile = load_rows(dout_pointers, rows, q_len, dims_v, DIM_V, True)
     place = batch * tl.num_programs(1) + head
-    row_lse = _load_lse(lse + place * all_rows, rows, q_len)
+    row_lse = load_lse(lse + place * all_rows, rows, q_len)
     row_delta = tl.load(delta + place * all_rows + rows, mask=rows < q_len, other=0.0)
     k += batch * k_batch + kv_head * k_head
     v += batch * v_batch + kv_head * v_head
+    slope = tl.load(slopes + head) * LOG2_E if ALIBI else 0.0
+    row_positions = tl.load(q_positions + rows, mask=rows < q_len, other=0) if ALIBI else None
     dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     last = tl.minimum(first + BLOCK_M, q_len) - 1
     begin, full_begin, full_end, end = spans(first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_N)
     if HAS_LO:
         dq_tile = _fold_columns(
             dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
-            begin, full_begin, q_len, kv_len, lo, hi, scale * LOG2_E,
-            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP,
+            begin, full_begin, q_len, kv_len, lo, hi, scale * LOG2_E, slope, row_positions, kv_positions,
+            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
         )  # fmt: skip
     dq_tile = _fold_columns(
         dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
-        full_begin, full_end, q_len, kv_len, lo, hi, scale * LOG2_E,
-        DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST, CAP,
+        full_begin, full_end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, row_positions, kv_positions,
+        DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST, CAP, ALIBI,
     )  # fmt: skip
     if HAS_HI or not EVEN:
         dq_tile = _fold_columns(
             dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
-            full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E,
-            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP,
+            full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, row_positions, kv_positions,
+            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
         )  # fmt: skip
     place = (batch * all_rows + wide) * tl.num_programs(1) + head
     dq_tile = (dq_tile * scale).to(dq.dtype.element_ty)
@@ -248,7 +265,7 @@ def launch_dk_dv(call: Call, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torc
     (batch, q_len, heads, dim), (kv_len, kv_heads, dim_v) = call.q.shape, call.v.shape[1:]
     packed, group = call.packed("columns", sizes[1]), heads // kv_heads
     blocks = len(packed.table) if packed else triton.cdiv(kv_len, sizes[1])
-    share = _heads_of_a_program(group, blocks * kv_heads * batch, multiprocessors(call.q.device))
+    share = heads_of_a_program(group, blocks * kv_heads * batch, multiprocessors(call.q.device))
     parts = heads // share
     dtype = call.k.dtype if share == group else torch.float32
     new = torch.empty if call.writes_all else torch.zeros
@@ -256,7 +273,7 @@ def launch_dk_dv(call: Call, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torc
     dv = new(batch, kv_len, parts, dim_v, dtype=dtype, device=call.k.device)
     _dk_dv[(blocks, parts, batch)](
         call.q, call.k, call.v, call.dout, call.lse, call.delta, dk, dv,
-        packed.table if packed else None, call.scale, q_len, kv_len,
+        packed.table if packed else None, *alibi_pointers(call.alibi), call.scale, q_len, kv_len,
         call.diagonals.lo, call.diagonals.hi, heads, group, share, *call.strides(),
         **call.constants(sizes, packed, even=q_len % sizes[0] == 0),
     )  # fmt: skip
@@ -274,16 +291,8 @@ def launch_dq(call: Call, sizes: tuple[int, ...]) -> torch.Tensor:
     dq = new(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     _dq[(len(packed.table) if packed else triton.cdiv(q_len, sizes[0]), heads, batch)](
         call.q, call.k, call.v, call.dout, call.lse, call.delta, dq,
-        packed.table if packed else None, call.scale, q_len, kv_len,
+        packed.table if packed else None, *alibi_pointers(call.alibi), call.scale, q_len, kv_len,
         call.diagonals.lo, call.diagonals.hi, heads // kv_heads, *call.strides(),
         **call.constants(sizes, packed, even=kv_len % sizes[1] == 0),
     )  # fmt: skip
     return dq
-
-
-def _heads_of_a_program(group: int, programs: int, wanted: int) -> int:
-    """How many heads of its group one program sums: all of them, or a divisor, where programs would be too few."""
-    share = group
-    while programs * (group // share) < 2 * wanted and share > 1:
-        share = max(divisor for divisor in range(1, share) if group % divisor == 0)
-    return share

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from dfa_megatron.kernels.alibi import Alibi
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton_support import Diagonals, Packed, interpreted, padded
 
@@ -16,7 +17,7 @@ class Call:
     """What both kernels read of a call; last dimensions, lse and delta are contiguous, and scale is at least 0.
 
     segments: of a call with several and a batch of one; `diagonals` then say nothing. softcap: of the scores, 0 for
-        none; a kernel is compiled for each.
+        none; a kernel is compiled for each. alibi: their bias.
     """
 
     dout: torch.Tensor
@@ -29,6 +30,7 @@ class Call:
     scale: float
     segments: Segments | None = None
     softcap: float = 0.0
+    alibi: Alibi | None = None
 
     def packed(self, by: Literal["rows", "columns"], block: int) -> Packed | None:
         """The programs of a call of several segments."""
@@ -55,6 +57,7 @@ class Call:
             "EVEN": even and packed is None,
             "PACKED": packed is not None,
             "CAP": self.softcap,
+            "ALIBI": self.alibi is not None,
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
             "BLOCK_D": padded(dim),
@@ -63,3 +66,11 @@ class Call:
             "num_warps": warps,
             "num_stages": stages,
         }
+
+
+def heads_of_a_program(group: int, programs: int, wanted: int) -> int:
+    """How many heads of its group one program sums: all of them, or a divisor, where programs would be too few."""
+    share = group
+    while programs * (group // share) < 2 * wanted and share > 1:
+        share = max(divisor for divisor in range(1, share) if group % divisor == 0)
+    return share

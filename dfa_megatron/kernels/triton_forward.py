@@ -6,110 +6,35 @@ import torch
 import triton
 import triton.language as tl
 
+from dfa_megatron.kernels.alibi import Alibi
 from dfa_megatron.kernels.packed import new_out
 from dfa_megatron.kernels.segments import Segments
-from dfa_megatron.kernels.triton_support import PACKED_COLUMNS, Diagonals, Packed, interpreted, padded
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-
-SIZES = ("q_len", "kv_len", "lo", "hi", "heads", "group", "share")
-"""Arguments whose values no kernel is compiled anew for: a training run meets many lengths and offsets."""
-
-
-@triton.jit
-def dot(a, b, acc, UPCAST: tl.constexpr):
-    """acc + a @ b in float32, a rounded to b's dtype first; float32 operands are split in two TF32 parts each.
-
-    UPCAST is for the interpreter, which multiplies bfloat16 as if its bits were integers.
-    """
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a.to(b.dtype), b, acc, input_precision="tf32x3")
-
-
-@triton.jit
-def load_rows(pointers, rows, length, dims, DIM: tl.constexpr, CHECK_ROWS: tl.constexpr):
-    """A block of rows, 0 where a row is past length or a column past DIM; unchecked where neither can be."""
-    if dims.shape[0] == DIM:
-        if CHECK_ROWS:
-            return tl.load(pointers, mask=(rows < length)[:, None], other=0.0)
-        return tl.load(pointers)
-    if CHECK_ROWS:
-        return tl.load(pointers, mask=(rows < length)[:, None] & (dims < DIM)[None, :], other=0.0)
-    return tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def visible(rows, columns, q_len, kv_len, lo, hi, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr):
-    """Which pairs of broadcastable rows and columns exist and lie inside the band."""
-    seen = (rows < q_len) & (columns < kv_len)
-    if HAS_LO:
-        seen = seen & (columns - rows >= lo)
-    if HAS_HI:
-        seen = seen & (columns - rows <= hi)
-    return seen
-
-
-@triton.jit
-def capped(scores, scale, CAP: tl.constexpr):
-    """CAP * tanh(scores * scale / CAP), scale and result in units of log 2; nothing cancels where scores are small."""
-    x = scores * (scale / (CAP * LOG2_E))
-    square = x * x
-    small = x * (1.0 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
-    decay = tl.math.exp2(tl.abs(x) * (-2.0 * LOG2_E))
-    large = (1.0 - decay) / (1.0 + decay)
-    return tl.where(square < 0.0225, small, tl.where(x < 0, -large, large)) * (CAP * LOG2_E)
-
-
-@triton.jit
-def spans(first, last, length, lo, hi, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, BLOCK: tl.constexpr):
-    """What positions first..last see of 0..length: (begin, full_begin, full_end, end), multiples of BLOCK but for end.
-
-    Position p sees p + lo .. p + hi. All of them see the blocks from full_begin to full_end whole; of the blocks before
-    and after, each sees a part or nothing. begin <= full_begin <= full_end <= end always.
-    """
-    begin = 0
-    end = length
-    full_begin = 0
-    full_end = length
-    if HAS_LO:
-        begin = tl.maximum(first + lo, 0)
-        full_begin = tl.maximum(last + lo, 0)
-    if HAS_HI:
-        end = tl.maximum(tl.minimum(last + hi + 1, length), 0)
-        full_end = tl.maximum(tl.minimum(first + hi + 1, length), 0)
-    begin = tl.minimum(begin, end) // BLOCK * BLOCK
-    full_end = full_end // BLOCK * BLOCK
-    full_begin = tl.minimum((full_begin + BLOCK - 1) // BLOCK * BLOCK, end)
-    full_end = tl.maximum(full_end, full_begin)
-    return begin, full_begin, full_end, end
-
-
-COLUMNS = tl.constexpr(PACKED_COLUMNS)
-
-
-@triton.jit
-def segment_of(table):
-    """(first query row, query rows, first key row, key rows, lo, hi, block) of this program, which packs segments."""
-    table += tl.program_id(0) * COLUMNS
-    q_start = tl.load(table).to(tl.int64)
-    kv_start = tl.load(table + 2).to(tl.int64)
-    lo = tl.load(table + 4)
-    hi = tl.load(table + 5)
-    return q_start, tl.load(table + 1), kv_start, tl.load(table + 3), lo, hi, tl.load(table + 6)
+from dfa_megatron.kernels.triton_support import Diagonals, Packed, alibi_pointers, interpreted, padded
+from dfa_megatron.kernels.triton_tiles import (
+    LN_2,
+    LOG2_E,
+    SIZES,
+    biased,
+    capped,
+    dot,
+    load_rows,
+    segment_of,
+    spans,
+    visible,
+)
 
 
 @triton.jit
 def _fold(
     acc, total, peak, q, k, v, k_row, v_row, rows, begin, end, q_len, kv_len, lo, hi, scale,
+    slope, row_positions, kv_positions,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
-    CAP: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Fold the key blocks from begin to end into (acc, total, peak); scale is in units of log 2, and not negative.
 
-    CAP: of the scores, 0 for none.
+    CAP: of the scores, 0 for none. ALIBI: the scores get the bias of slope, in units of log 2, and the positions.
     """
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
@@ -126,6 +51,9 @@ def _fold(
             scores, unit = capped(scores, scale, CAP), 1.0
         else:
             unit = scale
+        if ALIBI:
+            column_positions = tl.load(kv_positions + columns, mask=columns < kv_len, other=0)
+            scores, unit = biased(scores * unit, slope, row_positions[:, None], column_positions[None, :]), 1.0
         if MASKED:
             seen = visible(rows[:, None], columns[None, :], q_len, kv_len, lo, hi, HAS_LO, HAS_HI)
             scores = tl.where(seen, scores * unit, -float("inf"))
@@ -148,11 +76,11 @@ def _fold(
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward(
-    q, k, v, out, lse, table, scale, q_len, kv_len, lo, hi, group,
+    q, k, v, out, lse, table, slopes, q_positions, kv_positions, scale, q_len, kv_len, lo, hi, group,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
-    PACKED: tl.constexpr, CAP: tl.constexpr,
+    PACKED: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows of one head. EVEN: BLOCK_N divides kv_len. PACKED: of the segment in its table."""
     block = tl.program_id(0)
@@ -164,6 +92,9 @@ def _forward(
         v += kv_start * v_row
         out += q_start * out_row
         lse += q_start
+        if ALIBI:
+            q_positions += q_start
+            kv_positions += kv_start
     elif HAS_HI:
         block = tl.num_programs(0) - 1 - block  # the rows that see most first, so that none of them is last
     head = tl.program_id(1)
@@ -180,22 +111,27 @@ def _forward(
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    slope = tl.load(slopes + head) * LOG2_E if ALIBI else 0.0
+    row_positions = tl.load(q_positions + rows, mask=rows < q_len, other=0) if ALIBI else None
     scale = scale * LOG2_E
     last = tl.minimum(first + BLOCK_M, q_len) - 1
     begin, full_begin, full_end, end = spans(first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_N)
     if HAS_LO:
         acc, total, peak = _fold(
             acc, total, peak, q_tile, k, v, k_row, v_row, rows, begin, full_begin,
-            q_len, kv_len, lo, hi, scale, DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP,
+            q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
+            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
         )  # fmt: skip
     acc, total, peak = _fold(
         acc, total, peak, q_tile, k, v, k_row, v_row, rows, full_begin, full_end,
-        q_len, kv_len, lo, hi, scale, DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST, CAP,
+        q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
+        DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST, CAP, ALIBI,
     )  # fmt: skip
     if HAS_HI or not EVEN:
         acc, total, peak = _fold(
             acc, total, peak, q_tile, k, v, k_row, v_row, rows, full_end, end,
-            q_len, kv_len, lo, hi, scale, DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP,
+            q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
+            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
         )  # fmt: skip
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
@@ -215,6 +151,7 @@ def launch(
     scale: float,
     sizes: tuple[int, ...],
     softcap: float = 0.0,
+    alibi: Alibi | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a block, scale at least 0 and last dimensions contiguous; sizes: see `triton_attention.Sizes`."""
     (batch, q_len, heads, dim), (kv_len, kv_heads, dim_v) = q.shape, v.shape[1:]
@@ -222,11 +159,12 @@ def launch(
     lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=q.device)
     block_m, block_n, warps, stages = sizes
     _forward[(triton.cdiv(q_len, block_m), heads, batch)](
-        q, k, v, out, lse, None, scale, q_len, kv_len, diagonals.lo, diagonals.hi, heads // kv_heads,
+        q, k, v, out, lse, None, *alibi_pointers(alibi),
+        scale, q_len, kv_len, diagonals.lo, diagonals.hi, heads // kv_heads,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         DIM=dim, DIM_V=dim_v, HAS_LO=diagonals.has_lo, HAS_HI=diagonals.has_hi, EVEN=kv_len % block_n == 0,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim_v), UPCAST=interpreted(),
-        PACKED=False, CAP=softcap, num_warps=warps, num_stages=stages,
+        PACKED=False, CAP=softcap, ALIBI=alibi is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
 
@@ -239,6 +177,7 @@ def launch_packed(
     scale: float,
     sizes: tuple[int, ...],
     softcap: float = 0.0,
+    alibi: Alibi | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call of several segments and a batch of one, as `launch`."""
     heads, dim, kv_heads, dim_v = q.shape[2], q.shape[3], *v.shape[2:]
@@ -246,10 +185,10 @@ def launch_packed(
     block_m, block_n, warps, stages = sizes
     packed = Packed.of(segments, "rows", block_m, q.device)
     _forward[(len(packed.table), heads, 1)](
-        q, k, v, out, lse, packed.table, scale, q.shape[1], 0, 0, 0, heads // kv_heads,
+        q, k, v, out, lse, packed.table, *alibi_pointers(alibi), scale, q.shape[1], 0, 0, 0, heads // kv_heads,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         DIM=dim, DIM_V=dim_v, HAS_LO=packed.has_lo, HAS_HI=packed.has_hi, EVEN=False,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim_v), UPCAST=interpreted(),
-        PACKED=True, CAP=softcap, num_warps=warps, num_stages=stages,
+        PACKED=True, CAP=softcap, ALIBI=alibi is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse

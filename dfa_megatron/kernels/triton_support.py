@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from dfa_megatron.kernels.alibi import Alibi
 from dfa_megatron.kernels.segments import Segments, moved, stream_of
 from dfa_megatron.plan.geometry import Band
 
@@ -115,6 +116,11 @@ class Packed:
 
 
 PACKED_COLUMNS = 7
+
+
+def alibi_pointers(alibi: Alibi | None) -> tuple[torch.Tensor | None, ...]:
+    """slopes, q_positions and kv_positions as the kernels take them."""
+    return (None, None, None) if alibi is None else (alibi.slopes, alibi.q_positions, alibi.kv_positions)
 
 
 def with_unit_stride(x: torch.Tensor) -> torch.Tensor:

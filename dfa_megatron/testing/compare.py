@@ -17,6 +17,7 @@ def dense_attention(
     visible: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention as its definition says, in float64 and differentiable, with all scores in memory.
@@ -27,6 +28,7 @@ def dense_attention(
         visible: bool, broadcastable to (batch, heads, q_len, kv_len): the pairs that this further mask leaves.
         softmax_scale: default 1 / sqrt(head_dim).
         softcap: scores are softcap * tanh(scores / softcap), 0 for no cap.
+        bias: added to the (capped) scores, broadcastable to (batch, heads, q_len, kv_len).
         sinks: (heads,), one more score in every row of a head, of a token whose value is 0.
 
     Returns:
@@ -42,6 +44,8 @@ def dense_attention(
     scores = torch.einsum("bqhd,bkhd->bhqk", q64, k64) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.double()
     mask = band_mask(q.shape[1], k.shape[1], causal=causal, window_size=window_size, device=q.device)
     if visible is not None:
         mask = mask & visible

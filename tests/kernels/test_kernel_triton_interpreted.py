@@ -34,6 +34,10 @@ CHOSEN = {
         "bfloat16 and several": ["gaps"],
     },
     "test_kernel_fold.py": {"": []},
+    "test_kernel_alibi.py": {
+        "float32 and alibi": ["2.0 and apart and window", "0.0 and apart and full"],
+        "float32 and segments": [],
+    },
     "test_kernel_softcap.py": {"float32 and capped": ["window", "full"], "bfloat16 and capped": ["window"]},
 }  # fmt: skip
 """By file: what a test's name holds, and one of which words beside it."""
@@ -52,6 +56,7 @@ def expression(chosen: dict[str, list[str]]) -> str:
         ("test_kernel_segments.py", 11),
         ("test_kernel_fold.py", 75),
         ("test_kernel_softcap.py", 9),
+        ("test_kernel_alibi.py", 4),
     ],
 )
 def test_the_triton_kernels_pass_in_the_interpreter(file: str, passes: int) -> None:

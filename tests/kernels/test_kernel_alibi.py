@@ -1,0 +1,222 @@
+"""ALiBi's bias: every kernel that can, against dense float64 attention with its gradient, and who takes it."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron import kernels
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels import packed
+from dfa_megatron.kernels.alibi import Alibi, Biasing
+from dfa_megatron.kernels.api import Need, accumulator_dtype
+from dfa_megatron.kernels.reference import ReferenceKernel
+from dfa_megatron.kernels.segments import Segments
+from dfa_megatron.plan.geometry import CAUSAL, FULL, Band, Segment
+from dfa_megatron.testing.compare import assert_close, dense_attention
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_kernel_conformance import COARSE, ROUND_ONCE, TARGETS, TOLERANCE, Case, every_dtype, saved_for, usable
+
+BIASING = [(name, device) for name, device in TARGETS if isinstance(kernels.get(name), Biasing)]
+every_biasing = pytest.mark.parametrize(
+    ("name", "device"), BIASING, ids=[f"{name} on {device}" for name, device in BIASING]
+)
+CASES = {
+    "causal": Case(129, 129, CAUSAL, heads=4, kv_heads=2, head_dim=64, batch=1),
+    "full": Case(40, 72),
+    "window": Case(80, 48, Band(20, 4), heads=4, kv_heads=1),
+    "wide heads": Case(130, 130, CAUSAL, heads=2, kv_heads=1, head_dim=256, batch=1),
+}
+
+
+def in_order(q_len: int, kv_len: int) -> tuple[list[int], list[int]]:
+    """The tokens of rows of one stretch, aligned to the bottom right."""
+    return [kv_len - q_len + 500 + i for i in range(q_len)], [500 + j for j in range(kv_len)]
+
+
+def apart(q_len: int, kv_len: int) -> tuple[list[int], list[int]]:
+    """Rows as a fused call has them: neighbours in memory, and tokens of stretches that lie apart."""
+    q = [(20 if i < q_len // 3 else 90) + i for i in range(q_len)]
+    kv = [(3 if j < kv_len // 2 else 60) + j for j in range(kv_len)]
+    return q, kv
+
+
+POSITIONS = {"in order": in_order, "apart": apart}
+
+
+@dataclass
+class Problem:
+    """Inputs in a dtype, and what float64 makes of exactly these inputs; results in the order of `NAMES`."""
+
+    kernel: Biasing
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    options: dict[str, Any]
+    want: tuple[torch.Tensor, ...]
+    largest: float
+
+    def check(self, got: tuple[torch.Tensor, ...], dtype: torch.dtype) -> None:
+        """Relative norms; a score is rounded to the accumulator, so that a large bias costs as much as it is large."""
+        exact = self.kernel.name in ROUND_ONCE or dtype not in COARSE
+        limits = (TOLERANCE[dtype],) * 2 if exact else COARSE[dtype]
+        rounding = 2 * torch.finfo(accumulator_dtype(dtype)).eps * self.largest
+        lse = 1e-12 if dtype == torch.float64 else 1e-5
+        limits = (limits[0] + rounding, lse, *(limits[1] + 2 * rounding,) * 3)
+        for label, g, w, tolerance in zip(NAMES, got, self.want, limits, strict=True):
+            assert g.dtype == (accumulator_dtype(dtype) if label == "lse" else dtype), label
+            assert_close(g, w, tolerance=tolerance, name=label)
+
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def bias_of(slopes: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """(heads, q_len, kv_len), as the definition says, in float64."""
+    distance = (q[:, None].double() - kv[None, :].double()).abs()
+    return -slopes.double()[:, None, None] * distance
+
+
+def problem(
+    name: str,
+    device: str,
+    dtype: torch.dtype,
+    case: Case,
+    rows: tuple[list[int], list[int]],
+    *,
+    softcap: float = 0.0,
+    visible: torch.Tensor | None = None,
+    seed: str = "",
+) -> Problem:
+    usable(name, device, dtype, case)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{case}{dtype}{softcap}{seed}".encode()))
+
+    def draw(length: int, heads: int) -> torch.Tensor:
+        values = torch.randn(case.batch, length, heads, case.head_dim, generator=generator, dtype=torch.float64)
+        return values.to(dtype).to(device)
+
+    q, dout = draw(case.q_len, case.heads), draw(case.q_len, case.heads)
+    k, v = draw(case.kv_len, case.kv_heads), draw(case.kv_len, case.kv_heads)
+    slopes = (torch.rand(case.heads, generator=generator) * 0.4 + 0.01).to(device)
+    positions = [torch.tensor(x, dtype=torch.int32, device=device) for x in rows]
+    bias = bias_of(slopes, *positions)
+    scale = 1.2 / math.sqrt(case.head_dim)
+    exact = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
+    window = (-1, -1) if visible is not None else (case.band.left, case.band.right)
+    out, lse = dense_attention(
+        *exact, window_size=window, visible=visible, softmax_scale=scale, softcap=softcap, bias=bias
+    )
+    gradients = torch.autograd.grad(out, exact, dout.double())
+    kernel = kernels.get(name)
+    assert isinstance(kernel, Biasing)
+    if softcap:
+        kernel = kernel.capped(softcap)
+    biased = kernel.biased(Alibi(slopes, *positions))
+    want = (out.detach(), lse.detach(), *gradients)
+    return Problem(biased, q, k, v, dout, {"softmax_scale": scale}, want, bias.abs().max().item())
+
+
+def run(p: Problem, band: Band) -> tuple[torch.Tensor, ...]:
+    out, lse = p.kernel.forward(p.q, p.k, p.v, band=band, **p.options)
+    saved = saved_for(p.kernel, p.dout, out, lse)
+    return out, lse, *p.kernel.backward(p.dout, p.q, p.k, p.v, saved, band=band, **p.options, deterministic=False)
+
+
+@every_biasing
+@every_dtype
+@pytest.mark.parametrize("rows", CASES)
+@pytest.mark.parametrize("where", POSITIONS)
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_a_block_with_alibi_is_exact(
+    name: str, device: str, dtype: torch.dtype, rows: str, where: str, softcap: float
+) -> None:
+    case = CASES[rows]
+    p = problem(name, device, dtype, case, POSITIONS[where](case.q_len, case.kv_len), softcap=softcap, seed=where)
+    p.check(run(p, case.band), dtype)
+
+
+@every_biasing
+def test_a_bias_is_the_same_however_late_in_the_sequence(name: str, device: str) -> None:
+    case = CASES["causal"]
+    rows = apart(case.q_len, case.kv_len)
+    p = problem(name, device, torch.float32, case, rows)
+    alibi = p.kernel.alibi
+    assert alibi is not None
+    late = p.kernel.biased(
+        replace(alibi, q_positions=alibi.q_positions + 2**30, kv_positions=alibi.kv_positions + 2**30)
+    )
+    for first, second in zip(run(p, case.band), run(replace(p, kernel=late), case.band), strict=True):
+        assert torch.equal(first, second)
+
+
+def segments_with_gaps(draw: random.Random) -> Segments:
+    """Bands of every kind, with rows of no segment between them."""
+    parts, q, kv = [], 0, 0
+    for band in (CAUSAL, FULL, Band(9, 0), Band(4, 3), CAUSAL):
+        q_len = draw.randint(1, 40)
+        kv_len = q_len if band != FULL else draw.randint(1, 40)
+        tile = Segment(q, q + q_len, kv, kv + kv_len, band).tile.shrink()
+        assert tile is not None
+        parts.append(Segment(tile.q.lo, tile.q.hi, tile.kv.lo, tile.kv.hi, tile.band))
+        q, kv = q + q_len + draw.randint(0, 3), kv + kv_len + draw.randint(0, 3)
+    return Segments(tuple(parts), parts[-1].q_hi, parts[-1].kv_hi)
+
+
+@every_biasing
+@every_dtype
+@pytest.mark.parametrize("batch", [1, 2], ids=["one launch", "a loop"])
+def test_segments_have_the_distances_of_their_own_rows(name: str, device: str, dtype: torch.dtype, batch: int) -> None:
+    segments = segments_with_gaps(random.Random(f"{dtype} {batch}"))
+    case = Case(segments.q_len, segments.kv_len, heads=4, kv_heads=2, batch=batch)
+    usable(name, device, dtype, case)
+    visible = torch.zeros(case.q_len, case.kv_len, dtype=torch.bool, device=device)
+    i, j = torch.arange(case.q_len, device=device)[:, None], torch.arange(case.kv_len, device=device)[None, :]
+    for s in segments.parts:
+        tile = s.tile
+        inside = (i >= tile.q.lo) & (i < tile.q.hi) & (j >= tile.kv.lo) & (j < tile.kv.hi)
+        visible |= inside & (j - i >= tile.lo) & (j - i <= tile.hi)
+    p = problem(name, device, dtype, case, apart(case.q_len, case.kv_len), visible=visible, seed=str(segments.parts))
+    out, lse = packed.forward(p.kernel, p.q, p.k, p.v, segments=segments, **p.options)
+    saved = saved_for(p.kernel, p.dout, out, lse)
+    gradients = packed.backward(
+        p.kernel, p.dout, p.q, p.k, p.v, saved, segments=segments, **p.options, deterministic=False
+    )
+    p.check((out, lse, *gradients), dtype)
+
+
+NEED = Need("cpu", torch.float32, 2, 2, 32, 32, frozenset({"causal"}), alibi=True)
+
+
+def test_a_bias_leaves_the_registered_kernel_as_it_was() -> None:
+    kernel = kernels.select("reference", replace(NEED, softcap=30.0))
+    assert isinstance(kernel, ReferenceKernel)
+    rows = torch.zeros(1, dtype=torch.int32)
+    biased = kernel.biased(Alibi(torch.ones(2), rows, rows))
+    assert biased.softcap == 30.0
+    assert biased.alibi is not None
+    assert all(one.alibi is None for one in (kernel, *kernels.KERNELS.values()) if isinstance(one, Biasing))
+
+
+def test_kernels_without_alibi_refuse_and_name_those_that_can() -> None:
+    with pytest.raises(UnsupportedError, match=r"ALiBi.*it adds no ALiBi bias by global positions.*'reference'"):
+        kernels.select("cpu", NEED)
+    for name in ("flash4", "cudnn", "aten", "flash2", "flash3", "cpu"):
+        assert kernels.refusal(kernels.get(name), NEED) == "it adds no ALiBi bias by global positions"
+
+
+def test_auto_takes_no_kernel_whose_bias_was_not_seen_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash4", "triton"):
+        monkeypatch.setattr(type(kernels.get(name)), "refusal", lambda self, need: None)
+    assert kernels.select("triton", NEED).name == "triton"
+    assert kernels.select("auto", NEED).name == "reference"
+    assert kernels.select("auto", replace(NEED, alibi=False)).name == "flash4"
