@@ -17,6 +17,7 @@ from dfa_megatron.plan.choose import best, candidates
 from dfa_megatron.plan.grid import grid
 from dfa_megatron.plan.heads import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.plan.schedules import AttentionPlan
+from dfa_megatron.runtime import alibi
 from dfa_megatron.runtime.agree import Facts, agree
 from dfa_megatron.runtime.channel import Channel, channel, group_size
 from dfa_megatron.runtime.documents import describe
@@ -129,6 +130,7 @@ def need_of(request: Request, forms: frozenset[Form], q: torch.Tensor, k: torch.
         deterministic=request.deterministic,
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         softcap=request.softcap,
+        alibi=request.alibi,
     )
 
 
@@ -167,8 +169,12 @@ def plans_in_use() -> tuple[AttentionPlan, ...]:
     return tuple(prepared.plan for prepared in in_use())
 
 
-def prepare(text: str, group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Prepared:
+def prepare(
+    text: str, group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None = None
+) -> Prepared:
     """The prepared attention of a request over a named group; ranks compare theirs the first time, or always if asked.
+
+    slopes: of ALiBi, compared with the rest.
 
     Raises:
         UnsupportedError: nothing serves the request.
@@ -182,9 +188,9 @@ def prepare(text: str, group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     if prepared is not None:
         _prepared.move_to_end(key)
         if request.verify == "always" and over is not None:
-            agree(_facts(prepared, q, k, v), over.side, request.agreement_timeout)
+            agree(_facts(prepared, q, k, v, slopes), over.side, request.agreement_timeout)
         return prepared
-    prepared = _build_and_agree(request, over, q, k, v)
+    prepared = _build_and_agree(request, over, q, k, v, slopes)
     _open_transport(prepared, q.device)
     _prepared[key] = prepared
     if len(_prepared) > _KEPT:
@@ -193,7 +199,12 @@ def prepare(text: str, group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 
 def _build_and_agree(
-    request: Request, over: Channel | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    request: Request,
+    over: Channel | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor | None,
 ) -> Prepared:
     """Build, and let every rank know of an error on any: nobody is left waiting."""
     rank, size = (over.rank, over.size) if over else (0, 1)
@@ -214,7 +225,7 @@ def _build_and_agree(
             _tell(error, over, request.agreement_timeout)
         raise
     if compare and over is not None:
-        agree(_facts(prepared, q, k, v), over.side, request.agreement_timeout)
+        agree(_facts(prepared, q, k, v, slopes), over.side, request.agreement_timeout)
     return prepared if splits is None or over is None else _connected(prepared, *splits, over, q.device)
 
 
@@ -258,7 +269,7 @@ def _connected(
     return dataclasses.replace(prepared, exchange=HeadExchange(heads, tokens, inner), channel=outer)
 
 
-def _facts(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Facts:
+def _facts(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None) -> Facts:
     from dfa_megatron import __version__
 
     facts = {f"request.{name}": repr(getattr(prepared.request, name)) for name in Request.__dataclass_fields__}
@@ -267,6 +278,7 @@ def _facts(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     facts |= {
         "dtype": str(q.dtype),
         "device": q.device.type,
+        "alibi_slopes": alibi.describe(slopes),
         "plan": f"{prepared.rank_plan.schedule}, digest {prepared.rank_plan.digest}",
         "kernel": prepared.kernel.name,
         "wire": str(prepared.format.wire),

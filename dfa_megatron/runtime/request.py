@@ -17,6 +17,7 @@ class Request:
     """Everything about a distributed attention that is not a tensor or a group.
 
     sinks: the call brings a sink for each head; a tensor, but ranks must agree on whether there is one.
+    alibi: the call brings a slope for each head, the same.
     cu_seqlens: global token offsets of packed documents; empty for sequences that are one document each.
     """
 
@@ -25,6 +26,7 @@ class Request:
     window_size: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     sinks: bool = False
+    alibi: bool = False
     schedule: str = "auto"
     layout: str = "contiguous"
     ulysses_degree: int = 1
