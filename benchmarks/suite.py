@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -33,6 +34,8 @@ TOLD = 30.0
 """Seconds between signs of life of a stage."""
 GRACE = 15.0
 """Seconds that a stage has to end its own processes."""
+REASON = r"(Error|Exception|error): \w|^FAILED|\bwrong\b"
+"""A line that says why a stage failed; torchrun and pytest write others after it."""
 MARK = "DFA_SUITE_STAGE"
 """Variable in the environment of all processes of a stage."""
 
@@ -150,7 +153,7 @@ def run(stage: Stage, out: Path, left: float | None) -> Outcome:
     if status == "timed out":
         why = f"ended after {limit:.0f} s" + (", the last of --budget" if limit < stage.limit else "")
     elif status == "failed":
-        why = f"exit status {process.returncode}: {last_line(log)}"
+        why = f"exit status {process.returncode}: {last_line(log, REASON) or last_line(log)}"
     return Outcome(stage.name, status, round(time.monotonic() - begin, 1), log.name, why)
 
 
@@ -198,10 +201,10 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def last_line(log: Path) -> str:
-    """The last that was written and is not empty."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace")[-4000:].splitlines()]
-    return next((line for line in reversed(lines) if line), "")
+def last_line(log: Path, holding: str = r"\w") -> str:
+    """The last that was written and holds a word, or what a regular expression says."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace")[-20000:].splitlines()]
+    return next((line for line in reversed(lines) if re.search(holding, line)), "")
 
 
 def table(outcomes: list[Outcome]) -> str:
