@@ -34,7 +34,7 @@ TOLD = 30.0
 """Seconds between signs of life of a stage."""
 GRACE = 15.0
 """Seconds that a stage has to end its own processes."""
-REASON = r"(Error|Exception|error): \w|^FAILED|\bwrong\b"
+REASON = r"(Error|Exception|error): \w|^FAILED|is not supported|\bwrong\b"
 """A line that says why a stage failed; torchrun and pytest write others after it."""
 MARK = "DFA_SUITE_STAGE"
 """Variable in the environment of all processes of a stage."""

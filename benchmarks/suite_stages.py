@@ -90,7 +90,8 @@ def measurements(gpus: int, out: Path) -> list[Stage]:
     both = ("deepspeed", "transformers")
     return [
         Stage("doctor", "every kernel right, and its speed", [*command, "doctor"], 2, 600.0),
-        Stage("profile", "rates for the planner", [*cli, "doctor", "--profile", str(out / "profile.json")], 3, 600.0),
+        Stage("profile", "rates for the planner", [*cli, "doctor", "--profile", str(out / "profile.json")], 3, 600.0,
+              gpus=2),
         Stage("trace", "a real run over its simulation", [*command, "trace", *ranks, "--out", str(out / "trace.json")],
               1, 300.0, gpus=2),
         bench("bench-quick", "attention beside peers", "quick", 300, "--peers", needs=1),

@@ -45,15 +45,17 @@ _ONLY = {
     "calls to stand-ins for its operators": ("aten", "cudnn", "flash4", "flash3", "flash2"),
 }
 
+_PACK_MASKS = ("causal", "causal window", "bidirectional")
 _MASKS = ("causal", "full", "window", "two sides")
 _ANY_RANKS = r"runtime/test_together.py::test_every_schedule_is_exact.*\[{schedule}-{layout}-{mask}\]"
-_PACKS = r"runtime/test_together_varlen.py::test_random_packs.*\[{schedule}-{layout}-"
+_PACKS = r"runtime/test_together_varlen.py::test_random_packs.*\[{schedule}-{layout}-{mask}\]"
+_GREEDY = r"runtime/test_together_greedy.py::test_greedy_is_exact\[\d+-{mask}\]"
 _SCHEDULES = {"ring": "contiguous", "balanced": "contiguous", "balanced_shared": "contiguous", "zigzag": "zigzag"}
 _NO_SOFTCAP = r"kernels/test_kernel_softcap.py::test_kernels_that_cap_nothing_refuse"
 REFUSES = {_NO_SOFTCAP} | {
-    _ANY_RANKS.format(schedule=schedule, layout="contiguous", mask=mask)
+    pattern.format(schedule=schedule, layout="contiguous", mask=mask)
     for schedule in ("balanced", "balanced_shared")
-    for mask in ("full", "two sides")
+    for pattern, mask in ((_ANY_RANKS, "full"), (_ANY_RANKS, "two sides"), (_PACKS, "bidirectional"))
 }
 """Tests that pass because these are refused."""
 
@@ -72,12 +74,11 @@ def _kernel_lines() -> dict[str, list[str]]:
 
 def _schedule_lines() -> dict[str, list[str]]:
     lines = {}
-    for schedule, layout in _SCHEDULES.items():
-        masks = [_ANY_RANKS.format(schedule=schedule, layout=layout, mask=mask) for mask in _MASKS]
-        lines[f"`{schedule}`, {layout} tokens"] = [*masks, _PACKS.format(schedule=schedule, layout=layout)]
-    greedy = [rf"runtime/test_together_greedy.py::test_greedy_is_exact\[\d+-{mask}\]" for mask in _MASKS]
-    lines["`greedy`, contiguous tokens"] = [*greedy, _PACKS.format(schedule="greedy", layout="contiguous")]
-    lines["`dealt`, dealt tokens"] = ["", "", "", "", _PACKS.format(schedule="dealt", layout="dealt")]
+    for schedule, layout in (*_SCHEDULES.items(), ("greedy", "contiguous"), ("dealt", "dealt")):
+        plain = _GREEDY if schedule == "greedy" else _ANY_RANKS
+        one = [plain.format(schedule=schedule, layout=layout, mask=mask) for mask in _MASKS]
+        packs = [_PACKS.format(schedule=schedule, layout=layout, mask=mask) for mask in _PACK_MASKS]
+        lines[f"`{schedule}`, {layout} tokens"] = ([""] * len(_MASKS) if schedule == "dealt" else one) + packs
     return lines
 
 
@@ -95,9 +96,13 @@ def _models() -> str:
     raise LookupError("tests/huggingface/test_parity.py has no MODELS")
 
 
+_MASKS_IN_WORDS = (
+    "causal", "full", "causal window", "window on both sides",
+    "packs: causal", "packs: causal windows", "packs: bidirectional",
+)  # fmt: skip
 GRIDS: dict[str, tuple[tuple[str, ...], dict[str, list[str]]]] = {
     "kernels": (tuple(f"`{kernel}`" for kernel in KERNELS), _kernel_lines()),
-    "schedules": (("causal", "full", "causal window", "window on both sides", "packed documents"), _schedule_lines()),
+    "schedules": (_MASKS_IN_WORDS, _schedule_lines()),
 }
 
 RUNTIME = {
