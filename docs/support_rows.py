@@ -36,11 +36,13 @@ _KERNEL_ROWS = {
     "deterministic backward": r"kernels/test_kernel_conformance.py::test_deterministic_gradients.*" + _ON,
     "several segments in a call": r"kernels/test_kernel_segments.py::test_a_call_of_several.*-bfloat16" + _ON,
     "softcap": r"kernels/test_kernel_softcap.py::test_a_block_of_capped_scores.*-bfloat16" + _ON,
+    "ALiBi": r"kernels/test_kernel_alibi.py::test_a_block_with_alibi.*-bfloat16" + _ON,
     "random attentions (`DFA_STRESS`)": r"kernels/test_kernel_stress.py::test_random_attentions.*\[{kernel}-",
     "calls to stand-ins for its operators": r"kernels/test_kernel_gpu_calls.py::test_gpu_kernels_give.*\[{kernel}[-,]",
 }
 _ONLY = {
     "softcap": ("reference", "triton", "flash4"),
+    "ALiBi": ("reference", "triton"),
     "random attentions (`DFA_STRESS`)": ("triton", "aten", "cudnn", "flash4", "flash3", "flash2"),
     "calls to stand-ins for its operators": ("aten", "cudnn", "flash4", "flash3", "flash2"),
 }
@@ -51,8 +53,11 @@ _ANY_RANKS = r"runtime/test_together.py::test_every_schedule_is_exact.*\[{schedu
 _PACKS = r"runtime/test_together_varlen.py::test_random_packs.*\[{schedule}-{layout}-{mask}\]"
 _GREEDY = r"runtime/test_together_greedy.py::test_greedy_is_exact\[\d+-{mask}\]"
 _SCHEDULES = {"ring": "contiguous", "balanced": "contiguous", "balanced_shared": "contiguous", "zigzag": "zigzag"}
-_NO_SOFTCAP = r"kernels/test_kernel_softcap.py::test_kernels_that_cap_nothing_refuse"
-REFUSES = {_NO_SOFTCAP} | {
+_OTHERS_REFUSE = {
+    "softcap": r"kernels/test_kernel_softcap.py::test_kernels_that_cap_nothing_refuse",
+    "ALiBi": r"kernels/test_kernel_alibi.py::test_kernels_without_alibi_refuse",
+}
+REFUSES = set(_OTHERS_REFUSE.values()) | {
     pattern.format(schedule=schedule, layout="contiguous", mask=mask)
     for schedule in ("balanced", "balanced_shared")
     for pattern, mask in ((_ANY_RANKS, "full"), (_ANY_RANKS, "two sides"), (_PACKS, "bidirectional"))
@@ -65,7 +70,7 @@ def _kernel_lines() -> dict[str, list[str]]:
         label: [
             pattern.replace("{kernel}", kernel)
             if kernel in _ONLY.get(label, KERNELS)
-            else _NO_SOFTCAP * (label == "softcap")
+            else _OTHERS_REFUSE.get(label, "")
             for kernel in KERNELS
         ]
         for label, pattern in _KERNEL_ROWS.items()
@@ -120,6 +125,7 @@ RUNTIME = {
     "deterministic gradients between ranks":
         r"runtime/test_(gloo|nccl).py::test_deterministic",
     "packed documents between processes": r"runtime/test_(gloo|nccl)_varlen.py::test_random",
+    "packs planned ahead by data-loader workers": r"runtime/test_ahead.py::test_a_pack_that_a_worker_has_planned",
     "heads exchanged around a schedule (`ulysses_degree`)":
         r"runtime/test_ulysses.py::test_(every_schedule_layout_and_mask|it_is_exact_over_nccl)",
     "attention sinks and their gradient": r"runtime/test_sinks.py::test_sinks_and_their_summed_gradient",
@@ -140,7 +146,7 @@ MEGATRON = {
     "layout `zigzag`, CP 3": r"megatron/test_parity.py::test_zigzag_layout",
     "TP 2 without sequence parallelism": r"megatron/test_parity.py::test_tensor_parallelism_without",
     "recomputation full, block, uniform; Megatron's own or ours": r"megatron/test_parity.py::test_what_is_recomputed",
-    "CP 2: distributed optimizer, latent attention, experts (EP 2), selective recomputation, offload":
+    "CP 2: distributed optimizer, experts (EP 2), selective recomputation, offload":
         r"megatron/test_composition.py::test_two_ranks",
     "CP 2 x DP 2, EP 2; fewer key/value groups than TP": r"megatron/test_composition.py::test_four_ranks",
     "experts in every other layer": r"megatron/test_parity.py::test_experts",
@@ -148,6 +154,8 @@ MEGATRON = {
     "windows; packed documents; both; CP 1, 2, 3": r"megatron/test_packed.py::test_context_parallel_ranks",
     "packs in windows, TP 2 x CP 2 and PP 2 x CP 2": r"megatron/test_packed.py::test_packs_in_windows_train_with",
     "heads exchanged, CP 4 as 2 x 2": r"megatron/test_head_exchange.py::test_it_trains",
+    "latent attention; every layout, CP 2 and 3": r"megatron/test_latent.py::test_every_layout_trains",
+    "latent attention, PP 2 x CP 2": r"megatron/test_latent.py::test_pipelines_train",
     "hybrid (Mamba) stacks": r"megatron/test_hybrid.py::test_a_hybrid_stack_equals",
     "checkpoints to and from Megatron's own attention": r"megatron/test_checkpoints.py::test_",
     "Megatron's training package through the launcher": r"megatron/test_launch.py::test_a_script_on_megatrons_own",

@@ -74,7 +74,8 @@ def merge(runs: list[Run], new: Run) -> list[Run]:
     for old in same:
         ran = {pattern: counts for pattern, counts in new["cells"].items() if sum(counts[:4])}
         new["cells"] = {**new["cells"], **old["cells"], **ran}
-        new["tests"] = {**old["tests"], **new["tests"]}
+        larger = {name: total for name, total in old["tests"].items() if sum(total) > sum(new["tests"].get(name, []))}
+        new["tests"] |= larger  # of a part of a folder's tests the counts would say less
         new["commands"] = [c for c in old["commands"] if c not in new["commands"]] + new["commands"]
     kept = [r for r in runs if r not in same] + [new]
     return sorted(kept, key=lambda r: (r["device"] != "CPU", r["device"], r["date"], json.dumps(r["versions"])))
@@ -95,7 +96,8 @@ def seen(runs: list[Run], pattern: str, where: str, package: str = "") -> str:
         return ", ".join(sorted({f"{run['device'].replace('NVIDIA ', '')} ({run['date']})" for run in passed}))
     if passed:
         return ", ".join(sorted({run["versions"].get(package, "?").split("+")[0] for run in passed})) or "yes"
-    return "not run" if count(runs, pattern, f"not run {where}") else ""
+    unknown = where == "CPU" and not any(count(runs, pattern, kind) for kind in rows.KINDS)
+    return "not run" if unknown or count(runs, pattern, f"not run {where}") else ""
 
 
 def cell(runs: list[Run], pattern: str) -> str:
