@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -52,35 +53,46 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 class SupportReport:
-    """A line of JSON for the run, then one for each test: its id, its outcome, whether it is for a GPU, and why not."""
+    """A line of JSON for the run, then one for each test: its id, its outcome, whether it is for a GPU, and why not.
+
+    Lines are written as they come, so that a run that is ended keeps those it has.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        versions = {name: version for name in PACKAGES if (version := _version(name))}
+        self.file = path.open("w", encoding="utf-8")
         switches = [f"{name}={os.environ[name]}" for name in SWITCHES if name in os.environ]
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        self.lines: list[dict[str, Any]] = [
-            {
-                "date": datetime.now(UTC).date().isoformat(),
-                "device": f"{torch.cuda.device_count()} x {device}" if torch.cuda.is_available() else device,
-                "python": platform.python_version(),
-                "versions": versions,
-                "command": " ".join([*switches, "pytest", *_shown()]),
-            }
-        ]
+        self.write(
+            date=datetime.now(UTC).date().isoformat(),
+            device=_device(),
+            python=platform.python_version(),
+            versions={name: version for name in PACKAGES if (version := _version(name))},
+            command=" ".join([*switches, "pytest", *_shown()]),
+        )
+
+    def write(self, **line: Any) -> None:
+        print(json.dumps(line), file=self.file, flush=True)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        if session.config.option.collectonly:
-            self.lines += [{"id": item.nodeid, "outcome": "collected", "gpu": on_gpu(item)} for item in session.items]
+        for item in session.items if session.config.option.collectonly else ():
+            self.write(id=item.nodeid, outcome="collected", gpu=on_gpu(item))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
             gpu = ("gpu", True) in map(tuple, report.user_properties)
-            self.lines.append({"id": report.nodeid, "outcome": report.outcome, "gpu": gpu, "reason": reason})
+            self.write(id=report.nodeid, outcome=report.outcome, gpu=gpu, reason=reason)
 
     def pytest_sessionfinish(self) -> None:
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
+        self.file.close()
+
+
+def _device() -> str:
+    """Asked in another process: tests that fork want no CUDA context in this one."""
+    if not (count := torch.cuda.device_count()):
+        return "CPU"
+    code = "import torch; print(torch.cuda.get_device_name())"
+    name = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return f"{count} x {name}"
 
 
 def _version(package: str) -> str:
