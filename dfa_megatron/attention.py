@@ -29,6 +29,7 @@ def dist_flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     schedule: str = "auto",
     layout: str = "contiguous",
@@ -59,6 +60,9 @@ def dist_flash_attn_func(
         sinks: (heads,), any floating dtype, the same values on every rank: a logit per query head that takes part in
             the softmax and has no value, so that the probabilities of a row's tokens sum to less than 1. Its gradient
             is that of this rank's rows: sum it over the group as that of any parameter the ranks share.
+        alibi_slopes: (heads,), float32, the same values on every rank: -slope * |i - j| is added to the (capped) score
+            of tokens i and j of the whole sequence, wherever the ranks hold them. A constant: it may require no
+            gradient. The kernels `reference` and `triton` can; the latter, which has not run it on a GPU yet, by name.
         deterministic: the same gradients to the bit from run to run; on as well where torch's own switch
             (torch.use_deterministic_algorithms) is.
         schedule: "ring", "balanced", "balanced_shared", "zigzag" or "auto".
@@ -90,6 +94,7 @@ def dist_flash_attn_func(
         window_size=window_size,
         softcap=softcap,
         sinks=sinks is not None,
+        alibi=alibi_slopes is not None,
         deterministic=deterministic,
         schedule=schedule,
         layout=layout,
@@ -101,19 +106,25 @@ def dist_flash_attn_func(
         verify=verify,
         agreement_timeout=agreement_timeout,
     )
-    out, lse = _attend(q, k, v, sinks, request, group_name(group))
+    out, lse = _attend(q, k, v, sinks, alibi_slopes, request, group_name(group))
     return (out, lse) if return_lse else out
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, request: str, group: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    request: str,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the operator, or take its results from the frame of a checkpoint region."""
     frame = active_frame()
     if frame is not None and not frame.recording:
-        out, lse = Replay.apply(q, k, v, sinks, *frame.take(), request, group)  # type: ignore[no-untyped-call]
+        out, lse = Replay.apply(q, k, v, sinks, slopes, *frame.take(), request, group)  # type: ignore[no-untyped-call]
         return out, lse
-    out, lse = attend(q, k, v, sinks, request, group)
+    out, lse = attend(q, k, v, sinks, slopes, request, group)
     if frame is not None:
         frame.record(out, lse)
     return out, lse
@@ -152,6 +163,7 @@ def dist_flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     schedule: str = "auto",
     layout: str = "contiguous",
@@ -210,6 +222,7 @@ def dist_flash_attn_varlen_func(
         window_size=window_size,
         softcap=softcap,
         sinks=sinks is not None,
+        alibi=alibi_slopes is not None,
         deterministic=deterministic,
         schedule=schedule,
         layout=layout,
@@ -222,7 +235,7 @@ def dist_flash_attn_varlen_func(
         agreement_timeout=agreement_timeout,
         cu_seqlens=offsets,
     )
-    out, lse = _attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), sinks, request, name)
+    out, lse = _attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), sinks, alibi_slopes, request, name)
     return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
 
 
@@ -235,10 +248,17 @@ class DistFlashAttention(nn.Module):
         self.options = options
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """See `dist_flash_attn_func`."""
-        return dist_flash_attn_func(q, k, v, group=self.group_name, sinks=sinks, **self.options)  # type: ignore[arg-type]
+        tensors: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+        return dist_flash_attn_func(q, k, v, group=self.group_name, **tensors, **self.options)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """The options that differ from the defaults."""

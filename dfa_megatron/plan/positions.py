@@ -18,12 +18,12 @@ def tokens(plan: Plan, program: Program) -> Tokens:
     may lie far apart, and rectangles of them are fused wherever their bands allow.
     """
     chunks, names = plan.layout.chunks, [name for _, name in plan.phase.reads]
-    held: Tokens = {(program.home_buffer(name), name): plan.layout.spans(program.rank) for name in names}
+    held = {(program.home_buffer(name), name): [(0, plan.layout.spans(program.rank))] for name in names}
     incoming = shares(plan)[program.rank].incoming
     for number, step in enumerate(program.steps):
         for message in step.receives:
-            cargo = incoming[number][message.peer]
-            for (region,) in message.parts:
-                if region.name in names:
-                    held[region.buffer, region.name] = tuple(chunks[chunk] for chunk in cargo[region.name])
-    return held
+            for (region,), (name, its) in zip(message.parts, incoming[number][message.peer], strict=True):
+                if name in names:  # several parts, and several messages, may share a buffer
+                    spans = tuple(chunks[chunk] for chunk in its)
+                    held.setdefault((region.buffer, name), []).append((region.lo, spans))
+    return {where: tuple(span for _, spans in sorted(parts) for span in spans) for where, parts in held.items()}

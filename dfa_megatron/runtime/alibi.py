@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -54,20 +55,23 @@ class GlobalBias:
 
     Args:
         slopes: (heads,), float32: of the heads that the plan's ranks compute.
-        memory, plan: what will run, and what it was lowered from; what is derived is derived once for as long as the
-            former is kept, on each device and stream.
+        memory: what will run. plan: gives what that was lowered from; it is asked once for as long as `memory` is kept,
+            on each device and stream, for it may have to be made again.
     """
 
-    def __init__(self, slopes: torch.Tensor, memory: MemoryPlan, plan: Plan) -> None:
+    def __init__(self, slopes: torch.Tensor, memory: MemoryPlan, plan: Callable[[], Plan]) -> None:
         self.slopes = slopes.contiguous()
         by_device = _positions.setdefault(memory, {})
         key = slopes.device, stream_of(slopes.device)
-        if key not in by_device:
-            by_device[key] = {
+        positions = by_device.get(key)
+        if positions is None:
+            positions = {
                 where: torch.cat([torch.arange(s.lo, s.hi, dtype=torch.int32, device=slopes.device) for s in spans])
-                for where, spans in tokens(plan, memory.program).items()
+                for where, spans in tokens(plan(), memory.program).items()
             }
-        self.positions = by_device[key]
+            if not (slopes.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's memory is its own
+                by_device[key] = positions
+        self.positions = positions
 
     def kernel(self, kernel: BlockKernel, call: Call) -> BlockKernel:
         """The kernel with the bias of one call."""

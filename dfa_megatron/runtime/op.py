@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.runtime.alibi import slopes_error
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.prepare import prepare, refuse
 from dfa_megatron.runtime.request import from_text
@@ -17,17 +18,26 @@ from dfa_megatron.runtime.sinks import merge_sinks, sinks_error, sinks_gradient
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, request: str, group: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    request: str,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if sinks is not None and (error := sinks_error(sinks, q)) is not None:
+    error = None if sinks is None else sinks_error(sinks, q)
+    error = error or (None if slopes is None else slopes_error(slopes, q))
+    if error is not None:
         refuse(error, group, from_text(request).agreement_timeout)
         raise error
-    prepared = prepare(request, group, q, k, v)
+    prepared = prepare(request, group, q, k, v, slopes)
     heads = prepared.exchange
     if heads is None:
-        out, lse = run_forward(prepared, q, k, v)
+        out, lse = run_forward(prepared, q, k, v, slopes)
     else:
-        out, lse = heads.after_forward(*run_forward(prepared, *heads.before_forward(q, k, v)))
+        own = None if slopes is None else heads.own_heads(slopes)
+        out, lse = heads.after_forward(*run_forward(prepared, *heads.before_forward(q, k, v), own))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
     return out.contiguous(), lse.contiguous()
@@ -41,37 +51,53 @@ def _gradients(
     out: torch.Tensor,
     lse: torch.Tensor,
     sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
     request: str,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    prepared = prepare(request, group, q, k, v)
+    prepared = prepare(request, group, q, k, v, slopes)
     heads = prepared.exchange
     if heads is None:
-        gradients = run_backward(prepared, dout, q, k, v, out, lse)
+        gradients = run_backward(prepared, dout, q, k, v, out, lse, slopes)
     else:
+        own = None if slopes is None else heads.own_heads(slopes)
         whole = heads.before_backward(dout, q, k, v, out, lse)
-        gradients = heads.after_backward(*run_backward(prepared, *whole))
+        gradients = heads.after_backward(*run_backward(prepared, *whole, own))
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse, sinks)
 
 
 @torch.library.custom_op("dfa_megatron::attention", mutates_args=())
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, request: str, group: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    request: str,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of this rank's rows of a sequence sharded over a named group.
 
     q (batch, local_seq, heads, head_dim); k, v with kv_heads; out like q with v's head_dim; lse (batch, heads,
-    local_seq) in float32, float64 for float64; sinks (heads,). `request` is `Request.to_text()`. lse carries no
+    local_seq) in float32, float64 for float64; sinks, slopes (heads,). `request` is `Request.to_text()`. lse carries no
     gradient.
     """
-    return _forward(q, k, v, sinks, request, group)
+    return _forward(q, k, v, sinks, slopes, request, group)
 
 
 @attention.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, request: str, group: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    request: str,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if slopes is not None and (error := slopes_error(slopes, q)) is not None:
+        raise error  # here, for what is compiled keeps no trace of slopes that require a gradient
     batch, rows, heads, _ = q.shape
     lse = q.new_empty((batch, heads, rows), dtype=accumulator_dtype(q.dtype))
     return q.new_empty((batch, rows, heads, v.shape[3])), lse
@@ -86,11 +112,12 @@ def attention_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
     request: str,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of this rank's rows, given out and lse of the forward; dsinks (heads,), or (0,) without sinks."""
-    return _gradients(dout, q, k, v, out, lse, sinks, request, group)
+    return _gradients(dout, q, k, v, out, lse, sinks, slopes, request, group)
 
 
 @attention_backward.register_fake
@@ -102,6 +129,7 @@ def _(
     out: torch.Tensor,
     lse: torch.Tensor,
     sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
     request: str,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -110,33 +138,39 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, sinks, ctx.request, ctx.group = inputs
-    _save(ctx, q, k, v, *output, sinks)
+    q, k, v, sinks, slopes, ctx.request, ctx.group = inputs
+    _save(ctx, q, k, v, *output, sinks, slopes)
 
 
 def _save(ctx: Any, *tensors: torch.Tensor | None) -> None:
-    """What every way of running the operator keeps, which torch.utils.checkpoint compares: q, k, v, out, lse, sinks."""
+    """What every way of running keeps, for torch.utils.checkpoint compares: q, k, v, out, lse, sinks, slopes."""
     ctx.save_for_backward(*tensors)
     ctx.mark_non_differentiable(tensors[4])
 
 
 def _backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, sinks = ctx.saved_tensors
-    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, sinks, ctx.request, ctx.group)
-    return dq, dk, dv, None if sinks is None else dsinks, None, None
+    q, k, v, out, lse, sinks, slopes = ctx.saved_tensors
+    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, sinks, slopes, ctx.request, ctx.group)
+    return dq, dk, dv, None if sinks is None else dsinks, None, None, None
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, request: str, group: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    request: str,
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator, or the same past PyTorch's dispatcher where nothing listens there: it costs half a millisecond."""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None or type(q) not in _PLAIN:
-        out, lse = attention(q, k, v, sinks, request, group)
+        out, lse = attention(q, k, v, sinks, slopes, request, group)
     else:
-        out, lse = Direct.apply(q, k, v, sinks, request, group)  # type: ignore[no-untyped-call]
+        out, lse = Direct.apply(q, k, v, sinks, slopes, request, group)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -153,13 +187,14 @@ class Direct(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
+        slopes: torch.Tensor | None,
         request: str,
         group: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse)."""
-        out, lse = _forward(q, k, v, sinks, request, group)
+        out, lse = _forward(q, k, v, sinks, slopes, request, group)
         ctx.request, ctx.group = request, group
-        _save(ctx, q, k, v, out, lse, sinks)
+        _save(ctx, q, k, v, out, lse, sinks, slopes)
         return out, lse
 
     @staticmethod
@@ -179,6 +214,7 @@ class Replay(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
+        slopes: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor,
         request: str,
@@ -188,19 +224,19 @@ class Replay(torch.autograd.Function):
         COUNTERS.replays += 1
         out, lse = out.detach(), lse.detach()
         ctx.request, ctx.group = request, group
-        _save(ctx, q, k, v, out, lse, sinks)
+        _save(ctx, q, k, v, out, lse, sinks, slopes)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
         """The operator's backward."""
-        dq, dk, dv, dsinks, request, group = _direct_backward(ctx, dout)
-        return dq, dk, dv, dsinks, None, None, request, group
+        dq, dk, dv, dsinks, slopes, request, group = _direct_backward(ctx, dout)
+        return dq, dk, dv, dsinks, slopes, None, None, request, group
 
 
 def _direct_backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-    """The gradients of (q, k, v, sinks, request, group), past the dispatcher."""
-    q, k, v, out, lse, sinks = ctx.saved_tensors
-    dq, dk, dv, dsinks = _gradients(dout, q, k, v, out, lse, sinks, ctx.request, ctx.group)
-    return dq, dk, dv, None if sinks is None else dsinks, None, None
+    """The gradients of (q, k, v, sinks, slopes, request, group), past the dispatcher."""
+    q, k, v, out, lse, sinks, slopes = ctx.saved_tensors
+    dq, dk, dv, dsinks = _gradients(dout, q, k, v, out, lse, sinks, slopes, ctx.request, ctx.group)
+    return dq, dk, dv, None if sinks is None else dsinks, None, None, None

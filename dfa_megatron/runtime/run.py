@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from dfa_megatron.kernels.fold import row_dot
+from dfa_megatron.plan.ir import Plan
 from dfa_megatron.runtime.ablation import ablated, active_ablation
 from dfa_megatron.runtime.accumulators import Fields
+from dfa_megatron.runtime.alibi import GlobalBias
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute import execute
 from dfa_megatron.runtime.graph import Captured
@@ -21,9 +23,11 @@ from dfa_megatron.runtime.timeline import RecordedTensors, RecordedTransport, ac
 from dfa_megatron.runtime.transport import Parcel, Transport
 
 
-def forward_algebra(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arena: Arena) -> Tensors:
+def forward_algebra(
+    prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, arena: Arena
+) -> Tensors:
     """The memory of one rank's forward."""
-    return _algebra(prepared, prepared.forward, {"q": (q,), "kv": (k, v)}, arena)
+    return _algebra(prepared, prepared.forward, {"q": (q,), "kv": (k, v)}, slopes, arena)
 
 
 def backward_algebra(
@@ -34,22 +38,23 @@ def backward_algebra(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    slopes: torch.Tensor | None,
     arena: Arena,
 ) -> Tensors:
     """The memory of one rank's backward; delta is computed once, where the kernel reads it."""
     memory = row_dot(dout, out) if prepared.format.reads == "delta" else out
-    return _algebra(prepared, prepared.backward, {"qdo": (q, dout, lse, memory), "kv": (k, v)}, arena)
+    return _algebra(prepared, prepared.backward, {"qdo": (q, dout, lse, memory), "kv": (k, v)}, slopes, arena)
 
 
 def run_forward(
-    prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of this rank's rows: out in q's dtype, lse in the accumulator's."""
+    """(out, lse) of this rank's rows: out in q's dtype, lse in the accumulator's. slopes: of ALiBi, for q's heads."""
     COUNTERS.attention_forwards += 1
     COUNTERS.kernel_forwards += prepared.forward.calls
     COUNTERS.forward_messages += prepared.forward.messages
     COUNTERS.forward_bytes += prepared.forward.message_bytes
-    out, lse = _captured_or_not(prepared, prepared.forward, _forward, (q, k, v))
+    out, lse = _captured_or_not(prepared, prepared.forward, _forward, (q, k, v, *_given(slopes)))
     return out, lse
 
 
@@ -61,19 +66,28 @@ def run_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    slopes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of this rank's rows, in q's dtype."""
     COUNTERS.attention_backwards += 1
     COUNTERS.kernel_backwards += prepared.backward.calls
     COUNTERS.backward_messages += prepared.backward.messages
     COUNTERS.backward_bytes += prepared.backward.message_bytes
-    dq, dk, dv = _captured_or_not(prepared, prepared.backward, _backward, (dout, q, k, v, out, lse))
+    inputs = (dout, q, k, v, out, lse, *_given(slopes))
+    dq, dk, dv = _captured_or_not(prepared, prepared.backward, _backward, inputs)
     return dq, dk, dv
 
 
-def _forward(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Fields:
+def _given(slopes: torch.Tensor | None) -> Fields:
+    """An input like any other where there are some: a captured graph must see those of each call."""
+    return () if slopes is None else (slopes,)
+
+
+def _forward(
+    prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None = None
+) -> Fields:
     transport, arena = _way(prepared, prepared.forward, q.device)
-    algebra = forward_algebra(prepared, q, k, v, arena)
+    algebra = forward_algebra(prepared, q, k, v, slopes, arena)
     _execute(prepared, algebra, transport)
     return algebra.result("out")
 
@@ -86,9 +100,10 @@ def _backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    slopes: torch.Tensor | None = None,
 ) -> Fields:
     transport, arena = _way(prepared, prepared.backward, dout.device)
-    algebra = backward_algebra(prepared, dout, q, k, v, out, lse, arena)
+    algebra = backward_algebra(prepared, dout, q, k, v, out, lse, slopes, arena)
     _execute(prepared, algebra, transport)
     return *algebra.result("dq"), *algebra.result("dkv")
 
@@ -106,13 +121,20 @@ def _captured_or_not(prepared: Prepared, memory: MemoryPlan, run: Callable[..., 
     return prepared.graphs[key](inputs)
 
 
-def _algebra(prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], arena: Arena) -> Tensors:
+def _algebra(
+    prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], slopes: torch.Tensor | None, arena: Arena
+) -> Tensors:
     request, recording = prepared.request, active()
     options: dict[str, Any] = {"softmax_scale": request.softmax_scale, "deterministic": request.deterministic}
+
+    def plan() -> Plan:
+        return prepared.plan.forward if memory is prepared.forward else prepared.plan.backward
+
+    if slopes is not None:
+        options["bias"] = GlobalBias(slopes, memory, plan)
     if recording is None:
         return Tensors(memory, prepared.kernel, home, arena, **options)
-    plan = prepared.plan.forward if memory is prepared.forward else prepared.plan.backward
-    return RecordedTensors(memory, prepared.kernel, home, arena, plan=plan, recording=recording, **options)
+    return RecordedTensors(memory, prepared.kernel, home, arena, plan=plan(), recording=recording, **options)
 
 
 def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, Arena]:

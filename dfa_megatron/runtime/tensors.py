@@ -10,6 +10,7 @@ from dfa_megatron.kernels import packed
 from dfa_megatron.kernels.api import BlockKernel, Saved
 from dfa_megatron.plan.program import Call, Fold, Message, Region
 from dfa_megatron.runtime.accumulators import Accumulator, Fields
+from dfa_megatron.runtime.alibi import GlobalBias
 from dfa_megatron.runtime.memory import Arena, MemoryPlan
 from dfa_megatron.runtime.wire import rows_of
 
@@ -24,6 +25,7 @@ class Tensors:
         arena: where messages land, at least `memory.arena_bytes` large.
         softmax_scale: of the scores.
         deterministic: passed on to the kernel's backward.
+        bias: of ALiBi, if the kernel is to add one.
     """
 
     def __init__(
@@ -35,9 +37,10 @@ class Tensors:
         *,
         softmax_scale: float,
         deterministic: bool,
+        bias: GlobalBias | None = None,
     ) -> None:
         self.memory, self.program, self.format, self.kernel = memory, memory.program, memory.format, kernel
-        self.softmax_scale, self.deterministic = softmax_scale, deterministic
+        self.softmax_scale, self.deterministic, self.bias = softmax_scale, deterministic, bias
         self.forward = self.program.phase.name == "forward"
         self.device = arena.flat.device
         self.read: dict[int, dict[str, Fields]] = {}
@@ -64,16 +67,17 @@ class Tensors:
     def compute(self, call: Call) -> None:
         """One kernel call and the folds of its results."""
         q, (k, v) = self.fields(call.q), self.fields(call.kv)
+        kernel = self.kernel if self.bias is None else self.bias.kernel(self.kernel, call)
         if self.forward:
             partial = packed.forward(
-                self.kernel, q[0], k, v, segments=self.memory.segments[id(call)], softmax_scale=self.softmax_scale
+                kernel, q[0], k, v, segments=self.memory.segments[id(call)], softmax_scale=self.softmax_scale
             )
             self.write[call.writes[0].region.buffer].write(partial)
             return
         rows, dout, lse, memory = q
         saved = Saved(lse, delta=memory) if self.format.reads == "delta" else Saved(lse, out=memory)
         dq, dk, dv = packed.backward(
-            self.kernel,
+            kernel,
             dout,
             rows,
             k,
@@ -118,7 +122,11 @@ class Tensors:
 
     def incoming(self, message: Message) -> list[torch.Tensor]:
         """The memory that a message lands in, tensor by tensor."""
-        return [x for (region,) in message.parts for x in self.read[region.buffer][region.name]]
+        return [
+            rows_of(x, region.lo, region.hi)
+            for (region,) in message.parts
+            for x in self.read[region.buffer][region.name]
+        ]
 
     def take(self, step: int, message: Message) -> list[torch.Tensor]:
         """A copy of a message, for handing over inside one process."""

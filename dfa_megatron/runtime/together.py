@@ -22,21 +22,30 @@ def prepare_together(request: Request, q: Shards, k: Shards, v: Shards) -> list[
 
 @torch.no_grad()
 def forward_together(
-    prepared: Sequence[Prepared], q: Shards, k: Shards, v: Shards
+    prepared: Sequence[Prepared], q: Shards, k: Shards, v: Shards, slopes: torch.Tensor | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(out, lse) of every rank."""
-    algebras = [forward_algebra(p, q[rank], k[rank], v[rank], _arena(p.forward, q)) for rank, p in enumerate(prepared)]
+    algebras = [
+        forward_algebra(p, q[rank], k[rank], v[rank], slopes, _arena(p.forward, q)) for rank, p in enumerate(prepared)
+    ]
     run_together([p.forward.program for p in prepared], algebras)
     return [(out, lse) for out, lse in (algebra.result("out") for algebra in algebras)]
 
 
 @torch.no_grad()
 def backward_together(
-    prepared: Sequence[Prepared], dout: Shards, q: Shards, k: Shards, v: Shards, out: Shards, lse: Shards
+    prepared: Sequence[Prepared],
+    dout: Shards,
+    q: Shards,
+    k: Shards,
+    v: Shards,
+    out: Shards,
+    lse: Shards,
+    slopes: torch.Tensor | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(dq, dk, dv) of every rank."""
     algebras = [
-        backward_algebra(p, dout[rank], q[rank], k[rank], v[rank], out[rank], lse[rank], _arena(p.backward, q))
+        backward_algebra(p, dout[rank], q[rank], k[rank], v[rank], out[rank], lse[rank], slopes, _arena(p.backward, q))
         for rank, p in enumerate(prepared)
     ]
     run_together([p.backward.program for p in prepared], algebras)

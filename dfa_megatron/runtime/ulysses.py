@@ -75,6 +75,11 @@ class HeadExchange:
             dk, dv = dk.unflatten(2, (-1, copies)).sum(3), dv.unflatten(2, (-1, copies)).sum(3)
         return dq, dk, dv
 
+    def own_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Of one number for each query head (heads,), those of the heads that this rank computes."""
+        own: torch.Tensor = x.unflatten(0, (self.heads.degree, -1))[self.inner.rank]
+        return own
+
     def _copied(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.heads.copies == 1 else x.repeat_interleave(self.heads.copies, 2)
 

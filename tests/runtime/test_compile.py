@@ -144,7 +144,9 @@ def test_the_operator_passes_the_checks_of_torch_library() -> None:
     whole = case(12)
     q, k, v = (x.requires_grad_() for x in whole.inputs)
     text = Request(softmax_scale=0.25, kernel="reference").to_text()
-    torch.library.opcheck(attention, (q, k, v, None, text, ""))
+    torch.library.opcheck(attention, (q, k, v, None, None, text, ""))
     sinks = torch.randn(q.shape[2], dtype=torch.float32, requires_grad=True)
-    torch.library.opcheck(attention, (q, k, v, sinks, text, ""))
+    torch.library.opcheck(attention, (q, k, v, sinks, None, text, ""))
+    text = Request(softmax_scale=0.25, kernel="reference", alibi=True).to_text()
+    torch.library.opcheck(attention, (q, k, v, sinks, torch.rand(q.shape[2]), text, ""))
     assert positions("contiguous", 4, 2)[1].tolist() == [2, 3]
