@@ -89,6 +89,14 @@ FLAG_REFUSALS: tuple[Refusal, ...] = (
         "Megatron would put its own attention in place of this one",
         "leaving it out",
     ),
+    Refusal(
+        lambda args, options: bool(
+            getattr(args, "use_torch_fsdp2", False) and getattr(args, "calculate_per_token_loss", False)
+        ),
+        "--use-torch-fsdp2 with --calculate-per-token-loss",
+        "Megatron does not divide the gradients of PyTorch's FSDP2 by the number of tokens",
+        "--use-megatron-fsdp, or no --calculate-per-token-loss",
+    ),
 )
 """Flags of Megatron's scripts that the model itself would never see."""
 

@@ -68,7 +68,8 @@ def make_contiguous(attention: Any) -> None:
             "its rotary table is not made by a module whose order of tokens can be chosen",
             "--dfa-layout zigzag",
         )
-    rotary.__class__ = _subclass(type(rotary))
+    base: Any = type(rotary)
+    rotary.__class__ = _subclass(base)
 
 
 @functools.cache

@@ -160,6 +160,7 @@ def test_flags_become_options_and_scripts_default_to_their_own_data_order() -> N
         ("--reset-attention-mask", {"reset_attention_mask": True}),
         ("--sft in this layout", {"sft": True, "context_parallel_size": 2}),
         ("--attention-backend local", {"attention_backend": SimpleNamespace(name="local")}),
+        ("--use-torch-fsdp2 with", {"use_torch_fsdp2": True, "calculate_per_token_loss": True}),
     ],
 )
 def test_flags_that_the_model_never_sees_are_refused(message: str, fields: dict[str, Any]) -> None:
