@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
@@ -15,7 +16,7 @@ from dfa_megatron.plan.grid import grid
 from dfa_megatron.plan.ir import Plan, chunk_of
 from dfa_megatron.plan.pack import packs, segments_of
 from dfa_megatron.plan.program import Buffer, Call, Fold, Message, Program, Region, Step, Write
-from dfa_megatron.plan.share import Cargo, Share, shares
+from dfa_megatron.plan.share import Cargo, Share, joined, shares
 from dfa_megatron.plan.slots import Lifetimes, assign_slots
 from dfa_megatron.plan.validate import validate
 
@@ -85,9 +86,13 @@ class _Lowering:
         self.home_rows = self.layout.offsets(self.layout.of(rank))
         self.arrivals: dict[tuple[str, int], list[tuple[int, Place]]] = defaultdict(list)
         self.departures: dict[tuple[str, int], list[tuple[int, Place]]] = defaultdict(list)
+        self.joined = joined(plan)
+        self.landings: dict[tuple[int, int, int], Region] = {}
         self._place_home()
-        self.landings = {step: self._place_landings(step, by) for step, by in share.incoming.items()}
-        self._place_departures()
+        for step, by_peer in share.incoming.items():
+            self._place_landings(step, by_peer)
+        for step, by_peer in share.outgoing.items():
+            self._place_departures(step, by_peer)
 
     def program(self) -> Program:
         """Lower every step in order, then give the buffers memory."""
@@ -102,8 +107,8 @@ class _Lowering:
                 opening[self.lives.interval(number)[0]].append(number)
         steps = []
         for number, (sends, receives, calls, folds) in enumerate(bodies):
-            neighbours = [tenants[slots[buffer]] for buffer in self.landings.get(number, {}).values()]
-            after = self.lives.after(number, neighbours)
+            landed = {regions[0].buffer for message in receives for regions in message.parts}
+            after = self.lives.after(number, [tenants[slots[buffer]] for buffer in landed])
             steps.append(Step(after, sends, receives, tuple(opening[number]), calls, folds))
         buffers = tuple(replace(b, slot=slots.get(number)) for number, b in enumerate(self.buffers))
         return Program(self.rank, self.plan.ranks, self.phase, buffers, tuple(steps))
@@ -116,30 +121,50 @@ class _Lowering:
             self.home[name] = self._new_buffer(((name, rows),), accumulates=name in self.accumulators)
             self.lives.begin(self.home[name], 0)
 
-    def _place_landings(self, step: int, by_peer: dict[int, Cargo]) -> dict[int, int]:
-        """One buffer per received message; remembers where each landed chunk lies and from when."""
-        buffers = {}
+    def _place_landings(self, step: int, by_peer: dict[int, Cargo]) -> None:
+        """A buffer per received message, and one for each joined name of all; remembers where each chunk lies."""
+        together: dict[str, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
         for peer, cargo in by_peer.items():
-            parts = tuple((name, self._rows(chunks)) for name, chunks in cargo.items())
-            buffer = buffers[peer] = self._new_buffer(parts, accumulates=False)
-            self.lives.begin(buffer, step)
-            self.lives.moved(buffer, step)
-            for name, chunks in cargo.items():
-                for chunk, row in self.layout.offsets(chunks).items():
-                    self.arrivals[name, chunk].append((step, (buffer, row)))
-        return buffers
+            alone = [(name, at, chunks) for at, (name, chunks) in enumerate(cargo) if name not in self.joined]
+            if alone:
+                buffer = self._landing(step, tuple((name, self._rows(chunks)) for name, _, chunks in alone))
+                for name, at, chunks in alone:
+                    self._arrive((step, peer, at), (buffer, 0), name, chunks)
+            for at, (name, chunks) in enumerate(cargo):
+                if name in self.joined:
+                    together[name].append((peer, at, chunks))
+        for name, parts in together.items():
+            buffer, first = self._landing(step, ((name, sum(self._rows(chunks) for *_, chunks in parts)),)), 0
+            for peer, at, chunks in sorted(parts, key=lambda part: self.layout.chunks[part[2][0]]):
+                self._arrive((step, peer, at), (buffer, first), name, chunks)
+                first += self._rows(chunks)
 
-    def _place_departures(self) -> None:
-        """Accumulators that leave together share a buffer."""
-        for step, by_peer in self.share.outgoing.items():
-            for cargo in by_peer.values():
-                for name in filter(self.accumulators.__contains__, cargo):
-                    buffer = self._new_buffer(((name, self._rows(cargo[name])),), accumulates=True)
-                    for chunk, row in self.layout.offsets(cargo[name]).items():
-                        departures = self.departures[name, chunk]
-                        if departures and departures[-1][0] == step:
-                            self._fail(f"R3: {name} of chunk {chunk} leaves rank {self.rank} twice", step)
-                        departures.append((step, (buffer, row)))
+    def _landing(self, step: int, parts: tuple[tuple[str, int], ...]) -> int:
+        buffer = self._new_buffer(parts, accumulates=False)
+        self.lives.begin(buffer, step)
+        self.lives.moved(buffer, step)
+        return buffer
+
+    def _arrive(self, part: tuple[int, int, int], place: Place, name: str, chunks: tuple[int, ...]) -> None:
+        """A part of a message, (step, peer, number), lands from a row of a buffer on."""
+        buffer, first = place
+        self.landings[part] = Region(buffer, name, first, first + self._rows(chunks))
+        for chunk, row in self.layout.offsets(chunks).items():
+            self.arrivals[name, chunk].append((part[0], (buffer, first + row)))
+
+    def _place_departures(self, step: int, by_peer: dict[int, Cargo]) -> None:
+        """Accumulators that leave together share a buffer: those to one peer, or to all where reads are joined too."""
+        for name in self.phase.write_names:
+            groups = [chunks for cargo in by_peer.values() for part, chunks in cargo if part == name]
+            if self.joined and groups:
+                groups = [tuple(sorted(chain.from_iterable(groups), key=self.layout.chunks.__getitem__))]
+            for chunks in groups:
+                buffer = self._new_buffer(((name, self._rows(chunks)),), accumulates=True)
+                for chunk, row in self.layout.offsets(chunks).items():
+                    departures = self.departures[name, chunk]
+                    if departures and departures[-1][0] == step:
+                        self._fail(f"R3: {name} of chunk {chunk} leaves rank {self.rank} twice", step)
+                    departures.append((step, (buffer, row)))
 
     def _new_buffer(self, parts: tuple[tuple[str, int], ...], accumulates: bool) -> int:
         self.buffers.append(Buffer(parts, None, accumulates))
@@ -169,14 +194,17 @@ class _Lowering:
     def _body(self, step: int) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Call, ...], tuple[Fold, ...]]:
         outgoing, incoming = self.share.outgoing.get(step, {}), self.share.incoming.get(step, {})
         sends = tuple(self._send(step, peer, cargo) for peer, cargo in outgoing.items())
-        receives = tuple(self._receive(peer, buffer) for peer, buffer in self.landings.get(step, {}).items())
+        receives = tuple(
+            Message(peer, tuple((self.landings[step, peer, at],) for at in range(len(cargo))))
+            for peer, cargo in incoming.items()
+        )
         calls = tuple(self._calls(step))
         folds = tuple(fold for peer, cargo in incoming.items() for fold in self._folds(step, peer, cargo))
         return sends, receives, calls, folds
 
     def _send(self, step: int, peer: int, cargo: Cargo) -> Message:
         parts = []
-        for name, chunks in cargo.items():
+        for name, chunks in cargo:
             regions: list[Region] = []
             for chunk in chunks:
                 if name in self.accumulators:
@@ -194,9 +222,6 @@ class _Lowering:
                 regions.append(region)
             parts.append(tuple(regions))
         return Message(peer, tuple(parts))
-
-    def _receive(self, peer: int, buffer: int) -> Message:
-        return Message(peer, tuple((Region(buffer, name, 0, rows),) for name, rows in self.buffers[buffer].parts))
 
     def _calls(self, step: int) -> Iterator[Call]:
         # A write's rows run parallel to the rows that it is computed from, at a fixed distance: blocks that read and
@@ -231,11 +256,13 @@ class _Lowering:
 
     def _folds(self, step: int, peer: int, cargo: Cargo) -> Iterator[Fold]:
         """Landed partials go where the rank accumulates; neighbours that go to neighbouring rows go together."""
-        source = self.landings[step][peer]
-        for name in filter(self.accumulators.__contains__, cargo):
+        for at, (name, chunks) in enumerate(cargo):
+            if name not in self.accumulators:
+                continue
+            source = self.landings[step, peer, at].buffer
             self.lives.computed(source, step)
             runs: list[tuple[Region, Region]] = []
-            for chunk, row in self.layout.offsets(cargo[name]).items():
+            for chunk, row in self.layout.offsets(chunks).items():
                 rows = len(self.layout.chunks[chunk])
                 to_buffer, to_row = self._write_place(name, chunk, step)
                 start, to_start = row, to_row

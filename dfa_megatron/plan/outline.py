@@ -1,7 +1,7 @@
 """A plan in outline: work per rank and messages per pair and step, from which many machines and sizes are timed.
 
 Where `simulate` lowers a plan to programs and runs them, this reads blocks and transfers only: what a rank computes in
-a step of one rank's queries and one rank's keys is one kernel call, a batch waits for the compute of the step before
+a step from the same buffers is one kernel call, a batch waits for the compute of the step before
 (two buffers per side), and folds cost nothing. It agrees with `simulate` to a few per cent (a test holds it to that)
 and serves hundreds of ranks at many lengths.
 """
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from dfa_megatron.plan.cost import AttentionShape, bytes_of
 from dfa_megatron.plan.hardware import RATED_HEADS, Hardware
-from dfa_megatron.plan.ir import Phase, Plan, needed_pairs
+from dfa_megatron.plan.ir import Phase, Plan, chunk_of, needed_pairs
+from dfa_megatron.plan.share import joined
 
 Cargo = tuple[tuple[str, int], ...]
 """(name, tokens) of a message."""
@@ -48,10 +49,9 @@ def outline(plan: Plan) -> Outline:
     """A plan in outline."""
     steps, home = plan.steps, [len(chunk) for chunk in plan.layout.chunks]
     area = {pair: sum(tile.area for tile in tiles) for pair, tiles in needed_pairs(plan.mask, plan.layout).items()}
-    work: list[dict[tuple[int, int, int], int]] = [defaultdict(int) for _ in range(steps)]
-    owner = plan.layout.home
+    work: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(steps)]
     for block in plan.blocks:
-        call = block.rank, owner[block.q_chunk], owner[block.kv_chunk]
+        call = block.rank, *(_memory(plan, block.rank, name, chunk_of(block, side)) for side, name in plan.phase.reads)
         work[block.step][call] += area[block.q_chunk, block.kv_chunk]
     sent: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in range(steps)]
     for t in plan.transfers:
@@ -74,6 +74,12 @@ def outline(plan: Plan) -> Outline:
         tuple(map(tuple, messages)),
         tuple(numbers),
     )
+
+
+def _memory(plan: Plan, rank: int, name: str, chunk: int) -> int:
+    """Which of a rank's buffers a chunk is read from: its own, or that of the rank it came from, or of all others."""
+    home = plan.layout.home[chunk]
+    return -1 if home != rank and name in joined(plan) else home
 
 
 def estimate(plan: Outline, shape: AttentionShape, hardware: Hardware, length: int | None = None) -> Estimate:

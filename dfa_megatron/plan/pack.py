@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dfa_megatron.plan.fuse import Piece
 from dfa_megatron.plan.geometry import Segment, Span, Tile
 
-GAP = 512
+GAP = 2048
 """More rows than this between two segments are not spanned: to fold their nothing would cost more than another call."""
 
 

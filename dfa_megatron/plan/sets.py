@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from dfa_megatron.errors import PlanError
@@ -53,7 +53,8 @@ class Sets:
         self.content: dict[tuple[int, str], Content] = defaultdict(Content)
         self.tenant: dict[int, int] = {}
         self.sending: set[int] = set()
-        self.landing: set[int] = set()
+        self.landing: Counter[int] = Counter()
+        self.gone: set[int] = set()
         self.touched: dict[int, int] = {}
         self.side_of = {name: side for side, name in plan.phase.writes}
         self._refuse_unequal_tenants()
@@ -73,15 +74,15 @@ class Sets:
 
     def begin(self, step: int) -> None:
         """Memory that this step's messages land in is theirs from now on."""
-        self.step, self.sending, self.landing = step, set(), set()
+        self.step, self.sending, self.landing = step, set(), Counter()
         body = self.program.steps[step]
-        for message in body.receives:
-            buffer = message.parts[0][0].buffer
+        landed = [regions[0].buffer for message in body.receives for regions in message.parts]
+        for buffer in dict.fromkeys(landed):
             slot = self._slot(buffer)
             if self.touched.get(slot, -1) > body.after:
                 raise self.fail(f"memory is overwritten by a message while step {self.touched[slot]} may still use it")
             self._move_in(buffer)
-            self.landing.add(slot)
+        self.landing.update(map(self._slot, landed))
 
     def open(self, buffer: int) -> None:
         """The identity of the fold is a valid, empty set."""
@@ -127,11 +128,14 @@ class Sets:
         self._store(fold.write, fold.source.rows, terms)
 
     def end(self, step: int) -> None:
-        """Nothing to do: `touched` has the step already."""
+        """An accumulator that was sent is gone."""
+        for slot in self.gone:
+            self.tenant.pop(slot, None)
+        self.gone = set()
 
     def take(self, step: int, message: Message) -> Payload:
-        """What the message carries; an accumulator that is sent is gone."""
-        payload, sent = [], set()
+        """What the message carries."""
+        payload = []
         for regions in message.parts:
             out, at = Content(), 0
             for region in regions:
@@ -140,11 +144,9 @@ class Sets:
                 out.terms += [(shift - by, tile) for shift, tile in content.terms]
                 at += region.rows
                 if region.name in self.side_of:
-                    sent.add(self._slot(region.buffer))
+                    self.gone.add(self._slot(region.buffer))
             out.valid = [Span(0, at)]
             payload.append(out)
-        for slot in sent:
-            self.tenant.pop(slot, None)
         return payload, message.signature
 
     def land(self, step: int, message: Message, payload: Payload) -> None:
@@ -154,10 +156,15 @@ class Sets:
             raise self.fail(f"R5: rank {message.peer} sends {signature}, but {message.signature} is expected")
         for regions, content in zip(message.parts, contents, strict=True):
             region = regions[0]
-            if len(regions) != 1 or region.lo != 0 or self.tenant.get(self._slot(region.buffer)) != region.buffer:
+            there, rows = self.content[region.buffer, region.name], Span(region.lo, region.hi)
+            inside = region.lo >= 0 and region.hi <= dict(self.program.buffers[region.buffer].parts)[region.name]
+            taken = self.tenant.get(self._slot(region.buffer)) != region.buffer
+            if len(regions) != 1 or not inside or taken or any(len(old & rows) for old in there.valid):
                 raise self.fail(f"R1: {region} is no place for a message to land in")
-            self.content[region.buffer, region.name] = content
-            self.landing.discard(self._slot(region.buffer))
+            there.valid.append(rows)
+            there.tokens += [(span.shift(region.lo), shift - region.lo) for span, shift in content.tokens]
+            there.terms += [(shift - region.lo, tile) for shift, tile in content.terms]
+            self.landing[self._slot(region.buffer)] -= 1
 
     # Memory.
 
@@ -179,7 +186,7 @@ class Sets:
     def _refuse_in_flight(self, buffer: int, how: str) -> None:
         if self._slot(buffer) in self.sending:
             raise self.fail(f"R1: buffer {buffer} is {how} while it is being sent")
-        if self._slot(buffer) in self.landing:
+        if self.landing.get(self._slot(buffer)):
             raise self.fail(f"R1: buffer {buffer} is {how} while a message is landing in it")
 
     def _read(self, region: Region, sent: bool = False) -> Content:
@@ -187,7 +194,7 @@ class Sets:
         slot, rows = self._slot(region.buffer), Span(region.lo, region.hi)
         if self.program.buffers[region.buffer].slot is not None and self.tenant.get(slot) != region.buffer:
             raise self.fail(f"R2: {region} was overwritten, or is not there yet")
-        if slot in self.landing:
+        if self.landing.get(slot):
             raise self.fail(f"R1: {region} is read while its message is on the way")
         content = self.content[region.buffer, region.name]
         if not covers(content.valid, rows):

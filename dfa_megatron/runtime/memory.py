@@ -135,4 +135,8 @@ def _arena(program: Program, format: Format) -> tuple[int, dict[int, dict[str, t
 
 def _places(message: Message, landings: dict[int, dict[str, tuple[Placed, ...]]]) -> tuple[Placed, ...]:
     """Where the tensors of a received message lie, in the order in which they travel."""
-    return tuple(place for regions in message.parts for place in landings[regions[0].buffer][regions[0].name])
+    return tuple(
+        place.rows(region.lo, region.hi)
+        for (region,) in message.parts
+        for place in landings[region.buffer][region.name]
+    )

@@ -92,6 +92,15 @@ class Placed:
         """The same tensor that many bytes further."""
         return Placed(self.start + by, self.dtype, self.shape)
 
+    def rows(self, lo: int, hi: int) -> Placed:
+        """Rows lo..hi of a tensor (batch, rows, heads, width); of some of them only where the batch is one."""
+        if hi - lo == self.shape[1 if len(self.shape) == 4 else 2]:
+            return self
+        assert len(self.shape) == 4
+        assert self.shape[0] == 1
+        row = math.prod(self.shape[2:]) * self.dtype.itemsize
+        return Placed(self.start + lo * row, self.dtype, (1, hi - lo, *self.shape[2:]))
+
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor, in a flat tensor of bytes."""
         end = self.start + math.prod(self.shape) * self.dtype.itemsize

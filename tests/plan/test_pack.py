@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 
-from dfa_megatron.plan.check import check
+from dfa_megatron.errors import PlanError
+from dfa_megatron.plan.check import check, check_programs
 from dfa_megatron.plan.geometry import CAUSAL, FULL, Segment, Span, Tile
+from dfa_megatron.plan.greedy import own_rows
+from dfa_megatron.plan.ir import BACKWARD, FORWARD, Phase, Plan
+from dfa_megatron.plan.layout import contiguous
 from dfa_megatron.plan.lower import lower_all
 from dfa_megatron.plan.mask import causal, documents
 from dfa_megatron.plan.pack import GAP, packs, segments_of
+from dfa_megatron.plan.route import direct
 from dfa_megatron.plan.schedules import plan_named
+from dfa_megatron.plan.share import shares
 
 
 def square(lo: int, hi: int) -> Tile:
@@ -70,3 +77,57 @@ def test_random_packs_need_few_calls_and_are_right(seed: int) -> None:
         for phase in (plan_named(schedule, mask, ranks).forward, plan_named(schedule, mask, ranks).backward):
             calls = [len(step.calls) for program in check(phase) for step in program.steps]
             assert max(calls) <= 4
+
+
+def in_one_step(phase: Phase) -> Plan:
+    """A document over four ranks and a short one; every rank fetches all that it needs of the others at once."""
+    mask, layout = documents([30, 2]), contiguous(32, 4)
+    blocks = own_rows(mask, layout)
+    return Plan(mask, layout, phase, blocks, direct(blocks, layout, phase))
+
+
+@pytest.mark.parametrize("phase", [FORWARD, BACKWARD])
+def test_parts_of_a_document_from_several_ranks_are_one_segment_of_one_call(phase: Phase) -> None:
+    programs = check(in_one_step(phase))
+    own, remote = (call for step in programs[2].steps for call in step.calls)
+    assert own.area == 8 * 9 // 2
+    assert remote.segments == (Segment(0, 8, 0, 16, FULL),)
+    (receives,) = (step.receives for step in programs[2].steps if any(m.peer == 0 for m in step.receives))
+    landed = {message.peer: message.parts for message in receives}
+    assert [(part.lo, part.hi) for peer in (0, 1) for (part,) in landed[peer] if part.name == "kv"] == [(0, 8), (8, 16)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("schedule", ["dealt", "greedy", "zigzag"])
+def test_what_lands_in_a_step_lies_in_one_buffer_in_the_order_of_the_sequence(schedule: str, seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = [draw.choice([1, 2, 9, 17, 40]) for _ in range(12)]
+    lengths.append(-sum(lengths) % 8 or 8)
+    plan = plan_named(schedule, documents(lengths), 4)
+    for phase in (plan.forward, plan.backward):
+        for program, share in zip(lower_all(phase), shares(phase), strict=True):
+            for number, step in enumerate(program.steps):
+                parts = [
+                    (region, phase.layout.chunks[chunks[0]].lo)
+                    for message in step.receives
+                    for (region,), (_, chunks) in zip(message.parts, share.incoming[number][message.peer], strict=True)
+                    if region.name == "kv"
+                ]
+                assert len({region.buffer for region, _ in parts}) <= 1
+                by_row = sorted(parts, key=lambda part: part[0].lo)
+                assert by_row == sorted(parts, key=lambda part: part[1])
+                assert [region.lo for region, _ in by_row] == [0, *(region.hi for region, _ in by_row)][: len(parts)]
+
+
+def test_messages_that_land_on_one_another_are_refused() -> None:
+    plan = in_one_step(FORWARD)
+    programs = lower_all(plan)
+    steps = list(programs[2].steps)
+    at = next(number for number, step in enumerate(steps) if len(step.receives) == 2)
+    first, second = steps[at].receives
+    ((region,),) = second.parts
+    moved = replace(second, parts=((replace(region, lo=region.lo - 1, hi=region.hi - 1),),))
+    steps[at] = replace(steps[at], receives=(first, moved))
+    programs[2] = replace(programs[2], steps=tuple(steps))
+    with pytest.raises(PlanError, match="no place for a message to land in"):
+        check_programs(plan, programs)

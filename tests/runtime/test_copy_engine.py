@@ -6,6 +6,7 @@ queues runs in the order of its streams and otherwise at random, among ranks and
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.check import check
 from dfa_megatron.plan.interpret import rank_loop
-from dfa_megatron.plan.mask import causal, full
+from dfa_megatron.plan.mask import causal, documents, full
 from dfa_megatron.plan.program import Call, Fold, Program
 from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime import channel, copy_engine
@@ -192,12 +193,12 @@ class Reader:
 
     def landed(self, message: Any, call: int) -> None:
         """From now on the calls that read this buffer must find what its peer sent in this step."""
-        buffer = message.parts[0][0].buffer
-        places = [place for (region,) in message.parts for place in self.memory.landings[buffer][region.name]]
-        self.wanted[buffer] = {
-            self.arena + place.start: (call, self.step, message.peer, self.rank, index)
-            for index, place in enumerate(places)
-        }
+        number = itertools.count()
+        for (region,) in message.parts:
+            wanted = self.wanted.setdefault(region.buffer, {})
+            for place in self.memory.landings[region.buffer][region.name]:
+                start = self.arena + place.rows(region.lo, region.hi).start
+                wanted[start] = (call, self.step, message.peer, self.rank, next(number))
 
 
 def queue_call(
@@ -232,6 +233,9 @@ def queue_call(
     transport.finish()
 
 
+PACK = documents([15, 1, 9, 2, 5])
+
+
 @pytest.mark.parametrize("one_queue", [False, True], ids=["streams apart", "one queue for all streams"])
 @pytest.mark.parametrize(
     ("schedule", "ranks"),
@@ -242,10 +246,13 @@ def queue_call(
         ("balanced", 6),
         ("zigzag", 4),
         ("ring", 4),
+        ("dealt", 4),
+        ("greedy", 3),
     ],
 )
 def test_any_interleaving_ends_and_reads_what_was_sent(schedule: str, ranks: int, one_queue: bool) -> None:
-    mask = (full if schedule == "ring" else causal)(ranks * 8)
+    masks = {"ring": full(ranks * 8), "dealt": PACK, "greedy": documents([17, 1, 2, 3, 1])}
+    mask = masks.get(schedule, causal(ranks * 8))
     plan = plan_named(schedule, mask, ranks)
     phases = [check(plan.forward), check(plan.backward)]
     memories = [[plan_memory(programs, rank, FORM) for rank in range(ranks)] for programs in phases]
