@@ -130,6 +130,9 @@ RUNTIME = {
         r"runtime/test_ulysses.py::test_(every_schedule_layout_and_mask|it_is_exact_over_nccl)",
     "attention sinks and their gradient": r"runtime/test_sinks.py::test_sinks_and_their_summed_gradient",
     "sinks with packed documents": r"runtime/test_sinks.py::test_packed_documents_have_sinks",
+    "ALiBi between processes, packs among it": r"runtime/test_alibi.py::test_the_public_functions",
+    "ALiBi with every schedule and layout, plain and packed":
+        r"runtime/test_alibi.py::test_(every_schedule_is_exact|packed_documents)",
     "rematerialization between ranks": r"(remat/test_attention|runtime/test_nccl).py::test_remat",
     "what is kept, in host memory (`remat_offload`)":
         r"remat/test_offload.py::test_(gradients_are_the_same|on_a_gpu_memory_falls)",
@@ -156,6 +159,7 @@ MEGATRON = {
     "heads exchanged, CP 4 as 2 x 2": r"megatron/test_head_exchange.py::test_it_trains",
     "latent attention; every layout, CP 2 and 3": r"megatron/test_latent.py::test_every_layout_trains",
     "latent attention, PP 2 x CP 2": r"megatron/test_latent.py::test_pipelines_train",
+    "PyTorch's and Megatron's fully sharded parameters (FSDP)": r"megatron/test_sharded.py::test_\w+s_fsdp_trains",
     "hybrid (Mamba) stacks": r"megatron/test_hybrid.py::test_a_hybrid_stack_equals",
     "checkpoints to and from Megatron's own attention": r"megatron/test_checkpoints.py::test_",
     "Megatron's training package through the launcher": r"megatron/test_launch.py::test_a_script_on_megatrons_own",
