@@ -40,7 +40,7 @@ class Compared(Sets):
     def compared(self, region: Region) -> list[int]:
         found = self.rows[region.buffer, region.name][region.lo : region.hi]
         held = self._read(region).tokens
-        want = [row + shift for span, shift in held for row in _in(span, region)]
+        want = [row + shift for span, shift in sorted(held) for row in _in(span, region)]
         assert found == want
         assert len(found) == region.rows
         return found
