@@ -109,13 +109,13 @@ def join(tensor: int) -> torch.device:
     return device
 
 
-def seed() -> None:
+def seed(number: int = 1) -> None:
     """The same random numbers at the start of every case."""
     from megatron.core import tensor_parallel
 
-    torch.manual_seed(1)
+    torch.manual_seed(number)
     tensor_parallel.get_cuda_rng_tracker().reset()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    tensor_parallel.model_parallel_cuda_manual_seed(number)
 
 
 def make_config(shape: Shape, layers: int, mode: Mode, *, fusion: bool) -> Any:
@@ -246,7 +246,7 @@ def _gloo_group() -> Any:
 
 def machine() -> dict[str, Any]:
     """What the figures were made on."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

@@ -20,7 +20,7 @@ def train(
 
     options = mode.options(args.kernel, args.schedule)
     config = make_config(shape, layers, mode, fusion=args.fusion)
-    model, optimizer = build(args, config, mode, options, length)
+    model, optimizer = build(config, make_spec(config, mode, options), args.vocab_size, length)
     peak_gib(reset=True)
     times, losses = [], []
     for step in range(2 + steps):
@@ -55,7 +55,7 @@ def train(
     }
 
 
-def build(args: argparse.Namespace, config: Any, mode: Mode, options: Any, length: int) -> tuple[Any, Any]:
+def build(config: Any, spec: Any, vocabulary: int, length: int, *, lr: float = 1e-4) -> tuple[Any, Any]:
     """The model in DDP, and Adam; the optimizer's state is spread over the ranks that share a sequence."""
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -69,8 +69,8 @@ def build(args: argparse.Namespace, config: Any, mode: Mode, options: Any, lengt
     cuda = torch.cuda.is_available()
     model = GPTModel(
         config=config,
-        transformer_layer_spec=make_spec(config, mode, options),
-        vocab_size=args.vocab_size,
+        transformer_layer_spec=spec,
+        vocab_size=vocabulary,
         max_sequence_length=length,
         position_embedding_type="rope",
         rotary_base=500000,
@@ -87,8 +87,8 @@ def build(args: argparse.Namespace, config: Any, mode: Mode, options: Any, lengt
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=1e-4,
-            min_lr=1e-4,
+            lr=lr,
+            min_lr=lr,
             weight_decay=0.01,
             clip_grad=1.0 if cuda else 0.0,
             bf16=cuda,
