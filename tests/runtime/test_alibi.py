@@ -33,6 +33,8 @@ from packs import random_offsets, tokens_of
 KERNEL = "triton" if interpreted() else "reference"
 """What computes with all ranks in one process: the file is run again in Triton's interpreter."""
 DTYPE = torch.float32 if interpreted() else torch.float64
+RANKS = (3, 4) if interpreted() else (1, 2, 3, 4, 5, 8)
+SMALL: dict[str, Any] = {"heads": 2, "kv_heads": 1, "batch": 1} if interpreted() else {}
 SCHEDULES = (
     ("ring", "contiguous"),
     ("balanced", "contiguous"),
@@ -115,12 +117,11 @@ def together(request: Request, whole: Whole, where: list[torch.Tensor]) -> None:
 def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: str, mask: str) -> None:
     causal, window = MASKS[mask]
     served = 0
-    for ranks in (3, 4) if interpreted() else (1, 2, 3, 4, 5, 8):
+    for ranks in RANKS:
         draw = random.Random(f"{schedule} {mask} {ranks}")
         local = draw.randrange(2, 6) * 2 + (draw.randrange(2) if layout == "contiguous" else 0)
-        whole = Whole(
-            ranks * local, seed=ranks, dtype=DTYPE, causal=causal, window_size=window, kv_heads=draw.choice([1, 2, 4])
-        )
+        shape = {"kv_heads": draw.choice([1, 2, 4])} | SMALL
+        whole = Whole(ranks * local, seed=ranks, dtype=DTYPE, causal=causal, window_size=window, **shape)
         request = Request(
             softmax_scale=8**-0.5,
             causal=causal,
@@ -144,11 +145,12 @@ def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: st
 @pytest.mark.parametrize(("schedule", "layout"), SCHEDULES)
 def test_packed_documents_are_exact_in_every_layout(schedule: str, layout: str, mask: str) -> None:
     causal, window = MASKS[mask]
-    for ranks in (3, 4) if interpreted() else (1, 2, 3, 4, 5, 8):
+    for ranks in RANKS:
         draw = random.Random(f"{schedule} {mask} {ranks}")
         tokens = ranks * draw.randrange(2, 8) * 2
         offsets = random_offsets(tokens, draw)
-        whole = Whole(tokens, offsets=offsets, seed=ranks, dtype=DTYPE, causal=causal, window_size=window)
+        mask = {"causal": causal, "window_size": window}
+        whole = Whole(tokens, offsets=offsets, seed=ranks, dtype=DTYPE, **mask, **SMALL)
         request = Request(
             softmax_scale=8**-0.5,
             causal=causal,
@@ -171,7 +173,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 @pytest.mark.skipif(interpreted(), reason="this is the run in the interpreter")
 def test_the_triton_kernels_are_exact_too_in_the_interpreter() -> None:
-    chosen = "(odd and (causal or sides) and (zigzag or shared)) or (packed and (dealt or ring) and (window or full))"
+    chosen = "odd and (zigzag and (causal or sides) or shared-contiguous-causal) or packed and dealt and (left or full)"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", chosen]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
