@@ -21,4 +21,7 @@ fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
 "$folder/bin/python" -W ignore -c \
   "import deepspeed, transformers; print(f'DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}')"
-exec "$folder/bin/python" -m pytest -q tests/huggingface tests/deepspeed
+cache=$folder/pytest
+rm -rf "$cache"
+"$folder/bin/python" -m pytest -q -o cache_dir="$cache" tests/huggingface tests/deepspeed ||
+  exec .ci/again.sh "$folder/bin/python" "$cache" tests/huggingface tests/deepspeed
