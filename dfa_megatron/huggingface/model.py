@@ -68,6 +68,7 @@ def distribute_attention(
         check_degree(options.ulysses_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
     before = known.before if known is not None else inner.config._attn_implementation
+    _take_attention(inner)
     context = LayerContext(group=name, size=group_size(name), options=options, before=before, accelerate=accelerate)
     decoder = inner.get_decoder()
     if known is None:
@@ -77,9 +78,19 @@ def distribute_attention(
         decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
     for module in {inner, decoder, *layers}:
         setattr(module, CONTEXT, context)
-    inner.set_attn_implementation(NAME)
     set_checkpointing(inner, checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
+
+
+def _take_attention(inner: Any) -> None:
+    """Have the layers call ours; of models that compute attention in code of their own transformers only warns."""
+    inner.set_attn_implementation(NAME)
+    if inner.config._attn_implementation != NAME:
+        raise UnsupportedError(
+            f"a {inner.config.model_type} model",
+            "its layers compute attention in code of their own, whatever implementation is set",
+            "a model whose layers take attention implementations",
+        )
 
 
 @contextmanager

@@ -54,6 +54,15 @@ def test_models_whose_layers_do_not_all_attend_are_refused() -> None:
         dfa_hf.distribute_attention(model)
 
 
+def test_a_model_that_keeps_to_its_own_attention_is_refused() -> None:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+    model = FalconForCausalLM(FalconConfig(**sizes, alibi=True))
+    with pytest.raises(UnsupportedError, match=r"a falcon model.*code of their own"):
+        dfa_hf.distribute_attention(model)
+
+
 def test_a_module_without_a_transformers_model_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no transformers model"):
         dfa_hf.distribute_attention(torch.nn.Linear(1, 1))
