@@ -114,6 +114,7 @@ class _Worker:
         self.rank = job.rank
         self.value: Any = None
         self.failure: str | None = None
+        self.failed_at = 0.0
         self.done = False
         self.stack = Path(folder, f"stack-{job.rank}")
         self.pipe, theirs = context.Pipe(duplex=False)
@@ -123,7 +124,7 @@ class _Worker:
 
     def receive(self) -> None:
         """Take the result; a pipe that closed without one means that the process died."""
-        self.done = True
+        self.done, self.failed_at = True, time.monotonic()
         try:
             succeeded, payload = pickle.loads(self.pipe.recv_bytes())  # noqa: S301 (from our own process)
         except (EOFError, ConnectionResetError):
@@ -167,14 +168,25 @@ def _collect(workers: list[_Worker], deadline: float) -> None:
 
 
 def _assert_all_well(workers: list[_Worker], timeout: float) -> None:
-    failed = [worker for worker in workers if worker.failure is not None]
+    # The first to fail is the cause, and what the others met is mostly a connection to it that broke.
+    failed = sorted((worker for worker in workers if worker.failure is not None), key=lambda worker: worker.failed_at)
     silent = [worker for worker in workers if not worker.done]
     if not failed and not silent:
         return
     when = "after another rank had failed" if failed else f"within {timeout:g} s"
-    reports = [f"rank {worker.rank} failed:\n{worker.failure}" for worker in failed]
+    # All causes come before the first traceback, for those who see only the beginning of a log.
+    reports = (
+        ["; then ".join(f"rank {worker.rank}: {_last_line(worker.failure)}" for worker in failed)] if failed else []
+    )
+    reports += [f"rank {worker.rank} failed:\n{worker.failure}" for worker in failed]
     reports += [f"rank {worker.rank} did not end {when}. Its stack:\n{worker.where()}" for worker in silent]
     raise AssertionError("\n".join(reports))
+
+
+def _last_line(failure: str | None) -> str:
+    """Of a traceback: the exception."""
+    lines = (failure or "").strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def _serve(job: _Job, pipe: Connection, stack: str) -> None:

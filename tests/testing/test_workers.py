@@ -84,9 +84,13 @@ def test_a_rank_that_ends_early_breaks_no_connection() -> None:
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_failing_rank_is_named_with_its_traceback(bad: int) -> None:
-    with pytest.raises(AssertionError, match=rf"rank {bad} failed:(.|\n)*ZeroDivisionError: rank {bad} of 2 cannot"):
+    with pytest.raises(
+        AssertionError, match=rf"rank {bad} failed:(.|\n)*ZeroDivisionError: rank {bad} of 2 cannot"
+    ) as raised:
         run_ranks(2, fail_on, bad, timeout=20)
     assert no_children_left()
+    cause = str(raised.value).splitlines()[0]
+    assert cause.startswith(f"rank {bad}: ZeroDivisionError: rank {bad} of 2 cannot"), "the cause stands first"
 
 
 def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
