@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import dfa_megatron
 from dfa_megatron.ahead import PackPlan, PackPlanner
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime import rank_plan
 from dfa_megatron.testing.compare import assert_close
@@ -118,6 +119,12 @@ def test_a_plan_is_the_same_after_it_has_travelled() -> None:
         )  # fmt: skip
         assert {id(call) for step in other.program.steps for call in step.calls} == set(other.segments)
     assert again.plan == known.plan
+
+
+def test_the_options_of_a_framework_integration_make_a_planner() -> None:
+    options = DistAttentionConfig(layout="boundary", schedule="ring")
+    planner = PackPlanner(TOKENS, **SHAPE, **options.keywords())
+    assert (planner.problem.asks.layout, planner.problem.asks.schedule) == ("contiguous", "ring")
 
 
 def test_plans_that_nobody_asks_for_go(monkeypatch: pytest.MonkeyPatch) -> None:
