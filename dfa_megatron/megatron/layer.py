@@ -40,6 +40,14 @@ class DistributedAttentionLayer:
         local_layer = kwargs.get("layer_number", 1)
         self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
         self._dfa_permuted = config.context_parallel_size > 1 and context.options.layout != "zigzag"
+        context.say_once(
+            "on",
+            "dfa: distributed attention over %d context-parallel ranks, layout %s, schedule %s; %s",
+            config.context_parallel_size,
+            context.options.layout,
+            context.options.schedule,
+            "layers are recomputed without their attention" if self._dfa_remat else "recomputation is left to Megatron",
+        )
         layer: Any = self
         if self._dfa_permuted and getattr(layer.config, "multi_latent_attention", False):
             make_contiguous(layer.self_attention)
