@@ -53,7 +53,7 @@ def offloaded() -> Case:
     return Case(DistAttentionConfig(remat_offload=True), recompute=("uniform", 1), steps=3)
 
 
-def test_two_ranks_with_other_layer_kinds_and_sharded_optimizers(reference: str, references: dict[str, str]) -> None:
+def test_two_ranks_with_overlapped_reductions_sharded_optimizers_and_offloading(reference: str) -> None:
     check(
         2,
         [
@@ -61,6 +61,14 @@ def test_two_ranks_with_other_layer_kinds_and_sharded_optimizers(reference: str,
             (Topology(cp=2), full("boundary", optimizer="distributed"), reference),
             (Topology(cp=2), full("contiguous", overlap=True, optimizer="distributed"), reference),
             (Topology(cp=2), offloaded(), reference),
+        ],
+    )
+
+
+def test_two_ranks_with_other_layer_kinds(reference: str, references: dict[str, str]) -> None:
+    check(
+        2,
+        [
             (Topology(cp=2), selective("contiguous", "mlp"), reference),
             (Topology(cp=2), selective("boundary", "moe", more=ALLGATHER), references["experts"]),
             (Topology(tp=2), full("contiguous", ONE_GROUP, steps=2), references["one group"]),
