@@ -1,4 +1,4 @@
-"""Megatron's three wrappers of a model, on CPU too: its DDP, PyTorch's FSDP2 inside Megatron, and Megatron-FSDP."""
+"""Megatron's three wrappers of a model, on CPU too: its DDP, PyTorch's FSDP2 as Megatron uses it, and Megatron-FSDP."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def _megatron_fsdp(config: Any, ddp: Any, chunk: Any) -> Any:
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as home
     from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp
 
+    # It asks einops, which is among nobody's requirements here, for the mesh of all ranks: one column without tensor
+    # parallelism.
+    home._get_dp_tp_mesh = lambda dp_cp, tp, ep_size=1: torch.arange(dp_cp.size())[:, None]
     if torch.cuda.is_available():
         return home.FullyShardedDataParallel(config, ddp, chunk)
     _meshes_on_cpu(home)
-    # Asks einops, which is among nobody's requirements here, for the mesh of all ranks: one column without tensor
-    # parallelism.
-    home._get_dp_tp_mesh = lambda dp_cp, tp, ep_size=1: torch.arange(dp_cp.size())[:, None]
     megatron_fsdp.torch = _OnCpu()
     return home.FullyShardedDataParallel(config, ddp, chunk, device=torch.device("cpu"))
 

@@ -11,8 +11,10 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology
+from tests.megatron.test_latent import LATENT, YARN
 from tests.megatron.test_packed import REFERENCES
 from tests.megatron.test_parity import FULL, expected
+from tests.megatron.test_sharded import LOCAL
 
 CASES: list[tuple[Topology, Case]] = []
 
@@ -59,5 +61,38 @@ def test_packed_documents_over_nccl_train_like_one_rank(
     for topology, layout in ((Topology(cp=4), "contiguous"), (Topology(tp=2, cp=2), "boundary")):
         options = DistAttentionConfig(layout=layout, kernel="reference")
         wanted = Case(options, recompute=FULL, steps=3, **REFERENCES[how])
+        prepared.append((topology, wanted, expected(topology, wanted), path))
+    run_ranks(4, harness.check_topologies, prepared, timeout=170, cuda=True)
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("wrapper", ["torch_fsdp2", "megatron_fsdp:optim_grads_params", "megatron_fsdp:optim_grads"])
+def test_sharded_parameters_over_nccl_train_like_one_rank(
+    reference: str, wrapper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # Megatron refuses 1 with them
+    wrapped: dict[str, Any] = {"wrapper": wrapper, "config": LOCAL, "steps": 3}
+    if wrapper != "torch_fsdp2":
+        wrapped |= {"optimizer": "distributed", "overlap": True}
+    prepared = []
+    for topology, layout in ((Topology(cp=4), "contiguous"), (Topology(cp=2, dp=2), "boundary")):
+        wanted = Case(DistAttentionConfig(layout=layout, kernel="reference"), recompute=FULL, **wrapped)
+        prepared.append((topology, wanted, expected(topology, wanted), reference))
+    run_ranks(4, harness.check_topologies, prepared, timeout=170, cuda=True)
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("config", [LATENT, YARN], ids=["rope", "yarn"])
+def test_latent_attention_over_nccl_trains_like_one_rank(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "latent.pt")
+    with monkeypatch.context() as on_cpu:
+        on_cpu.setenv("CUDA_VISIBLE_DEVICES", "")
+        run_ranks(1, harness.save_reference, path, Case(options=None, steps=3, config=config), timeout=120)
+    prepared = []
+    for topology, layout in ((Topology(cp=2, dp=2), "contiguous"), (Topology(cp=2, dp=2), "boundary")):
+        options = DistAttentionConfig(layout=layout, kernel="reference")
+        wanted = Case(options, recompute=FULL, steps=3, config=config)
         prepared.append((topology, wanted, expected(topology, wanted), path))
     run_ranks(4, harness.check_topologies, prepared, timeout=170, cuda=True)
