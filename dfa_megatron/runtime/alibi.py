@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable
 
 import torch
 
@@ -12,8 +11,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.alibi import Alibi, Biasing
 from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.kernels.segments import stream_of
-from dfa_megatron.plan.ir import Plan
-from dfa_megatron.plan.positions import tokens
+from dfa_megatron.plan.positions import Tokens
 from dfa_megatron.plan.program import Call, Region
 from dfa_megatron.runtime.memory import MemoryPlan
 
@@ -55,11 +53,11 @@ class GlobalBias:
 
     Args:
         slopes: (heads,), float32: of the heads that the plan's ranks compute.
-        memory: what will run. plan: gives what that was lowered from; it is asked once for as long as `memory` is kept,
-            on each device and stream, for it may have to be made again.
+        memory: what will run; positions are made once for as long as it is kept, on each device and stream.
+        tokens: what the rows are that its calls read.
     """
 
-    def __init__(self, slopes: torch.Tensor, memory: MemoryPlan, plan: Callable[[], Plan]) -> None:
+    def __init__(self, slopes: torch.Tensor, memory: MemoryPlan, tokens: Tokens) -> None:
         self.slopes = slopes.contiguous()
         by_device = _positions.setdefault(memory, {})
         key = slopes.device, stream_of(slopes.device)
@@ -67,7 +65,7 @@ class GlobalBias:
         if positions is None:
             positions = {
                 where: torch.cat([torch.arange(s.lo, s.hi, dtype=torch.int32, device=slopes.device) for s in spans])
-                for where, spans in tokens(plan(), memory.program).items()
+                for where, spans in tokens.items()
             }
             if not (slopes.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's memory is its own
                 by_device[key] = positions

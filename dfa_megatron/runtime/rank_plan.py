@@ -13,6 +13,7 @@ from dfa_megatron.plan.check import check
 from dfa_megatron.plan.choose import make_plan
 from dfa_megatron.plan.cost import AttentionShape
 from dfa_megatron.plan.hardware import Hardware
+from dfa_megatron.plan.positions import Tokens, tokens
 from dfa_megatron.plan.program import Program
 from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime.memory import MemoryPlan, plan_memory
@@ -42,7 +43,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank runs. forms: of every kernel call of any rank, so that all choose the same kernel."""
+    """What one rank runs.
+
+    forms: of every kernel call of any rank, so that all choose the same kernel.
+    tokens: what the rows are that kernels read, forward and backward, for kernels that must know.
+    """
 
     problem: Problem
     rank: int
@@ -52,6 +57,7 @@ class RankPlan:
     format: Format
     forward: MemoryPlan
     backward: MemoryPlan
+    tokens: tuple[Tokens, Tokens]
 
     @property
     def plan(self) -> AttentionPlan:
@@ -99,7 +105,8 @@ def work_out(problem: Problem, rank: int, format_for: Callable[[frozenset[Form]]
     forms = forms_of(forward, backward)
     sizes = format_for(forms)
     memories = plan_memory(forward, rank, sizes), plan_memory(backward, rank, sizes)
-    return RankPlan(problem, rank, plan.schedule, plan.digest, forms, sizes, *memories)
+    rows = tokens(plan.forward, forward[rank]), tokens(plan.backward, backward[rank])
+    return RankPlan(problem, rank, plan.schedule, plan.digest, forms, sizes, *memories, rows)
 
 
 _ahead: OrderedDict[tuple[Problem, int], RankPlan] = OrderedDict()

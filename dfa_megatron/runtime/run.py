@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from dfa_megatron.kernels.fold import row_dot
-from dfa_megatron.plan.ir import Plan
 from dfa_megatron.runtime.ablation import ablated, active_ablation
 from dfa_megatron.runtime.accumulators import Fields
 from dfa_megatron.runtime.alibi import GlobalBias
@@ -126,15 +125,13 @@ def _algebra(
 ) -> Tensors:
     request, recording = prepared.request, active()
     options: dict[str, Any] = {"softmax_scale": request.softmax_scale, "deterministic": request.deterministic}
-
-    def plan() -> Plan:
-        return prepared.plan.forward if memory is prepared.forward else prepared.plan.backward
-
+    forward = memory is prepared.forward
     if slopes is not None:
-        options["bias"] = GlobalBias(slopes, memory, plan)
+        options["bias"] = GlobalBias(slopes, memory, prepared.rank_plan.tokens[0 if forward else 1])
     if recording is None:
         return Tensors(memory, prepared.kernel, home, arena, **options)
-    return RecordedTensors(memory, prepared.kernel, home, arena, plan=plan(), recording=recording, **options)
+    plan = prepared.plan.forward if forward else prepared.plan.backward
+    return RecordedTensors(memory, prepared.kernel, home, arena, plan=plan, recording=recording, **options)
 
 
 def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, Arena]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import dfa_megatron
 from dfa_megatron import remat
+from dfa_megatron.ahead import PackPlanner
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.kernels.triton_support import interpreted
+from dfa_megatron.runtime import rank_plan
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.together import backward_together, forward_together, prepare_together
@@ -244,6 +247,21 @@ def _exchanged(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_slopes_go_with_their_heads_where_ranks_exchange_them(ranks: int) -> None:
     run_ranks(ranks, _exchanged, timeout=120)
+
+
+def _ahead(rank: int, ranks: int) -> None:
+    offsets = (0, 3, 4, 13, ranks * 16)
+    for layout in ("contiguous", "dealt"):
+        options: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.float64, "device": "cpu"}
+        known = PackPlanner(16, **options, layout=layout, alibi=True)(offsets)
+        rank_plan.planned.cache_clear()
+        pickle.loads(pickle.dumps(known)).use()  # noqa: S301 (our own)
+        attend_and_compare(rank, ranks, length=ranks * 16, offsets=offsets, layout=layout)
+        assert rank_plan.planned.cache_info().misses == 0
+
+
+def test_a_pack_planned_ahead_knows_the_tokens_of_its_rows() -> None:
+    run_ranks(2, _ahead)
 
 
 class Layer(torch.nn.Module):
