@@ -38,9 +38,13 @@ _KERNEL_ROWS = {
     "softcap": r"kernels/test_kernel_softcap.py::test_a_block_of_capped_scores.*-bfloat16" + _ON,
     "ALiBi": r"kernels/test_kernel_alibi.py::test_a_block_with_alibi.*-bfloat16" + _ON,
     "random attentions (`DFA_STRESS`)": r"kernels/test_kernel_stress.py::test_random_attentions.*\[{kernel}-",
+    "a part of these in Triton's interpreter": r"kernels/test_kernel_triton_interpreted.py::test_the_triton_kernels",
+    "compiled for 8.0 and 9.0 without a GPU": r"kernels/test_kernel_triton_compiles.py::test_attention_compiles",
     "calls to stand-ins for its operators": r"kernels/test_kernel_gpu_calls.py::test_gpu_kernels_give.*\[{kernel}[-,]",
 }
 _ONLY = {
+    "a part of these in Triton's interpreter": ("triton",),
+    "compiled for 8.0 and 9.0 without a GPU": ("triton",),
     "softcap": ("reference", "triton", "flash4"),
     "ALiBi": ("reference", "triton"),
     "random attentions (`DFA_STRESS`)": ("triton", "aten", "cudnn", "flash4", "flash3", "flash2"),

@@ -95,7 +95,8 @@ def seen(runs: list[Run], pattern: str, where: str, package: str = "") -> str:
     if where == "GPU" and passed:
         return ", ".join(sorted({f"{run['device'].replace('NVIDIA ', '')} ({run['date']})" for run in passed}))
     if passed:
-        return ", ".join(sorted({run["versions"].get(package, "?").split("+")[0] for run in passed})) or "yes"
+        versions = {run["versions"].get(package, "?").split("+")[0] for run in passed}
+        return ", ".join(sorted(versions, key=lambda version: [int(n) for n in re.findall(r"\d+", version)]))
     unknown = where == "CPU" and not any(count(runs, pattern, kind) for kind in rows.KINDS)
     return "not run" if unknown or count(runs, pattern, f"not run {where}") else ""
 
