@@ -190,20 +190,20 @@ def attend_and_compare(
     rank: int, ranks: int, *, length: int = 0, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any
 ) -> None:
     """A forward and backward of this rank's rows by the public functions."""
-    length, offsets = length or ranks * 10, options.pop("offsets", ())
+    length, offsets, device = length or ranks * 10, options.pop("offsets", ()), options.pop("device", "cpu")
     shape = {name: options.pop(name) for name in ("heads", "kv_heads") if name in options}
     dense = {name: options[name] for name in ("causal", "window_size", "softcap", "sinks") if name in options}
     whole = Whole(length, offsets=offsets, dtype=dtype, seed=seed, **shape, **dense)
     layout = str(options.get("layout", "contiguous"))
     rows = (tokens_of(layout, offsets, ranks) if offsets else positions(layout, length, ranks))[rank]
-    shard = [x[:, rows].requires_grad_() for x in whole.inputs]
-    options |= {"alibi_slopes": whole.slopes, "return_lse": True}
+    shard = [x[:, rows].to(device).requires_grad_() for x in whole.inputs]
+    options |= {"alibi_slopes": whole.slopes.to(device), "return_lse": True}
     if offsets:
         out, lse = dfa_megatron.dist_flash_attn_varlen_func(*(x[0] for x in shard), offsets, **options)
         out, lse = out[None], lse[None]
     else:
         out, lse = dfa_megatron.dist_flash_attn_func(*shard, **options)
-    gradients = torch.autograd.grad(out, shard, whole.dout[:, rows])
+    gradients = torch.autograd.grad(out, shard, whole.dout[:, rows].to(device))
     tolerance = 2 * TOLERANCE[dtype]
     assert_close(out, whole.out[:, rows], tolerance=tolerance, name="out")
     assert_close(lse, whole.lse[:, :, rows], tolerance=tolerance, name="lse")
@@ -345,3 +345,33 @@ def test_the_module_takes_slopes_when_it_is_called() -> None:
     whole = Whole(6, seed=1)
     module = dfa_megatron.DistFlashAttention()
     assert_close(module(*whole.inputs, alibi_slopes=whole.slopes), whole.out, tolerance=1e-12)
+
+
+# GPUs.
+
+
+def _on_gpus(rank: int, ranks: int) -> None:
+    options: dict[str, Any] = {"length": ranks * 160, "dtype": torch.bfloat16, "device": "cuda"}
+    offsets = (0, 30, 31, 130, ranks * 160)
+    for kernel in ("triton", "reference"):
+        for seed, (schedule, layout) in enumerate((*SCHEDULES[:3], SCHEDULES[4])):
+            attend_and_compare(rank, ranks, seed=seed, kernel=kernel, schedule=schedule, layout=layout, **options)
+        attend_and_compare(rank, ranks, seed=8, kernel=kernel, causal=False, **options)
+        attend_and_compare(rank, ranks, seed=9, kernel=kernel, window_size=(40, 0), **options)
+        for layout in ("contiguous", "zigzag", "dealt"):
+            attend_and_compare(rank, ranks, offsets=offsets, kernel=kernel, layout=layout, **options)
+    for seed in (10, 11, 12):  # a graph sees the slopes of each call
+        attend_and_compare(rank, ranks, seed=seed, kernel="triton", cuda_graph=True, **options)
+
+
+@pytest.mark.gpu(1)
+def test_one_gpu_is_exact() -> None:
+    _on_gpus(0, 1)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_layout_and_pack_is_exact_over_nccl(ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    run_ranks(ranks, _on_gpus, cuda=True, timeout=170)
