@@ -55,7 +55,8 @@ class PackPlanner:
         heads, kv_heads, head_dim, head_dim_v: of q, k and v; kv_heads and head_dim_v are as heads and head_dim if None.
         dtype: of q, k and v.
         device: on which they are.
-        group, options: as for `dist_flash_attn_varlen_func`; those that no plan depends on may be left out.
+        group, options: as for `dist_flash_attn_varlen_func`, with alibi=True where calls bring slopes; options that no
+            plan depends on may be left out.
 
     Raises:
         UnsupportedError: no kernel serves the shape, or the planner was to choose ulysses_degree.

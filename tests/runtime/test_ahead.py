@@ -84,7 +84,7 @@ def _loop(rank: int, ranks: int, options: dict[str, Any]) -> int:
     ],
 )
 def test_a_pack_that_a_worker_has_planned_is_not_planned_in_the_loop(ranks: int, options: dict[str, Any]) -> None:
-    assert run_ranks(ranks, _loop, options) == [0] * ranks
+    assert run_ranks(ranks, _loop, options, timeout=170) == [0] * ranks
 
 
 def _other_dtype(rank: int, ranks: int) -> list[str]:
