@@ -2,11 +2,12 @@
 
     python benchmarks/suite.py                                  # all GPUs here; `make gpu` is the same
     python benchmarks/suite.py --list                           # what there is, and about how long it takes
-    python benchmarks/suite.py --only kernels packed --budget 500 --out runs/a
+    python benchmarks/suite.py --only kernels-flash4 packed --budget 500 --out runs/a
 
-The interpreter that runs this runs everything; no network, no virtual environment, no make. A stage whose GPUs or
-packages are missing is skipped with the reason, and one that fails or takes too long stops no other. The folder --out
-gets a log of each stage, its results, and summary.json. Exit status: 0, or 1 if a stage failed.
+The interpreter that runs this runs everything; no network, no virtual environment, no make. Stages run one after
+another, but tests of one GPU side by side, each on a GPU of its own. A stage whose GPUs or packages are missing is
+skipped with the reason, and one that fails or takes too long stops no other. The folder --out gets a log of each stage,
+its results, and summary.json. Exit status: 0, or 1 if a stage failed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -110,31 +114,62 @@ def _absence(stage: Stage, gpus: int) -> str:
 
 
 def run_all(chosen: list[Stage], gpus: int, out: Path, budget: float | None) -> list[Outcome]:
-    """One stage after another; summary.json is written after each."""
+    """In order; summary.json is written as stages end."""
     end = None if budget is None else time.monotonic() + budget
     about = {"started": datetime.now(UTC).isoformat(timespec="seconds"), "gpus": gpus, "python": sys.version.split()[0]}
     outcomes: list[Outcome] = []
-    for number, stage in enumerate(chosen, 1):
-        print(f"[{number}/{len(chosen)}] {stage.name}: about {stage.minutes} min, {stage.what}", flush=True)
+    for together in groups(chosen, gpus):
+        for stage in together:
+            number = chosen.index(stage) + 1
+            print(f"[{number}/{len(chosen)}] {stage.name}: about {stage.minutes} min, {stage.what}", flush=True)
         left = None if end is None else end - time.monotonic()
-        if outcomes and outcomes[-1].status == "interrupted":
-            outcome = Outcome(stage.name, "not run", why="interrupted")
-        elif why := absence(stage, gpus):
-            outcome = Outcome(stage.name, "skipped", why=why)
+        if any(one.status == "interrupted" for one in outcomes):
+            made = [Outcome(stage.name, "not run", why="interrupted") for stage in together]
         elif left is not None and left <= 0:
-            outcome = Outcome(stage.name, "not run", why=f"the {budget:.0f} s of --budget are spent")
+            why = f"the {budget:.0f} s of --budget are spent"
+            made = [Outcome(stage.name, "not run", why=why) for stage in together]
         else:
-            outcome = run(stage, out, left)
-        outcomes.append(outcome)
-        why = f" ({outcome.why})" if outcome.why else ""
-        print(f"    {outcome.status} in {outcome.seconds:.0f} s{why}", flush=True)
+            made = run_together(together, gpus, out, left)
+        for outcome in made:
+            why = f" ({outcome.why})" if outcome.why else ""
+            print(f"    {outcome.stage} {outcome.status} in {outcome.seconds:.0f} s{why}", flush=True)
+        outcomes += made
         summary = {**about, "stages": [asdict(one) for one in outcomes]}
         (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return outcomes
 
 
-def run(stage: Stage, out: Path, left: float | None) -> Outcome:
-    """One stage, its output in a log; none of its processes outlives it."""
+def groups(chosen: list[Stage], gpus: int) -> Iterator[list[Stage]]:
+    """The stages that run at the same time: as many of those that may as there are GPUs, or one."""
+    for beside, some in groupby(chosen, key=lambda stage: stage.beside):
+        stages, size = list(some), max(1, gpus) if beside else 1
+        yield from (stages[at : at + size] for at in range(0, len(stages), size))
+
+
+def run_together(together: list[Stage], gpus: int, out: Path, left: float | None) -> list[Outcome]:
+    """All at once, each on a GPU of its own if there are several."""
+    stopped = threading.Event()
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = shown.split(",") if shown else [str(device) for device in range(gpus)]
+
+    def one(place: int, stage: Stage) -> Outcome:
+        if why := absence(stage, gpus):
+            return Outcome(stage.name, "skipped", why=why)
+        if stage.beside and len(devices) > 1:
+            stage = replace(stage, environment={**stage.environment, "CUDA_VISIBLE_DEVICES": devices[place]})
+        return run(stage, out, left, stopped)
+
+    with ThreadPoolExecutor(len(together)) as pool:
+        begun = [pool.submit(one, place, stage) for place, stage in enumerate(together)]
+        try:
+            wait(begun)
+        except KeyboardInterrupt:
+            stopped.set()
+        return [outcome.result() for outcome in begun]
+
+
+def run(stage: Stage, out: Path, left: float | None, stopped: threading.Event) -> Outcome:
+    """One stage, its output in a log; none of its processes outlives it, nor `stopped`."""
     log = out / f"{stage.name}.log"
     limit = stage.limit if left is None else min(stage.limit, left)
     mark = f"{os.getpid()}-{stage.name}"
@@ -148,7 +183,7 @@ def run(stage: Stage, out: Path, left: float | None) -> Outcome:
         process = subprocess.Popen(  # noqa: S603 -- the commands are ours
             stage.command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
-        status, why = watch(process, log, begin, limit)
+        status, why = watch(process, log, begin, limit, stopped)
         stop(process, mark)
     if status == "timed out":
         why = f"ended after {limit:.0f} s" + (", the last of --budget" if limit < stage.limit else "")
@@ -157,23 +192,24 @@ def run(stage: Stage, out: Path, left: float | None) -> Outcome:
     return Outcome(stage.name, status, round(time.monotonic() - begin, 1), log.name, why)
 
 
-def watch(process: subprocess.Popen[Any], log: Path, begin: float, limit: float) -> tuple[str, str]:
+def watch(
+    process: subprocess.Popen[Any], log: Path, begin: float, limit: float, stopped: threading.Event
+) -> tuple[str, str]:
     """Wait for a process and show its last line from time to time; returns its status, and why if it was stopped."""
     shown = begin
-    try:
-        while True:
-            try:
-                code = process.wait(timeout=max(0.01, min(1.0, begin + limit - time.monotonic())))
-                return ("passed", "") if code == 0 else ("failed", "")
-            except subprocess.TimeoutExpired:
-                now = time.monotonic()
-            if now - begin >= limit:
-                return "timed out", ""
-            if now - shown >= TOLD:
-                shown = now
-                print(f"    {now - begin:4.0f} s  {last_line(log)[:100]}", flush=True)
-    except KeyboardInterrupt:
-        return "interrupted", "by the keyboard"
+    while True:
+        try:
+            code = process.wait(timeout=max(0.01, min(1.0, begin + limit - time.monotonic())))
+            return ("passed", "") if code == 0 else ("failed", "")
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+        if stopped.is_set():
+            return "interrupted", "by the keyboard"
+        if now - begin >= limit:
+            return "timed out", ""
+        if now - shown >= TOLD:
+            shown = now
+            print(f"    {now - begin:4.0f} s  {log.stem}: {last_line(log)[:100]}", flush=True)
 
 
 def stop(process: subprocess.Popen[Any], mark: str) -> None:

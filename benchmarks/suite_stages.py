@@ -26,6 +26,8 @@ class Stage:
     files: tuple[Path, ...] = ()
     """Scripts, or programs on the PATH."""
     environment: dict[str, str] = field(default_factory=dict)
+    beside: bool = False
+    """It times nothing and is content with one GPU: it may run while others like it do, each on a GPU of its own."""
 
 
 def stages(gpus: int, out: Path) -> list[Stage]:
@@ -44,17 +46,22 @@ def tests(out: Path) -> list[Stage]:
         needs = ("pytest", "pytest_timeout", *more.pop("needs", ()))  # type: ignore[misc]
         return Stage(name, what, command, minutes, 60.0 * (3 * minutes + 2), needs=needs, **more)  # type: ignore[arg-type]
 
+    def kernels(name: str, which: str, minutes: int) -> Stage:
+        return suite(
+            f"kernels-{name}", "kernels against float64", "--timeout", "280", "tests/kernels", "-m", "on_gpu",
+            "-k", which, "--ignore", "tests/kernels/test_kernel_bands.py",  # none of it on a GPU, and it needs hypothesis
+            minutes=minutes, processes=True, beside=True,
+        )  # fmt: skip
+
     return [
-        suite(
-            "kernels", "every kernel against float64", "--timeout", "280", "tests/kernels", "-m", "on_gpu",
-            "--ignore", "tests/kernels/test_kernel_bands.py",  # none of it on a GPU, and it needs hypothesis
-            minutes=8, processes=True,
-        ),
+        kernels("flash4", "flash4", 5),
+        kernels("triton", "triton", 5),
+        kernels("others", "not flash4 and not triton", 2),
         suite(
             "stress", "200 random attentions a kernel", "--timeout", "600", "tests/kernels/test_kernel_stress.py",
-            minutes=5, processes=True, environment={"DFA_STRESS": "200"},
+            minutes=5, processes=True, environment={"DFA_STRESS": "200"}, beside=True,
         ),
-        suite("remat", "rematerialization and offload", "tests/remat", "-m", "on_gpu", minutes=1),
+        suite("remat", "rematerialization and offload", "tests/remat", "-m", "on_gpu", minutes=1, beside=True),
         suite(
             "runtime", "NCCL, copy engines, packs, heads exchanged, benchmark", "--timeout", "420", "tests/runtime",
             "tests/packing", "tests/bench", "-m", "on_gpu", minutes=6, gpus=2,

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -85,7 +86,7 @@ def test_what_a_stage_started_ends_with_it_when_its_time_is_over(
 def test_what_a_failing_stage_leaves_running_is_ended_too(suite: ModuleType, tmp_path: Path) -> None:
     left = "import subprocess, sys; subprocess.Popen(['sleep', '300'], start_new_session=True); raise SystemExit(3)"
     begin = time.monotonic()
-    assert suite.run(stage(suite, "leaving", left), tmp_path, None).status == "failed"
+    assert suite.run(stage(suite, "leaving", left), tmp_path, None, threading.Event()).status == "failed"
     assert not suite.marked(f"{os.getpid()}-leaving")
     assert time.monotonic() - begin < suite.GRACE  # it was asked to end, and did
 
@@ -109,8 +110,45 @@ def test_a_budget_cuts_the_stage_it_ends_in_and_names_those_that_it_leaves_out(
     ]
 
 
+def test_tests_of_one_gpu_run_side_by_side_and_nothing_else_does(
+    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    meet = (
+        "import os, pathlib, time\n"
+        f"here = pathlib.Path({str(tmp_path)!r})\n"
+        "device = os.environ['CUDA_VISIBLE_DEVICES']\n"
+        "(here / f'is-{device}').touch()\n"
+        "end = time.monotonic() + 30\n"
+        "while len(list(here.glob('is-*'))) < 2 and time.monotonic() < end: time.sleep(0.01)\n"
+        "raise SystemExit(0 if len(list(here.glob('is-*'))) == 2 else 'alone')"
+    )
+    alone = f"import pathlib; pathlib.Path({str(tmp_path / 'third')!r}).write_text('ran')"
+    toys = [
+        stage(suite, "one", meet, beside=True),
+        stage(suite, "two", meet, beside=True),
+        stage(suite, "three", alone, beside=True),
+        stage(suite, "four", "import os; raise SystemExit(os.environ['CUDA_VISIBLE_DEVICES'] != '5,7')"),
+    ]
+    assert [[one.name for one in some] for some in suite.groups(toys, 2)] == [["one", "two"], ["three"], ["four"]]
+    outcomes = suite.run_all(toys, 2, tmp_path, None)
+    assert [(one.stage, one.status) for one in outcomes] == [(toy.name, "passed") for toy in toys]
+    assert sorted(file.name for file in tmp_path.glob("is-*")) == ["is-5", "is-7"]
+
+
+def test_the_keyboard_ends_stages_that_run_side_by_side(
+    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toys = [stage(suite, name, "import time; time.sleep(300)", beside=True) for name in ("one", "two")]
+    toys.append(stage(suite, "left", "pass"))
+    monkeypatch.setattr(suite, "wait", lambda begun: (_ for _ in ()).throw(KeyboardInterrupt))
+    outcomes = suite.run_all(toys, 2, tmp_path, None)
+    assert [one.status for one in outcomes] == ["interrupted", "interrupted", "not run"]
+    assert not suite.marked(f"{os.getpid()}-one")
+
+
 def test_a_stage_that_does_not_exist_is_refused_with_those_that_do(suite: ModuleType) -> None:
-    with pytest.raises(SystemExit, match="no stage kernel; there are kernels, stress"):
+    with pytest.raises(SystemExit, match="no stage kernel; there are kernels-flash4, kernels-triton"):
         suite.main(["--only", "kernel", "--list", "--gpus", "4"])
 
 
