@@ -49,7 +49,8 @@ def tests(out: Path) -> list[Stage]:
     def kernels(name: str, which: str, minutes: int) -> Stage:
         return suite(
             f"kernels-{name}", "kernels against float64", "--timeout", "280", "tests/kernels", "-m", "on_gpu",
-            "-k", which, "--ignore", "tests/kernels/test_kernel_bands.py",  # none of it on a GPU, and it needs hypothesis
+            "-k", which,
+            "--ignore", "tests/kernels/test_kernel_bands.py",  # none of it on a GPU, and it needs hypothesis
             minutes=minutes, processes=True, beside=True,
         )  # fmt: skip
 
