@@ -23,8 +23,9 @@ from dfa_megatron import kernels
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Form
 from dfa_megatron.plan.heads import split_heads, split_tokens
-from dfa_megatron.runtime.channel import Group, channel, group_name, group_size
+from dfa_megatron.runtime.channel import channel
 from dfa_megatron.runtime.documents import check_offsets, offsets_of
+from dfa_megatron.runtime.groups import Group, group_name, group_size
 from dfa_megatron.runtime.inputs import shape_of
 from dfa_megatron.runtime.machine import profile_of
 from dfa_megatron.runtime.prepare import format_of, need_of

@@ -11,8 +11,8 @@ from torch import nn
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.remat import active_frame
-from dfa_megatron.runtime.channel import Group, group_name
 from dfa_megatron.runtime.documents import check_offsets, offsets_of
+from dfa_megatron.runtime.groups import Group, group_name
 from dfa_megatron.runtime.op import Replay, attend
 from dfa_megatron.runtime.prepare import refuse
 from dfa_megatron.runtime.request import Request

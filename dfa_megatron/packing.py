@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.deal import layout_of
 from dfa_megatron.plan.layout import Layout, by_name
-from dfa_megatron.runtime.channel import Group, resolve
 from dfa_megatron.runtime.documents import dealt_mask, offsets_of
+from dfa_megatron.runtime.groups import Group, resolve
 
 CuSeqlens = torch.Tensor | Sequence[int] | None
 """Global token offsets of packed documents, as `dist_flash_attn_varlen_func` takes them, or None for no documents."""

@@ -19,7 +19,7 @@ from dfa_megatron.deepspeed.sequence_groups import SequenceGroups, publish
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.model import distribute_attention, transformers_model
-from dfa_megatron.runtime.channel import group_name
+from dfa_megatron.runtime.groups import group_name
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.huggingface.padding import IGNORED
-from dfa_megatron.runtime.channel import Group, group_name, group_size, resolve
+from dfa_megatron.runtime.groups import Group, group_name, group_size, resolve
 
 
 def tiled_loss(

@@ -10,7 +10,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import documents as packed
 from dfa_megatron.huggingface.padding import IGNORED, check_right, check_unlabelled
 from dfa_megatron.packing import local_positions, shard_sequence
-from dfa_megatron.runtime.channel import Group, group_name, group_size
+from dfa_megatron.runtime.groups import Group, group_name, group_size
 
 _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", *packed.FLASH_KEYS)
 

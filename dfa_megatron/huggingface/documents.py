@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.channel import resolve
 from dfa_megatron.runtime.documents import Offsets
+from dfa_megatron.runtime.groups import resolve
 
 KEYWORD = "dfa_documents"
 """The keyword by which a decoder hands `Documents` on to its layers."""

@@ -17,7 +17,7 @@ from dfa_megatron.huggingface.attention import CONTEXT, NAME, LayerContext
 from dfa_megatron.huggingface.checkpointing import check_checkpoint, set_checkpointing
 from dfa_megatron.huggingface.refusals import check_model, check_options
 from dfa_megatron.plan.heads import check_degree
-from dfa_megatron.runtime.channel import Group, group_name, group_size
+from dfa_megatron.runtime.groups import Group, group_name, group_size
 
 logger = logging.getLogger(__name__)
 

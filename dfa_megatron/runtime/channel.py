@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed import distributed_c10d
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.agree import exchange
 from dfa_megatron.runtime.copy_engine import host, open_transport
+from dfa_megatron.runtime.groups import ByName, end_gently, resolve
 from dfa_megatron.runtime.transport import GlooTransport, NcclTransport, Transport
 
 logger = logging.getLogger(__name__)
@@ -20,16 +22,12 @@ logger = logging.getLogger(__name__)
 _PATIENCE = 300.0
 """Seconds for the ranks of a group to come together for the first time."""
 
-Group = dist.ProcessGroup | str | None
-"""A process group, its name, or None for the default group (a single process where there is none)."""
-
 
 class Channel:
     """Own communicators of a group: messages never queue behind another library's collectives.
 
     rank, size: of this process in the group, and of the group.
     hosts: how many machines they are on.
-    side: a gloo group for agreement, which the host may wait on without touching the device.
     """
 
     def __init__(self, ranks: list[int]) -> None:
@@ -41,11 +39,17 @@ class Channel:
             )
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self._ranks = ranks
-        self.side = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        end_gently()
+        self._side = ByName(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
         self.hosts = len({facts["host"] for facts in exchange({"host": host()}, self.side, _PATIENCE)})
         self._transports: dict[tuple[str, str], Transport] = {}
-        self._collectives: dict[str, dist.ProcessGroup] = {}
+        self._collectives: dict[str, ByName] = {}
         self._parts: dict[tuple[int, ...], Channel] = {}
+
+    @property
+    def side(self) -> dist.ProcessGroup:
+        """A gloo group for agreement, which the host may wait on without touching the device."""
+        return self._side.group
 
     def transport(self, device: torch.device, kind: str = "auto", timeout: float = 120.0) -> Transport:
         """What moves messages of tensors on that kind of device: "p2p", "copy_engine", or "auto" for the better one.
@@ -87,8 +91,8 @@ class Channel:
     def collectives(self, device: torch.device) -> dist.ProcessGroup:
         """A process group for collectives of tensors on that kind of device; the first call is itself collective."""
         if device.type not in self._collectives:
-            self._collectives[device.type] = _communicator(self._ranks, device)
-        return self._collectives[device.type]
+            self._collectives[device.type] = ByName(_communicator(self._ranks, device))
+        return self._collectives[device.type].group
 
     def part(self, ranks: Sequence[int]) -> Channel:
         """The channel of some of this channel's ranks, with this one among them; the first call is collective.
@@ -101,30 +105,7 @@ class Channel:
         return self._parts[key]
 
 
-_channels: dict[str, tuple[dist.ProcessGroup, Channel]] = {}
-
-
-def group_name(group: Group) -> str:
-    """The name that the operator takes for a group; "" is a single process."""
-    if isinstance(group, str):
-        return group
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return ""
-        group = dist.group.WORLD
-    assert group is not None
-    return str(group.group_name)
-
-
-def group_size(name: str) -> int:
-    """How many ranks a named group has."""
-    return resolve(name).size() if name else 1
-
-
-def resolve(name: str) -> dist.ProcessGroup:
-    """The process group of that name; operators can take names, but no groups."""
-    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
-    return group
+_channels: dict[str, tuple[weakref.ref[dist.ProcessGroup], Channel]] = {}
 
 
 def channel(name: str) -> Channel:
@@ -135,9 +116,9 @@ def channel(name: str) -> Channel:
     """
     group = resolve(name)
     known = _channels.get(name)
-    if known is None or known[0] is not group:
+    if known is None or known[0]() is not group:
         _refuse_unequal_counts(group)
-        known = _channels[name] = (group, Channel(dist.get_process_group_ranks(group)))
+        known = _channels[name] = (weakref.ref(group), Channel(dist.get_process_group_ranks(group)))
     return known[1]
 
 

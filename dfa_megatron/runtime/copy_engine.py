@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from dfa_megatron.runtime.agree import exchange
 from dfa_megatron.runtime.driver import driver
+from dfa_megatron.runtime.groups import ByName
 from dfa_megatron.runtime.memory import Arena
 from dfa_megatron.runtime.transport import Parcel, Streams
 
@@ -28,7 +29,7 @@ _ALIGNMENT = 1 << 21
 _WORD = 4
 
 
-class CopyEngineTransport:
+class CopyEngineTransport(ByName):
     """Moves messages with the GPUs' copy engines; all ranks on one host, each GPU able to reach all others.
 
     Args:
@@ -37,7 +38,8 @@ class CopyEngineTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device, self.streams = group, device, Streams(device)
+        super().__init__(group)
+        self.device, self.streams = device, Streams(device)
         self.driver = driver()
         self._flags, addresses = _symmetric(2 * group.size() * _WORD, group, device)
         self._place_flags(group.rank(), addresses)

@@ -19,9 +19,10 @@ from dfa_megatron.plan.heads import HeadSplit, TokenSplit, split_heads, split_to
 from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime import alibi
 from dfa_megatron.runtime.agree import Facts, agree
-from dfa_megatron.runtime.channel import Channel, channel, group_size
+from dfa_megatron.runtime.channel import Channel, channel
 from dfa_megatron.runtime.documents import describe
 from dfa_megatron.runtime.graph import Captured
+from dfa_megatron.runtime.groups import group_size
 from dfa_megatron.runtime.inputs import refuse_tensors, shape_of, wire_dtype
 from dfa_megatron.runtime.machine import profile_of
 from dfa_megatron.runtime.memory import MemoryPlan

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.trial import stopwatch
-from dfa_megatron.runtime.channel import channel, group_name
+from dfa_megatron.runtime.channel import channel
+from dfa_megatron.runtime.groups import group_name
 from dfa_megatron.runtime.transport import Parcel, Transport
 
 logger = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.runtime.groups import ByName
 from dfa_megatron.runtime.memory import Arena
 
 
@@ -68,13 +69,13 @@ def _batch(group: dist.ProcessGroup, sends: Sequence[Parcel], receives: Sequence
     return works
 
 
-class GlooTransport:
+class GlooTransport(ByName):
     """Point-to-point over gloo: the host waits where a step lands."""
 
     generation = 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        super().__init__(group)
         self.works: list[dist.Work] = []
         self.sending: Sequence[Parcel] = ()
 
@@ -143,13 +144,14 @@ class Streams:
         self.free[step].record(self.compute)
 
 
-class NcclTransport:
+class NcclTransport(ByName):
     """Point-to-point over NCCL on a communicator and a stream of its own; the host waits for nothing."""
 
     generation = 0
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.streams = group, Streams(device)
+        super().__init__(group)
+        self.streams = Streams(device)
         self.works: list[dist.Work] = []
         self.sending: Sequence[Parcel] = ()
 

@@ -149,7 +149,7 @@ def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTra
     made = []
     for rank in range(ranks):
         one = object.__new__(CopyEngineTransport)
-        one.group, one.device, one.driver = SimpleNamespace(), torch.device("cpu"), Driver(world, rank)  # type: ignore[assignment]
+        one.device, one.driver = torch.device("cpu"), Driver(world, rank)  # type: ignore[assignment]
         one.streams, one._finished = Streams(world, rank), Event(world, rank)  # type: ignore[assignment]
         one._place_flags(rank, flags)
         one._arenas, one._receives, one._sending, one.generation = arenas, (), (), 1

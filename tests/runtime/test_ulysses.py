@@ -273,13 +273,13 @@ def test_compilers_trace_through_it_without_a_break() -> None:
 
 
 def _opcheck(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.channel import group_name
+    from dfa_megatron.runtime.groups import group_name
     from dfa_megatron.runtime.op import attention
     from dfa_megatron.runtime.request import Request
 
     q, k, v = (x[:, rank * 3 : rank * 3 + 3].clone().requires_grad_() for x in case(ranks * 3).inputs)
     text = Request(softmax_scale=0.25, kernel="reference", ulysses_degree=2).to_text()
-    torch.library.opcheck(attention, (q, k, v, None, text, group_name(None)))
+    torch.library.opcheck(attention, (q, k, v, None, None, text, group_name(None)))
 
 
 def test_the_operator_passes_the_checks_of_torch_library() -> None:

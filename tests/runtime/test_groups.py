@@ -1,0 +1,52 @@
+"""Process groups are theirs who made them: nothing here keeps one past `dist.destroy_process_group`."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+import dfa_megatron
+from dfa_megatron.testing.workers import run_ranks
+
+
+def _attend(ranks: int) -> None:
+    q, k, v = (torch.randn(1, 8, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    for options in ({"schedule": "ring"}, {"ulysses_degree": 2, "schedule": "ring"}):
+        dfa_megatron.dist_flash_attn_func(q, k, v, **options).sum().backward()
+    packed = (x.detach()[0] for x in (q, k, v))
+    dfa_megatron.dist_flash_attn_varlen_func(*packed, (0, 5, 8 * ranks))
+
+
+def _kept(rank: int, ranks: int) -> tuple[int, int]:
+    """How many groups there were, and how many of them are left after all were destroyed."""
+    _attend(ranks)
+    groups = [weakref.ref(group) for group in distributed_c10d._world.pg_map]
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    return len(groups), sum(group() is not None for group in groups)
+
+
+def test_no_group_is_kept_after_all_were_destroyed() -> None:
+    """A gloo group that is kept has threads, which now and then abort a process that ends."""
+    for made, left in run_ranks(4, _kept):
+        assert made >= 5  # the default group; agreement and messages of all ranks; of each pair
+        assert left == 0
+
+
+def _again(rank: int, ranks: int) -> int:
+    _attend(ranks)
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=ranks)
+    _attend(ranks)
+    return len(distributed_c10d._world.pg_map)
+
+
+def test_groups_can_be_made_anew_under_the_same_names() -> None:
+    assert len(set(run_ranks(2, _again))) == 1
