@@ -19,18 +19,16 @@ from typing import Any, get_args
 
 import torch
 
-from dfa_megatron import kernels
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Form
 from dfa_megatron.plan.heads import split_heads, split_tokens
 from dfa_megatron.runtime.channel import channel
 from dfa_megatron.runtime.documents import check_offsets, offsets_of
 from dfa_megatron.runtime.groups import Group, group_name, group_size
-from dfa_megatron.runtime.inputs import shape_of
-from dfa_megatron.runtime.machine import profile_of
-from dfa_megatron.runtime.prepare import format_of, need_of
-from dfa_megatron.runtime.rank_plan import Problem, RankPlan, keep, work_out
+from dfa_megatron.runtime.prepare import format_of, kernel_of, problem_of
+from dfa_megatron.runtime.rank_plan import RankPlan, keep, work_out
 from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.ulysses import stand_ins
 from dfa_megatron.runtime.wire import Format
 
 
@@ -80,19 +78,17 @@ class PackPlanner:
         name = group_name(group)
         over = channel(name) if group_size(name) > 1 else None
         self.rank, ranks = (over.rank, over.size) if over else (0, 1)
-        counts = heads, kv_heads or heads
+        place, counts = torch.device(device), (heads, kv_heads or heads)
+        q, k = (torch.empty((), dtype=dtype, device=place).expand(1, local_tokens, count, head_dim) for count in counts)
+        v = k[..., :1].expand(*k.shape[:3], head_dim_v or head_dim)
         if request.ulysses_degree == 0:
             raise UnsupportedError("a PackPlanner with ulysses_degree=0", "a call chooses the degree", "a degree")
         if request.ulysses_degree > 1:
             split = split_heads(request.ulysses_degree, ranks, *counts)
             outer = split_tokens(split.degree, self.rank, ranks, request.layout, local_tokens).outer
-            self.rank, ranks, counts = outer.index(self.rank), len(outer), (split.heads, split.kv_heads)
-            local_tokens, over = local_tokens * split.degree, None
-        place = torch.device(device)
-        q, k = (torch.empty((), dtype=dtype, device=place).expand(1, local_tokens, count, head_dim) for count in counts)
-        v = k[..., :1].expand(*k.shape[:3], head_dim_v or head_dim)
-        hardware = profile_of(place.type == "cuda", over)
-        self.problem = Problem(request.for_plan(), ranks, local_tokens, shape_of(request, q, k, v), hardware)
+            self.rank, ranks, over = outer.index(self.rank), len(outer), None
+            q, k, v = stand_ins(split, q, k, v)
+        self.problem = problem_of(request, ranks, q, k, v, over)
         self.formats = _formats(request, q, k, v)
 
     def __call__(self, cu_seqlens: torch.Tensor | Sequence[int]) -> PackPlan:
@@ -122,7 +118,7 @@ def _formats(
     for some in chain.from_iterable(combinations(every, count) for count in range(len(every) + 1)):
         forms = frozenset(some)
         try:
-            found[forms] = format_of(request, kernels.select(request.kernel, need_of(request, forms, q, k, v)), q, k, v)
+            found[forms] = format_of(request, kernel_of(request, forms, q, k, v), q, k, v)
         except UnsupportedError as error:
             found[forms] = str(error)
     return found

@@ -149,6 +149,7 @@ def candidates(
 def _of_schedules(mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware) -> list[Candidate]:
     looked_at: list[Candidate] = []
     nodes = _nodes(hardware, ranks)
+    cost = _simulated if ranks <= MANY_RANKS and len(mask.tiles) <= MANY_TILES else _outlined
     for name, schedule in SCHEDULES.items():
         if layout not in ("auto", schedule.layout):
             looked_at.append(Candidate(name, refusal=f"it needs layout {schedule.layout!r}"))
@@ -163,18 +164,10 @@ def _of_schedules(mask: Mask, ranks: int, layout: str, shape: AttentionShape, ha
             continue
         if nodes is not None and schedule.route is direct:
             plans.append(plan_named(name, mask, ranks, nodes))
-        looked_at += [_outlined(name, plan, shape, hardware) for plan in plans]
-    if ranks <= MANY_RANKS:
-        few = len(mask.tiles) <= MANY_TILES
-        while candidate := _next_to_simulate(looked_at, few):
-            looked_at[looked_at.index(candidate)] = _simulated(candidate, shape, hardware)
+        looked_at += [cost(name, plan, shape, hardware) for plan in plans]
+    while ranks <= MANY_RANKS and (taken := best(tuple(looked_at))) and taken.plan and not taken.simulated:
+        looked_at[looked_at.index(taken)] = _simulated(taken.schedule, taken.plan, shape, hardware)
     return looked_at
-
-
-def _next_to_simulate(looked_at: list[Candidate], every: bool) -> Candidate | None:
-    """One that only its outline speaks for: any, or the best of all."""
-    tried = looked_at if every else [best(tuple(looked_at))]
-    return next((one for one in tried if one and one.plan and not one.simulated), None)
 
 
 def _needless(name: str, mask: Mask, looked_at: list[Candidate]) -> str:
@@ -204,11 +197,11 @@ def _outlined(name: str, plan: AttentionPlan, shape: AttentionShape, hardware: H
     return Candidate(name, plan, seconds, idle_share=idle, sent=max(bytes_sent(plan, shape)))
 
 
-def _simulated(candidate: Candidate, shape: AttentionShape, hardware: Hardware) -> Candidate:
-    assert candidate.plan is not None
-    timeline = simulate(candidate.plan, shape, hardware)
-    slots = max(len(program.slots) for phase in phases_of(candidate.plan) for program in lower_all(phase))
-    return replace(candidate, seconds=timeline.makespan, idle_share=timeline.idle_share, slots=slots, simulated=True)
+def _simulated(name: str, plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
+    run = simulate(plan, shape, hardware)
+    slots = max(len(program.slots) for phase in phases_of(plan) for program in lower_all(phase))
+    sent = max(bytes_sent(plan, shape))
+    return Candidate(name, plan, run.makespan, idle_share=run.idle_share, sent=sent, slots=slots, simulated=True)
 
 
 def _with_ulysses(

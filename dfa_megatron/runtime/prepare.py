@@ -105,22 +105,31 @@ def build(
         )
     if request.cuda_graph and not q.is_cuda:
         raise UnsupportedError(f"cuda_graph=True on {q.device}", "it has no CUDA graphs", "cuda_graph=False")
-    hardware = profile_of(q.is_cuda, over)
-    problem = Problem(request.for_plan(), ranks, q.shape[1], shape_of(request, q, k, v), hardware)
-
-    def kernel_for(forms: frozenset[Form]) -> BlockKernel:
-        return kernels.select(request.kernel, need_of(request, forms, q, k, v))
 
     def format_for(forms: frozenset[Form]) -> Format:
-        return format_of(request, kernel_for(forms), q, k, v)
+        return format_of(request, kernel_of(request, forms, q, k, v), q, k, v)
 
-    known = rank_plan(problem, rank, format_for)
-    return Prepared(request, known, kernel_for(known.forms), over)
+    known = rank_plan(problem_of(request, ranks, q, k, v, over), rank, format_for)
+    return Prepared(request, known, kernel_of(request, known.forms, q, k, v), over)
 
 
-def need_of(request: Request, forms: frozenset[Form], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Need:
-    """What a request over such tensors asks of its kernel."""
-    return Need(
+def problem_of(
+    request: Request, ranks: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, over: Channel | None
+) -> Problem:
+    """What the plan of a request over such tensors, of each of so many ranks, depends on."""
+    hardware = profile_of(q.is_cuda, over)
+    return Problem(request.for_plan(), ranks, q.shape[1], shape_of(request, q, k, v), hardware)
+
+
+def kernel_of(
+    request: Request, forms: frozenset[Form], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> BlockKernel:
+    """The kernel of a request over such tensors, if calls have these forms.
+
+    Raises:
+        UnsupportedError: none serves.
+    """
+    need = Need(
         device=q.device.type,
         dtype=q.dtype,
         heads=q.shape[2],
@@ -133,6 +142,7 @@ def need_of(request: Request, forms: frozenset[Form], q: torch.Tensor, k: torch.
         softcap=request.softcap,
         alibi=request.alibi,
     )
+    return kernels.select(request.kernel, need)
 
 
 def format_of(request: Request, kernel: BlockKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Format:
