@@ -69,7 +69,7 @@ def tests(out: Path) -> list[Stage]:
         ),
         suite(
             "megatron", "Megatron-Core trains like one rank", "--timeout", "280", "tests/megatron/test_gpu.py",
-            minutes=6, gpus=4, needs=("megatron",),
+            minutes=6, gpus=2, needs=("megatron",),
         ),
     ]  # fmt: skip
 

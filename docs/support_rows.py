@@ -168,10 +168,16 @@ MEGATRON = {
     "checkpoints to and from Megatron's own attention": r"megatron/test_checkpoints.py::test_",
     "Megatron's training package through the launcher": r"megatron/test_launch.py::test_a_script_on_megatrons_own",
     "packed data of Megatron's scripts and datasets": r"megatron/test_packed_scripts.py::test_packed_data_of_a_script",
-    "4 GPUs: CP, TP, PP, VP, DP, distributed optimizer, offload, float32": r"megatron/test_gpu.py::test_every",
-    "4 GPUs: packed documents, CP 4 and TP 2 x CP 2": r"megatron/test_gpu.py::test_packed_documents",
-    "4 GPUs: fully sharded parameters; latent attention":
-        r"megatron/test_gpu.py::test_(sharded_parameters|latent_attention)",
+    "2 GPUs: CP, DDP, distributed optimizer, offload, float32": r"megatron/test_gpu.py::test_every.*\[.*-2\]",
+    "4 GPUs: CP, TP, PP, VP, DP, distributed optimizer, offload": r"megatron/test_gpu.py::test_every.*\[.*-4\]",
+    "2 GPUs: packed documents, CP 2": r"megatron/test_gpu.py::test_packed_documents\w+\[.*-2\]",
+    "4 GPUs: packed documents, CP 4 and TP 2 x CP 2": r"megatron/test_gpu.py::test_packed_documents\w+\[.*-4\]",
+    "2 GPUs: fully sharded parameters (FSDP); latent attention": (
+        r"megatron/test_gpu.py::test_(sharded_parameters|latent_attention)\w+\[.*-2\]"
+    ),
+    "4 GPUs: fully sharded parameters (FSDP); latent attention": (
+        r"megatron/test_gpu.py::test_(sharded_parameters|latent_attention)\w+\[.*-4\]"
+    ),
     "what is not supported is refused by name": r"megatron/test_refusals.py::test_a_config_that_would_be",
 }  # fmt: skip
 
