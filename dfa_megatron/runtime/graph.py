@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 
 import torch
+
+from dfa_megatron.runtime.groups import before_destroying
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,8 @@ class Captured:
         with torch.cuda.graph(self._graph, stream=warm, capture_error_mode="thread_local"):
             self._results = run(*self._inputs)
         logger.info("captured a CUDA graph of an attention over %s", tuple(inputs[0].shape))
+        _alive.add(self)
+        before_destroying(_release)
 
     def __call__(self, inputs: Tensors) -> Tensors:
         """Replay on the current stream; the results are the caller's."""
@@ -45,3 +50,16 @@ class Captured:
         results = tuple(torch.empty_like(x) for x in self._results)
         torch._foreach_copy_(results, self._results)
         return results
+
+    def release(self) -> None:
+        """Give up the graph, which cannot be replayed any more."""
+        self._graph.reset()
+
+
+_alive: weakref.WeakSet[Captured] = weakref.WeakSet()
+
+
+def _release() -> None:
+    """NCCL waits, without end, for graphs that hold its messages before it lets go of a communicator."""
+    for captured in _alive:
+        captured.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -61,3 +62,27 @@ class ByName:
 def end_gently() -> None:
     """Let the threads of groups that others keep, as DeepSpeed does, come to rest before the interpreter ends."""
     atexit.register(time.sleep, _PAUSE)
+
+
+def before_destroying(release: Callable[[], None]) -> None:
+    """Have this called when torch.distributed.destroy_process_group is about to destroy all groups.
+
+    PyTorch has no hook for it, so its function is wrapped, once and for as long as the process lives.
+    """
+    _releases()[release] = None
+
+
+@functools.cache
+def _releases() -> dict[Callable[[], None], None]:
+    releases: dict[Callable[[], None], None] = {}
+    destroy = distributed_c10d.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        if group is None or group is dist.group.WORLD:
+            for release in releases:
+                release()
+        destroy(group)
+
+    dist.destroy_process_group = distributed_c10d.destroy_process_group = destroy_process_group
+    return releases

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import dfa_megatron
+from dfa_megatron.runtime.groups import before_destroying
 from dfa_megatron.testing.workers import run_ranks
 
 
@@ -50,3 +51,24 @@ def _again(rank: int, ranks: int) -> int:
 
 def test_groups_can_be_made_anew_under_the_same_names() -> None:
     assert len(set(run_ranks(2, _again))) == 1
+
+
+def _released(rank: int, ranks: int) -> tuple[list[str], bool]:
+    """What happened in which order, and whether the process still has a name of before for the function."""
+    events: list[str] = []
+    before_destroying(lambda: events.append("released"))
+    part = dist.new_group([0, 1])
+    dist.destroy_process_group(part)
+    events.append("one destroyed")
+    before = dist.destroy_process_group
+    before_destroying(lambda: events.append("released, too"))
+    dist.barrier()
+    dist.destroy_process_group()
+    events.append("all destroyed" if not dist.is_initialized() else "some are left")
+    return events, before is dist.destroy_process_group
+
+
+def test_what_groups_would_wait_for_is_released_before_all_are_destroyed() -> None:
+    for events, once in run_ranks(2, _released):
+        assert events == ["one destroyed", "released", "released, too", "all destroyed"]
+        assert once

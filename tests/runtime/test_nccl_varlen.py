@@ -54,31 +54,28 @@ def compare(whole: Case, offsets: tuple[int, ...], rank: int, ranks: int, **opti
             assert got.double().norm() < 2 * floor, name
 
 
-def _exact(rank: int, ranks: int) -> None:
+def _exact(rank: int, ranks: int, kernel: str) -> None:
     draw = random.Random(ranks)
-    for kernel in served("flash4", "aten", "triton", "cudnn"):
-        for round_ in range(4):
-            offsets = random_offsets(ranks * draw.choice([64, 130, 256, 384]), draw)
-            heads, kv_heads = draw.choice([(8, 2), (4, 4), (6, 1)])
-            whole = gpu_pack(offsets, heads=heads, kv_heads=kv_heads, seed=round_)
-            transport = draw.choice(["p2p", "copy_engine"])
-            for schedule, layout in (("ring", "contiguous"), ("greedy", "contiguous"), ("dealt", "dealt")):
-                compare(
-                    whole, offsets, rank, ranks, kernel=kernel, schedule=schedule, layout=layout, transport=transport
-                )
-            if kernel != "cudnn":
-                for causal, window_size in ((False, (-1, -1)), (True, (70, 0)), (False, (30, 9))):
-                    options = {"causal": causal, "window_size": window_size}
-                    bounded = gpu_pack(offsets, heads=heads, kv_heads=kv_heads, seed=round_, **options)
-                    compare(bounded, offsets, rank, ranks, kernel=kernel, **options)
+    for round_ in range(4):
+        offsets = random_offsets(ranks * draw.choice([64, 130, 256, 384]), draw)
+        heads, kv_heads = draw.choice([(8, 2), (4, 4), (6, 1)])
+        whole = gpu_pack(offsets, heads=heads, kv_heads=kv_heads, seed=round_)
+        options = {"kernel": kernel, "transport": draw.choice(["p2p", "copy_engine"])}
+        for schedule, layout in (("ring", "contiguous"), ("greedy", "contiguous"), ("dealt", "dealt")):
+            compare(whole, offsets, rank, ranks, schedule=schedule, layout=layout, **options)
+        if kernel != "cudnn":
+            for causal, window_size in ((False, (-1, -1)), (True, (70, 0)), (False, (30, 9))):
+                seen = {"causal": causal, "window_size": window_size}
+                bounded = gpu_pack(offsets, heads=heads, kv_heads=kv_heads, seed=round_, **seen)
+                compare(bounded, offsets, rank, ranks, **seen, **options)
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_random_packs_are_exact_over_nccl_with_every_kernel(ranks: int) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} CUDA devices")
-    run_ranks(ranks, _exact, cuda=True, timeout=400)
+@pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)])
+@pytest.mark.parametrize("kernel", ["flash4", "aten", "triton", "cudnn"])
+def test_random_packs_are_exact_over_nccl(kernel: str, ranks: int) -> None:
+    if kernel not in served(kernel):
+        pytest.skip(f"{kernel} does not serve this GPU")
+    run_ranks(ranks, _exact, kernel, cuda=True, timeout=400)  # kernels compile for every kind of pack
 
 
 def _without_synchronisation(rank: int, ranks: int, transport: str) -> None:

@@ -1,7 +1,7 @@
 """Times every block kernel that this GPU can use, after checking each against float64.
 
-    python benchmarks/kernels.py --length 4096 32768 --kv-heads 32 8 --head-dim 128 64 --out kernels.json
-    python benchmarks/kernels.py --sweep --length 16384 --kv-heads 32 --head-dim 128 --mask causal --out sweep.json
+    python benchmarks/kernel_speed.py --length 4096 32768 --kv-heads 32 8 --head-dim 128 64 --out kernels.json
+    python benchmarks/kernel_speed.py --sweep --length 16384 --kv-heads 32 --head-dim 128 --mask causal --out sweep.json
 
 A kernel that is wrong is not timed. Times are CUDA events, the median over repetitions after a warm-up; kernels take
 turns, so that a slow clock hits all of them. TFLOP/s count the pairs that the mask lets through: 4 * pairs * heads *
