@@ -61,6 +61,10 @@ class Mode:
     full: bool
     """--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
     offload: bool = False
+    transformer_engine: bool = False
+    """Its modules around the attention."""
+    fp8: bool = False
+    """Its linear layers in 8 bits."""
 
     def options(self, kernel: str, schedule: str) -> DistAttentionConfig:
         """Ours, in the layout that costs nothing."""
@@ -75,15 +79,17 @@ MODES = {
         Mode("remat-offload", "auto", full=True, offload=True),
         Mode("full", "off", full=True),
         Mode("none", "off", full=False),
-        Mode("te", None, full=False),
-        Mode("te-full", None, full=True),
+        Mode("remat-te", "auto", full=True, transformer_engine=True),
+        Mode("remat-te-fp8", "auto", full=True, transformer_engine=True, fp8=True),
+        Mode("te", None, full=False, transformer_engine=True),
+        Mode("te-full", None, full=True, transformer_engine=True),
     )
 }
 
 
 def available(mode: Mode) -> bool:
     """Whether what the mode needs is installed."""
-    return mode.remat is not None or importlib.util.find_spec("transformer_engine") is not None
+    return not mode.transformer_engine or importlib.util.find_spec("transformer_engine") is not None
 
 
 def join(tensor: int) -> torch.device:
@@ -153,18 +159,22 @@ def make_config(shape: Shape, layers: int, mode: Mode, *, fusion: bool) -> Any:
         recompute_granularity="full" if mode.full else None,
         recompute_method="uniform" if mode.full else None,
         recompute_num_layers=1 if mode.full else None,
+        fp8="hybrid" if mode.fp8 else None,
+        fp8_recipe="tensorwise",
     )
 
 
 def make_spec(config: Any, mode: Mode, options: DistAttentionConfig | None) -> Any:
-    """Megatron's spec without Transformer Engine and ours in it, or Transformer Engine's as it is."""
+    """Megatron's spec with Transformer Engine or without, and ours in it; options None leaves it as it is."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    if options is None:
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     from dfa_megatron.megatron import dfa_ify
 
-    return dfa_ify(gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm"), config, options)
+    if mode.transformer_engine:
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+    return spec if options is None else dfa_ify(spec, config, options)
 
 
 def stopwatch(step: Callable[[], object], *, warmup: int, repeats: int) -> float:

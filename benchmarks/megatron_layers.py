@@ -11,6 +11,7 @@ optimizer, in several modes:
     remat-offload   the same, kept in pinned host memory
     full            ours with Megatron's full recomputation: attention runs twice
     none            ours without recomputation
+    remat-te        as remat, among Transformer Engine's modules; -fp8: with its linear layers in 8 bits
     te, te-full     Transformer Engine's attention over a ring, without and with full recomputation, if it is installed
 
 Training (`--train LENGTH:LAYERS:STEPS:MODE ...`): GPTModel, DDP, the distributed optimizer and random tokens. Every
@@ -46,7 +47,7 @@ from megatron_common import (
 
 LAYERS = ("65536:8:14336", "131072:8:14336", "131072:32:11008")
 TRAINING = ("32768:8:30:remat", "32768:8:8:full", "131072:4:10:remat", "262144:4:4:remat")
-LAYER_MODES = ("remat", "full", "none", "te", "te-full")
+LAYER_MODES = ("remat", "full", "none", "te", "te-full", "remat-te", "remat-te-fp8")
 DEPTH = 4
 """Layers that are timed together."""
 

@@ -124,8 +124,8 @@ def measurements(gpus: int, out: Path) -> list[Stage]:
                minutes=2, gpus=2, needs=("flash_attn",)),
         script("kernel-speed", "every block kernel", "kernel_speed", "--out", str(out / "kernels.json"), minutes=4,
                ranks=False),
-        script("kernel-sweep", "block sizes of triton", "kernel_speed", "--sweep", "--length", "16384", "--kv-heads", "32",
-               "--mask", "causal", "--out", str(out / "sweep.json"), minutes=6, ranks=False, needs=("triton",)),
+        script("kernel-sweep", "block sizes of triton", "kernel_speed", "--sweep", "--length", "16384", "--kv-heads",
+               "32", "--mask", "causal", "--out", str(out / "sweep.json"), minutes=6, ranks=False, needs=("triton",)),
         Stage("sanitize", "memcheck and racecheck of triton", [python, str(HERE / "sanitize.py")], 3, 600.0,
               needs=("triton",), files=(Path("compute-sanitizer"),)),
     ]  # fmt: skip
