@@ -1,4 +1,4 @@
-"""Two GPUs: ours among Transformer Engine's modules, with its fp8 and its checkpoint, against its own attention."""
+"""One or two GPUs: ours among Transformer Engine's modules, with its fp8 and its checkpoint, against its own attention."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Topology
 
-LAYERS, HEADS, GROUPS, HIDDEN, ROWS = 2, 8, 2, 512, 512
+LAYERS, HEADS, GROUPS, HIDDEN, TOKENS = 2, 8, 2, 512, 1024
 
 
-def _block(cp: int, fp8: str | None, remat: str | None) -> Any:
+def _block(cp: int, dp: int, fp8: str | None, remat: str | None) -> Any:
     """Layers of Transformer Engine's modules, with its attention (remat None) or with ours in it."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -28,7 +28,7 @@ def _block(cp: int, fp8: str | None, remat: str | None) -> Any:
 
     from dfa_megatron.megatron import declare_batch_layout, dfa_ify
 
-    harness.start(Topology(cp=cp, dp=2 // cp))
+    harness.start(Topology(cp=cp, dp=dp))
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     config = TransformerConfig(
         num_layers=LAYERS,
@@ -64,7 +64,7 @@ def _results(block: Any, hidden: torch.Tensor, gradient: torch.Tensor) -> dict[s
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     group = parallel_state.get_context_parallel_group()
-    table = RotaryEmbedding(HIDDEN // HEADS, 1.0, rotary_base=10000, cp_group=group)(2 * ROWS)
+    table = RotaryEmbedding(HIDDEN // HEADS, 1.0, rotary_base=10000, cp_group=group)(TOKENS)
     hidden = hidden.clone().requires_grad_()
     out = block(hidden, None, rotary_pos_emb=table)
     out.backward(gradient)
@@ -79,15 +79,15 @@ def _results(block: Any, hidden: torch.Tensor, gradient: torch.Tensor) -> dict[s
 def _equals(rank: int, ranks: int, fp8: str | None, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(3)
     hidden, gradient = (
-        torch.randn(2 * ROWS, 1, HIDDEN, generator=generator).to("cuda", torch.bfloat16) for _ in range(2)
+        torch.randn(TOKENS, 1, HIDDEN, generator=generator).to("cuda", torch.bfloat16) for _ in range(2)
     )
-    plain = _block(1, fp8, None)
+    plain = _block(1, ranks, fp8, None)
     weights = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
     wanted = _results(plain, hidden, gradient)
-    rows = slice(rank * ROWS, (rank + 1) * ROWS)
+    rows = slice(rank * TOKENS // ranks, (rank + 1) * TOKENS // ranks)
     wanted |= {name: wanted[name][rows] for name in ("out", "hidden")}
     for remat in ("off", "auto"):
-        block = _block(2, fp8, remat)
+        block = _block(ranks, 1, fp8, remat)
         for name, parameter in block.named_parameters():
             parameter.data.copy_(weights[name])
         COUNTERS.reset()
@@ -99,8 +99,10 @@ def _equals(rank: int, ranks: int, fp8: str | None, tolerance: float) -> None:
             assert_close(found[name], want, tolerance=tolerance, name=f"{name}, remat {remat}")
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.parametrize("gpus", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (1, 2)])
 @pytest.mark.parametrize(("fp8", "tolerance"), [(None, 2e-2), ("hybrid", 0.15)], ids=["bf16", "fp8"])
-def test_among_transformer_engines_modules_it_equals_its_own_attention(fp8: str | None, tolerance: float) -> None:
+def test_among_transformer_engines_modules_it_equals_its_own_attention(
+    fp8: str | None, tolerance: float, gpus: int
+) -> None:
     pytest.importorskip("transformer_engine.pytorch")
-    run_ranks(2, _equals, fp8, tolerance, cuda=True, timeout=150)
+    run_ranks(gpus, _equals, fp8, tolerance, cuda=True, timeout=150)

@@ -1,0 +1,39 @@
+"""One GPU plays all ranks: every GPU kernel under every kind of schedule and pack, in bfloat16, without a network."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron import kernels
+from dfa_megatron.kernels.api import Need
+from dfa_megatron.runtime.request import Request
+
+sys.path.insert(0, str(Path(__file__).parent))
+from packs import pack, random_offsets
+from test_together_varlen import run
+
+SHAPE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+SCHEDULES = (("balanced_shared", "contiguous"), ("greedy", "contiguous"), ("zigzag", "zigzag"), ("dealt", "dealt"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packs"])
+@pytest.mark.parametrize("kernel", ["flash4", "triton", "aten", "cudnn"])
+def test_kernels_are_exact_on_two_to_eight_ranks(kernel: str, packed: bool) -> None:
+    capability = torch.cuda.get_device_capability()
+    need = Need("cuda", torch.bfloat16, 8, 2, 128, 128, frozenset({"full", "causal"}), capability=capability)
+    if why := kernels.get(kernel).refusal(need):
+        pytest.skip(str(why))
+    draw = random.Random(f"{kernel} {packed}")
+    for ranks in (2, 3, 4, 8):
+        local = 2 * draw.choice([32, 65, 96, 128])
+        offsets = random_offsets(ranks * local, draw) if packed else (0, ranks * local)
+        for schedule, layout in SCHEDULES:
+            request = Request(schedule=schedule, layout=layout, kernel=kernel, cu_seqlens=offsets, softmax_scale=0.3)
+            run(request, pack(offsets, seed=ranks, **SHAPE), ranks)
