@@ -61,5 +61,6 @@ _alive: weakref.WeakSet[Captured] = weakref.WeakSet()
 
 def _release() -> None:
     """NCCL waits, without end, for graphs that hold its messages before it lets go of a communicator."""
+    torch.cuda.synchronize()
     for captured in _alive:
         captured.release()

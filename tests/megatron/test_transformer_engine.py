@@ -1,4 +1,4 @@
-"""One or two GPUs: ours among Transformer Engine's modules, with its fp8 and its checkpoint, against its own attention."""
+"""Ours among Transformer Engine's modules, with its fp8 and its checkpoint, against its own attention; on GPUs."""
 
 from __future__ import annotations
 
