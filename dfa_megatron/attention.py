@@ -56,13 +56,13 @@ def dist_flash_attn_func(
         softmax_scale: of the scores; head_dim ** -0.5 if None.
         window_size: (left, right) tokens that a token sees beside itself, -1 for no bound.
         softcap: scores become softcap * tanh(scores / softcap); 0 leaves them as they are. The kernels `reference`,
-            `triton` and `flash4` can; the last two, which have not capped scores on a GPU yet, by name only.
+            `triton` and `flash4` can.
         sinks: (heads,), any floating dtype, the same values on every rank: a logit per query head that takes part in
             the softmax and has no value, so that the probabilities of a row's tokens sum to less than 1. Its gradient
             is that of this rank's rows: sum it over the group as that of any parameter the ranks share.
         alibi_slopes: (heads,), float32, the same values on every rank: -slope * |i - j| is added to the (capped) score
             of tokens i and j of the whole sequence, wherever the ranks hold them. A constant: it may require no
-            gradient. The kernels `reference` and `triton` can; the latter, which has not run it on a GPU yet, by name.
+            gradient. The kernels `reference` and `triton` can.
         deterministic: the same gradients to the bit from run to run; on as well where torch's own switch
             (torch.use_deterministic_algorithms) is.
         schedule: "ring", "balanced", "balanced_shared", "zigzag" or "auto".

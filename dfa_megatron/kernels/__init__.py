@@ -43,12 +43,6 @@ KERNELS: Mapping[str, BlockKernel] = MappingProxyType(
 BY_NAME_ONLY = frozenset({"flash3", "flash2"})
 """Kernels that "auto" passes over: they have not been through the whole conformance suite on a GPU yet."""
 
-CAPS_BY_NAME_ONLY = frozenset({"flash4", "triton"})
-"""Kernels that "auto" passes over where scores are capped, for the same reason."""
-
-BIASES_BY_NAME_ONLY = frozenset({"triton"})
-"""The same where scores have ALiBi's bias."""
-
 
 def get(name: str) -> BlockKernel:
     """The kernel of that name.
@@ -76,8 +70,8 @@ def select(name: str, need: Need) -> BlockKernel:
     for candidate in wanted:
         kernel = KERNELS[candidate]
         why = refusal(kernel, need)
-        if why is None and name == "auto":
-            why = _unproven(candidate, need)
+        if why is None and name == "auto" and candidate in BY_NAME_ONLY:
+            why = f"it is taken by name only (kernel={candidate!r}), until the whole suite has passed on a GPU"
         if why is None:
             _log_choice(name, candidate, _describe(need), tuple(refused.items()))
             return kernel.capped(need.softcap) if need.softcap and isinstance(kernel, Capping) else kernel
@@ -88,19 +82,6 @@ def select(name: str, need: Need) -> BlockKernel:
     would_do = [other for other, kernel in KERNELS.items() if refusal(kernel, need) is None]
     instead = "kernel=" + " or ".join(map(repr, would_do)) if would_do else "no kernel as it stands"
     raise UnsupportedError(f"kernel={name!r} for {_describe(need)}", refused[name], instead)
-
-
-def _unproven(name: str, need: Need) -> str | None:
-    """Why "auto" passes over a kernel that can serve the need, or None."""
-    if name in BY_NAME_ONLY:
-        of = ""
-    elif need.softcap and name in CAPS_BY_NAME_ONLY:
-        of = " for capped scores"
-    elif need.alibi and name in BIASES_BY_NAME_ONLY:
-        of = " for scores with ALiBi"
-    else:
-        return None
-    return f"it is taken by name only{of} (kernel={name!r}), until the whole suite has passed on a GPU"
 
 
 def refusal(kernel: BlockKernel, need: Need) -> str | None:
