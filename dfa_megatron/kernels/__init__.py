@@ -84,6 +84,12 @@ def select(name: str, need: Need) -> BlockKernel:
     raise UnsupportedError(f"kernel={name!r} for {_describe(need)}", refused[name], instead)
 
 
+def first(name: str, need: Need) -> str | None:
+    """The kernel that `select` takes, or None where it refuses; nothing is logged."""
+    wanted = [kernel for kernel in KERNELS if kernel not in BY_NAME_ONLY] if name == "auto" else [get(name).name]
+    return next((kernel for kernel in wanted if refusal(KERNELS[kernel], need) is None), None)
+
+
 def refusal(kernel: BlockKernel, need: Need) -> str | None:
     """Why a kernel cannot serve the need, or None if it can; what only some kernels do is asked for here."""
     if not 0 <= need.softcap < math.inf:

@@ -153,11 +153,29 @@ def flat(flops: float) -> Curve:
     return ((1, flops),)
 
 
-_HOPPER = (
-    ((2896, 335e12), (4096, 468e12), (23170, 580e12), (32768, 596e12)),
-    ((2896, 335e12), (4096, 452e12), (23170, 524e12), (32768, 537e12)),
+RATES: Mapping[str, tuple[Curve, Curve]] = MappingProxyType(
+    {
+        "flash4": (
+            ((2896, 585e12), (23170, 634e12), (32768, 667e12)),
+            ((2896, 463e12), (5793, 580e12), (23170, 609e12), (32768, 614e12)),
+        ),
+        "cudnn": (
+            ((2896, 335e12), (4096, 468e12), (23170, 580e12), (32768, 596e12)),
+            ((2896, 335e12), (4096, 452e12), (23170, 524e12), (32768, 537e12)),
+        ),
+        "triton": (
+            ((2896, 307e12), (4096, 400e12), (23170, 463e12), (32768, 445e12)),
+            ((2896, 275e12), (4096, 325e12), (23170, 355e12), (32768, 333e12)),
+        ),
+        "aten": (
+            ((2896, 227e12), (4096, 326e12), (23170, 334e12), (32768, 338e12)),
+            ((2896, 234e12), (4096, 285e12), (23170, 319e12), (32768, 315e12)),
+        ),
+    }
 )
-"""cuDNN's attention in bfloat16 with 32 heads of 128 on one H200, causal and full at 4K and 32K tokens."""
+"""Forward and backward by kernel, in bfloat16 with 32 heads of 128 on one H200, causal and full blocks of 4K to 32K."""
+
+_HOPPER = RATES["cudnn"]
 
 H200_NVLINK = Hardware("h200-nvlink", *_HOPPER, (Link("p2p", 340e9, 15e-6), Link("copy_engine", 390e9, 15e-6)), 15e-6)
 """H200s of one host: links as measured beside NCCL's send and receive, and the copy engines' pushes."""
@@ -176,12 +194,30 @@ H200_NIC_400G = Hardware(
 CPU_LOOPBACK = Hardware("cpu-loopback", flat(40e9), flat(30e9), (Link("p2p", 1e9, 2e-4),), 5e-5)
 """Processes of one small machine over gloo; a rough figure."""
 
+
+def computing_with(kernel: str | None, hardware: Hardware) -> Hardware:
+    """A profile of this file for Hopper with the rates of another kernel; any other profile as it is."""
+    if kernel is None or kernel not in RATES or (hardware.forward, hardware.backward) not in RATES.values():
+        return hardware
+    forward, backward = RATES[kernel]
+    return replace(hardware, name=f"{hardware.name}-{kernel}", forward=forward, backward=backward)
+
+
 IDEAL_LINK = Hardware("ideal-link", flat(600e12), flat(550e12), (Link("p2p", math.inf),))
 """No cost but arithmetic: what a schedule is worth if everything else is hidden."""
 
 PROFILES: Mapping[str, Hardware] = MappingProxyType(
     {
         profile.name: profile
-        for profile in (H200_NVLINK, H100_NVLINK, H200_SLOW_LINK, H200_NIC_400G, CPU_LOOPBACK, IDEAL_LINK)
+        for profile in (
+            H200_NVLINK,
+            H100_NVLINK,
+            H200_SLOW_LINK,
+            H200_NIC_400G,
+            computing_with("flash4", H200_NVLINK),
+            computing_with("flash4", H200_SLOW_LINK),
+            CPU_LOOPBACK,
+            IDEAL_LINK,
+        )
     }
 )

@@ -15,6 +15,7 @@ from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel, Form, Need
 from dfa_megatron.plan.choose import best, candidates
 from dfa_megatron.plan.grid import grid
+from dfa_megatron.plan.hardware import Hardware
 from dfa_megatron.plan.heads import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime import alibi
@@ -117,7 +118,7 @@ def problem_of(
     request: Request, ranks: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, over: Channel | None
 ) -> Problem:
     """What the plan of a request over such tensors, of each of so many ranks, depends on."""
-    hardware = profile_of(q.is_cuda, over)
+    hardware = _hardware(request, q, k, v, over)
     return Problem(request.for_plan(), ranks, q.shape[1], shape_of(request, q, k, v), hardware)
 
 
@@ -129,7 +130,11 @@ def kernel_of(
     Raises:
         UnsupportedError: none serves.
     """
-    need = Need(
+    return kernels.select(request.kernel, _need(request, forms, q, k, v))
+
+
+def _need(request: Request, forms: frozenset[Form], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Need:
+    return Need(
         device=q.device.type,
         dtype=q.dtype,
         heads=q.shape[2],
@@ -142,7 +147,12 @@ def kernel_of(
         softcap=request.softcap,
         alibi=request.alibi,
     )
-    return kernels.select(request.kernel, need)
+
+
+def _hardware(request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, over: Channel | None) -> Hardware:
+    """What plans of the request are timed on; which kernel it is follows from the plan's calls, so it is a guess."""
+    forms: frozenset[Form] = frozenset({"full", "causal"} if request.window_size == (-1, -1) else {"full", "band"})
+    return profile_of(q.is_cuda, over, kernels.first(request.kernel, _need(request, forms, q, k, v)))
 
 
 def format_of(request: Request, kernel: BlockKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Format:
@@ -160,7 +170,7 @@ def _degree(request: Request, over: Channel | None, q: torch.Tensor, k: torch.Te
         over.size,
         layout=request.layout,
         shape=shape_of(request, q, k, v),
-        hardware=profile_of(q.is_cuda, over),
+        hardware=_hardware(request, q, k, v, over),
         degrees=True,
     )
     taken = best(tuple(one for one in looked_at if request.schedule in ("auto", one.schedule)))

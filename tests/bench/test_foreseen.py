@@ -1,0 +1,48 @@
+"""The simulation says what GPUs measured, and `auto` takes what was fastest; from the results that are kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "foreseen.py"
+
+
+@pytest.fixture(scope="module")
+def foreseen() -> Any:
+    spec = importlib.util.spec_from_file_location("foreseen", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["foreseen"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_where_launches_do_not_decide_simulation_and_choice_are_right(foreseen: Any) -> None:
+    judged = [
+        foreseen.judge(cell, measured)
+        for path in sorted(foreseen.RESULTS.glob("*.json"))
+        for cell, measured in foreseen.read(path).items()
+    ]
+    computed = [one for one in judged if not one.launches]
+    errors = [abs(error) for one in computed if one.long for error in one.errors.values()]
+    assert len(errors) >= 90
+    assert sum(error <= 0.15 for error in errors) >= 0.95 * len(errors)
+    choices = [one.lost for one in computed if len(one.measured) > 1]
+    assert len(choices) >= 18
+    assert sum(lost <= 0.03 for lost in choices) >= 0.9 * len(choices)
+
+
+def test_a_wrong_profile_is_found_out(foreseen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = foreseen.RESULTS / "2026-11-21-4xh200-schedules-flash4.json"
+    monkeypatch.setattr(foreseen, "computing_with", lambda kernel, hardware: hardware)  # cuDNN's rates
+    errors = [
+        e for cell, measured in foreseen.read(path).items() for e in foreseen.judge(cell, measured).errors.values()
+    ]
+    assert len(errors) == 8
+    assert max(errors) > 0.15
