@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dfa_megatron.kernels.trial import Trial
 
 LENGTHS = {"cuda": (1024, 2048, 4096, 8192, 16384, 32768), "cpu": (64, 128, 256, 512)}
+_WARM, _MOST_BEFORE = 0.15, 200
+"""Seconds that a GPU computes before calls are timed, and calls at most: training leaves it no time to rest."""
 _TINY = 16
 """Tokens of the call whose time counts as the cost of a launch."""
 
@@ -113,7 +115,10 @@ def _timed(kernel: BlockKernel, block: Trial) -> tuple[list[float], list[str]]:
     medians, phases = [], []
     for phase, call in passes(kernel, block).items():
         stopwatch(call, device)
-        medians.append(statistics.median(stopwatch(call, device, times=times, behind=True) for _ in range(3)))
+        before = min(_MOST_BEFORE, 1 + int(_WARM / stopwatch(call, device))) if device.type == "cuda" else 1
+        medians.append(
+            statistics.median(stopwatch(call, device, times=times, behind=True, before=before) for _ in range(3))
+        )
         phases.append(phase)
     return slowest(medians), phases
 

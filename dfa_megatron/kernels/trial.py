@@ -145,11 +145,14 @@ def passes(kernel: BlockKernel, trial: Trial, inputs: Inputs | None = None) -> d
     return {"forward": forward, "backward": backward}
 
 
-def stopwatch(call: Callable[[], object], device: torch.device, *, times: int = 1, behind: bool = False) -> float:
+def stopwatch(
+    call: Callable[[], object], device: torch.device, *, times: int = 1, behind: bool = False, before: int = 1
+) -> float:
     """Seconds of a call, by the device's clock, the mean of several in a row.
 
-    behind: let the device pause until the host has queued all calls, so that only the device's part is counted; one
-    more call goes before those that count, so that ranks which wait for one another start together.
+    behind: let the device pause until the host has queued all calls, so that only the device's part is counted. So many
+    calls go `before` those that count: ranks which wait for one another start together, and a GPU that has rested takes
+    a tenth of a second to fall from a clock that it cannot keep.
     """
     if device.type != "cuda":
         start = time.perf_counter()
@@ -159,8 +162,9 @@ def stopwatch(call: Callable[[], object], device: torch.device, *, times: int = 
     stream = torch.cuda.current_stream(device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if behind:
-        torch.cuda._sleep(int(2e6) * (times + 1))  # clock cycles, about 1 ms a call
-        call()
+        torch.cuda._sleep(int(2e6) * (before + times))  # clock cycles, about 1 ms a call
+        for _ in range(before):
+            call()
     begin.record(stream)
     for _ in range(times):
         call()
