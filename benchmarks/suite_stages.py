@@ -38,11 +38,11 @@ def stages(gpus: int, out: Path) -> list[Stage]:
 def tests(out: Path) -> list[Stage]:
     """Every test that needs a GPU; each leaves a file for docs/update_support.py."""
 
-    def suite(name: str, what: str, *arguments: str, minutes: int, processes: bool = False, **more: object) -> Stage:
+    def suite(name: str, what: str, *arguments: str, minutes: int, processes: int = 0, **more: object) -> Stage:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
         command += ["--support-report", str(out / f"support-{name}.jsonl")]
         if processes and importlib.util.find_spec("xdist"):  # tests of one compiled kernel stay in one process
-            command += ["-n", str(min(12, os.cpu_count() or 1)), "--dist", "loadgroup"]
+            command += ["-n", str(min(processes, os.cpu_count() or 1)), "--dist", "loadgroup"]
         needs = ("pytest", "pytest_timeout", *more.pop("needs", ()))  # type: ignore[misc]
         return Stage(name, what, command, minutes, 60.0 * (3 * minutes + 2), needs=needs, **more)  # type: ignore[arg-type]
 
@@ -51,25 +51,30 @@ def tests(out: Path) -> list[Stage]:
             f"kernels-{name}", "kernels against float64", "--timeout", "280", "tests/kernels", "-m", "on_gpu",
             "-k", which,
             "--ignore", "tests/kernels/test_kernel_bands.py",  # none of it on a GPU, and it needs hypothesis
-            minutes=minutes, processes=True, beside=True,
+            minutes=minutes, processes=12, beside=True,
         )  # fmt: skip
 
     return [
-        kernels("flash4", "flash4", 5),
-        kernels("triton", "triton", 5),
-        kernels("others", "not flash4 and not triton", 2),
+        kernels("flash4", "flash4", 2),
+        kernels("triton", "triton", 2),
+        kernels("others", "not flash4 and not triton", 1),
         suite(
             "stress", "200 random attentions a kernel", "--timeout", "600", "tests/kernels/test_kernel_stress.py",
-            minutes=5, processes=True, environment={"DFA_STRESS": "200"}, beside=True,
+            minutes=2, processes=12, environment={"DFA_STRESS": "200"}, beside=True,
+        ),
+        suite(
+            "together", "one GPU plays all ranks", "--timeout", "280", "tests/runtime/test_together_gpu.py",
+            minutes=2, processes=8, beside=True,
         ),
         suite("remat", "rematerialization and offload", "tests/remat", "-m", "on_gpu", minutes=1, beside=True),
         suite(
             "runtime", "NCCL, copy engines, packs, heads exchanged, benchmark", "--timeout", "420", "tests/runtime",
-            "tests/packing", "tests/bench", "-m", "on_gpu", minutes=6, gpus=2,
+            "tests/packing", "tests/bench", "-m", "on_gpu", "--ignore", "tests/runtime/test_together_gpu.py",
+            minutes=4, gpus=2, processes=6,
         ),
         suite(
             "megatron", "Megatron-Core trains like one rank", "--timeout", "280", "tests/megatron/test_gpu.py",
-            minutes=6, gpus=2, needs=("megatron",),
+            "tests/megatron/test_transformer_engine.py", minutes=2, gpus=2, processes=6, needs=("megatron",),
         ),
     ]  # fmt: skip
 
