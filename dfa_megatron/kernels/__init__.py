@@ -43,6 +43,9 @@ KERNELS: Mapping[str, BlockKernel] = MappingProxyType(
 BY_NAME_ONLY = frozenset({"flash3", "flash2"})
 """Kernels that "auto" passes over: they have not been through the whole conformance suite on a GPU yet."""
 
+COMPILES_EACH_LENGTH = frozenset({"cudnn"})
+"""Kernels that "auto" passes over where documents are packed: a segment of a new length is a graph to compile."""
+
 
 def get(name: str) -> BlockKernel:
     """The kernel of that name.
@@ -70,8 +73,8 @@ def select(name: str, need: Need) -> BlockKernel:
     for candidate in wanted:
         kernel = KERNELS[candidate]
         why = refusal(kernel, need)
-        if why is None and name == "auto" and candidate in BY_NAME_ONLY:
-            why = f"it is taken by name only (kernel={candidate!r}), until the whole suite has passed on a GPU"
+        if why is None and name == "auto":
+            why = _passed_over(candidate, need)
         if why is None:
             _log_choice(name, candidate, _describe(need), tuple(refused.items()))
             return kernel.capped(need.softcap) if need.softcap and isinstance(kernel, Capping) else kernel
@@ -86,8 +89,17 @@ def select(name: str, need: Need) -> BlockKernel:
 
 def first(name: str, need: Need) -> str | None:
     """The kernel that `select` takes, or None where it refuses; nothing is logged."""
-    wanted = [kernel for kernel in KERNELS if kernel not in BY_NAME_ONLY] if name == "auto" else [get(name).name]
+    wanted = [one for one in KERNELS if _passed_over(one, need) is None] if name == "auto" else [get(name).name]
     return next((kernel for kernel in wanted if refusal(KERNELS[kernel], need) is None), None)
+
+
+def _passed_over(name: str, need: Need) -> str | None:
+    """Why "auto" does not take a kernel that can serve the need, or None."""
+    if name in BY_NAME_ONLY:
+        return f"it is taken by name only (kernel={name!r}), until the whole suite has passed on a GPU"
+    if need.packed and name in COMPILES_EACH_LENGTH:
+        return f"it compiles each length of a document anew, so for packs it is taken by name only (kernel={name!r})"
+    return None
 
 
 def refusal(kernel: BlockKernel, need: Need) -> str | None:
@@ -119,7 +131,9 @@ def _describe(need: Need) -> str:
     deterministic = ", deterministic" if need.deterministic else ""
     softcap = f", softcap {need.softcap:g}" if need.softcap else ""
     alibi = ", ALiBi" if need.alibi else ""
-    return f"{dtype} on {need.device}{capability}, {heads}, {head_dim}, {forms} blocks{softcap}{alibi}{deterministic}"
+    packed = ", packed" if need.packed else ""
+    more = f"{packed}{softcap}{alibi}{deterministic}"
+    return f"{dtype} on {need.device}{capability}, {heads}, {head_dim}, {forms} blocks{more}"
 
 
 @functools.lru_cache(maxsize=256)

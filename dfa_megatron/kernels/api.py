@@ -51,6 +51,8 @@ class Need:
     """Scores are softcap * tanh(scores / softcap); 0 leaves them as they are."""
     alibi: bool = False
     """-slope * |i - j| is added to the (capped) scores of tokens i and j, which calls are told row by row."""
+    packed: bool = False
+    """Calls are of several segments, whose lengths are others in every batch."""
 
 
 @dataclass(frozen=True, slots=True)

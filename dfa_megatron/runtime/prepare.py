@@ -146,6 +146,7 @@ def _need(request: Request, forms: frozenset[Form], q: torch.Tensor, k: torch.Te
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         softcap=request.softcap,
         alibi=request.alibi,
+        packed=bool(request.cu_seqlens),
     )
 
 

@@ -103,6 +103,13 @@ def test_auto_prefers_cudnn_and_leaves_it_for_what_it_cannot_do() -> None:
     assert kernels.select("auto", dataclasses.replace(ON_HOPPER, dtype=torch.float64)).name == "reference"
 
 
+@pytest.mark.usefixtures("hopper_build")
+def test_auto_leaves_packs_to_kernels_that_compile_no_length_anew() -> None:
+    packed = dataclasses.replace(ON_HOPPER, packed=True)
+    assert kernels.select("auto", packed).name == kernels.first("auto", packed) == "aten"
+    assert kernels.select("cudnn", packed).name == kernels.first("cudnn", packed) == "cudnn"
+
+
 @pytest.mark.usefixtures("flash4_present")
 def test_auto_passes_over_kernels_that_are_not_proven_and_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
