@@ -125,11 +125,12 @@ def peer_methods(world: World, kv_heads: int, causal: bool) -> list[Method]:
 
 
 def draw_inputs(args: argparse.Namespace, tokens: int, world: World, seed: int) -> list[torch.Tensor]:
-    """q, k, v and dout of all tokens, the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
+    """q, k, v and dout of all tokens, the same on every rank, whose devices are of one kind."""
+    generator = torch.Generator(world.device).manual_seed(seed)
     counts = (args.heads, args.kv_heads, args.kv_heads, args.heads)
-    draws = (torch.randn(tokens, heads, args.head_dim, generator=generator) for heads in counts)
-    return [x.to(world.device, getattr(torch, args.dtype)) for x in draws]
+    shapes = [(tokens, heads, args.head_dim) for heads in counts]
+    draws = (torch.randn(shape, generator=generator, device=world.device) for shape in shapes)
+    return [x.to(getattr(torch, args.dtype)) for x in draws]
 
 
 def check(method: Method, args: argparse.Namespace, world: World) -> None:
