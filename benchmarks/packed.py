@@ -225,6 +225,7 @@ def main() -> None:
         if args.out:
             about = vars(args) | {"ranks": world.size, "torch": torch.__version__, "cu_seqlens": offsets}
             args.out.write_text(json.dumps({"about": {k: str(v) for k, v in about.items()}, "rows": rows}, indent=1))
+    world.leave()
 
 
 def show(rows: list[dict[str, Any]], offsets: Offsets, world: World) -> None:
