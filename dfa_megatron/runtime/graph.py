@@ -24,9 +24,10 @@ class Captured:
     Args:
         run: the phase: tensors in, tensors out, all work issued on the current stream or joined to it.
         inputs: of the first call; later ones have the same shapes and dtypes.
+        messages: the phase has some. The graph is given up, for good, before all process groups are destroyed.
     """
 
-    def __init__(self, run: Callable[..., Tensors], inputs: Tensors) -> None:
+    def __init__(self, run: Callable[..., Tensors], inputs: Tensors, messages: bool) -> None:
         self._inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
         torch._foreach_copy_(self._inputs, inputs)
         warm = torch.cuda.Stream(inputs[0].device)
@@ -40,8 +41,9 @@ class Captured:
         with torch.cuda.graph(self._graph, stream=warm, capture_error_mode="thread_local"):
             self._results = run(*self._inputs)
         logger.info("captured a CUDA graph of an attention over %s", tuple(inputs[0].shape))
-        _alive.add(self)
-        before_destroying(_release)
+        if messages:
+            _alive.add(self)
+            before_destroying(_release)
 
     def __call__(self, inputs: Tensors) -> Tensors:
         """Replay on the current stream; the results are the caller's."""
@@ -52,7 +54,7 @@ class Captured:
         return results
 
     def release(self) -> None:
-        """Give up the graph, which cannot be replayed any more."""
+        """Give the graph up: it cannot be replayed any more."""
         self._graph.reset()
 
 

@@ -116,7 +116,7 @@ def _captured_or_not(prepared: Prepared, memory: MemoryPlan, run: Callable[..., 
     if key not in prepared.graphs:
         for stale in [other for other in prepared.graphs if other[0] == key[0]]:
             del prepared.graphs[stale]
-        prepared.graphs[key] = Captured(functools.partial(run, prepared), inputs)
+        prepared.graphs[key] = Captured(functools.partial(run, prepared), inputs, prepared.channel is not None)
     return prepared.graphs[key](inputs)
 
 
