@@ -57,10 +57,15 @@ class Folding:
 
 @dataclass(frozen=True, slots=True)
 class BufferFolds:
-    """How an accumulator is filled: its writes in their order, its rows that nothing is ever written to."""
+    """How an accumulator is filled.
+
+    writes: in their order. empty: rows that nothing is ever written to. sum: the rows from the first to the last that
+    is ever summed, no rows where none is.
+    """
 
     writes: tuple[Folding, ...]
     empty: tuple[Span, ...]
+    sum: Span
 
 
 def plan_folds(program: Program) -> dict[int, BufferFolds]:
@@ -95,6 +100,9 @@ def _buffer_folds(rows: int, writes: list[tuple[Write, bool]]) -> BufferFolds:
                 parts[at][-1] = replace(before, hi=hi)
             else:
                 parts[at].append(part)
+    summed = [part for of_write in parts.values() for part in of_write if part.into is Place.SUM]
+    for of_write in parts.values():
+        of_write.sort(key=lambda part: part.into is not Place.RESULT)  # what is kept for it may go before a sum comes
     _drop_after_last_use(parts)
     foldings = []
     for at, (write, keepable) in enumerate(writes):
@@ -102,7 +110,8 @@ def _buffer_folds(rows: int, writes: list[tuple[Write, bool]]) -> BufferFolds:
         whole = (write.region.lo, write.region.hi) == (0, rows)
         alone = not more and not first.kept and not first.sum and first.into is Place.RESULT
         foldings.append(Folding(tuple(parts[at]), adopts=keepable and whole and alone))
-    return BufferFolds(tuple(foldings), _joined(empty))
+    sum_rows = Span(min((part.lo for part in summed), default=0), max((part.hi for part in summed), default=0))
+    return BufferFolds(tuple(foldings), _joined(empty), sum_rows)
 
 
 def _rows(order: list[int], writes: list[tuple[Write, bool]]) -> Iterable[tuple[int, tuple[int, ...], bool, Place]]:

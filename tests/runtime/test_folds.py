@@ -32,9 +32,12 @@ def draw_writes(draw: random.Random) -> list[tuple[Write, bool]]:
 
 
 @pytest.mark.usefixtures("nan_memory")
-@pytest.mark.parametrize("result", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("result", "came"),
+    [(torch.float64, torch.float64), (torch.float32, torch.float64), (torch.float32, torch.float32)],
+)
 @pytest.mark.parametrize("seed", range(40))
-def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype) -> None:
+def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype, came: torch.dtype) -> None:
     draw = random.Random(seed)
     writes = draw_writes(draw)
     folds = _buffer_folds(ROWS, writes)
@@ -46,7 +49,7 @@ def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype) ->
     generator = torch.Generator().manual_seed(seed)
     for write, keepable in writes:
         lo, hi = write.region.lo, write.region.hi
-        partial = tuple(torch.randn(2, hi - lo, 2, w, generator=generator, dtype=torch.float64) for w in (4, 8))
+        partial = tuple(torch.randn(2, hi - lo, 2, w, generator=generator, dtype=came) for w in (4, 8))
         for total, x in zip(want, partial, strict=True):
             total[:, lo:hi] += x
         accumulator.write(partial)
@@ -56,7 +59,81 @@ def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype) ->
     for got, total in zip(accumulator.result, want, strict=True):
         assert got.dtype == result
         assert_close(got, total, tolerance=1e-14 if result == torch.float64 else 1e-6)
-    assert not accumulator._kept
+    assert not any(folded._kept for folded in accumulator._folded)
+
+
+@pytest.mark.usefixtures("nan_memory")
+@pytest.mark.parametrize("came", [torch.float64, torch.float32])
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_is_the_merge_of_its_partials(seed: int, came: torch.dtype) -> None:
+    writes = draw_writes(random.Random(seed))
+    sums = (Field("out", 2, 4, torch.float64), Field("lse", 2, 0, torch.float64))
+    results = (Field("out", 2, 4, came), sums[1])
+    folds = _buffer_folds(ROWS, writes)
+    accumulator = Accumulator(folds, 2, ROWS, sums, results, torch.device("cpu"), merges=True)
+    accumulator.open()
+    weight, total = torch.zeros(2, ROWS, 2, 1, dtype=torch.float64), torch.zeros(2, ROWS, 2, 4, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    for write, keepable in writes:
+        lo, hi = write.region.lo, write.region.hi
+        out = torch.randn(2, hi - lo, 2, 4, generator=generator, dtype=came)
+        lse = torch.randn(2, 2, hi - lo, generator=generator, dtype=torch.float64)
+        share = lse.exp().transpose(1, 2).unsqueeze(-1)
+        weight[:, lo:hi] += share
+        total[:, lo:hi] += share * out
+        accumulator.write((out, lse))
+        if not keepable:  # its memory is used again
+            out.fill_(float("nan"))
+            lse.fill_(float("nan"))
+    out, lse = accumulator.result
+    seen = weight > 0
+    assert_close(out, torch.where(seen, total / weight, 0.0), tolerance=1e-14 if came == torch.float64 else 1e-6)
+    assert torch.allclose(lse.exp(), weight.squeeze(-1).transpose(1, 2), rtol=1e-12)
+
+
+FLOAT32, FLOAT64 = (Field("dq", 2, 4, torch.float32),), (Field("dq", 2, 4, torch.float64),)
+
+
+def folded(writes: list[tuple[int, int]], partials: list[torch.Tensor], *, landed: int = 0) -> Accumulator:
+    """An accumulator of float32 after these writes, the last `landed` of which came from another rank."""
+    of = [
+        (Write(Region(0, "dq", lo, hi), fresh=False), at < len(writes) - landed) for at, (lo, hi) in enumerate(writes)
+    ]
+    folds = _buffer_folds(ROWS, of)
+    accumulator = Accumulator(folds, 1, ROWS, FLOAT64, FLOAT32, torch.device("cpu"), merges=False)
+    for partial in partials:
+        accumulator.write((partial,))
+    return accumulator
+
+
+def ones(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(1, rows, 2, 4, dtype=dtype)
+
+
+def test_the_result_takes_the_memory_of_a_partial_of_all_rows() -> None:
+    half, whole = ones(ROWS // 2), ones(ROWS)
+    (result,) = folded([(0, ROWS // 2), (0, ROWS), (0, ROWS)], [half, whole, ones(ROWS)]).result
+    assert result.data_ptr() == whole.data_ptr()
+    assert result[0, :, 0, 0].tolist() == [3.0] * (ROWS // 2) + [2.0] * (ROWS // 2)
+
+
+@pytest.mark.parametrize("first", [ones(ROWS, torch.float64), ones(1).expand(1, ROWS, 2, 4)])
+def test_the_result_takes_no_memory_that_is_unlike_it(first: torch.Tensor) -> None:
+    (result,) = folded([(0, ROWS)] * 2, [first, ones(ROWS)]).result
+    assert result.is_contiguous()
+    assert (first == 1).all()
+    assert (result == 2).all()
+
+
+def test_a_sum_has_the_rows_that_are_summed() -> None:
+    """Of rows that wait for one more partial from elsewhere; the others go straight into the result."""
+    writes = [(0, ROWS), (0, ROWS), (4, 8), (0, ROWS), (4, 8)]
+    accumulator = folded(writes, [ones(hi - lo) for lo, hi in writes[:-1]], landed=2)
+    (of_name,) = accumulator._folded
+    assert [x.shape[1] for x in of_name._sum] == [4]
+    accumulator.write((ones(4),))
+    assert not of_name._sum, "nothing needs it after the last partial"
+    assert accumulator.result[0][0, :, 0, 0].tolist() == [3.0] * 4 + [5.0] * 4 + [3.0] * 4
 
 
 @pytest.mark.parametrize("seed", range(40))
