@@ -58,7 +58,8 @@ class HeadSplit:
         out, v = self.heads * whole.value_dim, self.kv_heads * whole.value_dim
         qkv, out = (q + k + v) * whole.bytes_per_element, out * whole.bytes_per_element
         lse = self.heads * whole.accumulator_bytes
-        return qkv, out + lse, qkv + 2 * out + lse, qkv
+        read = lse if whole.payload == "delta" else out
+        return qkv, out + lse, qkv + out + read + lse, qkv
 
     def sent(self, whole: AttentionShape, tokens: int) -> tuple[int, int]:
         """Bytes that a rank with that many tokens sends to others around a forward, and around a backward."""

@@ -13,7 +13,7 @@ from dfa_megatron.runtime.alibi import slopes_error
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.prepare import prepare, refuse
 from dfa_megatron.runtime.request import from_text
-from dfa_megatron.runtime.run import run_backward, run_forward
+from dfa_megatron.runtime.run import read_backward, run_backward, run_forward
 from dfa_megatron.runtime.sinks import merge_sinks, sinks_error, sinks_gradient
 
 
@@ -56,12 +56,12 @@ def _gradients(
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     prepared = prepare(request, group, q, k, v, slopes)
-    heads = prepared.exchange
+    heads, read = prepared.exchange, read_backward(prepared, dout, out)
     if heads is None:
-        gradients = run_backward(prepared, dout, q, k, v, out, lse, slopes)
+        gradients = run_backward(prepared, dout, q, k, v, read, lse, slopes)
     else:
         own = None if slopes is None else heads.own_heads(slopes)
-        whole = heads.before_backward(dout, q, k, v, out, lse)
+        whole = heads.before_backward(dout, q, k, v, read, lse)
         gradients = heads.after_backward(*run_backward(prepared, *whole, own))
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse, sinks)

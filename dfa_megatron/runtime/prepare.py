@@ -14,6 +14,7 @@ from dfa_megatron.config import TRANSPORTS
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel, Form, Need
 from dfa_megatron.plan.choose import best, candidates
+from dfa_megatron.plan.cost import AttentionShape
 from dfa_megatron.plan.grid import grid
 from dfa_megatron.plan.hardware import Hardware
 from dfa_megatron.plan.heads import HeadSplit, TokenSplit, split_heads, split_tokens
@@ -118,8 +119,7 @@ def problem_of(
     request: Request, ranks: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, over: Channel | None
 ) -> Problem:
     """What the plan of a request over such tensors, of each of so many ranks, depends on."""
-    hardware = _hardware(request, q, k, v, over)
-    return Problem(request.for_plan(), ranks, q.shape[1], shape_of(request, q, k, v), hardware)
+    return Problem(request.for_plan(), ranks, q.shape[1], *_timed_as(request, q, k, v, over))
 
 
 def kernel_of(
@@ -150,10 +150,16 @@ def _need(request: Request, forms: frozenset[Form], q: torch.Tensor, k: torch.Te
     )
 
 
-def _hardware(request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, over: Channel | None) -> Hardware:
-    """What plans of the request are timed on; which kernel it is follows from the plan's calls, so it is a guess."""
+def _timed_as(
+    request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, over: Channel | None
+) -> tuple[AttentionShape, Hardware]:
+    """What plans of the request are timed as, and on; which kernel it is follows from the plan, so that is a guess."""
     forms: frozenset[Form] = frozenset({"full", "causal"} if request.window_size == (-1, -1) else {"full", "band"})
-    return profile_of(q.is_cuda, over, kernels.first(request.kernel, _need(request, forms, q, k, v)))
+    kernel = kernels.first(request.kernel, _need(request, forms, q, k, v))
+    shape = shape_of(request, q, k, v)
+    if kernel is not None:
+        shape = dataclasses.replace(shape, payload=kernels.get(kernel).reads)
+    return shape, profile_of(q.is_cuda, over, kernel)
 
 
 def format_of(request: Request, kernel: BlockKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Format:
@@ -166,14 +172,9 @@ def _degree(request: Request, over: Channel | None, q: torch.Tensor, k: torch.Te
     """The degree of Ulysses that was asked for, or the cheapest by simulation."""
     if request.ulysses_degree or over is None:
         return request.ulysses_degree or 1
-    looked_at = candidates(
-        request.mask(over.size * q.shape[1]),
-        over.size,
-        layout=request.layout,
-        shape=shape_of(request, q, k, v),
-        hardware=_hardware(request, q, k, v, over),
-        degrees=True,
-    )
+    shape, hardware = _timed_as(request, q, k, v, over)
+    mask = request.mask(over.size * q.shape[1])
+    looked_at = candidates(mask, over.size, layout=request.layout, shape=shape, hardware=hardware, degrees=True)
     taken = best(tuple(one for one in looked_at if request.schedule in ("auto", one.schedule)))
     return 1 if taken is None else taken.ulysses_degree
 

@@ -35,14 +35,18 @@ def backward_algebra(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
+    read: torch.Tensor,
     lse: torch.Tensor,
     slopes: torch.Tensor | None,
     arena: Arena,
 ) -> Tensors:
-    """The memory of one rank's backward; delta is computed once, where the kernel reads it."""
-    memory = row_dot(dout, out) if prepared.format.reads == "delta" else out
-    return _algebra(prepared, prepared.backward, {"qdo": (q, dout, lse, memory), "kv": (k, v)}, slopes, arena)
+    """The memory of one rank's backward; read: see `read_backward`."""
+    return _algebra(prepared, prepared.backward, {"qdo": (q, dout, lse, read), "kv": (k, v)}, slopes, arena)
+
+
+def read_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """What the kernel's backward reads of rows beside their lse: out, or delta (batch, heads, rows), computed once."""
+    return row_dot(dout, out) if prepared.format.reads == "delta" else out
 
 
 def run_forward(
@@ -63,16 +67,16 @@ def run_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
+    read: torch.Tensor,
     lse: torch.Tensor,
     slopes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) of this rank's rows, in q's dtype."""
+    """(dq, dk, dv) of this rank's rows, in q's dtype; read: see `read_backward`."""
     COUNTERS.attention_backwards += 1
     COUNTERS.kernel_backwards += prepared.backward.calls
     COUNTERS.backward_messages += prepared.backward.messages
     COUNTERS.backward_bytes += prepared.backward.message_bytes
-    inputs = (dout, q, k, v, out, lse, *_given(slopes))
+    inputs = (dout, q, k, v, read, lse, *_given(slopes))
     dq, dk, dv = _captured_or_not(prepared, prepared.backward, _backward, inputs)
     return dq, dk, dv
 
@@ -97,12 +101,12 @@ def _backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
+    read: torch.Tensor,
     lse: torch.Tensor,
     slopes: torch.Tensor | None = None,
 ) -> Fields:
     transport, arena = _way(prepared, prepared.backward, dout.device)
-    algebra = backward_algebra(prepared, dout, q, k, v, out, lse, slopes, arena)
+    algebra = backward_algebra(prepared, dout, q, k, v, read, lse, slopes, arena)
     _execute(prepared, algebra, transport)
     return *algebra.result("dq"), *algebra.result("dkv")
 

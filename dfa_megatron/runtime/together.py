@@ -10,7 +10,7 @@ from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.runtime.memory import Arena, MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared, build
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.runtime.run import backward_algebra, forward_algebra
+from dfa_megatron.runtime.run import backward_algebra, forward_algebra, read_backward
 
 Shards = Sequence[torch.Tensor]
 
@@ -45,8 +45,9 @@ def backward_together(
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(dq, dk, dv) of every rank."""
     algebras = [
-        backward_algebra(p, dout[rank], q[rank], k[rank], v[rank], out[rank], lse[rank], slopes, _arena(p.backward, q))
+        backward_algebra(p, dout[rank], q[rank], k[rank], v[rank], read, lse[rank], slopes, _arena(p.backward, q))
         for rank, p in enumerate(prepared)
+        for read in (read_backward(p, dout[rank], out[rank]),)
     ]
     run_together([p.backward.program for p in prepared], algebras)
     return [(*algebra.result("dq"), *algebra.result("dkv")) for algebra in algebras]  # type: ignore[misc]

@@ -48,7 +48,7 @@ class HeadExchange:
 
     def after_forward(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of this rank's tokens and all heads."""
-        out, lse = self._gather_heads("forward", (out, lse.transpose(1, 2).unsqueeze(3)))
+        out, lse = self._gather_heads("forward", (out, _wide(lse)))
         return out, lse.squeeze(3).transpose(1, 2)
 
     def before_backward(
@@ -57,13 +57,14 @@ class HeadExchange:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        out: torch.Tensor,
+        read: torch.Tensor,
         lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same six, of all tokens of the exchanging ranks, and of this rank's heads."""
-        fields = (dout, q, self._copied(k), self._copied(v), out, lse.transpose(1, 2).unsqueeze(3))
-        dout, q, k, v, out, lse = self._gather_tokens("backward", fields)
-        return dout, q, k, v, out, lse.squeeze(3).transpose(1, 2).contiguous()
+        """The same six, of all tokens of the exchanging ranks, and of this rank's heads; read is out or delta."""
+        delta = read.dim() == 3
+        fields = (dout, q, self._copied(k), self._copied(v), _wide(read) if delta else read, _wide(lse))
+        dout, q, k, v, read, lse = self._gather_tokens("backward", fields)
+        return dout, q, k, v, _narrow(read) if delta else read, _narrow(lse)
 
     def after_backward(
         self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
@@ -128,6 +129,16 @@ class HeadExchange:
         landed = torch.empty_like(packet)
         dist.all_to_all_single(landed, packet, group=self.inner.collectives(packet.device))
         return landed
+
+
+def _wide(statistic: torch.Tensor) -> torch.Tensor:
+    """From (batch, heads, rows) to (batch, rows, heads, 1), as a field of a packet."""
+    return statistic.transpose(1, 2).unsqueeze(3)
+
+
+def _narrow(field: torch.Tensor) -> torch.Tensor:
+    """The other way, contiguous."""
+    return field.squeeze(3).transpose(1, 2).contiguous()
 
 
 def _field_bytes(kind: Kind) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -141,24 +141,26 @@ def test_communicators_are_made_once_and_for_a_degree_above_one_only() -> None:
     run_ranks(4, _communicators)
 
 
-def _counted(rank: int, ranks: int) -> dict[str, int]:
+def _counted(rank: int, ranks: int, kernel: str) -> dict[str, int]:
     whole = case(ranks * 64, batch=1, heads=8, kv_heads=1, head_dim=32, dtype=torch.bfloat16)
     rows = positions("contiguous", ranks * 64, ranks)[rank]
     shard = [x[:, rows].requires_grad_() for x in whole.inputs]
     COUNTERS.reset()
-    dfa_megatron.dist_flash_attn_func(*shard, schedule="ring", ulysses_degree=2).sum().backward()
+    dfa_megatron.dist_flash_attn_func(*shard, schedule="ring", ulysses_degree=2, kernel=kernel).sum().backward()
     return COUNTERS.snapshot()
 
 
-def test_bytes_on_the_wire_are_those_of_the_heads_that_leave() -> None:
-    counts = run_ranks(4, _counted)
+@pytest.mark.parametrize(("kernel", "payload"), [("cpu", "out"), ("reference", "delta")])
+def test_bytes_on_the_wire_are_those_of_the_heads_that_leave(kernel: str, payload: Literal["delta", "out"]) -> None:
+    counts = run_ranks(4, _counted, kernel)
     head = 64 * 32 * 2  # one head of a rank's tokens
     lse = 64 * 4 * 4
-    planned = split_heads(2, 4, 8, 1).sent(AttentionShape(heads=8, kv_heads=1, head_dim=32), 64)
+    read = lse if payload == "delta" else 4 * head
+    planned = split_heads(2, 4, 8, 1).sent(AttentionShape(heads=8, kv_heads=1, head_dim=32, payload=payload), 64)
     for c in counts:
         assert c["ulysses_exchanges"] == 4
         assert c["ulysses_forward_bytes"] == (4 + 1 + 1) * head + 4 * head + lse == planned[0]
-        assert c["ulysses_backward_bytes"] == (3 * 4 + 1 + 1) * head + lse + (4 + 1 + 1) * head == planned[1]
+        assert c["ulysses_backward_bytes"] == (2 * 4 + 1 + 1) * head + lse + read + (4 + 1 + 1) * head == planned[1]
     # The plan: the first of its two ranks sends one head of k and of v, of twice the tokens, to the second.
     assert [c["forward_bytes"] for c in counts] == [4 * head, 4 * head, 0, 0]
 
