@@ -39,6 +39,7 @@ def dist_flash_attn_func(
     wire_dtype: str = "input",
     transport: str = "auto",
     cuda_graph: bool = False,
+    hardware: str = "auto",
     verify: str = "once",
     agreement_timeout: float = 120.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -75,6 +76,7 @@ def dist_flash_attn_func(
         wire_dtype: "input" or "float32", of partial outputs and gradients between ranks.
         transport: "auto", "p2p" or "copy_engine": see docs/performance.md.
         cuda_graph: replay forward and backward as CUDA graphs; for sequences so short that launches decide.
+        hardware: what "auto" compares costs on: a shipped profile's name, or a .json file of `doctor --profile`.
         verify: when ranks compare what they run: "once" per new plan, "always", or "off".
         agreement_timeout: seconds to wait for the other ranks in that comparison.
 
@@ -103,6 +105,7 @@ def dist_flash_attn_func(
         wire_dtype=wire_dtype,
         transport=transport,
         cuda_graph=cuda_graph,
+        hardware=hardware,
         verify=verify,
         agreement_timeout=agreement_timeout,
     )
@@ -173,6 +176,7 @@ def dist_flash_attn_varlen_func(
     wire_dtype: str = "input",
     transport: str = "auto",
     cuda_graph: bool = False,
+    hardware: str = "auto",
     verify: str = "once",
     agreement_timeout: float = 120.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -231,6 +235,7 @@ def dist_flash_attn_varlen_func(
         wire_dtype=wire_dtype,
         transport=transport,
         cuda_graph=cuda_graph,
+        hardware=hardware,
         verify=verify,
         agreement_timeout=agreement_timeout,
         cu_seqlens=offsets,

@@ -87,6 +87,12 @@ class DistAttentionConfig:
         "Capture the forward and the backward of each attention once as a CUDA graph and replay it: for short "
         "sequences, where launches cost more than the kernels. Costs a copy of inputs and results.",
     )
+    hardware: str = _option(
+        "auto",
+        "The machine on which schedule=auto and ulysses_degree=0 compare costs: the name of a shipped profile (as "
+        "`dfa-megatron plan --help` lists them), or a .json file that `dfa-megatron doctor --profile` wrote, the same "
+        "on every rank. auto: the shipped profile that is nearest to what the ranks see.",
+    )
     verify: str = _option(
         "once",
         "When ranks compare what they are about to run. once: for every new plan. always: at every call (for "

@@ -30,7 +30,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--schedule", default="auto", choices=SCHEDULES)
     parser.add_argument("--kernel", default="auto", choices=KERNELS)
     parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
-    parser.add_argument("--hardware", metavar="NAME", help="to simulate; default: what `auto` takes for this machine")
+    parser.add_argument(
+        "--hardware", default="auto", metavar="NAME", help="to simulate (default: what `auto` takes for this machine)"
+    )
     parser.add_argument("--out", type=Path, default=Path("trace.json"), help="default: %(default)s")
     parser.set_defaults(run=run)
 
@@ -72,7 +74,6 @@ def _both(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
 
     from dfa_megatron import dist_flash_attn_func
     from dfa_megatron.plan.cost import simulate
-    from dfa_megatron.plan.profile import profile_named
     from dfa_megatron.plan.schedules import SCHEDULES as KNOWN
     from dfa_megatron.runtime.inputs import shape_of
     from dfa_megatron.runtime.machine import profile_of
@@ -98,8 +99,7 @@ def _both(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
     with record() as recording:
         step()
     prepared = in_use()[-1]
-    usual = profile_of(device == "cuda", prepared.channel, prepared.kernel.name)
-    hardware = profile_named(args.hardware) if args.hardware else usual
+    hardware = profile_of(args.hardware, device == "cuda", prepared.channel, prepared.kernel.name)
     shape = dataclasses.replace(shape_of(prepared.request, q, k, v), payload=prepared.format.reads)
     phases = (prepared.plan.forward, prepared.plan.backward)
     return (

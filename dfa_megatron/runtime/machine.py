@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import lru_cache
 
 from dfa_megatron.plan.hardware import (
     CPU_LOOPBACK,
@@ -13,19 +14,28 @@ from dfa_megatron.plan.hardware import (
     Hardware,
     computing_with,
 )
+from dfa_megatron.plan.profile import profile_named
 from dfa_megatron.runtime.channel import Channel
 
+_named = lru_cache(maxsize=8)(profile_named)
 
-def profile_of(cuda: bool, channel: Channel | None, kernel: str | None) -> Hardware:
+
+def profile_of(hardware: str, cuda: bool, channel: Channel | None, kernel: str | None) -> Hardware:
     """What `schedule="auto"` simulates with: the CPU's loopback, one host's NVLink or what is left of it, or several.
 
     NCCL_P2P_DISABLE=1 is how a host whose GPUs do not reach each other is run.
 
     Args:
+        hardware: the option of that name; a profile that it names goes before what the ranks see.
         cuda: the tensors are on GPUs.
         channel: of the ranks, None for one rank.
         kernel: what computes the blocks, as far as it is known before there is a plan.
+
+    Raises:
+        UnsupportedError: there is no such profile or file, or the file is none.
     """
+    if hardware != "auto":
+        return computing_with(kernel, _named(hardware))
     if not cuda:
         return CPU_LOOPBACK
     if channel is not None and channel.hosts > 1:

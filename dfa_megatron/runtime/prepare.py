@@ -159,7 +159,7 @@ def _timed_as(
     shape = shape_of(request, q, k, v)
     if kernel is not None:
         shape = dataclasses.replace(shape, payload=kernels.get(kernel).reads)
-    return shape, profile_of(q.is_cuda, over, kernel)
+    return shape, profile_of(request.hardware, q.is_cuda, over, kernel)
 
 
 def format_of(request: Request, kernel: BlockKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Format:

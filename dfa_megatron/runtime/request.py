@@ -35,6 +35,7 @@ class Request:
     wire_dtype: str = "input"
     transport: str = "auto"
     cuda_graph: bool = False
+    hardware: str = "auto"
     verify: str = "once"
     agreement_timeout: float = 120.0
     cu_seqlens: Offsets = ()

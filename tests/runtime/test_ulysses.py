@@ -188,7 +188,7 @@ def _cheapest(rank: int, ranks: int) -> dict[str, int]:
     from dfa_megatron.plan.hardware import IDEAL_LINK, Link
     from dfa_megatron.runtime import prepare
 
-    prepare.profile_of = lambda cuda, over, kernel: dataclasses.replace(IDEAL_LINK, links=(Link("p2p", 1e6),))
+    prepare.profile_of = lambda hardware, cuda, over, kernel: dataclasses.replace(IDEAL_LINK, links=(Link("p2p", 1e6),))
     exchanges = {}
     for name, heads, kv_heads in (("many", 8, 8), ("thirty-three", 33, 33)):
         COUNTERS.reset()

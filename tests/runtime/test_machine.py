@@ -1,0 +1,67 @@
+"""The option `hardware`: what `auto` compares costs on, from a shipped profile or a measured one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import dfa_megatron
+from dfa_megatron.errors import DistAttentionError
+from dfa_megatron.plan.hardware import CPU_LOOPBACK, H200_NVLINK, H200_SLOW_LINK, computing_with
+from dfa_megatron.plan.profile import save
+from dfa_megatron.runtime.machine import profile_of
+from dfa_megatron.runtime.prepare import build, problem_of
+from dfa_megatron.runtime.request import Request
+from dfa_megatron.testing.workers import run_ranks
+
+RANKS = 8
+
+
+def tensors(heads: int = 32, tokens: int = 2048) -> list[torch.Tensor]:
+    return [torch.empty((), dtype=torch.bfloat16).expand(1, tokens, heads, 128) for _ in range(3)]
+
+
+def taken(hardware: str) -> str:
+    return build(Request(softmax_scale=1.0, hardware=hardware), RANKS, 0, *tensors(), None).plan.schedule
+
+
+def test_the_schedule_follows_the_machine(tmp_path: Path) -> None:
+    assert taken("h200-nvlink") == "balanced_shared"
+    assert taken("h200-slow-link") == "balanced"
+    file = tmp_path / "mine.json"
+    save(dataclasses.replace(H200_SLOW_LINK, name="mine"), file)
+    assert taken(str(file)) == "balanced"
+
+
+def test_a_measured_profile_is_taken_as_it_is_and_a_shipped_one_at_the_rates_of_the_kernel(tmp_path: Path) -> None:
+    mine = dataclasses.replace(H200_NVLINK, name="mine", forward=((1, 1e12),))
+    save(mine, tmp_path / "mine.json")
+    assert profile_of(str(tmp_path / "mine.json"), True, None, "flash4") == mine
+    assert profile_of("h200-nvlink", True, None, "flash4") == computing_with("flash4", H200_NVLINK)
+    assert profile_of("auto", False, None, "cpu") == CPU_LOOPBACK
+    assert problem_of(Request(softmax_scale=1.0), RANKS, *tensors(), None).hardware == CPU_LOOPBACK
+
+
+def _attend(rank: int, ranks: int, names: tuple[str, str]) -> str:
+    try:
+        dfa_megatron.dist_flash_attn_func(*(torch.randn(1, 8, 2, 16) for _ in range(3)), hardware=names[rank])
+    except DistAttentionError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (("h200-nvlnk", "h200-nvlnk"), "UnsupportedError.*one of h200-nvlink"),
+        (("auto", "/nowhere/mine.json"), "mine.json"),
+        (("h200-nvlink", "h200-slow-link"), "DisagreementError.*hardware"),
+    ],
+)
+def test_a_profile_that_is_not_there_or_differs_is_an_error_on_every_rank(names: tuple[str, str], wanted: str) -> None:
+    for found in run_ranks(2, _attend, names):
+        assert re.search(wanted, found, re.DOTALL), found
