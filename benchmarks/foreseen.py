@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dfa_megatron.plan.choose import candidates
+from dfa_megatron import kernels
+from dfa_megatron.plan.choose import best, candidates
 from dfa_megatron.plan.cost import AttentionShape, simulate
 from dfa_megatron.plan.hardware import H200_NVLINK, H200_SLOW_LINK, Hardware, computing_with
 from dfa_megatron.plan.mask import causal
@@ -48,9 +49,8 @@ class Cell:
 
     @property
     def shape(self) -> AttentionShape:
-        """As the runtime makes it: flash4 reads delta, cudnn reads out."""
-        payload = "delta" if self.kernel in ("flash4", "triton") else "out"
-        return AttentionShape(heads=self.heads, kv_heads=self.kv_heads, payload=payload)
+        """As the runtime makes it."""
+        return AttentionShape(heads=self.heads, kv_heads=self.kv_heads, payload=kernels.get(self.kernel).reads)
 
     @property
     def hardware(self) -> Hardware:
@@ -62,12 +62,12 @@ class Cell:
         """Milliseconds of a forward and backward."""
         return 1e3 * simulate(plan_named(schedule, causal(self.length), self.ranks), self.shape, self.hardware).makespan
 
-    def taken(self, among: Iterable[str]) -> str:
+    def taken(self, among: Collection[str]) -> str:
         """What `auto` prefers of these schedules."""
         looked_at = candidates(causal(self.length), self.ranks, layout="auto", shape=self.shape, hardware=self.hardware)
-        served = [one for one in looked_at if one.plan is not None and one.schedule in among]
-        least = min(one.seconds for one in served)
-        return next(one.schedule for one in served if one.seconds <= 1.02 * least)
+        taken = best(tuple(one for one in looked_at if one.schedule in among))
+        assert taken is not None, f"auto looks at none of {among}"
+        return taken.schedule
 
 
 def read(path: Path) -> dict[Cell, dict[str, float]]:

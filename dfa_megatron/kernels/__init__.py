@@ -6,7 +6,7 @@ import difflib
 import functools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from dfa_megatron.errors import UnsupportedError
@@ -68,14 +68,10 @@ def select(name: str, need: Need) -> BlockKernel:
     Raises:
         UnsupportedError: the named kernel refuses (its reason, and which kernels would do), or every kernel does.
     """
-    wanted = list(KERNELS) if name == "auto" else [get(name).name]
     refused: dict[str, str] = {}
-    for candidate in wanted:
-        kernel = KERNELS[candidate]
-        why = refusal(kernel, need)
-        if why is None and name == "auto":
-            why = _passed_over(candidate, need)
+    for candidate, why in _verdicts(name, need):
         if why is None:
+            kernel = KERNELS[candidate]
             _log_choice(name, candidate, _describe(need), tuple(refused.items()))
             return kernel.capped(need.softcap) if need.softcap and isinstance(kernel, Capping) else kernel
         refused[candidate] = why
@@ -89,8 +85,14 @@ def select(name: str, need: Need) -> BlockKernel:
 
 def first(name: str, need: Need) -> str | None:
     """The kernel that `select` takes, or None where it refuses; nothing is logged."""
-    wanted = [one for one in KERNELS if _passed_over(one, need) is None] if name == "auto" else [get(name).name]
-    return next((kernel for kernel in wanted if refusal(KERNELS[kernel], need) is None), None)
+    return next((kernel for kernel, why in _verdicts(name, need) if why is None), None)
+
+
+def _verdicts(name: str, need: Need) -> Iterator[tuple[str, str | None]]:
+    """Kernels that may be taken, the one to prefer first, each with why it is not, or None."""
+    for candidate in KERNELS if name == "auto" else (get(name).name,):
+        why = refusal(KERNELS[candidate], need)
+        yield candidate, _passed_over(candidate, need) if why is None and name == "auto" else why
 
 
 def _passed_over(name: str, need: Need) -> str | None:

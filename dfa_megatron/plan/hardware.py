@@ -175,6 +175,15 @@ RATES: Mapping[str, tuple[Curve, Curve]] = MappingProxyType(
 )
 """Forward and backward by kernel, in bfloat16 with 32 heads of 128 on one H200, causal and full blocks of 4K to 32K."""
 
+
+def computing_with(kernel: str | None, hardware: Hardware) -> Hardware:
+    """A profile of this file for Hopper with the rates of another kernel; any other profile as it is."""
+    if kernel is None or kernel not in RATES or (hardware.forward, hardware.backward) not in RATES.values():
+        return hardware
+    forward, backward = RATES[kernel]
+    return replace(hardware, name=f"{hardware.name}-{kernel}", forward=forward, backward=backward)
+
+
 _HOPPER = RATES["cudnn"]
 
 H200_NVLINK = Hardware("h200-nvlink", *_HOPPER, (Link("p2p", 340e9, 15e-6), Link("copy_engine", 390e9, 15e-6)), 15e-6)
@@ -193,14 +202,6 @@ H200_NIC_400G = Hardware(
 
 CPU_LOOPBACK = Hardware("cpu-loopback", flat(40e9), flat(30e9), (Link("p2p", 1e9, 2e-4),), 5e-5)
 """Processes of one small machine over gloo; a rough figure."""
-
-
-def computing_with(kernel: str | None, hardware: Hardware) -> Hardware:
-    """A profile of this file for Hopper with the rates of another kernel; any other profile as it is."""
-    if kernel is None or kernel not in RATES or (hardware.forward, hardware.backward) not in RATES.values():
-        return hardware
-    forward, backward = RATES[kernel]
-    return replace(hardware, name=f"{hardware.name}-{kernel}", forward=forward, backward=backward)
 
 
 IDEAL_LINK = Hardware("ideal-link", flat(600e12), flat(550e12), (Link("p2p", math.inf),))

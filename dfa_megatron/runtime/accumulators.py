@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from dfa_megatron.kernels.fold import add, identity_, merge
@@ -35,49 +37,49 @@ class Accumulator:
         *,
         merges: bool,
     ) -> None:
-        self._groups = [slice(0, 2)] if merges else [slice(at, at + 1) for at in range(len(results))]
+        groups = [slice(0, 2)] if merges else [slice(at, at + 1) for at in range(len(results))]
         self._folded = [
-            _Folded(folds, batch, rows, sums[group], results[group], device, merges=merges) for group in self._groups
+            (group, _Folded(folds, batch, rows, sums[group], results[group], device, merges)) for group in groups
         ]
 
     @property
     def result(self) -> Fields:
         """The result, once every write has come."""
-        return tuple(x for folded in self._folded for x in folded.result())
+        return tuple(x for _, folded in self._folded for x in folded.result())
 
     def open(self) -> None:
         """Rows that nothing will be written to get the identity of the fold."""
-        for folded in self._folded:
+        for _, folded in self._folded:
             folded.open()
 
     def write(self, partial: Fields) -> None:
         """Fold the next partial; a kernel's own output is the accumulator's from here on: kept, or the result."""
-        for group, folded in zip(self._groups, self._folded, strict=True):
+        for group, folded in self._folded:
             folded.write(partial[group])
 
 
+@dataclass(slots=True, eq=False)
 class _Folded:
     """Tensors of an accumulator that are folded in one pass: (out, lse), or one gradient."""
 
-    def __init__(
-        self,
-        folds: BufferFolds,
-        batch: int,
-        rows: int,
-        sums: tuple[Field, ...],
-        results: tuple[Field, ...],
-        device: torch.device,
-        *,
-        merges: bool,
-    ) -> None:
-        self.folds, self.batch, self.rows, self.device, self.merges = folds, batch, rows, device, merges
-        self.sums, self.results = sums, results
-        self._one_dtype = sums == results  # then the sum is the result, in place
-        self._sum: Fields = ()
-        self._result: Fields = ()
-        self._kept: dict[int, tuple[int, Fields]] = {}
-        self._taken = -1
-        self._next = 0
+    folds: BufferFolds
+    batch: int
+    rows: int
+    sums: tuple[Field, ...]
+    results: tuple[Field, ...]
+    device: torch.device
+    merges: bool
+    _one_dtype: bool = field(init=False)
+    """Then the sum is the result, in place."""
+    _sum: Fields = ()
+    _result: Fields = ()
+    _kept: dict[int, tuple[int, Fields]] = field(default_factory=dict)
+    _taken: int = -1
+    """The kept partial whose memory is the result's."""
+    _next: int = 0
+
+    def __post_init__(self) -> None:
+        self._one_dtype = self.sums == self.results
 
     def result(self) -> Fields:
         """See `Accumulator.result`."""

@@ -49,7 +49,7 @@ class HeadExchange:
     def after_forward(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) of this rank's tokens and all heads."""
         out, lse = self._gather_heads("forward", (out, _wide(lse)))
-        return out, lse.squeeze(3).transpose(1, 2)
+        return out, _narrow(lse)
 
     def before_backward(
         self,

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "foreseen.py"
 
-
-@pytest.fixture(scope="module")
-def foreseen() -> Any:
-    spec = importlib.util.spec_from_file_location("foreseen", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["foreseen"] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def foreseen(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("foreseen")
 
 
 def test_where_launches_do_not_decide_simulation_and_choice_are_right(foreseen: Any) -> None:

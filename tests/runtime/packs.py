@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from itertools import accumulate, pairwise
 
+import pytest
 import torch
 from cases import Case
 
+from dfa_megatron import kernels
+from dfa_megatron.kernels.api import Need
 from dfa_megatron.plan.deal import layout_of
 from dfa_megatron.runtime.documents import dealt_mask
 from dfa_megatron.testing.compare import dense_attention
@@ -68,3 +71,11 @@ def tokens_of(layout: str, offsets: tuple[int, ...], ranks: int) -> list[torch.T
     """The global positions of each rank's tokens."""
     whole = layout_of(layout, dealt_mask(offsets, offsets[-1]), ranks)
     return [torch.tensor(whole.positions(rank)) for rank in range(ranks)]
+
+
+def skip_unless_it_serves_this_gpu(kernel: str) -> None:
+    """Skip the test if a kernel refuses bfloat16 with 8 heads of 128 on 2, in full and causal blocks."""
+    capability = torch.cuda.get_device_capability()
+    need = Need("cuda", torch.bfloat16, 8, 2, 128, 128, frozenset({"full", "causal"}), capability=capability)
+    if why := kernels.get(kernel).refusal(need):
+        pytest.skip(f"{kernel}: {why}")

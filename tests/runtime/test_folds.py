@@ -59,7 +59,7 @@ def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype, ca
     for got, total in zip(accumulator.result, want, strict=True):
         assert got.dtype == result
         assert_close(got, total, tolerance=1e-14 if result == torch.float64 else 1e-6)
-    assert not any(folded._kept for folded in accumulator._folded)
+    assert not any(folded._kept for _, folded in accumulator._folded)
 
 
 @pytest.mark.usefixtures("nan_memory")
@@ -129,7 +129,7 @@ def test_a_sum_has_the_rows_that_are_summed() -> None:
     """Of rows that wait for one more partial from elsewhere; the others go straight into the result."""
     writes = [(0, ROWS), (0, ROWS), (4, 8), (0, ROWS), (4, 8)]
     accumulator = folded(writes, [ones(hi - lo) for lo, hi in writes[:-1]], landed=2)
-    (of_name,) = accumulator._folded
+    ((_, of_name),) = accumulator._folded
     assert [x.shape[1] for x in of_name._sum] == [4]
     accumulator.write((ones(4),))
     assert not of_name._sum, "nothing needs it after the last partial"

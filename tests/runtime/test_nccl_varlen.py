@@ -12,27 +12,19 @@ import pytest
 import torch
 
 import dfa_megatron
-from dfa_megatron import kernels, remat
-from dfa_megatron.kernels.api import Need
+from dfa_megatron import remat
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.compare import assert_close
 from dfa_megatron.testing.workers import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import Case
-from packs import pack, random_offsets, tokens_of
+from packs import pack, random_offsets, skip_unless_it_serves_this_gpu, tokens_of
 
 TOLERANCE = 1e-2
 """bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""
 
 DEVICE = "cuda"
-
-
-def served(*names: str) -> list[str]:
-    """The kernels that are installed here and serve this GPU."""
-    capability = torch.cuda.get_device_capability()
-    need = Need(DEVICE, torch.bfloat16, 8, 2, 128, 128, frozenset({"full", "causal"}), capability=capability)
-    return [name for name in names if kernels.get(name).refusal(need) is None]
 
 
 def gpu_pack(offsets: tuple[int, ...], **options: Any) -> Case:
@@ -73,8 +65,7 @@ def _exact(rank: int, ranks: int, kernel: str) -> None:
 @pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)])
 @pytest.mark.parametrize("kernel", ["flash4", "aten", "triton", "cudnn"])
 def test_random_packs_are_exact_over_nccl(kernel: str, ranks: int) -> None:
-    if kernel not in served(kernel):
-        pytest.skip(f"{kernel} does not serve this GPU")
+    skip_unless_it_serves_this_gpu(kernel)
     run_ranks(ranks, _exact, kernel, cuda=True, timeout=400)  # kernels compile for every kind of pack
 
 

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from dfa_megatron.kernels.api import Saved
 from dfa_megatron.plan.check import check
-from dfa_megatron.plan.geometry import Band
 from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.ir import Plan
 from dfa_megatron.plan.mask import causal
@@ -51,24 +50,13 @@ class Flash4Sized:
 
     name, reads = "flash4", "delta"
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Band, softmax_scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
         batch, rows, heads, _ = q.shape
         return torch.empty_like(q), q.new_empty(batch, heads, rows, dtype=torch.float32)
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        saved: Saved,
-        *,
-        band: Band,
-        softmax_scale: float,
-        deterministic: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: Saved, **_: Any
+    ) -> tuple[torch.Tensor, ...]:
         gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         statistics = [torch.empty_like(saved.lse) for _ in range(3)]  # -delta, and two of the package's own
         in_float32 = [q] if q.shape[2] == k.shape[2] else [q, k, v]

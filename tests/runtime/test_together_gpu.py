@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron import kernels
-from dfa_megatron.kernels.api import Need
 from dfa_megatron.runtime.request import Request
 
 sys.path.insert(0, str(Path(__file__).parent))
-from packs import pack, random_offsets
+from packs import pack, random_offsets, skip_unless_it_serves_this_gpu
 from test_together_varlen import run
 
 SHAPE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
@@ -26,10 +24,7 @@ SCHEDULES = (("balanced_shared", "contiguous"), ("greedy", "contiguous"), ("zigz
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packs"])
 @pytest.mark.parametrize("kernel", ["flash4", "triton", "aten", "cudnn"])
 def test_kernels_are_exact_on_two_to_eight_ranks(kernel: str, packed: bool) -> None:
-    capability = torch.cuda.get_device_capability()
-    need = Need("cuda", torch.bfloat16, 8, 2, 128, 128, frozenset({"full", "causal"}), capability=capability)
-    if why := kernels.get(kernel).refusal(need):
-        pytest.skip(str(why))
+    skip_unless_it_serves_this_gpu(kernel)
     draw = random.Random(f"{kernel} {packed}")
     for ranks in (2, 3, 4, 8):
         local = 2 * draw.choice([32, 65, 96, 128])
