@@ -25,7 +25,7 @@ from dfa_megatron.plan.heads import split_heads, split_tokens
 from dfa_megatron.runtime.channel import channel
 from dfa_megatron.runtime.documents import check_offsets, offsets_of
 from dfa_megatron.runtime.groups import Group, group_name, group_size
-from dfa_megatron.runtime.prepare import format_of, kernel_of, problem_of
+from dfa_megatron.runtime.problem import format_of, kernel_of, problem_of
 from dfa_megatron.runtime.rank_plan import RankPlan, keep, work_out
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.ulysses import stand_ins

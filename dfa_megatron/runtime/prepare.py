@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from dfa_megatron import kernels
 from dfa_megatron.config import TRANSPORTS
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
-from dfa_megatron.kernels.api import BlockKernel, Form, Need
-from dfa_megatron.plan.choose import best, candidates
-from dfa_megatron.plan.cost import AttentionShape
+from dfa_megatron.kernels.api import BlockKernel, Form
 from dfa_megatron.plan.grid import grid
-from dfa_megatron.plan.hardware import Hardware
 from dfa_megatron.plan.heads import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime import alibi
@@ -25,10 +20,10 @@ from dfa_megatron.runtime.channel import Channel, channel
 from dfa_megatron.runtime.documents import describe
 from dfa_megatron.runtime.graph import Captured
 from dfa_megatron.runtime.groups import group_size
-from dfa_megatron.runtime.inputs import refuse_tensors, shape_of, wire_dtype
-from dfa_megatron.runtime.machine import profile_of
+from dfa_megatron.runtime.inputs import refuse_tensors
 from dfa_megatron.runtime.memory import MemoryPlan
-from dfa_megatron.runtime.rank_plan import Problem, RankPlan, rank_plan
+from dfa_megatron.runtime.problem import degree_of, format_of, kernel_of, problem_of
+from dfa_megatron.runtime.rank_plan import RankPlan, rank_plan
 from dfa_megatron.runtime.request import Request, from_text
 from dfa_megatron.runtime.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.wire import Format
@@ -115,70 +110,6 @@ def build(
     return Prepared(request, known, kernel_of(request, known.forms, q, k, v), over)
 
 
-def problem_of(
-    request: Request, ranks: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, over: Channel | None
-) -> Problem:
-    """What the plan of a request over such tensors, of each of so many ranks, depends on."""
-    return Problem(request.for_plan(), ranks, q.shape[1], *_timed_as(request, q, k, v, over))
-
-
-def kernel_of(
-    request: Request, forms: frozenset[Form], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> BlockKernel:
-    """The kernel of a request over such tensors, if calls have these forms.
-
-    Raises:
-        UnsupportedError: none serves.
-    """
-    return kernels.select(request.kernel, _need(request, forms, q, k, v))
-
-
-def _need(request: Request, forms: frozenset[Form], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Need:
-    return Need(
-        device=q.device.type,
-        dtype=q.dtype,
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        forms=forms,
-        deterministic=request.deterministic,
-        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
-        softcap=request.softcap,
-        alibi=request.alibi,
-        packed=bool(request.cu_seqlens),
-    )
-
-
-def _timed_as(
-    request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, over: Channel | None
-) -> tuple[AttentionShape, Hardware]:
-    """What plans of the request are timed as, and on; which kernel it is follows from the plan, so that is a guess."""
-    forms: frozenset[Form] = frozenset({"full", "causal"} if request.window_size == (-1, -1) else {"full", "band"})
-    kernel = kernels.first(request.kernel, _need(request, forms, q, k, v))
-    shape = shape_of(request, q, k, v)
-    if kernel is not None:
-        shape = dataclasses.replace(shape, payload=kernels.get(kernel).reads)
-    return shape, profile_of(request.hardware, q.is_cuda, over, kernel)
-
-
-def format_of(request: Request, kernel: BlockKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Format:
-    """The sizes and dtypes of what travels for such tensors."""
-    wire = wire_dtype(request, q)
-    return Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, kernel.reads)
-
-
-def _degree(request: Request, over: Channel | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """The degree of Ulysses that was asked for, or the cheapest by simulation."""
-    if request.ulysses_degree or over is None:
-        return request.ulysses_degree or 1
-    shape, hardware = _timed_as(request, q, k, v, over)
-    mask = request.mask(over.size * q.shape[1])
-    looked_at = candidates(mask, over.size, layout=request.layout, shape=shape, hardware=hardware, degrees=True)
-    taken = best(tuple(one for one in looked_at if request.schedule in ("auto", one.schedule)))
-    return 1 if taken is None else taken.ulysses_degree
-
-
 _prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
 
 
@@ -235,7 +166,7 @@ def _build_and_agree(
     splits = None
     try:
         refuse_tensors(q, k, v)
-        degree = _degree(request, over, q, k, v)
+        degree = degree_of(request, over, q, k, v)
         if degree == 1:
             prepared = build(request, size, rank, q, k, v, over)
         else:
@@ -289,7 +220,7 @@ def _connected(
     inner = over.part(tokens.inner)
     inner.collectives(device)
     outer = over.part(tokens.outer) if len(tokens.outer) > 1 else None
-    return dataclasses.replace(prepared, exchange=HeadExchange(heads, tokens, inner), channel=outer)
+    return replace(prepared, exchange=HeadExchange(heads, tokens, inner), channel=outer)
 
 
 def _facts(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None) -> Facts:

@@ -14,7 +14,8 @@ from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.plan.hardware import CPU_LOOPBACK, H200_NVLINK, H200_SLOW_LINK, computing_with
 from dfa_megatron.plan.profile import save
 from dfa_megatron.runtime.machine import profile_of
-from dfa_megatron.runtime.prepare import build, problem_of
+from dfa_megatron.runtime.prepare import build
+from dfa_megatron.runtime.problem import problem_of
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.workers import run_ranks
 

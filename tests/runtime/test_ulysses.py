@@ -186,9 +186,9 @@ def test_gradients_of_copied_kv_heads_are_equal_to_the_bit_from_run_to_run() -> 
 def _cheapest(rank: int, ranks: int) -> dict[str, int]:
     """As if nothing but bytes cost anything: the rank that a schedule lets send most sends more than an all-to-all."""
     from dfa_megatron.plan.hardware import IDEAL_LINK, Link
-    from dfa_megatron.runtime import prepare
+    from dfa_megatron.runtime import problem
 
-    prepare.profile_of = lambda hardware, cuda, over, kernel: dataclasses.replace(IDEAL_LINK, links=(Link("p2p", 1e6),))
+    problem.profile_of = lambda hardware, cuda, over, kernel: dataclasses.replace(IDEAL_LINK, links=(Link("p2p", 1e6),))
     exchanges = {}
     for name, heads, kv_heads in (("many", 8, 8), ("thirty-three", 33, 33)):
         COUNTERS.reset()
