@@ -17,6 +17,7 @@ def tiled_loss(
     group: Group = None,
     tiles: int = 8,
     ignore_index: int = IGNORED,
+    tied: bool = False,
 ) -> torch.Tensor:
     """`loss(head(hidden), shift_labels)`, a tile of tokens after the other; the head runs again in the backward.
 
@@ -29,6 +30,8 @@ def tiled_loss(
         shift_labels: (batch, local_seq), the label of the next token, ignore_index where there is none.
         group: the ranks that share the sequence.
         tiles: pieces that the tokens are cut into; logits take 1/tiles of their memory.
+        tied: the head's weight is that of the embeddings as well (`tie_word_embeddings`). At ZeRO 2 and 3 it must be
+            said: DeepSpeed would take the weight's gradient for complete before that of the embeddings is in it.
     """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import sequence_tiled_compute
 
@@ -42,6 +45,7 @@ def tiled_loss(
         scores = scores if scores.dtype == torch.float64 else scores.float()
         return torch.nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=ignore_index, reduction="sum")
 
+    parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
     total: torch.Tensor = sequence_tiled_compute(
         summed,
         hidden.shape[1],
@@ -49,8 +53,17 @@ def tiled_loss(
         kwargs_to_shard={"hidden": hidden, "labels": shift_labels},
         kwargs_to_pass={},
         grad_requiring_tensor_key="hidden",
-        compute_params=[parameter for parameter in head.parameters() if parameter.requires_grad],
+        compute_params=[] if tied else parameters,
         output_unshard_dimension=0,
         output_reduction="sum",
     )
+    if tied and total.requires_grad:
+        total.register_hook(lambda gradient: _mark(parameters, ready=False))
+        hidden.register_hook(lambda gradient: _mark(parameters, ready=True))  # what follows is the embeddings' own
     return total * group_size(name) / count.clamp(min=1)
+
+
+def _mark(parameters: list[torch.nn.Parameter], *, ready: bool) -> None:
+    """Whether ZeRO may reduce the gradients of these when one has been added to them."""
+    for parameter in parameters:
+        parameter.ds_grad_is_ready = ready  # type: ignore[attr-defined]

@@ -40,17 +40,18 @@ class Tiled(torch.nn.Module):
     ) -> torch.Tensor:
         """The loss of this rank's tokens."""
         hidden = self.model.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
-        return dfa_ds.tiled_loss(self.model.lm_head, hidden, shift_labels, group=group, tiles=TILES)
+        tied = self.model.config.tie_word_embeddings
+        return dfa_ds.tiled_loss(self.model.lm_head, hidden, shift_labels, group=group, tiles=TILES, tied=tied)
 
 
-def tiled(rank: int, world_size: int) -> None:
+def tiled(rank: int, world_size: int, tied: bool) -> None:
     from deepspeed.utils import safe_get_full_grad
 
     harness.prepare_worker(rank)
     wholes = [text(2, 10 * world_size, seed=seed, unlabelled=11 + seed) for seed in range(2)]
-    want_loss, want = harness.reference("Llama", wholes)
+    want_loss, want = harness.reference("Llama", wholes, tie_word_embeddings=tied)
     for stage in (1, 3):
-        model = Tiled(build("Llama"))
+        model = Tiled(build("Llama", tie_word_embeddings=tied))
         config = harness.settings(stage, world_size, checkpoint="remat")
         config |= {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}
         engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
@@ -74,8 +75,9 @@ def tiled(rank: int, world_size: int) -> None:
         engine.destroy()
 
 
-def test_tiled_mlp_and_tiled_loss_have_the_gradients_of_one_process() -> None:
-    run_ranks(2, tiled, timeout=120)
+@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
+def test_tiled_mlp_and_tiled_loss_have_the_gradients_of_one_process(tied: bool) -> None:
+    run_ranks(2, tiled, tied, timeout=120)
 
 
 def loader(rank: int, world_size: int) -> None:
