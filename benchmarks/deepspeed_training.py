@@ -1,76 +1,73 @@
 """Trains model shapes with ZeRO-3 over sequences shared by all GPUs: our attention beside DeepSpeed's Ulysses.
 
     torchrun --nproc-per-node 4 benchmarks/deepspeed_training.py --out results.json
-    DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 benchmarks/deepspeed_training.py --dry-run      # the same, tiny
+    torchrun --nproc-per-node 4 benchmarks/deepspeed_training.py --shapes qwen3-4b --layers 36 --vocabulary 151936 \
+        --lengths 65536 --offload-optimizer --tiled --methods dfa-remat ulysses-full       # a whole Qwen3-4B
+    DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 benchmarks/deepspeed_training.py --dry-run      # tiny
 
-Layers and vocabulary are cut, which the output says; both methods share one engine per shape, so that only attention
-and checkpointing differ. A case that runs out of memory, that Ulysses refuses, or for which no time is left is recorded
-so.
+By default layers and vocabulary are cut, which the output says. All methods share one engine per shape, so that only
+attention and checkpointing differ, and have come to the loss and gradients of one rank before any is timed. A case that
+runs out of memory, that Ulysses refuses, or for which no time is left is recorded so.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
+import functools
 import gc
 import json
-import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-import transformers
-from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from deepspeed_common import (
+    SHAPES,
+    any_rank,
+    batch_of,
+    build,
+    join,
+    mean,
+    peak_gib,
+    synchronize,
+    versions,
+)  # fmt: skip
+from deepspeed_methods import Method, attention, compare
 
-from dfa_megatron import deepspeed as dfa_ds
-from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.huggingface import distribute_attention, local_attention
-from dfa_megatron.huggingface.checkpointing import set_checkpointing
-from dfa_megatron.huggingface.model import transformers_model
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes of a decoder layer; head_dim is 128."""
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-
-
-SHAPES = {
-    "llama-3-8b": Shape(4096, 14336, 32, 8),
-    "qwen2.5-7b": Shape(3584, 18944, 28, 4),
-    "33-heads": Shape(4224, 11264, 33, 33),
+METHODS = {
+    "dfa-remat": Method("dfa", "remat"),
+    "ulysses-full": Method("ulysses", "full"),
+    "dfa-full": Method("dfa", "full"),
+    "dfa-none": Method("dfa", "none"),
+    "ulysses-none": Method("ulysses", "none"),
 }
-METHODS = (("dfa", "remat"), ("ulysses", "full"), ("dfa", "full"), ("dfa", "none"), ("ulysses", "none"))
-"""Attention and checkpointing, in the order in which time is spent on them."""
+"""In the order in which time is spent on them."""
+MODELS = {"qwen3-4b": (36, 151936), "llama-3-8b": (32, 128256), "qwen2.5-7b": (28, 152064)}
+"""Layers and vocabulary of the models that shapes are of."""
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-3-8b", "qwen2.5-7b", "33-heads"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 65536, 131072], help="of whole sequences")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=2, help="timed ones, after one that is not")
     parser.add_argument("--schedule", default="auto")
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--methods", nargs="+", default=["-".join(method) for method in METHODS])
+    parser.add_argument("--sdpa", choices=["cudnn", "flash"], default="cudnn", help="the kernel that Ulysses takes")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument(
+        "--tiled", nargs="?", choices=["none", "loss", "all"], const="all", default="none",
+        help="of every method: logits and loss tile by tile, or the MLPs too (all, also without a value)",
+    )  # fmt: skip
     parser.add_argument("--budget", type=float, default=210.0, help="seconds; later cases are left out")
-    parser.add_argument("--offload-optimizer", action="store_true")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--offload-optimizer", action="store_true", help="to the CPU")
+    parser.add_argument("--out", type=Path, help="a JSON file, written again after every case")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, on a CPU too")
     args = parser.parse_args()
     if args.dry_run:
@@ -78,210 +75,139 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def shape_of(name: str, dry: bool) -> Shape:
-    """The shape, or one with the same relations between its heads."""
-    shape = SHAPES[name]
-    if not dry:
-        return shape
-    kv_heads = max(2, shape.kv_heads // 4) if shape.kv_heads < shape.heads else 3
-    heads = kv_heads if shape.kv_heads == shape.heads else kv_heads * (shape.heads // shape.kv_heads)
-    return Shape(heads * 8, 32, heads, kv_heads)
+def start(shape: str, args: argparse.Namespace, about: dict[str, Any]) -> Any:
+    """An engine whose methods agree with one rank; what they differ by, and the optimizer, go to `about`.
 
-
-def build(shape: Shape, args: argparse.Namespace) -> Any:
-    """An engine at ZeRO-3 around a new model with PyTorch's own attention."""
-    config = LlamaConfig(
-        vocab_size=args.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=args.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.hidden // shape.heads,
-        max_position_embeddings=max(args.lengths),
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    with torch.device(device()):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-    zero: dict[str, Any] = {"stage": 3}
-    if args.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": not args.dry_run}
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "torch_adam": True}},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero,
-        "dist_flash_attention": {"enabled": True, "schedule": args.schedule, "kernel": args.kernel},
-    }
-    engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
-    engine.train()
+    Raises:
+        RuntimeError: a method computes something else.
+    """
+    sizes = SHAPES[shape].toy() if args.dry_run else SHAPES[shape]
+    engine, about["optimizer"] = build(
+        sizes, layers=args.layers, vocabulary=args.vocabulary, longest=max(args.lengths), tiled=args.tiled,
+        offload=args.offload_optimizer, dry=args.dry_run,
+    )  # fmt: skip
+    methods = [METHODS[name] for name in args.methods]
+    length = (16 if args.dry_run else 1024) * dist.get_world_size()
+    about["agreement"][shape] = compare(engine, methods, length, args.vocabulary, **choices(args))
     return engine
 
 
-@contextlib.contextmanager
-def attention(engine: Any, method: str, checkpoint: str, args: argparse.Namespace) -> Iterator[None]:
-    """Within it the engine's model has that attention and checkpointing; nothing else of it changes."""
-    model, mesh = engine.module, dfa_ds.mesh_of(engine)
-    inner = transformers_model(model)
-    # The first name is the newer one.
-    (getattr(inner, "activation_checkpointing_disable", None) or inner.gradient_checkpointing_disable)()
-    if method == "dfa":
-        options = DistAttentionConfig(schedule=args.schedule, kernel=args.kernel)
-        distribute_attention(model, group=mesh.group, options=options, checkpoint=checkpoint)
-        yield
-        return
-    set_checkpointing(inner, checkpoint)
-    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    with local_attention(model):
-        try:
-            # The groups of a process are made once; here for every case.
-            parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
-            UlyssesSPAttentionHF.register_with_transformers(
-                inner, core_attn_implementation="sdpa", sequence_parallel_size=mesh.size, micro_batch_size=1
-            )
-            with _fastest_sdpa():
-                yield
-        finally:
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+def choices(args: argparse.Namespace) -> dict[str, str]:
+    """Kernels and schedule."""
+    return {"kernel": args.kernel, "schedule": args.schedule, "sdpa": args.sdpa}
 
 
-@contextlib.contextmanager
-def _fastest_sdpa() -> Iterator[None]:
-    """cuDNN's kernel for Ulysses as well, where there is one."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    if not torch.cuda.is_available():
-        yield
-        return
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        yield
-
-
-def device() -> torch.device:
-    """This rank's GPU, or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def synchronize() -> None:
-    """All ranks have done what they were given."""
+def stop(engine: Any) -> None:
+    """Give its memory back."""
+    if engine is not None:
+        engine.destroy()
+    del engine
+    gc.collect()
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    dist.barrier()
+        torch.cuda.empty_cache()
 
 
 def measure(engine: Any, length: int, vocabulary: int, steps: int) -> dict[str, Any]:
-    """Tokens per second and GPU, and peak memory, of whole training steps."""
-    mesh = dfa_ds.mesh_of(engine)
-    ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(device())
-    batch = dfa_ds.shard_batch({"input_ids": ids, "labels": ids}, group=mesh.group)
+    """Tokens per second, of all GPUs and of each, and peak memory, of whole training steps."""
+    batch = batch_of(engine, length, vocabulary)
     times = []
     for step in range(steps + 1):
         if step == 1 and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         synchronize()
-        start = time.perf_counter()
-        loss = engine(**batch).loss
+        begin = time.perf_counter()
+        loss = engine(**batch)
         engine.backward(loss)
         engine.step()
         synchronize()
-        times.append(time.perf_counter() - start)
-    value = loss.detach().float()
-    dist.all_reduce(value)
-    best = min(times[1:])
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+        times.append(time.perf_counter() - begin)
+    rate = length / min(times[1:])
     return {
         "seconds_per_step": times[1:],
-        "tokens_per_second_per_gpu": length * mesh.data_size / best / dist.get_world_size(),
-        "peak_gib": peak,
-        "loss": value.item() / dist.get_world_size(),
+        "tokens_per_second": rate,
+        "tokens_per_second_per_gpu": rate / dist.get_world_size(),
+        "peak_gib": peak_gib(),
+        "loss": mean(loss),
     }
 
 
 def attempt(engine: Any, case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The case with its figures, or with why there are none, which is the same on all ranks."""
+    """The case with its figures, or with why there are none, which is the same on all ranks.
+
+    Raises:
+        RuntimeError: other ranks hang in the case, because one of them ran out of memory.
+    """
     try:
-        with attention(engine, case["method"], case["checkpoint"], args):
+        with attention(engine, METHODS[case["method"]], **choices(args)):
             case |= measure(engine, case["length"], args.vocabulary, args.steps)
-    except torch.cuda.OutOfMemoryError as error:
+    except torch.OutOfMemoryError as error:
         case["failed"] = f"out of memory: {str(error).splitlines()[0]}"
-    except (ValueError, AssertionError) as error:  # Ulysses refuses a number of heads
-        case["failed"] = str(error).splitlines()[0]
-    gc.collect()
-    torch.cuda.empty_cache()
+    # Ranks that are stuck in a collective of the case do not come; this names them instead of waiting for minutes.
+    dist.monitored_barrier(_gloo_group(), timeout=timedelta(seconds=60))
+    if any_rank("failed" in case):
+        case.setdefault("failed", "on another rank")
     return case
 
 
-def any_rank(fact: bool) -> bool:
-    """Whether it holds on a rank."""
-    value = torch.tensor(int(fact), device=device())
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return bool(value.item())
+@functools.cache
+def _gloo_group() -> Any:
+    return dist.new_group(backend="gloo")
 
 
-def cases(args: argparse.Namespace) -> Iterator[tuple[str, int, str, str]]:
+def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every case once: for each shape, the lengths from the shortest."""
     for shape in args.shapes:
         for length in sorted(args.lengths):
-            for method, checkpoint in METHODS:
-                if f"{method}-{checkpoint}" in args.methods:
-                    yield shape, length, method, checkpoint
+            for method in METHODS:
+                if method in args.methods:
+                    yield {"shape": shape, "length": length, "method": method}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All cases that there is time for."""
-    begin, results = time.perf_counter(), []
+def run(args: argparse.Namespace, about: dict[str, Any]) -> None:
+    """All cases that there is time for; an engine in which one failed is not used again."""
+    begin = time.perf_counter()
     engine, current = None, ""
-    failed: set[tuple[str, str, str]] = set()
-    for shape, length, method, checkpoint in cases(args):
-        key = (shape, method, checkpoint)
-        named = {"shape": shape, "length": length, "method": method, "checkpoint": checkpoint}
+    failed: set[tuple[str, str]] = set()
+    for case in cases(args):
+        key = (case["shape"], case["method"])
         if key in failed:
-            results.append({**named, "failed": "a shorter sequence did not run"})
-            continue
-        if any_rank(time.perf_counter() - begin > args.budget):
-            results.append({**named, "failed": "no time left"})
-            continue
-        if shape != current:
-            if engine is not None:
-                engine.destroy()
+            case["failed"] = "a shorter sequence did not run"
+        elif any_rank(time.perf_counter() - begin > args.budget):
+            case["failed"] = "no time left"
+        else:
+            if engine is None or case["shape"] != current:
+                stop(engine)
+                engine, current = None, case["shape"]
+                engine = start(current, args, about)
+            if refused := about["agreement"][current][case["method"]].get("refused"):  # heads, by Ulysses
+                case["failed"] = refused
+                failed.add(key)
+            elif "failed" in attempt(engine, case, args):
+                failed.add(key)
+                stop(engine)
                 engine = None
-                gc.collect()
-                torch.cuda.empty_cache()
-            engine, current = build(shape_of(shape, args.dry_run), args), shape
-        result = attempt(engine, named, args)
-        if "failed" in result:
-            failed.add(key)
-        results.append(result)
+        about["results"].append(case)
         if dist.get_rank() == 0:
-            print(json.dumps(result), flush=True)
-    return results
+            print(json.dumps(case), flush=True)
+            if args.out is not None:
+                args.out.write_text(json.dumps(about, indent=2) + "\n")
 
 
 def main() -> None:
     """Run, and write what was found with what it was found on."""
     args = parse()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and serves inference
-    deepspeed.init_distributed(timeout=timedelta(seconds=120))
-    results = run(args)
-    if dist.get_rank() == 0 and args.out is not None:
-        about = {
-            "torch": torch.__version__,
-            "deepspeed": deepspeed.__version__,
-            "transformers": transformers.__version__,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "gpus": dist.get_world_size(),
-            "zero_stage": 3,
-            "arguments": {name: str(value) for name, value in vars(args).items()},
-            "note": f"{args.layers} layers and a vocabulary of {args.vocabulary}: cut from the models of these shapes",
-        }
-        args.out.write_text(json.dumps({**about, "results": results}, indent=2) + "\n")
+    join(300.0)
+    _gloo_group()
+    cut = [name for name in args.shapes if MODELS.get(name) != (args.layers, args.vocabulary)]
+    about: dict[str, Any] = {
+        **versions(),
+        "arguments": {name: str(value) for name, value in vars(args).items()},
+        "note": f"{args.layers} layers and a vocabulary of {args.vocabulary}"
+        + (f": cut from the models of {', '.join(cut)}" if cut else ", none cut"),
+        "agreement": {},
+        "results": [],
+    }
+    run(args, about)
     dist.barrier()
     dist.destroy_process_group()
 

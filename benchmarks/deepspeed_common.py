@@ -1,0 +1,235 @@
+"""What the DeepSpeed benchmarks share: model shapes, an engine at ZeRO-3, batches, and what all ranks agree on."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+from dfa_megatron import deepspeed as dfa_ds
+
+TILE = 2048
+"""Rows of a tile; their logits with a vocabulary of 151,936 are 1.2 GiB in float32."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    family: str = "Llama"
+    theta: float = 500_000.0
+    """The base of rotary positions."""
+    tied: bool = False
+    """Whether embeddings and head are one weight."""
+
+    def toy(self) -> Shape:
+        """A tiny one with the same relations between its heads."""
+        kv_heads = max(2, self.kv_heads // 4) if self.kv_heads < self.heads else 3
+        heads = kv_heads * (self.heads // self.kv_heads)
+        hidden = heads * 8 * self.hidden // (self.heads * self.head_dim)
+        return replace(self, hidden=hidden, intermediate=32, heads=heads, kv_heads=kv_heads, head_dim=8)
+
+
+SHAPES = {
+    "llama-3-8b": Shape(4096, 14336, 32, 8),
+    "qwen2.5-7b": Shape(3584, 18944, 28, 4),
+    "33-heads": Shape(4224, 11264, 33, 33),
+    "qwen3-4b": Shape(2560, 9728, 32, 8, family="Qwen3", theta=1_000_000.0, tied=True),
+}
+
+
+class Training(torch.nn.Module):
+    """A causal language model that returns its loss, with logits and inner activations of an MLP tile by tile or not.
+
+    tiled: "none", "loss" or "all". tiles: their number; None cuts rows into tiles of `TILE`.
+    """
+
+    def __init__(self, model: Any, tiled: str) -> None:
+        super().__init__()
+        self.model = model
+        self.tiled = tiled
+        self.tiles: int | None = None
+        if tiled == "all":
+            for layer in model.model.layers:
+                layer.mlp.forward = functools.partial(self._mlp, layer.mlp, list(layer.mlp.parameters()))
+
+    def _mlp(self, mlp: Any, parameters: list[torch.nn.Parameter], x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = TiledMLP.apply(type(mlp).forward, mlp, x, self._count(x), parameters)
+        return result
+
+    def _count(self, rows: torch.Tensor) -> int:
+        return self.tiles or math.ceil(rows.shape[1] / TILE)
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, shift_labels: torch.Tensor, group: Any
+    ) -> torch.Tensor:
+        """The loss of this rank's tokens; its mean over the ranks is that of the sequence."""
+        hidden = self.model.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
+        if self.tiled == "none":
+            return dfa_ds.loss(self.model.lm_head(hidden), shift_labels, group=group)
+        tied = self.model.config.tie_word_embeddings
+        return dfa_ds.tiled_loss(
+            self.model.lm_head, hidden, shift_labels, group=group, tiles=self._count(hidden), tied=tied
+        )
+
+
+def join(seconds: float) -> None:
+    """Join the other ranks; a collective that takes longer than that ends the run."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and serves inference
+    deepspeed.init_distributed(timeout=timedelta(seconds=seconds))
+
+
+def optimizer(offload: bool, dry: bool) -> tuple[dict[str, Any], str]:
+    """DeepSpeed's section for the optimizer, and which it is: its own on the CPU if that compiles, else PyTorch's."""
+    why = ""
+    if offload and not dry:
+        # torchrun gives a process one thread; libraries read this when they are loaded, which is later.
+        threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+        for turn in (True, False):  # one rank compiles
+            if turn == (int(os.environ.get("LOCAL_RANK", "0")) == 0):
+                why = _cpu_adam_fails()
+            dist.barrier()
+        if not any_rank(bool(why)):
+            return {"type": "AdamW", "params": {"lr": 1e-6}}, "DeepSpeedCPUAdam"
+        why = f" on the CPU; DeepSpeed's does not compile: {why or 'on another rank'}"
+    elif offload:
+        why = " on the CPU; a dry run compiles nothing"
+    return {"type": "AdamW", "params": {"lr": 1e-6, "torch_adam": True}}, f"torch.optim.AdamW{why}"
+
+
+def _cpu_adam_fails() -> str:
+    try:
+        from deepspeed.ops.op_builder import CPUAdamBuilder
+
+        CPUAdamBuilder().load(verbose=False)
+    except Exception as error:  # noqa: BLE001 -- compilers and their absence fail in many ways
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return ""
+
+
+def build(
+    shape: Shape, *, layers: int, vocabulary: int, longest: int, tiled: str, offload: bool, dry: bool
+) -> tuple[Any, str]:
+    """An engine at ZeRO-3 around a new model with PyTorch's own attention, and the name of its optimizer."""
+    config = getattr(transformers, f"{shape.family}Config")(
+        vocab_size=vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=longest,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.theta},
+        tie_word_embeddings=shape.tied,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device(device()):
+        model = getattr(transformers, f"{shape.family}ForCausalLM")(config)
+    rotary = model.model.rotary_emb
+    exact = rotary.inv_freq.clone()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    section, name = optimizer(offload, dry)
+    zero: dict[str, Any] = {"stage": 3}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": not dry}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": section,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        "dist_flash_attention": {"enabled": True},
+    }
+    training = Training(model, tiled)
+    engine, *_ = dfa_ds.initialize(model=training, model_parameters=list(training.parameters()), config=settings)
+    rotary.inv_freq = exact.float()  # in bfloat16 positions of long sequences would be far from right
+    engine.train()
+    return engine, name
+
+
+def batch_of(engine: Any, length: int, vocabulary: int, *, whole: bool = False) -> dict[str, Any]:
+    """This rank's part of a sequence of random tokens, or all of it, as arguments for the engine."""
+    ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(device())
+    group = dfa_ds.mesh_of(engine).group
+    if whole:  # every rank has the same one, so each one's mean over its tokens is that over all ranks' tokens
+        shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+        return {
+            "input_ids": ids,
+            "position_ids": torch.arange(length, device=device())[None],
+            "shift_labels": shifted,
+            "group": group,
+        }
+    local = dfa_ds.shard_batch({"input_ids": ids, "labels": ids}, group=group)
+    return {name: local[name] for name in ("input_ids", "position_ids", "shift_labels")} | {"group": group}
+
+
+def device() -> torch.device:
+    """This rank's GPU, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def synchronize() -> None:
+    """All ranks have done what they were given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def mean(loss: torch.Tensor) -> float:
+    """Over all ranks."""
+    value = loss.detach().float()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def most(value: float) -> float:
+    """The largest of all ranks."""
+    shared = torch.tensor(value, dtype=torch.float64, device=device())
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return shared.item()
+
+
+def any_rank(fact: bool) -> bool:
+    """Whether it holds on a rank."""
+    return most(float(fact)) > 0
+
+
+def peak_gib() -> float:
+    """The most memory that tensors took on a GPU, of all ranks; 0 without one."""
+    return most(torch.cuda.max_memory_allocated() / 2**30) if torch.cuda.is_available() else 0.0
+
+
+def versions() -> dict[str, Any]:
+    """What the figures were made with."""
+    return {
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "gpus": dist.get_world_size(),
+        "zero_stage": 3,
+    }

@@ -1,0 +1,134 @@
+"""Attention and checkpointing of one DeepSpeed engine: ours, DeepSpeed's Ulysses, one rank's; and that they agree."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from deepspeed.utils import safe_get_full_grad
+from deepspeed_common import any_rank, batch_of, mean
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.huggingface import distribute_attention, local_attention
+from dfa_megatron.huggingface.checkpointing import set_checkpointing
+from dfa_megatron.huggingface.model import transformers_model
+
+LOSS_TOLERANCE, TOLERANCE = 0.002, 0.1
+"""Of the loss, and of a gradient's distance from one rank's over its norm. Rounding to bfloat16 is about a hundredth
+of the norm; with wrong tokens the distance is about the norm."""
+COMPARED = (
+    "embed_tokens.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight",
+    "layers.0.self_attn.v_proj.weight", "layers.0.mlp.down_proj.weight",
+)  # fmt: skip
+"""The parameters whose gradients are compared: all that follows them is in these."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """Attention and checkpointing of the layers."""
+
+    attention: str
+    """dfa, ulysses, or local: whole sequences on every rank."""
+    checkpoint: str
+    attention_on_host: bool = False
+    """remat_offload: attention's output and lse."""
+    inputs_on_host: bool = False
+    """DeepSpeed's cpu_checkpointing: the layers' inputs. Without a GPU they are there anyway."""
+
+
+@contextlib.contextmanager
+def attention(
+    engine: Any, method: Method, *, kernel: str = "auto", schedule: str = "auto", sdpa: str = "cudnn"
+) -> Iterator[None]:
+    """Within it the engine's model has that attention and checkpointing; nothing else of it changes."""
+    inner, mesh = transformers_model(engine.module), dfa_ds.mesh_of(engine)
+    # The first name is the newer one.
+    (getattr(inner, "activation_checkpointing_disable", None) or inner.gradient_checkpointing_disable)()
+    function, on_host = None, method.attention_on_host
+    if method.inputs_on_host and torch.cuda.is_available():
+        checkpointing.configure(None, checkpoint_in_cpu=True)
+        function = checkpointing.checkpoint
+    if method.attention == "dfa":
+        options = DistAttentionConfig(schedule=schedule, kernel=kernel, remat_offload=on_host)
+        distribute_attention(inner, group=mesh.group, options=options, checkpoint=method.checkpoint)
+        if function is not None:
+            set_checkpointing(inner, method.checkpoint, offload=on_host, function=function)
+        yield
+        return
+    set_checkpointing(inner, method.checkpoint, function=function)
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with local_attention(inner), _fast_sdpa(sdpa):
+        try:
+            if method.attention == "ulysses":
+                # The groups of a process are made once; here for every case.
+                parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
+                UlyssesSPAttentionHF.register_with_transformers(
+                    inner, core_attn_implementation="sdpa", sequence_parallel_size=mesh.size, micro_batch_size=1
+                )
+            yield
+        finally:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+
+
+@contextlib.contextmanager
+def _fast_sdpa(first: str) -> Iterator[None]:
+    """PyTorch's attention with one of its fast kernels or an error, in the backward's recompute as well."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if not torch.cuda.is_available():
+        yield
+        return
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    with sdpa_kernel(kernels if first == "cudnn" else kernels[::-1], set_priority=True):
+        yield
+
+
+def compare(engine: Any, methods: list[Method], length: int, vocabulary: int, **choices: str) -> dict[str, Any]:
+    """Loss and gradients of the methods against those of one rank with the whole sequence.
+
+    Returns:
+        By "attention-checkpoint", the relative differences "loss" and "gradients" (of the furthest of `COMPARED`), or
+        "refused" with why.
+
+    Raises:
+        RuntimeError: one is further away than the tolerances; its figures would be of something else.
+    """
+    training, report = engine.module, {}
+    before, training.tiles = training.tiles, 4
+    want_loss, want = _gradients(engine, Method("local", "none"), batch_of(engine, length, vocabulary, whole=True))
+    for method in methods:
+        name = f"{method.attention}-{method.checkpoint}"
+        try:
+            loss, got = _gradients(engine, method, batch_of(engine, length, vocabulary), **choices)
+        except (ValueError, AssertionError) as error:  # Ulysses refuses a number of heads
+            report[name] = {"refused": str(error).partition("\n")[0]}
+            continue
+        far = {key: float((got[key] - want[key]).norm() / want[key].norm()) for key in want}
+        report[name] = {"loss": abs(loss - want_loss) / want_loss, "gradients": max(far.values())}
+        near = report[name]["loss"] < LOSS_TOLERANCE and all(value < TOLERANCE for value in far.values())
+        if any_rank(not near):
+            raise RuntimeError(f"{method} is not what one rank computes: {report[name]}, gradients {far}")
+    training.tiles = before
+    return report
+
+
+def _gradients(
+    engine: Any, method: Method, batch: dict[str, Any], **choices: str
+) -> tuple[float, dict[str, torch.Tensor]]:
+    with attention(engine, method, **choices):
+        loss = engine(**batch)
+        engine.backward(loss)
+        found = {}
+        for name, parameter in engine.module.model.model.named_parameters():
+            if name in COMPARED:
+                found[name] = safe_get_full_grad(parameter).float()
+        engine.step()
+    return mean(loss), found
