@@ -86,7 +86,7 @@ def start(shape: str, args: argparse.Namespace, about: dict[str, Any]) -> Any:
         sizes, layers=args.layers, vocabulary=args.vocabulary, longest=max(args.lengths), tiled=args.tiled,
         offload=args.offload_optimizer, dry=args.dry_run,
     )  # fmt: skip
-    methods = [METHODS[name] for name in args.methods]
+    methods = {name: METHODS[name] for name in args.methods}
     length = (16 if args.dry_run else 1024) * dist.get_world_size()
     about["agreement"][shape] = compare(engine, methods, length, args.vocabulary, **choices(args))
     return engine

@@ -1,0 +1,290 @@
+"""Finds the longest sequence that one ZeRO-3 step of a Llama-3-8B shape takes: ours beside DeepSpeed's ALST.
+
+    python benchmarks/deepspeed_longest.py --layers 2 --budget 540 --out longest.json      # on all GPUs there are
+    DS_ACCELERATOR=cpu python benchmarks/deepspeed_longest.py --dry-run                    # tiny, two ranks
+
+Forward, backward and optimizer, with tiled MLP and tiled loss for both. Lengths double until one runs out of memory or
+the time left is less than four times the last step; between the longest that ran and the shortest that ran out of
+memory one more is tried. Every attempt is a fresh set of processes, which takes a short step before the one that is
+timed. First of all, loss and gradients of every method are compared with one rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SHAPE, VOCABULARY, MODEL_LAYERS = "llama-3-8b", 128256, 32
+METHODS = {
+    "dfa-remat": {"attention": "dfa", "checkpoint": "remat"},
+    "ulysses-full": {"attention": "ulysses", "checkpoint": "full"},
+    "dfa-remat-host": {"attention": "dfa", "checkpoint": "remat", "attention_on_host": True, "inputs_on_host": True},
+    "ulysses-full-host": {"attention": "ulysses", "checkpoint": "full", "inputs_on_host": True},
+    "dfa-remat-inputs-host": {"attention": "dfa", "checkpoint": "remat", "inputs_on_host": True},
+}
+"""host: what a checkpoint keeps is in host memory: layers' inputs, and attention's output and lse."""
+ENOUGH = 20.0
+"""Seconds of a step from which on it is taken once."""
+STOPPED = "no time left"
+MEMORY = "out of memory"
+SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""In the text of errors of PyTorch, NCCL and cuBLAS."""
+
+Attempt = Callable[[str, int, float], dict[str, Any]]
+"""From a method, a length and the seconds left to a result: figures, or "failed"."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=2, help=f"of the model's {MODEL_LAYERS}")
+    parser.add_argument("--start", type=int, default=262144, help="the first length, of whole sequences")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS)[:4])
+    parser.add_argument("--offload-optimizer", action="store_true", help="to the CPU")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all")
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--sdpa", choices=["cudnn", "flash"], default="cudnn", help="the kernel that Ulysses takes")
+    parser.add_argument("--gpus", type=int, help="ranks; by default all GPUs")
+    parser.add_argument("--out", type=Path, help="a JSON file, written again after every attempt")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, on a CPU too")
+    parser.add_argument("--pretend-limit", type=int, help=argparse.SUPPRESS)  # a dry run has no more memory than this
+    parser.add_argument("--rank-of", nargs=3, metavar=("METHOD", "LENGTH", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.dry_run:
+        args.start, args.layers = 64, 2
+    return args
+
+
+# The parent: which lengths are tried.
+
+
+def search(methods: list[str], start: int, attempt: Attempt, left: Callable[[], float]) -> None:
+    """Try every method at every length that there is time for, the shortest first; then between the last two."""
+    alive, fits, full = dict.fromkeys(methods, start), dict[str, dict[str, Any]](), dict[str, int]()
+    while alive:
+        for method, length in list(alive.items()):
+            result = guarded(method, length, fits.get(method), attempt, left)
+            if "failed" in result:
+                del alive[method]
+                if result["failed"].startswith(MEMORY):
+                    full[method] = length
+            else:
+                fits[method] = result
+                alive[method] = 2 * length
+    for method, length in full.items():
+        if method in fits:
+            guarded(method, length * 3 // 4, fits[method], attempt, left)
+
+
+def guarded(
+    method: str, length: int, before: dict[str, Any] | None, attempt: Attempt, left: Callable[[], float]
+) -> dict[str, Any]:
+    """The attempt, if by the time of a shorter one it can end in time: attention grows with the square of a length."""
+    seconds = 0.0
+    if before is not None:
+        steps = before["seconds_per_step"] * (length / before["length"]) ** 2
+        seconds = steps + before["seconds_in_all"] - before["seconds_per_step"]
+    return attempt(method, length, left() if seconds < left() else 0.0)
+
+
+def launch(args: argparse.Namespace, ranks: int, method: str, length: int, seconds: float) -> dict[str, Any]:
+    """One attempt in processes of its own, or the comparison of all methods if `method` is "compare"."""
+    result: dict[str, Any] = {"method": method, "length": length}
+    if seconds <= 0:
+        return result | {"failed": STOPPED}
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += [str(Path(__file__).resolve()), *sys.argv[1:], "--rank-of", method, str(length), folder]
+        environment = dict(os.environ)
+        if "PYTORCH_ALLOC_CONF" not in environment:
+            environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as ALST asks for
+        process = subprocess.Popen(command, stdout=sys.stderr, env=environment)  # noqa: S603 -- the command is ours
+        late = False
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its ranks
+                process.wait(60)
+        ends = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("rank*.json"))]
+    result["seconds_in_all"] = time.perf_counter() - begin
+    failures = [end["failed"] for end in ends if "failed" in end]
+    # A rank that ran out of memory leaves others behind, whose errors are of its absence.
+    failures.sort(key=lambda failure: not failure.startswith(MEMORY))
+    if failures:
+        return result | {"failed": failures[0]}
+    if late:
+        return result | {"failed": f"{STOPPED}: ended after {seconds:.0f} s"}
+    if process.returncode or len(ends) != ranks:
+        return result | {"failed": f"exit status {process.returncode}; see the output of the ranks"}
+    result |= ends[0]
+    return result
+
+
+# The ranks: one attempt.
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """What a rank does; its result, or the error that ended it, is a file in the folder."""
+    method, length, folder = args.rank_of[0], int(args.rank_of[1]), Path(args.rank_of[2])
+    end = folder / f"rank{os.environ['RANK']}.json"
+    try:
+        result = agreement(args) if method == "compare" else step(args, method, length)
+    except Exception as error:  # noqa: BLE001 -- whatever it is goes to the parent, and the other ranks are ended
+        traceback.print_exc()
+        text = str(error).strip().partition("\n")[0]
+        memory = any(sign in text for sign in SIGNS) or is_memory(error)
+        end.write_text(json.dumps({"failed": f"{MEMORY}: {text}" if memory else f"{type(error).__name__}: {text}"}))
+        sys.stderr.flush()
+        os._exit(1)  # the other ranks may hang in a collective, and ending properly would wait for them
+    end.write_text(json.dumps(result))
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def is_memory(error: BaseException | None) -> bool:
+    """Whether PyTorch's allocator is at the root of it."""
+    import torch
+
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def engine_for(args: argparse.Namespace, longest: int) -> tuple[Any, str, int]:
+    """An engine, its optimizer's name and the vocabulary."""
+    from deepspeed_common import SHAPES, build, join
+
+    join(max(args.budget, 60.0))  # a collective waits for the computation before it
+    shape, vocabulary = (SHAPES[SHAPE].toy(), 128) if args.dry_run else (SHAPES[SHAPE], VOCABULARY)
+    engine, name = build(
+        shape, layers=args.layers, vocabulary=vocabulary, longest=longest, tiled="all",
+        offload=args.offload_optimizer, dry=args.dry_run,
+    )  # fmt: skip
+    return engine, name, vocabulary
+
+
+def agreement(args: argparse.Namespace) -> dict[str, Any]:
+    """How far the methods are from one rank.
+
+    Raises:
+        RuntimeError: too far.
+    """
+    from deepspeed_common import versions
+    from deepspeed_methods import Method, compare
+
+    length = (16 if args.dry_run else 1024) * int(os.environ["WORLD_SIZE"])
+    engine, name, vocabulary = engine_for(args, length)
+    methods = {method: Method(**METHODS[method]) for method in args.methods}  # type: ignore[arg-type]
+    report = compare(engine, methods, length, vocabulary, kernel=args.kernel, sdpa=args.sdpa)
+    return {"agreement": report, "optimizer": name, **versions()}
+
+
+def step(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
+    """Time a step, after a short one with as many tiles, which makes what is made once.
+
+    ZeRO-3 learns from that one in which order it gathers parameters, tile by tile.
+    """
+    import torch
+    import torch.distributed as dist
+    from deepspeed_common import TILE, mean, peak_gib
+    from deepspeed_methods import Method, attention
+
+    engine, _, vocabulary = engine_for(args, length)
+    ranks = dist.get_world_size()
+    if args.pretend_limit is not None and length > args.pretend_limit and dist.get_rank() == ranks - 1:
+        raise torch.OutOfMemoryError("in a dry run")
+    engine.module.tiles = tiles = math.ceil(length / ranks / (16 if args.dry_run else TILE))
+    warmup = min(length, tiles * ranks * (8 if args.dry_run else math.ceil(4096 / tiles)))
+    with attention(engine, Method(**METHODS[method]), kernel=args.kernel, sdpa=args.sdpa):  # type: ignore[arg-type]
+        take_step(engine, warmup, vocabulary)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        seconds, loss = take_step(engine, length, vocabulary)
+        if seconds < ENOUGH:  # kernels may have been made for this length
+            again, loss = take_step(engine, length, vocabulary)
+            seconds = min(seconds, again)
+    value, host = mean(loss), torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    host = host.to(loss.device)
+    dist.all_reduce(host)
+    return {
+        "seconds_per_step": seconds,
+        "tokens_per_second_per_gpu": length / seconds / ranks,
+        "peak_gib": peak_gib(),
+        "host_gib_of_all_ranks": host.item(),
+        "loss": value if math.isfinite(value) else str(value),
+        "loss_finite": math.isfinite(value),
+    }
+
+
+def take_step(engine: Any, length: int, vocabulary: int) -> tuple[float, Any]:
+    """Seconds of a whole step, of the slowest rank, and the loss."""
+    from deepspeed_common import batch_of, most, synchronize
+
+    batch = batch_of(engine, length, vocabulary)
+    synchronize()
+    begin = time.perf_counter()
+    loss = engine(**batch)
+    engine.backward(loss)
+    engine.step()
+    synchronize()
+    return most(time.perf_counter() - begin), loss.detach()
+
+
+def main() -> int:
+    """Compare, search, and write after every attempt; 1 if something failed but for want of memory or time."""
+    args = parse()
+    if args.rank_of:
+        rank_main(args)
+        return 0
+    import torch
+
+    begin = time.perf_counter()
+    ranks = args.gpus or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
+    about: dict[str, Any] = {
+        "shape": SHAPE,
+        "note": f"{args.layers} of {MODEL_LAYERS} layers" + (", and tiny" if args.dry_run else ""),
+        "arguments": {name: str(value) for name, value in vars(args).items() if name != "rank_of"},
+    }
+    compared = launch(args, ranks, "compare", 0, args.budget)
+    about |= {key: value for key, value in compared.items() if key not in ("method", "length")}
+    print(json.dumps(about), flush=True)
+    if "failed" in compared:
+        print("nothing is timed: the methods were not found to compute the same", file=sys.stderr)
+        return 1
+    about |= {"longest": {}, "results": []}
+
+    def attempt(method: str, length: int, seconds: float) -> dict[str, Any]:
+        result = launch(args, ranks, method, length, seconds)
+        if "failed" not in result:
+            about["longest"][method] = max(length, about["longest"].get(method, 0))
+        about["results"].append(result)
+        print(json.dumps(result), flush=True)
+        if args.out is not None:
+            args.out.write_text(json.dumps(about, indent=2) + "\n")
+        return result
+
+    able = [method for method in args.methods if "refused" not in about["agreement"][method]]
+    search(able, args.start, attempt, lambda: begin + args.budget - time.perf_counter())
+    failed = [one for one in about["results"] if not one.get("failed", MEMORY).startswith((MEMORY, STOPPED))]
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The benchmarks of training and of the longest sequence run at toy size on CPU, and time nothing that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron.testing.workers import run_ranks
+from tests.deepspeed import harness
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def call(*command: str, out: Path) -> dict[str, Any]:
+    path = os.pathsep.join([str(BENCHMARKS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *command, "--dry-run", "--out", str(out)],
+        env={**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    report: dict[str, Any] = json.loads(out.read_text())
+    shown = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert shown[-len(report["results"]) :] == report["results"]
+    return report
+
+
+def test_every_method_is_compared_and_then_timed(tmp_path: Path) -> None:
+    script = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script += [str(BENCHMARKS / "deepspeed_training.py"), "--shapes", "qwen3-4b", "33-heads", "--offload-optimizer"]
+    methods = ["dfa-remat", "ulysses-full"]
+    report = call(*script, "--methods", *methods, "--tiled", out=tmp_path / "toy.json")
+    losses: dict[tuple[str, int], list[float]] = {}
+    for result in report["results"]:
+        if (result["shape"], result["method"]) == ("33-heads", "ulysses-full"):
+            assert "not divisible" in result["failed"] or "a shorter sequence" in result["failed"]
+            continue
+        assert result["tokens_per_second"] == pytest.approx(2 * result["tokens_per_second_per_gpu"])
+        losses.setdefault((result["shape"], result["length"]), []).append(result["loss"])
+    assert {key: len(found) for key, found in losses.items()} == {
+        ("qwen3-4b", 64): 2, ("qwen3-4b", 128): 2, ("33-heads", 64): 1, ("33-heads", 128): 1,
+    }  # fmt: skip
+    assert all(max(found) - min(found) < 1e-3 for found in losses.values())
+    assert all(0 < report["agreement"]["qwen3-4b"][method]["gradients"] < 0.05 for method in methods)
+    assert report["optimizer"].startswith("torch.optim.AdamW on the CPU")
+
+
+def test_the_longest_sequence_lies_between_one_that_ran_and_one_that_ran_out_of_memory(tmp_path: Path) -> None:
+    script = [str(BENCHMARKS / "deepspeed_longest.py"), "--methods", "ulysses-full", "--pretend-limit", "100"]
+    report = call(*script, "--gpus", "2", out=tmp_path / "toy.json")
+    assert [result["length"] for result in report["results"]] == [64, 128, 96]
+    first, second, third = report["results"]
+    assert second["failed"] == "out of memory: in a dry run"  # which only one of the ranks said
+    assert first["loss_finite"]
+    assert third["loss_finite"]
+    assert first["tokens_per_second_per_gpu"] == pytest.approx(32 / first["seconds_per_step"])
+    assert report["longest"] == {"ulysses-full": 96}
+    assert report["agreement"]["ulysses-full"]["gradients"] < 0.05
+    assert report["note"] == "2 of 32 layers, and tiny"
+
+
+def wrong(rank: int, world_size: int) -> None:
+    harness.prepare_worker(rank)
+    sys.path.insert(0, str(BENCHMARKS))
+    import deepspeed_common as common
+    import deepspeed_methods as methods
+
+    shape, ours = common.SHAPES["qwen3-4b"].toy(), {"ours": methods.Method("dfa", "remat")}
+    engine, _ = common.build(shape, layers=2, vocabulary=64, longest=64, tiled="all", offload=False, dry=True)
+    assert engine.module.model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert engine.module.model.config.head_dim * shape.heads != shape.hidden
+    assert methods.compare(engine, ours, 64, 64)["ours"]["gradients"] < 0.05
+    right = methods._gradients
+
+    def without_a_rank(engine: Any, method: Any, batch: dict[str, Any], **choices: str) -> Any:
+        if method.attention == "dfa" and rank == 1:
+            batch["input_ids"] = batch["input_ids"].flip(1)
+        return right(engine, method, batch, **choices)
+
+    methods._gradients = without_a_rank
+    with pytest.raises(RuntimeError, match="ours is not what one rank computes"):
+        methods.compare(engine, ours, 64, 64)
+    engine.destroy()
+
+
+def test_what_is_not_what_one_rank_computes_is_refused() -> None:
+    run_ranks(2, wrong, timeout=120)
