@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -29,7 +29,7 @@ READ = "4.0.0b36"
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _COMMON = ("q", "k", "v", "softmax_scale", "softcap", "causal", "window_size_left", "window_size_right", *_LENGTHS)
 _FORWARD = (*_COMMON, "return_lse")
-_BACKWARD = (*_COMMON, "out", "dout", "lse", "dlse", "deterministic")
+_BACKWARD = (*_COMMON, "out", "dout", "lse", "dlse", "deterministic", "dq", "dk", "dv")
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 Scaling = dict[str, float]
@@ -84,12 +84,19 @@ class Flash4Kernel(Capping, InPieces):
         saved: Saved,
         band: Band,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `InPieces`."""
-        call = _call(
-            "deterministic backward" if deterministic else "backward", q, k, v, band, self._scaling(softmax_scale)
-        )
-        results = _loaded()[1](**call, **_known(dout, saved), deterministic=deterministic)
-        return results[0], results[1], results[2]
+        """See `InPieces`; long ones some heads at a time, for the memory of the package's accumulators."""
+        what = "deterministic backward" if deterministic else "backward"
+        passes = _passes(q, k)
+        if passes == 1:
+            call = _call(what, q, k, v, band, self._scaling(softmax_scale))
+            results = _loaded()[1](**call, **_known(dout, saved), deterministic=deterministic)
+            return results[0], results[1], results[2]
+        gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        split = [x.chunk(passes, 2) for x in (dout, q, k, v, *gradients)]
+        for (dout, q, k, v, dq, dk, dv), part in zip(zip(*split, strict=True), _by_heads(saved, passes), strict=True):
+            call = _call(what, q, k, v, band, self._scaling(softmax_scale))
+            _loaded()[1](**call, **_known(dout, part), deterministic=deterministic, dq=dq, dk=dk, dv=dv)
+        return gradients
 
     def forward_segments(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, segments: Segments, softmax_scale: float
@@ -158,9 +165,34 @@ def _functions() -> Functions | str:
     return found[0], found[1]
 
 
+def _passes(q: torch.Tensor, k: torch.Tensor) -> int:
+    """Calls, each of some kv heads and their queries', that keep the package's accumulators within `_ACCUMULATORS`."""
+    passes, kv_heads = 1, k.shape[2]
+    accumulated = q.numel() + (2 * k.numel() if q.shape[2] > kv_heads else 0)
+    while _WORD * accumulated > passes * _ACCUMULATORS and kv_heads % (2 * passes) == 0:
+        passes *= 2
+    return passes
+
+
+_ACCUMULATORS = 384 << 20
+"""Bytes of gradients in float32, beside those in the inputs' dtype: dq of 32K rows of 32 heads of 128 is 512 MiB."""
+
+_WORD = 4
+
+
+def _by_heads(saved: Saved, passes: int) -> list[Saved]:
+    """What is saved of the rows, for as many heads at a time as `passes` leaves."""
+
+    def split(x: torch.Tensor | None, dim: int) -> Sequence[torch.Tensor | None]:
+        return [None] * passes if x is None else x.chunk(passes, dim)
+
+    fields = (saved.lse.chunk(passes, 1), split(saved.delta, 1), split(saved.out, 2))
+    return [Saved(lse, delta=delta, out=out) for lse, delta, out in zip(*fields, strict=True)]
+
+
 def _known(dout: torch.Tensor, saved: Saved) -> dict[str, torch.Tensor | None]:
     """What the backward takes of the rows' forward, with or without a batch dimension."""
-    dout, lse = dense(dout), dense(saved.lse)
+    dout, lse = vectorised(dout), dense(saved.lse)
     if saved.delta is not None:
         nothing = dout.new_zeros(dout.shape[-1]).expand_as(dout)
         return {"dout": dout, "lse": lse, "out": nothing, "dlse": -dense(saved.delta)}

@@ -340,7 +340,10 @@ class Flash4StandIn:
         if a.get("cu_seqlens_q") is not None:
             return Unpacked.joined([self.backward(**part) for part in self.packed.calls(a)], (0, 0, 0))
         rows = (a[name] for name in ("dout", "q", "k", "v", "out", "lse"))
-        return gradients_of(*rows, self.seen(**a), a["softmax_scale"], a["dlse"])
+        gradients = gradients_of(*rows, self.seen(**a), a["softmax_scale"], a["dlse"])
+        given = [a.get(name) for name in ("dq", "dk", "dv")]
+        readable(*(x for x in given if x is not None))
+        return tuple(g if x is None else x.copy_(g) for x, g in zip(given, gradients, strict=True))  # type: ignore[return-value]
 
 
 def over_fake_package(adapter: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +356,15 @@ def over_fake_package(adapter: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture(
-    params=["flash4", "flash3", "flash2", "aten", "cudnn, lse of 4 dimensions", "cudnn, lse of 3 dimensions"]
+    params=[
+        "flash4",
+        "flash4, some heads at a time",
+        "flash3",
+        "flash2",
+        "aten",
+        "cudnn, lse of 4 dimensions",
+        "cudnn, lse of 3 dimensions",
+    ]
 )
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> BlockKernel:
     """A GPU kernel over a stand-in of its operators."""
@@ -361,7 +372,9 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> B
         request.getfixturevalue("flash_packages")
         over_fake_package(flash2 if request.param == "flash2" else flash3, monkeypatch)
         return Flash2Kernel() if request.param == "flash2" else Flash3Kernel()
-    if request.param == "flash4":
+    if "flash4" in request.param:
+        if "heads" in request.param:
+            monkeypatch.setattr(flash4, "_ACCUMULATORS", 64)
         functions = Flash4StandIn().forward, Flash4StandIn().backward
         monkeypatch.setattr(flash4, "_functions", lambda: functions)
         return Flash4Kernel()
@@ -475,6 +488,24 @@ def test_packed_kernels_are_called_once_for_equal_windows(monkeypatch: pytest.Mo
     q = torch.randn(1, 64, 2, 16).bfloat16()
     packed.forward(Flash4Kernel(), q, q, q, segments=Segments(tuple(parts), 64, 64), softmax_scale=0.3)
     assert calls == [5]
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "passes"),
+    [
+        (8192, 32, 32, 1),
+        (32768, 32, 32, 2),
+        (32768, 32, 8, 2),
+        (32768, 33, 33, 1),
+        (131072, 32, 8, 8),
+        (131072, 8, 1, 1),
+    ],
+)
+def test_flash4s_backward_takes_some_heads_at_a_time_where_its_accumulators_are_large(
+    rows: int, heads: int, kv_heads: int, passes: int
+) -> None:
+    q, k = (torch.empty(1, rows, count, 128, device="meta") for count in (heads, kv_heads))
+    assert flash4._passes(q, k) == passes
 
 
 @pytest.mark.parametrize("kernel_class", [AtenFlashKernel, CudnnKernel])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from cases import Case
 
 from dfa_megatron import kernels
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Need
 from dfa_megatron.plan.deal import layout_of
 from dfa_megatron.runtime.documents import dealt_mask
@@ -79,3 +81,14 @@ def skip_unless_it_serves_this_gpu(kernel: str) -> None:
     need = Need("cuda", torch.bfloat16, 8, 2, 128, 128, frozenset({"full", "causal"}), capability=capability)
     if why := kernels.get(kernel).refusal(need):
         pytest.skip(f"{kernel}: {why}")
+
+
+def served(kernel: str, call: Callable[[], None]) -> bool:
+    """Whether a call was served: cudnn refuses, by name, plans that cut blocks off the diagonal; no other may."""
+    try:
+        call()
+    except UnsupportedError as error:
+        if kernel != "cudnn" or "it has no sliding window" not in str(error):
+            raise
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from itertools import pairwise
@@ -19,7 +20,7 @@ from dfa_megatron.testing.workers import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import Case
-from packs import pack, random_offsets, skip_unless_it_serves_this_gpu, tokens_of
+from packs import pack, random_offsets, served, skip_unless_it_serves_this_gpu, tokens_of
 
 TOLERANCE = 1e-2
 """bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""
@@ -47,19 +48,21 @@ def compare(whole: Case, offsets: tuple[int, ...], rank: int, ranks: int, **opti
 
 
 def _exact(rank: int, ranks: int, kernel: str) -> None:
-    draw = random.Random(ranks)
+    draw, done = random.Random(ranks), 0
     for round_ in range(4):
         offsets = random_offsets(ranks * draw.choice([64, 130, 256, 384]), draw)
         heads, kv_heads = draw.choice([(8, 2), (4, 4), (6, 1)])
         whole = gpu_pack(offsets, heads=heads, kv_heads=kv_heads, seed=round_)
         options = {"kernel": kernel, "transport": draw.choice(["p2p", "copy_engine"])}
         for schedule, layout in (("ring", "contiguous"), ("greedy", "contiguous"), ("dealt", "dealt")):
-            compare(whole, offsets, rank, ranks, schedule=schedule, layout=layout, **options)
+            call = functools.partial(compare, whole, offsets, rank, ranks, schedule=schedule, layout=layout, **options)
+            done += served(kernel, call)
         if kernel != "cudnn":
             for causal, window_size in ((False, (-1, -1)), (True, (70, 0)), (False, (30, 9))):
                 seen = {"causal": causal, "window_size": window_size}
                 bounded = gpu_pack(offsets, heads=heads, kv_heads=kv_heads, seed=round_, **seen)
                 compare(bounded, offsets, rank, ranks, **seen, **options)
+    assert done
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)])

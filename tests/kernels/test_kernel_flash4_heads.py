@@ -1,0 +1,49 @@
+"""flash4's backward for some heads at a time, as long calls have it, against dense attention in float64; on GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dfa_megatron import kernels
+from dfa_megatron.kernels import flash4
+from dfa_megatron.kernels.api import Need, Saved
+from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
+from dfa_megatron.testing.compare import assert_close, dense_attention
+
+
+def skip_unless_flash4_serves() -> None:
+    capability = torch.cuda.get_device_capability()
+    need = Need("cuda", torch.bfloat16, 8, 2, 128, 128, frozenset({"full", "causal"}), capability=capability)
+    if why := kernels.get("flash4").refusal(need):
+        pytest.skip(f"flash4: {why}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("band", [FULL, CAUSAL], ids=["full", "causal"])
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4), (8, 8), (12, 4)], ids="heads {0[0]} on {0[1]}".format)
+def test_flash4_is_exact_some_heads_at_a_time(
+    heads: tuple[int, int], band: Band, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_unless_flash4_serves()
+    monkeypatch.setattr(flash4, "_ACCUMULATORS", 1)
+    count, kv_count = heads
+    generator = torch.Generator("cuda").manual_seed(count * 10 + kv_count)
+
+    def rows(heads: int, *, turned: bool = False) -> torch.Tensor:
+        shape = (2, heads, 300, 128) if turned else (2, 300, heads, 128)
+        x = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return x.transpose(1, 2) if turned else x
+
+    q, k, v, dout = rows(count), rows(kv_count), rows(kv_count, turned=True), rows(count, turned=True)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = dense_attention(*exact, causal=band == CAUSAL, softmax_scale=0.09)
+    want = torch.autograd.grad(out, exact, dout.double())
+    delta = (dout.double() * out.detach()).sum(-1).transpose(1, 2).float().contiguous()
+    assert flash4._passes(q, k) > 1
+    got = kernels.get("flash4").backward(
+        dout, q, k, v, Saved(lse.detach().float(), delta), band=band, softmax_scale=0.09, deterministic=deterministic
+    )
+    for name, g, w in zip(("dq", "dk", "dv"), got, want, strict=True):
+        assert_close(g, w, tolerance=1e-2, name=name)
