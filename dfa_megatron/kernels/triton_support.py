@@ -44,8 +44,8 @@ def triton_refusal() -> str | None:
 
 
 def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
+    """Triton launches on the current device, which need not be the tensor's; where it is, nothing is switched."""
+    return torch.cuda.device_of(x) if x.is_cuda and x.get_device() != torch.cuda.current_device() else nullcontext()
 
 
 @functools.cache

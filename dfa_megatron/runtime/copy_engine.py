@@ -85,7 +85,7 @@ class CopyEngineTransport(ByName):
         self.streams.wait_for_compute(after)
         for parcel in receives:
             queue.write(stream, self._their_ready[parcel.peer], 1)
-        with torch.cuda.stream(self.streams.stream):
+        with self.streams.moving():
             self._sending = sends()
         for parcel in self._sending:
             queue.wait(stream, self._my_ready[parcel.peer], 1)

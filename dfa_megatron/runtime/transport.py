@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -107,6 +108,19 @@ class GlooTransport(ByName):
         """All has landed."""
 
 
+class _Switch:
+    """`torch.cuda.stream` where the stream to come back to is known and of the current device: it asks for neither."""
+
+    def __init__(self, to: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
+        self.to, self.back = to, back
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self.to)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self.back)
+
+
 class Streams:
     """The events between the caller's stream, which computes, and a stream of our own, which moves.
 
@@ -126,6 +140,12 @@ class Streams:
         self.compute = torch.cuda.current_stream(self.device)
         self.started.record(self.compute)
         self.stream.wait_event(self.started)
+
+    def moving(self) -> AbstractContextManager[object]:
+        """PyTorch's operations inside go to the communication stream. Between `start` and the call's end."""
+        if torch.cuda.current_device() != self.device.index:
+            return torch.cuda.stream(self.stream)
+        return _Switch(self.stream, self.compute)
 
     def wait_for_compute(self, after: int) -> None:
         """The communication stream goes on once the compute of that step is over."""
@@ -168,14 +188,14 @@ class NcclTransport(ByName):
 
     def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
         """Queue the batch on the communication stream."""
-        with torch.cuda.stream(self.streams.stream):
+        with self.streams.moving():
             self.streams.wait_for_compute(after)
             self.sending = sends()
             self.works = _batch(self.group, self.sending, receives)
 
     def land(self) -> None:
         """Queue the wait of the compute stream."""
-        with torch.cuda.stream(self.streams.stream):
+        with self.streams.moving():
             for work in self.works:
                 work.wait()  # the communication stream waits, not the host
         self.works, self.sending = [], ()

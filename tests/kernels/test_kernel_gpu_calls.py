@@ -494,11 +494,13 @@ def test_packed_kernels_are_called_once_for_equal_windows(monkeypatch: pytest.Mo
     ("rows", "heads", "kv_heads", "passes"),
     [
         (8192, 32, 32, 1),
-        (32768, 32, 32, 2),
-        (32768, 32, 8, 2),
-        (32768, 33, 33, 1),
-        (131072, 32, 8, 8),
-        (131072, 8, 1, 1),
+        (32768, 32, 32, 1),
+        (32768, 32, 8, 1),
+        (65536, 32, 32, 2),
+        (65536, 33, 33, 1),
+        (65536, 32, 8, 2),
+        (131072, 32, 8, 4),
+        (131072, 32, 1, 1),
     ],
 )
 def test_flash4s_backward_takes_some_heads_at_a_time_where_its_accumulators_are_large(
