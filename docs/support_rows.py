@@ -122,6 +122,8 @@ RUNTIME = {
     "random shapes under load, NCCL and copy engines": r"runtime/test_nccl.py::test_random_shapes_under_load",
     "the host is never waited for": r"runtime/test_nccl.py::test_the_loop_never_synchronises",
     "`cuda_graph=True`, replayed with other inputs": r"runtime/test_nccl.py::test_a_captured_attention",
+    "one GPU as 2 to 8 ranks: `flash4`, `triton`, `aten`, `cudnn`; every schedule, packs":
+        r"runtime/test_together_gpu.py::test_kernels_are_exact",
     "copy engines against every interleaving (a model of them)": r"runtime/test_copy_engine.py::test_any_interleaving",
     "head counts that do not divide among ranks": r"runtime/test_gloo.py::test_head_counts_need_not_divide",
     "either backward payload, delta or out": r"runtime/test_together.py::test_both_backward_payloads",
@@ -177,6 +179,9 @@ MEGATRON = {
     ),
     "4 GPUs: fully sharded parameters (FSDP); latent attention": (
         r"megatron/test_gpu.py::test_(sharded_parameters|latent_attention)\w+\[.*-4\]"
+    ),
+    "Transformer Engine's modules around ours, bfloat16 and fp8; 1 and 2 GPUs": (
+        r"megatron/test_transformer_engine.py::test_among"
     ),
     "what is not supported is refused by name": r"megatron/test_refusals.py::test_a_config_that_would_be",
 }  # fmt: skip
