@@ -49,7 +49,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2, help=f"of the model's {MODEL_LAYERS}")
-    parser.add_argument("--start", type=int, default=262144, help="the first length, of whole sequences")
+    parser.add_argument("--shortest", type=int, help="the first length, of whole sequences (default: 262144)")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS)[:4])
     parser.add_argument("--offload-optimizer", action="store_true", help="to the CPU")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all")
@@ -61,17 +61,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pretend-limit", type=int, help=argparse.SUPPRESS)  # a dry run has no more memory than this
     parser.add_argument("--rank-of", nargs=3, metavar=("METHOD", "LENGTH", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    args.shortest = args.shortest or (64 if args.dry_run else 262144)
     if args.dry_run:
-        args.start, args.layers = 64, 2
+        args.layers = 2
     return args
 
 
 # The parent: which lengths are tried.
 
 
-def search(methods: list[str], start: int, attempt: Attempt, left: Callable[[], float]) -> None:
+def search(methods: list[str], shortest: int, attempt: Attempt, left: Callable[[], float]) -> None:
     """Try every method at every length that there is time for, the shortest first; then between the last two."""
-    alive, fits, full = dict.fromkeys(methods, start), dict[str, dict[str, Any]](), dict[str, int]()
+    alive, fits, full = dict.fromkeys(methods, shortest), dict[str, dict[str, Any]](), dict[str, int]()
     while alive:
         for method, length in list(alive.items()):
             result = guarded(method, length, fits.get(method), attempt, left)
@@ -281,7 +282,7 @@ def main() -> int:
         return result
 
     able = [method for method in args.methods if "refused" not in about["agreement"][method]]
-    search(able, args.start, attempt, lambda: begin + args.budget - time.perf_counter())
+    search(able, args.shortest, attempt, lambda: begin + args.budget - time.perf_counter())
     failed = [one for one in about["results"] if not one.get("failed", MEMORY).startswith((MEMORY, STOPPED))]
     return int(bool(failed))
 

@@ -53,15 +53,15 @@ def test_every_method_is_compared_and_then_timed(tmp_path: Path) -> None:
 
 
 def test_the_longest_sequence_lies_between_one_that_ran_and_one_that_ran_out_of_memory(tmp_path: Path) -> None:
-    script = [str(BENCHMARKS / "deepspeed_longest.py"), "--methods", "ulysses-full", "--pretend-limit", "100"]
-    report = call(*script, "--gpus", "2", out=tmp_path / "toy.json")
-    assert [result["length"] for result in report["results"]] == [64, 128, 96]
+    script = [str(BENCHMARKS / "deepspeed_longest.py"), "--methods", "ulysses-full", "--pretend-limit", "130"]
+    report = call(*script, "--gpus", "2", "--shortest", "80", out=tmp_path / "toy.json")
+    assert [result["length"] for result in report["results"]] == [80, 160, 120]
     first, second, third = report["results"]
     assert second["failed"] == "out of memory: in a dry run"  # which only one of the ranks said
     assert first["loss_finite"]
     assert third["loss_finite"]
-    assert first["tokens_per_second_per_gpu"] == pytest.approx(32 / first["seconds_per_step"])
-    assert report["longest"] == {"ulysses-full": 96}
+    assert first["tokens_per_second_per_gpu"] == pytest.approx(40 / first["seconds_per_step"])
+    assert report["longest"] == {"ulysses-full": 120}
     assert report["agreement"]["ulysses-full"]["gradients"] < 0.05
     assert report["note"] == "2 of 32 layers, and tiny"
 
