@@ -81,10 +81,7 @@ class Training(torch.nn.Module):
         hidden = self.model.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
         if self.tiled == "none":
             return dfa_ds.loss(self.model.lm_head(hidden), shift_labels, group=group)
-        tied = self.model.config.tie_word_embeddings
-        return dfa_ds.tiled_loss(
-            self.model.lm_head, hidden, shift_labels, group=group, tiles=self._count(hidden), tied=tied
-        )
+        return dfa_ds.tiled_loss(self.model.lm_head, hidden, shift_labels, group=group, tiles=self._count(hidden))
 
 
 def join(seconds: float) -> None:

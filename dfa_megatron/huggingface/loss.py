@@ -26,12 +26,22 @@ def causal_lm_loss(
         group: the ranks that share the sequence.
         ignore_index: the label of a token that has no loss.
     """
-    name = group_name(group)
-    labels = shift_labels.flatten()
-    count = (labels != ignore_index).sum()
-    if name:
-        dist.all_reduce(count, group=resolve(name))
+    return mean_of_sequences(summed_loss(logits, shift_labels, ignore_index), shift_labels, group, ignore_index)
+
+
+def summed_loss(logits: torch.Tensor, shift_labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
+    """The cross-entropy of these tokens, added up, in float32, or float64 for float64."""
     scores = logits.flatten(0, -2)
     scores = scores if scores.dtype == torch.float64 else scores.float()
-    total = torch.nn.functional.cross_entropy(scores, labels, ignore_index=ignore_index, reduction="sum")
+    return torch.nn.functional.cross_entropy(scores, shift_labels.flatten(), ignore_index=ignore_index, reduction="sum")
+
+
+def mean_of_sequences(
+    total: torch.Tensor, shift_labels: torch.Tensor, group: Group = None, ignore_index: int = IGNORED
+) -> torch.Tensor:
+    """The summed loss of this rank's tokens, scaled by the rule; a collective call of the group."""
+    name = group_name(group)
+    count = (shift_labels != ignore_index).sum()
+    if name:
+        dist.all_reduce(count, group=resolve(name))
     return total * group_size(name) / count.clamp(min=1)
