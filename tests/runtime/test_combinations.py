@@ -96,23 +96,22 @@ class Drawn:
         self.sinks = numbers() if draw.random() < 0.4 else None
         self.slopes = numbers().abs() / 4 if draw.random() < 0.3 and not self.softcap else None
 
-    def dense(self) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """out, lse and the gradients of q, k, v, and sinks if there are some."""
+    def dense(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """out and the gradients of q, k, v, and sinks if there are some."""
         leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in (*self.qkv, self.sinks) if x is not None]
         sinks = leaves[3] if self.sinks is not None else None
         mask = {"causal": self.causal, "window_size": self.window, "softcap": self.softcap}
-        outs, lses = [], []
+        outs = []
         for lo, hi in pairwise(self.offsets):
             at = torch.arange(hi - lo, dtype=torch.float64)
             bias = None if self.slopes is None else -self.slopes[:, None, None] * (at[:, None] - at[None]).abs()
-            out, lse = dense_attention(
+            out, _ = dense_attention(
                 *(x[:, lo:hi] for x in leaves[:3]), sinks=sinks, bias=bias,
                 softmax_scale=self.options["softmax_scale"], **mask,
             )  # fmt: skip
             outs.append(out)
-            lses.append(lse)
-        out, lse = torch.cat(outs, 1), torch.cat(lses, 2)
-        return out.detach(), lse.detach(), list(torch.autograd.grad(out, leaves, self.dout.double()))
+        out = torch.cat(outs, 1)
+        return out.detach(), list(torch.autograd.grad(out, leaves, self.dout.double()))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """This rank's out, with a batch dimension."""
@@ -133,7 +132,7 @@ class Drawn:
 
 def compare(drawn: Drawn, rank: int, ranks: int) -> None:
     """One forward and backward of this rank's rows against the dense ones."""
-    want, _, gradients = drawn.dense()
+    want, gradients = drawn.dense()
     at = drawn.rows(rank, ranks)
     shard = [x[:, at].requires_grad_() for x in drawn.qkv]
     sinks = None if drawn.sinks is None else drawn.sinks.clone().requires_grad_()
