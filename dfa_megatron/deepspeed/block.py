@@ -79,6 +79,12 @@ class Block:
         return cls(**own, options=DistAttentionConfig.from_mapping(shared))
 
     @classmethod
+    def enabled_in(cls, settings: Mapping[str, Any]) -> Block | None:
+        """The block of DeepSpeed's configuration, None if it has none or one that is not enabled."""
+        block = cls.from_mapping(settings[KEY]) if KEY in settings else None
+        return block if block is not None and block.enabled else None
+
+    @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """A JSON schema (draft 2020-12) of a DeepSpeed file with the block in it; the other keys are DeepSpeed's."""
         shared = DistAttentionConfig.json_schema()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dfa_megatron.deepspeed.block import KEY, Block
+from dfa_megatron.deepspeed.block import Block
 from dfa_megatron.deepspeed.prepare import prepare
 from dfa_megatron.deepspeed.refusals import check_call, check_settings
 from dfa_megatron.deepspeed.sequence_groups import unpublished
@@ -56,24 +56,21 @@ def initialize(
         "collate_fn": collate_fn,
     }
     settings = _settings(args, config if config is not None else config_params)
-    block = Block.from_mapping(settings[KEY]) if KEY in settings else None
-    if block is None or not block.enabled:
-        given = {"mpu": mpu, "mesh_param": mesh_param, "training_data": training_data}
+    block = Block.enabled_in(settings)
+    if block is None:
+        rest |= {"mpu": mpu, "mesh_param": mesh_param, "training_data": training_data}
         with unpublished():
-            plain: tuple[Any, Any, Any, Any] = deepspeeds_own()(
-                args=args, model=model, config=config, config_params=config_params, **given, **rest
-            )
-        return plain
+            return deepspeeds_own()(args=args, model=model, config=config, config_params=config_params, **rest)
     check_settings(settings, block.size)  # before the ranks meet
     check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    settings, finish = prepare(model, settings, mpu)
+    settings, finish = prepare(model, settings, block, mpu)
     if args is not None:  # DeepSpeed takes one configuration, and ours is complete
         args = copy.copy(args)
         for name in _IN_ARGS:
             setattr(args, name, None)
     with unpublished():
-        result: tuple[Any, Any, Any, Any] = deepspeeds_own()(args=args, model=model, config=settings, **rest)
+        result = deepspeeds_own()(args=args, model=model, config=settings, **rest)
     finish(result[0])
     return result
 

@@ -12,9 +12,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dfa_megatron.deepspeed.block import KEY, Block
+from dfa_megatron.deepspeed.block import Block
 from dfa_megatron.deepspeed.mesh import make_mesh
-from dfa_megatron.deepspeed.sequence_groups import SequenceGroups, check_sizes, publish
+from dfa_megatron.deepspeed.refusals import check_sizes
+from dfa_megatron.deepspeed.sequence_groups import SequenceGroups, publish
 
 _MARK = "_dfa_original"
 """The attribute of our function in DeepSpeed's place that holds DeepSpeed's own."""
@@ -43,9 +44,7 @@ def install() -> None:
     setattr(instead, _MARK, own)
     deepspeed.initialize = instead
 
-    present = UlyssesSPAttentionHF.__dict__[_ULYSSES]
-    ulysses: classmethod[Any, Any, Any] = getattr(present, _MARK, present)
-    setattr(UlyssesSPAttentionHF, _ULYSSES, _in_place_of(ulysses))
+    setattr(UlyssesSPAttentionHF, _ULYSSES, _in_place_of(_own_ulysses()))
 
 
 def uninstall() -> None:
@@ -54,17 +53,24 @@ def uninstall() -> None:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     deepspeed.initialize = deepspeeds_own()
-    present = UlyssesSPAttentionHF.__dict__[_ULYSSES]
-    setattr(UlyssesSPAttentionHF, _ULYSSES, getattr(present, _MARK, present))
+    setattr(UlyssesSPAttentionHF, _ULYSSES, _own_ulysses())
     publish(None)
 
 
-def deepspeeds_own() -> Callable[..., Any]:
+def deepspeeds_own() -> Callable[..., tuple[Any, Any, Any, Any]]:
     """DeepSpeed's own `initialize`, whether or not ours is in its place."""
     import deepspeed
 
-    own: Callable[..., Any] = getattr(deepspeed.initialize, _MARK, deepspeed.initialize)
+    own: Callable[..., tuple[Any, Any, Any, Any]] = getattr(deepspeed.initialize, _MARK, deepspeed.initialize)
     return own
+
+
+def _own_ulysses() -> Any:
+    """DeepSpeed's own class method, likewise."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    present = UlyssesSPAttentionHF.__dict__[_ULYSSES]
+    return getattr(present, _MARK, present)
 
 
 def _in_place_of(ulysses: Any) -> Any:
@@ -75,12 +81,12 @@ def _in_place_of(ulysses: Any) -> Any:
         import deepspeed
 
         settings = _accelerates_settings()
-        block = Block.from_mapping(settings[KEY]) if KEY in settings else None
-        if block is None or not block.enabled:
+        block = Block.enabled_in(settings)
+        if block is None:
             return ulysses.__get__(None, cls)(model_name_or_path, *args, **kwargs)
         given = inspect.signature(ulysses.__func__).bind(cls, model_name_or_path, *args, **kwargs).arguments
         size = given["sequence_parallel_size"]
-        check_sizes(block.size, size)
+        check_sizes(f"ParallelismConfig(sp_size={size})", size, block.size)
         deepspeed.init_distributed()
         return SequenceGroups(make_mesh(size))
 

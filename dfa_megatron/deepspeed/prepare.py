@@ -41,10 +41,11 @@ def before_initialize(
     Raises:
         UnsupportedError: as `initialize` does.
     """
-    if not Block.from_mapping(config[KEY]).enabled:
+    block = Block.enabled_in(config)
+    if block is None:
         return config, mpu, _nothing
     check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
-    config, finish = prepare(model, config, mpu)
+    config, finish = prepare(model, config, block, mpu)
     return config, None, finish
 
 
@@ -52,17 +53,19 @@ def _nothing(engine: Any) -> None:
     """For an engine without distributed attention."""
 
 
-def prepare(model: torch.nn.Module, settings: dict[str, Any], mpu: Any = None) -> tuple[dict[str, Any], Finish]:
+def prepare(
+    model: torch.nn.Module, settings: dict[str, Any], block: Block, mpu: Any = None
+) -> tuple[dict[str, Any], Finish]:
     """Distribute the model's attention.
 
     Args:
-        settings: DeepSpeed's configuration with the block in it, which is enabled; it is not changed.
+        settings: DeepSpeed's configuration with the block in it; it is not changed.
+        block: that block, which is enabled.
         mpu: None, or the `SequenceGroups` that accelerate was given.
 
     Returns:
         The configuration for DeepSpeed, which takes no mpu then, and what to call with the engine.
     """
-    block = Block.from_mapping(settings[KEY])
     groups = mpu if isinstance(mpu, SequenceGroups) else None
     size = block.size if groups is None else groups.mesh.size
     check_settings(settings, size)
@@ -75,11 +78,11 @@ def prepare(model: torch.nn.Module, settings: dict[str, Any], mpu: Any = None) -
     else:
         mesh = groups.mesh
     check_batch_sizes(settings, mesh)
-    if not _give(_own_attention(model), mesh, block):
+    if not _set_group(_own_attention(model), mesh, block):
         _distribute(model, settings, mesh, block, accelerate=groups is not None)
 
     def finish(engine: Any) -> None:
-        _keep(engine, mesh)
+        _accept(engine, mesh)
         if groups is not None:
             publish(groups)
 
@@ -90,10 +93,10 @@ def _pipelined(
     module: torch.nn.Module, settings: dict[str, Any], block: Block, size: int | None
 ) -> tuple[dict[str, Any], Finish]:
     mesh = pipeline.pipeline_mesh(module, size)
-    _give(_own_attention(module), mesh, block)  # a stage may have none
+    _set_group(_own_attention(module), mesh, block)  # a stage may have none
 
     def finish(engine: Any) -> None:
-        _keep(engine, mesh)
+        _accept(engine, mesh)
         if block.checkpoint == "remat":
             pipeline.set_remat(engine, offload=block.options.remat_offload)
 
@@ -112,7 +115,8 @@ def _common(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _keep(engine: Any, mesh: Mesh) -> None:
+def _accept(engine: Any, mesh: Mesh) -> None:
+    """Check the engine, and remember whose sequences it has."""
     check_engine(engine, mesh.size * mesh.data_size)
     engine.compile = _refuse_compile
     remember(engine, mesh)
@@ -129,8 +133,8 @@ def _refuse_compile(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _give(attention: list[DistFlashAttention], mesh: Mesh, block: Block) -> bool:
-    """Give attention modules the group of their sequence; whether there are any. What they say themselves stays."""
+def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: Block) -> bool:
+    """Tell attention modules the group of their sequence; whether there are any. What they say themselves stays."""
     for module in attention:
         module.group_name = group_name(mesh.group)
         module.options = {**block.options.keywords(), **module.options}

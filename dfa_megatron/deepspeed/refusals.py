@@ -53,9 +53,21 @@ def check_settings(settings: Mapping[str, Any], size: int | None) -> None:
             f"gradient_allreduce_op={value!r}", "the loss is scaled for the mean over all ranks", "'mean'"
         )
     theirs = settings.get("sequence_parallel_size")
+    check_sizes(f"sequence_parallel_size={theirs!r}", theirs, size)
+
+
+def check_sizes(what: str, theirs: int | None, size: int | None) -> None:
+    """Compare how many ranks share a sequence, where the block and someone else say it.
+
+    Args:
+        what: the other one's words, with theirs in them.
+
+    Raises:
+        UnsupportedError: they differ.
+    """
     if theirs is not None and size is not None and theirs != size:
         raise UnsupportedError(
-            f"sequence_parallel_size={theirs!r} beside dist_flash_attention.size={size}",
+            f"{what} beside dist_flash_attention.size={size}",
             "both say how many ranks share a sequence",
             "one of them, or the same number",
         )

@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 
 from dfa_megatron.deepspeed.mesh import Mesh
-from dfa_megatron.errors import UnsupportedError
 
 
 class SequenceGroups:
@@ -84,17 +83,3 @@ def unpublished() -> Iterator[None]:
     finally:
         if ours and groups.mpu is None:
             groups.mpu = before
-
-
-def check_sizes(block_size: int | None, sp_size: int) -> None:
-    """Compare what the JSON and accelerate's ParallelismConfig say.
-
-    Raises:
-        UnsupportedError: they differ.
-    """
-    if block_size is not None and block_size != sp_size:
-        raise UnsupportedError(
-            f"ParallelismConfig(sp_size={sp_size}) beside dist_flash_attention.size={block_size}",
-            "both say how many ranks share a sequence",
-            "one of them, or the same number",
-        )
