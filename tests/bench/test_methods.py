@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dfa_megatron.bench import check
 from dfa_megatron.bench.job import Job, Problem
 from dfa_megatron.bench.method import contiguous, our_methods, zigzag
-from dfa_megatron.bench.peers import peer_methods
+from dfa_megatron.bench.peers import peer_methods, transformer_engine
 from dfa_megatron.bench.world import World
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.packing import shard_sequence
@@ -109,6 +109,18 @@ def test_a_peer_that_is_named_and_does_not_run_here_is_refused_and_otherwise_lef
     methods, absent = peer_methods(replace(JOB, peers=("installed",)))
     assert "ulysses cpu" in [method.name for method in methods]
     assert any("CUDA" in why for why in absent)
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "kv_heads", "ranks"), [("a2a", 33, 33, 2), ("a2a", 8, 2, 4), ("a2a+p2p", 33, 33, 4)]
+)
+def test_transformer_engine_is_not_asked_to_divide_what_it_cannot(
+    kind: str, heads: int, kv_heads: int, ranks: int
+) -> None:
+    alone = World(0, ranks, torch.device("cpu"), None)  # type: ignore[arg-type]
+    method = transformer_engine._communicating(kind)
+    with ExitStack() as stack, pytest.raises(UnsupportedError, match="divides both among"):
+        method.start(Problem(heads, kv_heads, 64, "causal", 0, "bfloat16"), 64, alone, stack)
 
 
 def test_the_shim_leaves_other_modules_of_the_package_alone(monkeypatch: pytest.MonkeyPatch) -> None:
