@@ -127,7 +127,7 @@ def _attend(
     if frame is not None and not frame.recording:
         out, lse = Replay.apply(q, k, v, sinks, slopes, *frame.take(), request, group)  # type: ignore[no-untyped-call]
         return out, lse
-    out, lse = attend(q, k, v, sinks, slopes, request, group)
+    out, lse = attend(q, k, v, sinks, slopes, request, group, replayed=frame is not None)
     if frame is not None:
         frame.record(out, lse)
     return out, lse

@@ -49,22 +49,26 @@ class HeadSplit:
         """What one rank of the plan computes."""
         return replace(whole, heads=self.heads, kv_heads=self.kv_heads)
 
-    def packets(self, whole: AttentionShape) -> tuple[int, int, int, int]:
+    def packets(self, whole: AttentionShape, *, kept: bool = False) -> tuple[int, int, int, int]:
         """Bytes for a token of a sequence from one rank to one other: before and after a forward, then a backward.
 
-        Without what packets are padded by. `whole` is the shape of the call.
+        Without what packets are padded by.
+
+        Args:
+            whole: the shape of the call.
+            kept: the backward has what the forward made of q, k and v: nothing is rematerialized, and copies is 1.
         """
         q, k = self.heads * whole.head_dim, self.kv_heads * whole.head_dim
         out, v = self.heads * whole.value_dim, self.kv_heads * whole.value_dim
         qkv, out = (q + k + v) * whole.bytes_per_element, out * whole.bytes_per_element
         lse = self.heads * whole.accumulator_bytes
         read = lse if whole.payload == "delta" else out
-        return qkv, out + lse, qkv + out + read + lse, qkv
+        return qkv, out + lse, (0 if kept else qkv) + out + read + lse, qkv
 
-    def sent(self, whole: AttentionShape, tokens: int) -> tuple[int, int]:
+    def sent(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, int]:
         """Bytes that a rank with that many tokens sends to others around a forward, and around a backward."""
         peers = (self.degree - 1) * whole.batch * tokens
-        packets = self.packets(whole)
+        packets = self.packets(whole, kept=kept)
         return peers * sum(packets[:2]), peers * sum(packets[2:])
 
     def landed(self, whole: AttentionShape, tokens: int) -> int:

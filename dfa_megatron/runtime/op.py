@@ -15,6 +15,10 @@ from dfa_megatron.runtime.prepare import prepare, refuse
 from dfa_megatron.runtime.request import from_text
 from dfa_megatron.runtime.run import read_backward, run_backward, run_forward
 from dfa_megatron.runtime.sinks import merge_sinks, sinks_error, sinks_gradient
+from dfa_megatron.runtime.ulysses import HeadExchange
+
+Kept = tuple[HeadExchange, torch.Tensor, torch.Tensor, torch.Tensor]
+"""An exchange of heads, and the q, k and v that it made of the caller's."""
 
 
 def _forward(
@@ -25,22 +29,25 @@ def _forward(
     slopes: torch.Tensor | None,
     request: str,
     group: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, Kept | None]:
+    """(out, lse), and what a backward may keep in place of q, k and v, so that it need not exchange them again."""
     error = None if sinks is None else sinks_error(sinks, q)
     error = error or (None if slopes is None else slopes_error(slopes, q))
     if error is not None:
         refuse(error, group, from_text(request).agreement_timeout)
         raise error
     prepared = prepare(request, group, q, k, v, slopes)
-    heads = prepared.exchange
+    heads, kept = prepared.exchange, None
     if heads is None:
         out, lse = run_forward(prepared, q, k, v, slopes)
     else:
         own = None if slopes is None else heads.own_heads(slopes)
-        out, lse = heads.after_forward(*run_forward(prepared, *heads.before_forward(q, k, v), own))
+        whole = heads.before_forward(q, k, v)
+        out, lse = heads.after_forward(*run_forward(prepared, *whole, own))
+        kept = (heads, *whole) if heads.keeps else None
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
-    return out.contiguous(), lse.contiguous()
+    return out.contiguous(), lse.contiguous(), kept
 
 
 def _gradients(
@@ -54,14 +61,17 @@ def _gradients(
     slopes: torch.Tensor | None,
     request: str,
     group: str,
+    exchanged: HeadExchange | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    prepared = prepare(request, group, q, k, v, slopes)
+    """The gradients of q, k, v and sinks; exchanged: q, k and v are what this made of the caller's."""
+    given = (q, k, v) if exchanged is None else (exchanged.given(q), exchanged.given(k), exchanged.given(v))
+    prepared = prepare(request, group, *given, slopes)
     heads, read = prepared.exchange, read_backward(prepared, dout, out)
     if heads is None:
         gradients = run_backward(prepared, dout, q, k, v, read, lse, slopes)
     else:
         own = None if slopes is None else heads.own_heads(slopes)
-        whole = heads.before_backward(dout, q, k, v, read, lse)
+        whole = heads.before_backward(dout, q, k, v, read, lse, kept=exchanged is not None)
         gradients = heads.after_backward(*run_backward(prepared, *whole, own))
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse, sinks)
@@ -83,7 +93,8 @@ def attention(
     local_seq) in float32, float64 for float64; sinks, slopes (heads,). `request` is `Request.to_text()`. lse carries no
     gradient.
     """
-    return _forward(q, k, v, sinks, slopes, request, group)
+    out, lse, _ = _forward(q, k, v, sinks, slopes, request, group)
+    return out, lse
 
 
 @attention.register_fake
@@ -143,7 +154,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _save(ctx: Any, *tensors: torch.Tensor | None) -> None:
-    """What every way of running keeps, for torch.utils.checkpoint compares: q, k, v, out, lse, sinks, slopes."""
+    """What every way of running keeps, for torch.utils.checkpoint compares: q, k, v, out, lse, sinks, slopes.
+
+    In their place, where nobody compares, `Direct` keeps what heads were exchanged to.
+    """
     ctx.save_for_backward(*tensors)
     ctx.mark_non_differentiable(tensors[4])
 
@@ -165,12 +179,17 @@ def attend(
     slopes: torch.Tensor | None,
     request: str,
     group: str,
+    *,
+    replayed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator, or the same past PyTorch's dispatcher where nothing listens there: it costs half a millisecond."""
+    """The operator, or the same past PyTorch's dispatcher where nothing listens there: it costs half a millisecond.
+
+    replayed: the results are recorded, and the backward will be that of a `Replay`.
+    """
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None or type(q) not in _PLAIN:
         out, lse = attention(q, k, v, sinks, slopes, request, group)
     else:
-        out, lse = Direct.apply(q, k, v, sinks, slopes, request, group)  # type: ignore[no-untyped-call]
+        out, lse = Direct.apply(q, k, v, sinks, slopes, request, group, not replayed)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -190,10 +209,13 @@ class Direct(torch.autograd.Function):
         slopes: torch.Tensor | None,
         request: str,
         group: str,
+        keeps: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse)."""
-        out, lse = _forward(q, k, v, sinks, slopes, request, group)
-        ctx.request, ctx.group = request, group
+        """(out, lse). keeps: q, k and v may be kept as heads were exchanged to, in as much memory."""
+        out, lse, kept = _forward(q, k, v, sinks, slopes, request, group)
+        ctx.request, ctx.group, ctx.exchanged = request, group, None
+        if keeps and kept is not None:
+            ctx.exchanged, q, k, v = kept
         _save(ctx, q, k, v, out, lse, sinks, slopes)
         return out, lse
 
@@ -201,7 +223,7 @@ class Direct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
         """The operator's backward."""
-        return _direct_backward(ctx, dout)
+        return *_direct_backward(ctx, dout), None
 
 
 class Replay(torch.autograd.Function):
@@ -223,7 +245,7 @@ class Replay(torch.autograd.Function):
         """(out, lse) as they were."""
         COUNTERS.replays += 1
         out, lse = out.detach(), lse.detach()
-        ctx.request, ctx.group = request, group
+        ctx.request, ctx.group, ctx.exchanged = request, group, None
         _save(ctx, q, k, v, out, lse, sinks, slopes)
         return out, lse
 
@@ -238,5 +260,5 @@ class Replay(torch.autograd.Function):
 def _direct_backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
     """The gradients of (q, k, v, sinks, slopes, request, group), past the dispatcher."""
     q, k, v, out, lse, sinks, slopes = ctx.saved_tensors
-    dq, dk, dv, dsinks = _gradients(dout, q, k, v, out, lse, sinks, slopes, ctx.request, ctx.group)
+    dq, dk, dv, dsinks = _gradients(dout, q, k, v, out, lse, sinks, slopes, ctx.request, ctx.group, ctx.exchanged)
     return dq, dk, dv, None if sinks is None else dsinks, None, None, None

@@ -51,6 +51,17 @@ class HeadExchange:
         out, lse = self._gather_heads("forward", (out, _wide(lse)))
         return out, _narrow(lse)
 
+    @property
+    def keeps(self) -> bool:
+        """What `before_forward` gave takes no more memory than what it was given, and can be kept in its place."""
+        return self.heads.copies == 1
+
+    def given(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor with the device, dtype and shape that q, k or v had before the exchange; a view of one number."""
+        batch, tokens, heads, width = x.shape
+        degree = self.heads.degree
+        return x[:1, :1, :1, :1].expand(batch, tokens // degree, heads * degree, width)
+
     def before_backward(
         self,
         dout: torch.Tensor,
@@ -59,11 +70,21 @@ class HeadExchange:
         v: torch.Tensor,
         read: torch.Tensor,
         lse: torch.Tensor,
+        *,
+        kept: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same six, of all tokens of the exchanging ranks, and of this rank's heads; read is out or delta."""
+        """The same six, of all tokens of the exchanging ranks, and of this rank's heads.
+
+        Args:
+            read: out or delta.
+            kept: q, k and v are what `before_forward` gave, and stay.
+        """
         delta = read.dim() == 3
-        fields = (dout, q, self._copied(k), self._copied(v), _wide(read) if delta else read, _wide(lse))
-        dout, q, k, v, read, lse = self._gather_tokens("backward", fields)
+        fields = [dout, _wide(read) if delta else read, _wide(lse)]
+        if not kept:
+            fields += (q, self._copied(k), self._copied(v))
+        dout, read, lse, *qkv = self._gather_tokens("backward", fields)
+        q, k, v = qkv or (q, k, v)
         return dout, q, k, v, _narrow(read) if delta else read, _narrow(lse)
 
     def after_backward(

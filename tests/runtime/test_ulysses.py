@@ -141,8 +141,8 @@ def test_communicators_are_made_once_and_for_a_degree_above_one_only() -> None:
     run_ranks(4, _communicators)
 
 
-def _counted(rank: int, ranks: int, kernel: str) -> dict[str, int]:
-    whole = case(ranks * 64, batch=1, heads=8, kv_heads=1, head_dim=32, dtype=torch.bfloat16)
+def _counted(rank: int, ranks: int, kernel: str, kv_heads: int = 1) -> dict[str, int]:
+    whole = case(ranks * 64, batch=1, heads=8, kv_heads=kv_heads, head_dim=32, dtype=torch.bfloat16)
     rows = positions("contiguous", ranks * 64, ranks)[rank]
     shard = [x[:, rows].requires_grad_() for x in whole.inputs]
     COUNTERS.reset()
@@ -163,6 +163,18 @@ def test_bytes_on_the_wire_are_those_of_the_heads_that_leave(kernel: str, payloa
         assert c["ulysses_backward_bytes"] == (2 * 4 + 1 + 1) * head + lse + read + (4 + 1 + 1) * head == planned[1]
     # The plan: the first of its two ranks sends one head of k and of v, of twice the tokens, to the second.
     assert [c["forward_bytes"] for c in counts] == [4 * head, 4 * head, 0, 0]
+
+
+@pytest.mark.parametrize(("kernel", "payload"), [("cpu", "out"), ("reference", "delta")])
+def test_what_was_exchanged_is_kept_where_kv_heads_divide(kernel: str, payload: Literal["delta", "out"]) -> None:
+    head, lse = 64 * 32 * 2, 64 * 4 * 4
+    read = lse if payload == "delta" else 4 * head
+    shape = AttentionShape(heads=8, kv_heads=2, head_dim=32, payload=payload)
+    planned = split_heads(2, 4, 8, 2).sent(shape, 64, kept=True)
+    for c in run_ranks(4, _counted, kernel, 2):
+        assert c["ulysses_exchanges"] == 4
+        assert c["ulysses_forward_bytes"] == (4 + 1 + 1) * head + 4 * head + lse == planned[0]
+        assert c["ulysses_backward_bytes"] == 4 * head + lse + read + (4 + 1 + 1) * head == planned[1]
 
 
 def _deterministic(rank: int, ranks: int) -> None:
@@ -237,8 +249,8 @@ def _region(*qkv: torch.Tensor) -> torch.Tensor:
     return dfa_megatron.dist_flash_attn_func(*(x * 1.0 for x in qkv), ulysses_degree=2)
 
 
-def _remat(rank: int, ranks: int) -> None:
-    whole = case(ranks * 8, heads=4, kv_heads=1)
+def _remat(rank: int, ranks: int, kv_heads: int) -> None:
+    whole = case(ranks * 8, heads=4, kv_heads=kv_heads)
     rows = positions("contiguous", ranks * 8, ranks)[rank]
     shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
     COUNTERS.reset()
@@ -250,12 +262,16 @@ def _remat(rank: int, ranks: int) -> None:
     assert all(torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True) if x.grad is not None)
     assert (again.pop("replays"), once.pop("replays")) == (1, 0)
     assert again.pop("remat_bytes") > once.pop("remat_bytes") == 0
+    more = again.pop("ulysses_backward_bytes") - once.pop("ulysses_backward_bytes")
     assert again == once, "neither a kernel nor a message runs twice"
     assert once["ulysses_exchanges"] == 4
+    # What was exchanged is not kept by a checkpoint: q, k and v travel with dout, of two heads and their kv heads.
+    assert more == (0 if kv_heads == 1 else (2 + kv_heads // 2 * 2) * 8 * 16 * 8 * 2)
 
 
-def test_rematerialization_repeats_no_exchange() -> None:
-    run_ranks(4, _remat)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_rematerialization_repeats_no_exchange(kv_heads: int) -> None:
+    run_ranks(4, _remat, kv_heads)
 
 
 def _compiled(rank: int, ranks: int) -> None:
