@@ -124,6 +124,8 @@ RUNTIME = {
     "`cuda_graph=True`, replayed with other inputs": r"runtime/test_nccl.py::test_a_captured_attention",
     "one GPU as 2 to 8 ranks: `flash4`, `triton`, `aten`, `cudnn`; every schedule, packs":
         r"runtime/test_together_gpu.py::test_kernels_are_exact",
+    "options drawn at random, many at once: masks, packs, sinks, caps, ALiBi, heads exchanged, every checkpoint":
+        r"runtime/test_combinations.py::test_options_drawn",
     "copy engines against every interleaving (a model of them)": r"runtime/test_copy_engine.py::test_any_interleaving",
     "head counts that do not divide among ranks": r"runtime/test_gloo.py::test_head_counts_need_not_divide",
     "either backward payload, delta or out": r"runtime/test_together.py::test_both_backward_payloads",
