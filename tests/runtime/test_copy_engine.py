@@ -10,7 +10,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,6 +128,9 @@ class Streams:
     def start(self) -> None:
         self.started.record(self.compute)
         self.stream.wait_event(self.started)
+
+    def moving(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def wait_for_compute(self, after: int) -> None:
         if after >= 0:
