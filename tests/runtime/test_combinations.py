@@ -51,6 +51,7 @@ CHECKPOINTS = {
     "none": no_checkpoint,
     "full": functools.partial(checkpoint, use_reentrant=False),
     "remat": remat.remat_checkpoint,
+    "remat, not re-entrant": functools.partial(checkpoint, use_reentrant=False, context_fn=remat.context_fn),
     "remat on the host": functools.partial(remat.remat_checkpoint, offload=True),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import dfa_megatron
 from dfa_megatron import remat
@@ -262,6 +264,9 @@ def _remat(rank: int, ranks: int, kv_heads: int) -> None:
     assert all(torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True) if x.grad is not None)
     assert (again.pop("replays"), once.pop("replays")) == (1, 0)
     assert again.pop("remat_bytes") > once.pop("remat_bytes") == 0
+    compared = functools.partial(checkpoint, use_reentrant=False, context_fn=remat.context_fn)  # what both passes save
+    got = torch.autograd.grad(compared(_region, *shard), shard, whole.dout[:, rows])
+    assert all(torch.equal(x, want) for x, want in zip(got, plain, strict=True))
     more = again.pop("ulysses_backward_bytes") - once.pop("ulysses_backward_bytes")
     assert again == once, "neither a kernel nor a message runs twice"
     assert once["ulysses_exchanges"] == 4
