@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -194,6 +195,17 @@ def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
+
+
+def take_step(engine: Any, batch: dict[str, Any]) -> tuple[float, torch.Tensor]:
+    """Seconds of a whole training step, as this rank sees them, and the loss."""
+    synchronize()
+    begin = time.perf_counter()
+    loss = engine(**batch)
+    engine.backward(loss)
+    engine.step()
+    synchronize()
+    return time.perf_counter() - begin, loss.detach()
 
 
 def mean(loss: torch.Tensor) -> float:

@@ -206,7 +206,7 @@ def step(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
     """
     import torch
     import torch.distributed as dist
-    from deepspeed_common import TILE, mean, peak_gib
+    from deepspeed_common import TILE, batch_of, mean, most, peak_gib, take_step
     from deepspeed_methods import Method, attention
 
     engine, _, vocabulary = engine_for(args, length)
@@ -216,13 +216,15 @@ def step(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
     engine.module.tiles = tiles = math.ceil(length / ranks / (16 if args.dry_run else TILE))
     warmup = min(length, tiles * ranks * (8 if args.dry_run else math.ceil(4096 / tiles)))
     with attention(engine, Method(**METHODS[method]), kernel=args.kernel, sdpa=args.sdpa):  # type: ignore[arg-type]
-        take_step(engine, warmup, vocabulary)
+        take_step(engine, batch_of(engine, warmup, vocabulary))
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        seconds, loss = take_step(engine, length, vocabulary)
+        batch = batch_of(engine, length, vocabulary)
+        seconds, loss = take_step(engine, batch)
+        seconds = most(seconds)
         if seconds < ENOUGH:  # kernels may have been made for this length
-            again, loss = take_step(engine, length, vocabulary)
-            seconds = min(seconds, again)
+            again, loss = take_step(engine, batch)
+            seconds = min(seconds, most(again))
     value, host = mean(loss), torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
     host = host.to(loss.device)
     dist.all_reduce(host)
@@ -234,20 +236,6 @@ def step(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
         "loss": value if math.isfinite(value) else str(value),
         "loss_finite": math.isfinite(value),
     }
-
-
-def take_step(engine: Any, length: int, vocabulary: int) -> tuple[float, Any]:
-    """Seconds of a whole step, of the slowest rank, and the loss."""
-    from deepspeed_common import batch_of, most, synchronize
-
-    batch = batch_of(engine, length, vocabulary)
-    synchronize()
-    begin = time.perf_counter()
-    loss = engine(**batch)
-    engine.backward(loss)
-    engine.step()
-    synchronize()
-    return most(time.perf_counter() - begin), loss.detach()
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ from deepspeed_common import (
     join,
     mean,
     peak_gib,
-    synchronize,
+    take_step,
     versions,
 )  # fmt: skip
 from deepspeed_methods import Method, attention, compare
@@ -114,13 +114,8 @@ def measure(engine: Any, length: int, vocabulary: int, steps: int) -> dict[str, 
     for step in range(steps + 1):
         if step == 1 and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        synchronize()
-        begin = time.perf_counter()
-        loss = engine(**batch)
-        engine.backward(loss)
-        engine.step()
-        synchronize()
-        times.append(time.perf_counter() - begin)
+        seconds, loss = take_step(engine, batch)
+        times.append(seconds)
     rate = length / min(times[1:])
     return {
         "seconds_per_step": times[1:],
