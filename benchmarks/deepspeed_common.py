@@ -56,7 +56,8 @@ SHAPES = {
 class Training(torch.nn.Module):
     """A causal language model that returns its loss, with logits and inner activations of an MLP tile by tile or not.
 
-    tiled: "none", "loss" or "all". tiles: their number; None cuts rows into tiles of `TILE`.
+    tiled: "none", "loss" or "all". tiles: their number; None cuts rows into tiles of `TILE`. held_before: bytes of this
+    GPU that were taken before the model was made.
     """
 
     def __init__(self, model: Any, tiled: str) -> None:
@@ -64,6 +65,7 @@ class Training(torch.nn.Module):
         self.model = model
         self.tiled = tiled
         self.tiles: int | None = None
+        self.held_before = 0
         if tiled == "all":
             for layer in model.model.layers:
                 layer.mlp.forward = functools.partial(self._mlp, layer.mlp, list(layer.mlp.parameters()))
@@ -128,6 +130,7 @@ def build(
     shape: Shape, *, layers: int, vocabulary: int, longest: int, tiled: str, offload: bool, dry: bool
 ) -> tuple[Any, str]:
     """An engine at ZeRO-3 around a new model with PyTorch's own attention, and the name of its optimizer."""
+    before = held()
     config = getattr(transformers, f"{shape.family}Config")(
         vocab_size=vocabulary,
         hidden_size=shape.hidden,
@@ -163,6 +166,7 @@ def build(
         "dist_flash_attention": {"enabled": True},
     }
     training = Training(model, tiled)
+    training.held_before = before
     engine, *_ = dfa_ds.initialize(model=training, model_parameters=list(training.parameters()), config=settings)
     rotary.inv_freq = exact.float()  # in bfloat16 positions of long sequences would be far from right
     engine.train()
@@ -227,9 +231,16 @@ def any_rank(fact: bool) -> bool:
     return most(float(fact)) > 0
 
 
-def peak_gib() -> float:
-    """The most memory that tensors took on a GPU, of all ranks; 0 without one."""
-    return most(torch.cuda.max_memory_allocated() / 2**30) if torch.cuda.is_available() else 0.0
+def held() -> int:
+    """Bytes that tensors take on this rank's GPU now: DeepSpeed keeps engines of ZeRO-3 alive that were destroyed."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def peak_gib(engine: Any) -> float:
+    """The most memory that tensors of this engine took on a GPU, of all ranks; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0.0
+    return most((torch.cuda.max_memory_allocated() - engine.module.held_before) / 2**30)
 
 
 def versions() -> dict[str, Any]:

@@ -162,6 +162,8 @@ def gradients(
     args: argparse.Namespace, block: dict[str, Any], section: dict[str, Any]
 ) -> tuple[list[torch.Tensor], float]:
     """Gradients of the second micro-batch, in which ZeRO-3 knows the order of its gathers, and its peak in GiB."""
+    # DeepSpeed keeps engines of ZeRO-3 alive that were destroyed.
+    held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     engine = start(args, block, section, lr=0.0)
     batch = batch_of(engine, args, 0)
     for _ in range(2):
@@ -170,7 +172,7 @@ def gradients(
         engine.backward(engine(**batch).loss)
         found = [safe_get_full_grad(parameter).float().cpu() for parameter in engine.module.parameters()]
         engine.step()
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    peak = (torch.cuda.max_memory_allocated() - held) / 2**30 if torch.cuda.is_available() else 0.0
     engine.destroy()
     checkpointing.configure(None, checkpoint_in_cpu=False)  # it is kept in the process
     return found, peak

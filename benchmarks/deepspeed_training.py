@@ -121,7 +121,7 @@ def measure(engine: Any, length: int, vocabulary: int, steps: int) -> dict[str, 
         "seconds_per_step": times[1:],
         "tokens_per_second": rate,
         "tokens_per_second_per_gpu": rate / dist.get_world_size(),
-        "peak_gib": peak_gib(),
+        "peak_gib": peak_gib(engine),
         "loss": mean(loss),
     }
 
