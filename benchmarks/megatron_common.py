@@ -65,11 +65,16 @@ class Mode:
     """Its modules around the attention."""
     fp8: bool = False
     """Its linear layers in 8 bits."""
+    layout: str = "contiguous"
+    """Of ours: the one that costs nothing, or boundary, which takes Megatron's own batches."""
 
-    def options(self, kernel: str, schedule: str) -> DistAttentionConfig:
-        """Ours, in the layout that costs nothing."""
-        assert self.remat is not None
-        return DistAttentionConfig(kernel=kernel, schedule=schedule, remat=self.remat, remat_offload=self.offload)
+    def options(self, kernel: str, schedule: str) -> DistAttentionConfig | None:
+        """Ours; None if attention is Megatron's."""
+        if self.remat is None:
+            return None
+        return DistAttentionConfig(
+            kernel=kernel, schedule=schedule, layout=self.layout, remat=self.remat, remat_offload=self.offload
+        )
 
 
 MODES = {
@@ -77,6 +82,7 @@ MODES = {
     for mode in (
         Mode("remat", "auto", full=True),
         Mode("remat-offload", "auto", full=True, offload=True),
+        Mode("remat-boundary", "auto", full=True, layout="boundary"),
         Mode("full", "off", full=True),
         Mode("none", "off", full=False),
         Mode("remat-te", "auto", full=True, transformer_engine=True),

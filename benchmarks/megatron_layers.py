@@ -9,14 +9,15 @@ optimizer, in several modes:
 
     remat           ours; attention's output and lse are kept, the rest is recomputed
     remat-offload   the same, kept in pinned host memory
+    remat-boundary  as remat, on Megatron's zigzag batches: hidden states travel before layer 1 and after the last
     full            ours with Megatron's full recomputation: attention runs twice
     none            ours without recomputation
     remat-te        as remat, among Transformer Engine's modules; -fp8: with its linear layers in 8 bits
     te, te-full     Transformer Engine's attention over a ring, without and with full recomputation, if it is installed
 
-Training (`--train LENGTH:LAYERS:STEPS:MODE ...`): GPTModel, DDP, the distributed optimizer and random tokens. Every
-rank holds one contiguous part of each sequence. CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron demands on Hopper, unless
-it is set.
+Training (`--train LENGTH:LAYERS:STEPS:MODE ...`), in the same modes: GPTModel, DDP, the distributed optimizer and
+random tokens; what does not fit is said so, and the next case goes on. CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron
+demands on Hopper, unless it is set.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ from megatron_common import (
 )
 
 LAYERS = ("65536:8:14336", "131072:8:14336", "131072:32:11008")
-TRAINING = ("32768:8:30:remat", "32768:8:8:full", "131072:4:10:remat", "262144:4:4:remat")
+TRAINING = (
+    "32768:8:30:remat", "32768:8:8:full",
+    *(f"131072:4:5:{mode}" for mode in ("remat", "remat-boundary", "full", "none", "te-full", "te")),
+    "262144:4:4:remat", "524288:2:2:remat", "1048576:2:1:remat",
+)  # fmt: skip
 LAYER_MODES = ("remat", "full", "none", "te", "te-full", "remat-te", "remat-te-fp8")
 DEPTH = 4
 """Layers that are timed together."""
@@ -69,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for length, depth, steps, name in args.train:
         from megatron_training import train
 
+        if not available(MODES[name]):
+            continue
         shape = Shape(args.hidden_size, args.heads, args.kv_heads, args.ffn_hidden_size)
         figures = attempt(lambda s=shape, n=length, d=depth, k=steps, m=MODES[name]: train(args, s, m, n, d, k, device))
         case = {"mode": name, "length": length, "num_layers": depth, **described(shape)}
@@ -137,9 +144,8 @@ def time_layers(
 
     group = parallel_state.get_context_parallel_group()
     config = make_config(shape, DEPTH, mode, fusion=args.fusion)
-    options = None if mode.remat is None else mode.options(args.kernel, args.schedule)
-    if options is not None:
-        declare_batch_layout(group, "contiguous")
+    options = mode.options(args.kernel, args.schedule)
+    declare_batch_layout(group, "contiguous" if options is not None and mode.layout == "contiguous" else "zigzag")
     block = TransformerBlock(
         config,
         make_spec(config, mode, options),

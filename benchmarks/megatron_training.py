@@ -106,6 +106,7 @@ def batches(vocabulary: int, length: int, step: int, options: Any, device: torch
     """This rank's part of one sequence that every rank draws alike; a pattern is in it, so that the loss can fall."""
     from megatron.core import parallel_state
 
+    from dfa_megatron import DistAttentionConfig
     from dfa_megatron.megatron import shard_batch
 
     generator = torch.Generator().manual_seed(step)
@@ -116,7 +117,8 @@ def batches(vocabulary: int, length: int, step: int, options: Any, device: torch
         "labels": tokens[:, 1:],
         "position_ids": torch.arange(length)[None],
     }
-    sharded = shard_batch(whole, parallel_state.get_context_parallel_group(), options)
+    zigzag = DistAttentionConfig(layout="zigzag")  # Megatron's own batches, for its own attention
+    sharded = shard_batch(whole, parallel_state.get_context_parallel_group(), options or zigzag)
     yield {name: part.contiguous().to(device) for name, part in sharded.items() if part is not None}
 
 

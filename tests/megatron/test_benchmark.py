@@ -26,17 +26,20 @@ def bench(rank: int, world_size: int, arguments: list[str]) -> None:
 
 def test_every_mode_and_training_give_figures(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "toy.json"
-    modes = ["remat", "remat-offload", "full", "none"]
-    run_ranks(2, bench, ["--toy", "--out", str(out), "--modes", *modes], timeout=120)
+    modes = ["remat", "remat-offload", "remat-boundary", "full", "none"]
+    training = ["remat", "full", "remat-boundary"]
+    trained = [f"48:2:{steps}:{mode}" for steps, mode in zip((3, 2, 2), training, strict=True)]
+    run_ranks(2, bench, ["--toy", "--out", str(out), "--modes", *modes, "--train", *trained], timeout=120)
     report = json.loads(out.read_text())
     assert [result["mode"] for result in report["layers"]] == modes
     assert all(result["ms_per_layer"] > 0 and result["length"] == 48 for result in report["layers"])
-    assert [result["mode"] for result in report["training"]] == ["remat", "full"]
+    assert [result["mode"] for result in report["training"]] == training
     for result in report["training"]:
         assert result["tokens_per_second_per_gpu"] > 0
         assert 0 < result["last_loss"] < 10
-    first, second = report["training"]
+    first, second, zigzag = report["training"]
     assert first["first_loss"] == second["first_loss"]
+    assert zigzag["first_loss"] == pytest.approx(first["first_loss"], abs=1e-4)
     assert report["machine"]["ranks"] == 2
     assert report["seconds"] > 0
 
