@@ -68,7 +68,9 @@ def test_the_longest_sequence_lies_between_one_that_ran_and_one_that_ran_out_of_
 
 def master_weights(engine: Any) -> list[torch.Tensor]:
     """In float32, as the optimizer has them."""
-    return [weight for group in engine.optimizer.optimizer.param_groups for weight in group["params"]]
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return [safe_get_full_fp32_param(parameter).clone() for parameter in engine.module.parameters()]
 
 
 def wrong(rank: int, world_size: int) -> None:
@@ -81,7 +83,7 @@ def wrong(rank: int, world_size: int) -> None:
     engine, _ = common.build(shape, layers=2, vocabulary=64, longest=64, tiled="all", offload=False, dry=True)
     assert engine.module.model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert engine.module.model.config.head_dim * shape.heads != shape.hidden
-    weights = [weight.clone() for weight in master_weights(engine)]
+    weights = master_weights(engine)
     assert methods.compare(engine, ours, 64, 64)["ours"]["gradients"] < 0.05
     assert all(torch.equal(a, b) for a, b in zip(weights, master_weights(engine), strict=True))
     common.take_step(engine, common.batch_of(engine, 64, 64))  # which does change them
