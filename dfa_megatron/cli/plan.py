@@ -12,7 +12,7 @@ from dfa_megatron.argument_file import read_arguments
 from dfa_megatron.cli import model as models
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan import mask as masks
-from dfa_megatron.plan.choose import TOKEN_LAYOUTS, Candidate, candidates, explain, make_plan
+from dfa_megatron.plan.choose import TOKEN_LAYOUTS, Candidate, candidates, cheapest_degree, explain, make_plan
 from dfa_megatron.plan.cost import AttentionShape, bytes_of, phases_of, simulate
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.hardware import PROFILES, Hardware, Link
@@ -67,7 +67,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--schedule", help="auto, " + ", ".join(SCHEDULES) + " (default: auto)")
     parser.add_argument("--layout", help="auto, " + ", ".join(TOKEN_LAYOUTS) + " (default: auto)")
     parser.add_argument(
-        "--ulysses-degree", type=int, help="ranks that exchange heads for tokens around the schedule (default: 1)"
+        "--ulysses-degree",
+        type=int,
+        help="ranks that exchange heads for tokens around the schedule, 0 for the cheapest (default: 1)",
     )
     parser.add_argument("--seq-length", type=int, help="tokens of all ranks (default: 65536)")
     _add_mask(parser)
@@ -142,13 +144,18 @@ def run(args: argparse.Namespace) -> int:
         payload=args.payload,
     )
     hardware = _hardware(args)
-    heads = split_heads(args.ulysses_degree, args.ranks, shape.heads, shape.kv_heads)
-    whole, shape, ranks = shape, heads.shape(shape), args.ranks // args.ulysses_degree
+    degree = args.ulysses_degree or cheapest_degree(
+        mask, args.ranks, schedule=args.schedule, layout=args.layout, shape=shape, hardware=hardware
+    )
+    heads = split_heads(degree, args.ranks, shape.heads, shape.kv_heads)
+    whole, shape, ranks = shape, heads.shape(shape), args.ranks // degree
     plan = make_plan(mask, ranks, schedule=args.schedule, layout=args.layout, shape=shape, hardware=hardware)
     print(report(plan, shape, hardware, args.phase, args.width))
     tokens = args.seq_length // args.ranks
-    if args.ulysses_degree > 1:
-        split_tokens(args.ulysses_degree, 0, args.ranks, plan.layout, tokens)
+    if args.ulysses_degree == 0:
+        print(f"\nof all degrees of Ulysses {degree} is the cheapest")
+    if degree > 1:
+        split_tokens(degree, 0, args.ranks, plan.layout, tokens)
         print("\n" + _exchange(heads, whole, tokens, args.ranks))
     if model is not None:
         sized = dataclasses.replace(model, seq_length=args.seq_length, micro_batch_size=args.batch)

@@ -121,6 +121,15 @@ def best(looked_at: tuple[Candidate, ...]) -> Candidate | None:
     return next((candidate for candidate in served if candidate.seconds <= least * (1 + TIE)), None)
 
 
+def cheapest_degree(
+    mask: Mask, ranks: int, *, schedule: str, layout: str, shape: AttentionShape, hardware: Hardware
+) -> int:
+    """How many neighbours exchange heads where that is left open: by `best` of all degrees, 1 where nothing serves."""
+    looked_at = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware, degrees=True)
+    taken = best(tuple(one for one in looked_at if schedule in ("auto", one.schedule)))
+    return 1 if taken is None else taken.ulysses_degree
+
+
 def candidates(
     mask: Mask,
     ranks: int,

@@ -8,7 +8,7 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.kernels.api import BlockKernel, Form, Need
-from dfa_megatron.plan.choose import best, candidates
+from dfa_megatron.plan.choose import cheapest_degree
 from dfa_megatron.plan.cost import AttentionShape
 from dfa_megatron.plan.hardware import Hardware
 from dfa_megatron.runtime.channel import Channel
@@ -78,6 +78,6 @@ def degree_of(request: Request, over: Channel | None, q: torch.Tensor, k: torch.
         return request.ulysses_degree or 1
     shape, hardware = _timed_as(request, q, k, v, over)
     mask = request.mask(over.size * q.shape[1])
-    looked_at = candidates(mask, over.size, layout=request.layout, shape=shape, hardware=hardware, degrees=True)
-    taken = best(tuple(one for one in looked_at if request.schedule in ("auto", one.schedule)))
-    return 1 if taken is None else taken.ulysses_degree
+    return cheapest_degree(
+        mask, over.size, schedule=request.schedule, layout=request.layout, shape=shape, hardware=hardware
+    )

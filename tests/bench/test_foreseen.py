@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dfa_megatron.plan.choose import cheapest_degree
+from dfa_megatron.plan.mask import causal
 
 
 @pytest.fixture
@@ -28,6 +33,24 @@ def test_where_launches_do_not_decide_simulation_and_choice_are_right(foreseen: 
     choices = [one.lost for one in computed if len(one.measured) > 1]
     assert len(choices) >= 27
     assert sum(lost <= 0.03 for lost in choices) >= 0.9 * len(choices)
+
+
+def test_where_degrees_of_ulysses_were_measured_the_one_left_open_is_the_fastest(foreseen: Any) -> None:
+    path, measured = (
+        foreseen.RESULTS / "2026-11-21-4xh200-ulysses-flash4.json",
+        defaultdict[Any, dict[int, float]](dict),
+    )
+    for row in json.loads(path.read_text())["rows"]:
+        degree = next((int(word[7:]) for word in row["method"].split() if word.startswith("ulysses")), 1)
+        cell = foreseen._cell(path, row["ranks"], row, row["method"].split(), {})
+        measured[cell][degree] = row["both_ms"]
+    assert [len(times) for times in measured.values()] == [3] * 4
+    for cell, times in measured.items():
+        mask = causal(cell.length)
+        taken = cheapest_degree(
+            mask, cell.ranks, schedule="auto", layout="contiguous", shape=cell.shape, hardware=cell.hardware
+        )
+        assert times[taken] == min(times.values())
 
 
 def test_a_wrong_profile_is_found_out(foreseen: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,10 @@ def test_the_command_reads_the_degree_of_a_file_of_flags_and_refuses_wrong_ones(
     )
     assert main(["plan", "--config", str(flags)]) == 0
     assert "of 2 ranks with 4 heads and 4 kv heads" in capsys.readouterr().out
+    flags.write_text(flags.read_text().replace("degree 2", "degree 0"))
+    for length, hardware, degree in (("131072", "h200-nvlink-flash4", 1), ("16384", "h200-slow-link-flash4", 4)):
+        assert main(["plan", "--config", str(flags), "--seq-length", length, "--hardware", hardware]) == 0
+        assert f"of all degrees of Ulysses {degree} is the cheapest" in capsys.readouterr().out
     for arguments, said in (
         (["--ulysses-degree", "3"], "divides both 8 ranks and 32 heads: 1, 2, 4, 8"),
         (["--ulysses-degree", "2", "--seq-length", "4"], "multiple of 8"),
