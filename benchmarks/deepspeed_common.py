@@ -252,4 +252,5 @@ def versions() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "gpus": dist.get_world_size(),
         "zero_stage": 3,
+        "cpu_threads": torch.get_num_threads(),
     }

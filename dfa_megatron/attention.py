@@ -135,9 +135,12 @@ def _attend(
 
 def _request(q: torch.Tensor, *, softmax_scale: float | None, deterministic: bool, **options: Any) -> str:
     """What both functions ask the operator for, as text."""
+    # A frame means a recompute, and what is compiled keeps what the operator was given.
+    keeps = options["ulysses_degree"] == 0 and active_frame() is None and not torch.compiler.is_compiling()
     text: str = _request_text(
         softmax_scale=softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        keeps_exchanged=keeps,
         **options,
     )
     return text

@@ -43,6 +43,7 @@ DEFAULTS = {
     "schedule": "auto",
     "layout": "auto",
     "ulysses_degree": 1,
+    "remat": True,
     "seq_length": 65536,
     "batch": 1,
     "heads": 32,
@@ -70,6 +71,11 @@ def add_parser(subparsers: Any) -> None:
         "--ulysses-degree",
         type=int,
         help="ranks that exchange heads for tokens around the schedule, 0 for the cheapest (default: 1)",
+    )
+    parser.add_argument(
+        "--remat",
+        action=argparse.BooleanOptionalAction,
+        help="layers are rematerialized: a backward exchanges heads once more (default: as in --config, else yes)",
     )
     parser.add_argument("--seq-length", type=int, help="tokens of all ranks (default: 65536)")
     _add_mask(parser)
@@ -145,7 +151,13 @@ def run(args: argparse.Namespace) -> int:
     )
     hardware = _hardware(args)
     degree = args.ulysses_degree or cheapest_degree(
-        mask, args.ranks, schedule=args.schedule, layout=args.layout, shape=shape, hardware=hardware
+        mask,
+        args.ranks,
+        schedule=args.schedule,
+        layout=args.layout,
+        shape=shape,
+        hardware=hardware,
+        kept=not args.remat,
     )
     heads = split_heads(degree, args.ranks, shape.heads, shape.kv_heads)
     whole, shape, ranks = shape, heads.shape(shape), args.ranks // degree
@@ -156,13 +168,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nof all degrees of Ulysses {degree} is the cheapest")
     if degree > 1:
         split_tokens(degree, 0, args.ranks, plan.layout, tokens)
-        print("\n" + _exchange(heads, whole, tokens, args.ranks))
+        print("\n" + _exchange(heads, whole, tokens, args.ranks, kept=not args.remat))
     if model is not None:
         sized = dataclasses.replace(model, seq_length=args.seq_length, micro_batch_size=args.batch)
         packets = heads.landed(whole, tokens)
         print("\n" + models.report(sized, args.ranks, _message_bytes(plan, shape) + packets))
     if args.explain:
-        looked_at = candidates(mask, args.ranks, layout=args.layout, shape=whole, hardware=hardware, degrees=True)
+        looked_at = candidates(
+            mask, args.ranks, layout=args.layout, shape=whole, hardware=hardware, degrees=True, kept=not args.remat
+        )
         print("\n" + _comparison(f"the candidates on {hardware.name}", looked_at))
     elif args.schedule == "auto":
         looked_at = candidates(mask, ranks, layout=args.layout, shape=shape, hardware=hardware)
@@ -191,6 +205,7 @@ def _fill_in(args: argparse.Namespace, model: models.Model | None) -> None:
             ranks=model.context_parallel_size,
             schedule=model.dfa_schedule,
             ulysses_degree=model.dfa_ulysses_degree,
+            remat=model.recompute_granularity == "full",
             layout="zigzag" if model.dfa_layout == "zigzag" else "contiguous",  # inside the layers
             seq_length=model.seq_length,
             batch=model.micro_batch_size,
@@ -214,9 +229,9 @@ def _message_bytes(plan: AttentionPlan, shape: AttentionShape) -> int:
     return most
 
 
-def _exchange(heads: HeadSplit, whole: AttentionShape, tokens: int, ranks: int) -> str:
+def _exchange(heads: HeadSplit, whole: AttentionShape, tokens: int, ranks: int, *, kept: bool) -> str:
     """What happens around a plan whose ranks are groups of ranks."""
-    forward, backward = heads.sent(whole, tokens)
+    forward, backward = heads.sent(whole, tokens, kept=kept)
     return (
         f"around it, not simulated: {heads.degree} neighbours each of {ranks} ranks exchange heads for tokens\n"
         f"the plan    is of {ranks // heads.degree} ranks with {heads.heads} heads and {heads.kv_heads} kv heads\n"

@@ -122,10 +122,10 @@ def best(looked_at: tuple[Candidate, ...]) -> Candidate | None:
 
 
 def cheapest_degree(
-    mask: Mask, ranks: int, *, schedule: str, layout: str, shape: AttentionShape, hardware: Hardware
+    mask: Mask, ranks: int, *, schedule: str, layout: str, shape: AttentionShape, hardware: Hardware, kept: bool
 ) -> int:
     """How many neighbours exchange heads where that is left open: by `best` of all degrees, 1 where nothing serves."""
-    looked_at = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware, degrees=True)
+    looked_at = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware, degrees=True, kept=kept)
     taken = best(tuple(one for one in looked_at if schedule in ("auto", one.schedule)))
     return 1 if taken is None else taken.ulysses_degree
 
@@ -138,6 +138,7 @@ def candidates(
     shape: AttentionShape | None = None,
     hardware: Hardware | None = None,
     degrees: bool = False,
+    kept: bool = False,
 ) -> tuple[Candidate, ...]:
     """Every schedule with its cost or the reason why it is not taken, in the order of SCHEDULES.
 
@@ -146,12 +147,13 @@ def candidates(
     Args:
         mask, ranks, layout, shape, hardware: as for `make_plan`.
         degrees: also with every degree of Ulysses that divides ranks and heads, after those without.
+        kept: with Ulysses, the backward has what the forward exchanged where it may: nothing is rematerialized.
     """
     shape, hardware = shape or AttentionShape(), hardware or H200_NVLINK
     looked_at = _of_schedules(mask, ranks, layout, shape, hardware)
     if degrees:
         for degree in (d for d in range(2, ranks + 1) if ranks % d == 0 and shape.heads % d == 0):
-            looked_at += _with_ulysses(mask, ranks, layout, shape, hardware, degree)
+            looked_at += _with_ulysses(mask, ranks, layout, shape, hardware, degree, kept)
     return tuple(looked_at)
 
 
@@ -214,11 +216,11 @@ def _simulated(name: str, plan: AttentionPlan, shape: AttentionShape, hardware: 
 
 
 def _with_ulysses(
-    mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware, degree: int
+    mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware, degree: int, kept: bool
 ) -> list[Candidate]:
     """The same with fewer ranks per plan: neighbours exchange heads for tokens before and after."""
     split = split_heads(degree, ranks, shape.heads, shape.kv_heads)
-    sent = sum(split.sent(shape, mask.length // ranks))
+    sent = sum(split.sent(shape, mask.length // ranks, kept=kept))
     # Before and after each phase, every rank to every other of the neighbours; nothing is computed meanwhile.
     link = hardware.network if hardware.network and degree > (hardware.ranks_per_node or degree) else hardware.link
     exchange = 4 * (degree - 1) * link.latency + sent / link.bytes_per_second

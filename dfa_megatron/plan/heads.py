@@ -49,6 +49,11 @@ class HeadSplit:
         """What one rank of the plan computes."""
         return replace(whole, heads=self.heads, kv_heads=self.kv_heads)
 
+    @property
+    def keeps(self) -> bool:
+        """What an exchange makes of q, k and v takes no more memory than they do, and can be kept in their place."""
+        return self.copies == 1
+
     def packets(self, whole: AttentionShape, *, kept: bool = False) -> tuple[int, int, int, int]:
         """Bytes for a token of a sequence from one rank to one other: before and after a forward, then a backward.
 
@@ -56,14 +61,14 @@ class HeadSplit:
 
         Args:
             whole: the shape of the call.
-            kept: the backward has what the forward made of q, k and v: nothing is rematerialized, and copies is 1.
+            kept: the backward has what the forward made of q, k and v, if it `keeps`: nothing is rematerialized.
         """
         q, k = self.heads * whole.head_dim, self.kv_heads * whole.head_dim
         out, v = self.heads * whole.value_dim, self.kv_heads * whole.value_dim
         qkv, out = (q + k + v) * whole.bytes_per_element, out * whole.bytes_per_element
         lse = self.heads * whole.accumulator_bytes
         read = lse if whole.payload == "delta" else out
-        return qkv, out + lse, (0 if kept else qkv) + out + read + lse, qkv
+        return qkv, out + lse, (0 if kept and self.keeps else qkv) + out + read + lse, qkv
 
     def sent(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, int]:
         """Bytes that a rank with that many tokens sends to others around a forward, and around a backward."""

@@ -79,5 +79,11 @@ def degree_of(request: Request, over: Channel | None, q: torch.Tensor, k: torch.
     shape, hardware = _timed_as(request, q, k, v, over)
     mask = request.mask(over.size * q.shape[1])
     return cheapest_degree(
-        mask, over.size, schedule=request.schedule, layout=request.layout, shape=shape, hardware=hardware
+        mask,
+        over.size,
+        schedule=request.schedule,
+        layout=request.layout,
+        shape=shape,
+        hardware=hardware,
+        kept=request.keeps_exchanged,
     )

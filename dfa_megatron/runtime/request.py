@@ -19,6 +19,7 @@ class Request:
     sinks: the call brings a sink for each head; a tensor, but ranks must agree on whether there is one.
     alibi: the call brings a slope for each head, the same.
     cu_seqlens: global token offsets of packed documents; empty for sequences that are one document each.
+    keeps_exchanged: where ulysses_degree is left open: the backward will find q, k and v as heads were exchanged to.
     """
 
     softmax_scale: float
@@ -39,6 +40,7 @@ class Request:
     verify: str = "once"
     agreement_timeout: float = 120.0
     cu_seqlens: Offsets = ()
+    keeps_exchanged: bool = False
 
     def mask(self, length: int) -> Mask:
         """The mask over a whole sequence of that many tokens.

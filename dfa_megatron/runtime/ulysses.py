@@ -53,8 +53,8 @@ class HeadExchange:
 
     @property
     def keeps(self) -> bool:
-        """What `before_forward` gave takes no more memory than what it was given, and can be kept in its place."""
-        return self.heads.copies == 1
+        """What `before_forward` gave can be kept in the place of what it was given."""
+        return self.heads.keeps
 
     def given(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor with the device, dtype and shape that q, k or v had before the exchange; a view of one number."""

@@ -217,6 +217,28 @@ def test_degree_0_is_the_cheapest_that_the_heads_allow() -> None:
         assert exchanges["thirty-three"] == 0
 
 
+def _asked_for(rank: int, ranks: int) -> list[bool]:
+    """Whether the choice counts on what was exchanged: for a plain call, and for one that is rematerialized."""
+    from dfa_megatron.runtime import problem
+
+    asked = []
+
+    def choose(*_: Any, kept: bool, **__: Any) -> int:
+        asked.append(kept)
+        return 2
+
+    problem.cheapest_degree = choose
+    q, k, v = (x[:, :8].clone().requires_grad_() for x in case(8).inputs)
+    attention = functools.partial(dfa_megatron.dist_flash_attn_func, ulysses_degree=0)
+    attention(q, k, v).sum().backward()
+    remat.remat_checkpoint(attention, q, k, v).sum().backward()
+    return asked
+
+
+def test_the_choice_knows_whether_a_backward_exchanges_again() -> None:
+    assert run_ranks(2, _asked_for) == [[True, False]] * 2
+
+
 # Agreement.
 
 
