@@ -95,6 +95,9 @@ def test_what_is_sent_is_what_the_other_ranks_compute() -> None:
     row = 2 * (16 * 2 + 16 + 12)  # q, k and v of two query heads and a kv head, in 2 bytes
     out = 2 * 12 * 2
     assert split.sent(whole, 10) == (3 * 3 * 10 * (row + out + 8), 3 * 3 * 10 * (row + 2 * out + 8 + row))
+    assert split.sent(whole, 10, kept=True) == split.sent(whole, 10), "copies of kv heads are not kept"
+    dense = split_heads(2, 8, 8, 2)
+    assert dense.sent(whole, 10, kept=True)[1] < dense.sent(whole, 10)[1]
     assert split_heads(1, 8, 8, 2).sent(whole, 10) == (0, 0)
     assert split.landed(whole, 10) == 3 * 4 * 10 * (row + 2 * out + 8)
     assert split_heads(1, 8, 8, 2).landed(whole, 10) == 0
@@ -109,6 +112,11 @@ def test_the_command_shows_the_plan_inside_and_what_the_exchange_costs(capsys: p
     assert "of 2 ranks with 8 heads and 1 kv heads" in out
     forward = 3 * 1024 * ((8 + 1 + 1 + 8) * 256 + 8 * 4)
     assert f"MB sent     {forward / 1e6:.1f} by every rank around the forward" in out
+    shape[3] = "32"
+    for remat, again in (("--remat", 3 * 8), ("--no-remat", 0)):  # q, k and v, unless they were kept
+        assert main(["plan", "--ranks", "8", "--ulysses-degree", "4", *shape, remat]) == 0
+        backward = 3 * 1024 * ((again + 8 + 8 + 3 * 8) * 256 + 8 * 4)
+        assert f"{backward / 1e6:.1f} around the backward" in capsys.readouterr().out
     assert main(["plan", "--ranks", "8", *shape]) == 0
     assert "neighbours" not in capsys.readouterr().out
 
@@ -127,6 +135,14 @@ def test_the_command_reads_the_degree_of_a_file_of_flags_and_refuses_wrong_ones(
     for length, hardware, degree in (("131072", "h200-nvlink-flash4", 1), ("16384", "h200-slow-link-flash4", 4)):
         assert main(["plan", "--config", str(flags), "--seq-length", length, "--hardware", hardware]) == 0
         assert f"of all degrees of Ulysses {degree} is the cheapest" in capsys.readouterr().out
+    for more, again in (
+        ("", 0),
+        (" --recompute-granularity full", 3 * 4),
+    ):  # q, k and v of 4 heads, unless they were kept
+        flags.write_text(flags.read_text().replace("degree 0", "degree 2") + more)
+        assert main(["plan", "--config", str(flags)]) == 0
+        backward = 1024 * ((again + 4 + 4 + 3 * 4) * 128 + 4 * 4)
+        assert f"{backward / 1e6:.1f} around the backward" in capsys.readouterr().out
     slow = ["--ranks", "4", "--seq-length", "32768", "--hardware", "h200-slow-link-flash4", "--payload", "delta"]
     for remat, degree in (("--remat", 1), ("--no-remat", 4)):  # heads that are exchanged once more cost what they save
         assert main(["plan", *slow, "--layout", "contiguous", "--ulysses-degree", "0", remat]) == 0
