@@ -287,7 +287,7 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     if args.link is None:
         return hardware
     link = Link(hardware.link.transport, 1e9 * args.link, hardware.link.latency)
-    return dataclasses.replace(hardware, name=f"{hardware.name} at {args.link:g} GB/s", links=(link,))
+    return dataclasses.replace(hardware, name=f"{hardware.name} at {args.link:g} GB/s", links=(link,), all_to_all=None)
 
 
 def _documents(args: argparse.Namespace) -> list[int]:

@@ -65,13 +65,13 @@ def measure(kernel: BlockKernel, shape: Trial, name: str) -> tuple[Hardware, dic
         seconds = max(row["seconds"] - overhead, row["seconds"] / 2)
         curves[row["phase"]].append((row["pairs"] ** 0.5, row["operations"] / seconds))
     links, network, nodes, exchanges = _links(device, SIZES[device.type])
-    hardware = Hardware(
-        name, tuple(sorted(curves["forward"])), tuple(sorted(curves["backward"])), links, overhead, nodes, network
-    )
+    several, all_to_alls = _all_to_all(device, SIZES[device.type])
+    forward, backward = (tuple(sorted(curves[phase])) for phase in ("forward", "backward"))
+    hardware = Hardware(name, forward, backward, links, overhead, nodes, network, several)
     measured = {
         "versions": doctor.versions(), "devices": doctor.devices(), "kernel": kernel.name,
         "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "dtype": str(shape.dtype),
-        "launch_overhead": overhead, "blocks": timings, "exchanges": exchanges,
+        "launch_overhead": overhead, "blocks": timings, "exchanges": exchanges, "all_to_alls": all_to_alls,
     }  # fmt: skip
     return hardware, measured
 
@@ -155,6 +155,21 @@ def _links(
     return tuple(links), network, node if network is not None else None, raw
 
 
+def _all_to_all(device: Any, sizes: tuple[int, ...]) -> tuple[float | None, list[dict[str, Any]]]:
+    """(what a rank sends per second to several of its node at once, raw timings); None, () where they are two."""
+    import torch.distributed as dist
+
+    from dfa_megatron.runtime.probe import fit, time_all_to_alls
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if node < 3:
+        return None, []
+    first = rank // node * node
+    timings = time_all_to_alls(device, range(first, first + node), sizes)
+    return fit(timings)[1], [{"bytes": nbytes, "seconds": seconds} for nbytes, seconds in timings]
+
+
 def table(hardware: Hardware, measured: dict[str, Any]) -> str:
     """The measured figures for people."""
     shape = f"{measured['heads']} heads on {measured['kv_heads']} of {measured['head_dim']}"
@@ -170,4 +185,6 @@ def table(hardware: Hardware, measured: dict[str, Any]) -> str:
     for place, link in places:
         speed = f"{link.bytes_per_second / 1e9:.3g} GB/s each way"
         lines.append(f"  {place} {link.transport}: {speed}, latency {link.latency * 1e6:.1f} us")
+    if hardware.all_to_all is not None:
+        lines.append(f"  all-to-all of a node: {hardware.all_to_all / 1e9:.3g} GB/s out of a rank")
     return "\n".join(lines)

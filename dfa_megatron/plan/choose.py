@@ -220,10 +220,11 @@ def _with_ulysses(
 ) -> list[Candidate]:
     """The same with fewer ranks per plan: neighbours exchange heads for tokens before and after."""
     split = split_heads(degree, ranks, shape.heads, shape.kv_heads)
-    sent = sum(split.sent(shape, mask.length // ranks, kept=kept))
-    # Before and after each phase, every rank to every other of the neighbours; nothing is computed meanwhile.
-    link = hardware.network if hardware.network and degree > (hardware.ranks_per_node or degree) else hardware.link
-    exchange = 4 * (degree - 1) * link.latency + sent / link.bytes_per_second
+    packets = [
+        (degree - 1) * shape.batch * (mask.length // ranks) * packet for packet in split.packets(shape, kept=kept)
+    ]
+    # Before and after each phase; nothing is computed meanwhile.
+    exchange, sent = sum(hardware.seconds_of_exchange(degree, packet) for packet in packets), sum(packets)
     inner = hardware
     if hardware.ranks_per_node is not None:
         inner = replace(hardware, ranks_per_node=max(1, hardware.ranks_per_node // degree))

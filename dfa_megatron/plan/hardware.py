@@ -56,6 +56,8 @@ class Hardware:
         launch_overhead: seconds that every kernel call costs beside its arithmetic.
         ranks_per_node: ranks r // ranks_per_node are on one node; None puts all of them on one.
         network: between nodes; each rank has an adapter of its own, which works beside its link.
+        all_to_all: bytes per second that a rank sends while it sends to several others of its node at once, with the
+            copies around it, as Ulysses exchanges heads; None: as much as over the link.
 
     Raises:
         UnsupportedError: a rate is not positive, a time is negative, or nodes without a network.
@@ -68,6 +70,7 @@ class Hardware:
     launch_overhead: float = 0.0
     ranks_per_node: int | None = None
     network: Link | None = None
+    all_to_all: float | None = None
 
     def __post_init__(self) -> None:
         for which in ("forward", "backward"):
@@ -82,6 +85,8 @@ class Hardware:
                 "nodes need a network between them, and a network needs nodes",
                 "both, or neither",
             )
+        if self.all_to_all is not None:
+            _refuse_rate("all_to_all", self.all_to_all)
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise UnsupportedError(f"ranks_per_node={self.ranks_per_node}", "it must be positive", "for example 8")
 
@@ -105,6 +110,13 @@ class Hardware:
             )
         chosen = self.links[names.index(transport)]
         return replace(self, links=(chosen, *(link for link in self.links if link is not chosen)))
+
+    def seconds_of_exchange(self, ranks: int, nbytes: int) -> float:
+        """How long so many neighbours take until each has sent that many bytes to the others together."""
+        if self.network is not None and self.ranks_per_node is not None and ranks > self.ranks_per_node:
+            return (ranks - 1) * self.network.latency + nbytes / self.network.bytes_per_second
+        several = self.all_to_all if ranks > 2 else None
+        return (ranks - 1) * self.link.latency + nbytes / (several or self.link.bytes_per_second)
 
     def node(self, rank: int) -> int:
         """The node of a rank."""
@@ -186,17 +198,25 @@ def computing_with(kernel: str | None, hardware: Hardware) -> Hardware:
 
 _HOPPER = RATES["cudnn"]
 
-H200_NVLINK = Hardware("h200-nvlink", *_HOPPER, (Link("p2p", 340e9, 15e-6), Link("copy_engine", 390e9, 15e-6)), 15e-6)
-"""H200s of one host: links as measured beside NCCL's send and receive, and the copy engines' pushes."""
+_NVLINK = (Link("p2p", 340e9, 15e-6), Link("copy_engine", 390e9, 15e-6))
 
-H100_NVLINK = Hardware("h100-nvlink", *_HOPPER, (Link("p2p", 340e9, 15e-6), Link("copy_engine", 390e9, 15e-6)), 15e-6)
+H200_NVLINK = Hardware("h200-nvlink", *_HOPPER, _NVLINK, 15e-6, all_to_all=180e9)
+"""H200s of one host: NCCL's send and receive, the copy engines' pushes and heads exchanged among four, as measured."""
+
+H100_NVLINK = Hardware("h100-nvlink", *_HOPPER, _NVLINK, 15e-6, all_to_all=180e9)
 """H100 SXM of one host: the H200's figures, whose multiprocessors and links are the same; not measured."""
 
-H200_SLOW_LINK = Hardware("h200-slow-link", *_HOPPER, (Link("p2p", 24e9, 30e-6),), 15e-6)
-"""H200s over 24 GB/s each way, as measured with the direct link of a host off."""
+H200_SLOW_LINK = Hardware("h200-slow-link", *_HOPPER, (Link("p2p", 24e9, 30e-6),), 15e-6, all_to_all=30e9)
+"""H200s over 24 GB/s each way, as measured with the direct link of a host off; heads exchanged among four as well."""
 
 H200_NIC_400G = Hardware(
-    "h200-nic-400g", *_HOPPER, H200_NVLINK.links, 15e-6, ranks_per_node=8, network=Link("p2p", 45e9, 30e-6)
+    "h200-nic-400g",
+    *_HOPPER,
+    _NVLINK,
+    15e-6,
+    ranks_per_node=8,
+    network=Link("p2p", 45e9, 30e-6),
+    all_to_all=H200_NVLINK.all_to_all,
 )
 """Nodes of 8 H200s with a 400 Gb/s adapter per GPU: nine tenths of its 50 GB/s, a usual figure; not measured."""
 

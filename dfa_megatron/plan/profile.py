@@ -12,7 +12,9 @@ from dfa_megatron.plan.hardware import PROFILES, Curve, Hardware, Link
 
 FORMAT = "dfa_megatron hardware profile 1"
 
-_KEYS = ("format", "name", "forward", "backward", "links", "launch_overhead", "ranks_per_node", "network")
+_KEYS = ("format", "name", "forward", "backward", "links", "launch_overhead", "ranks_per_node", "network", "all_to_all")
+_SINCE = ("all_to_all",)
+"""Keys that older files lack, which is null."""
 _LINK_KEYS = ("transport", "bytes_per_second", "latency")
 
 
@@ -27,12 +29,13 @@ def to_json(hardware: Hardware) -> str:
         "launch_overhead": hardware.launch_overhead,
         "ranks_per_node": hardware.ranks_per_node,
         "network": None if hardware.network is None else _from_link(hardware.network),
+        "all_to_all": hardware.all_to_all,
     }
     return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
 
 def from_json(text: str, where: str = "the profile") -> Hardware:
-    """The profile that `to_json` wrote; every key must be there, and no other.
+    """The profile that `to_json` wrote, this version or an earlier one; other keys are refused.
 
     Args:
         where: what to call it in messages.
@@ -44,10 +47,12 @@ def from_json(text: str, where: str = "the profile") -> Hardware:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise UnsupportedError(where, f"it is no JSON: {error}", "a file that doctor --profile wrote") from error
+    if isinstance(values, dict):
+        values = {**dict.fromkeys(_SINCE), **values}
     _refuse_keys(values, _KEYS, where)
     if values["format"] != FORMAT:
         raise UnsupportedError(f"{where}, format {values['format']!r}", "another format is known", repr(FORMAT))
-    name, nodes, network = values["name"], values["ranks_per_node"], values["network"]
+    name, nodes, network, several = (values[key] for key in ("name", "ranks_per_node", "network", "all_to_all"))
     if not isinstance(name, str) or not name:
         raise UnsupportedError(f"{where}, name", f"{name!r} is no name", "some text")
     if nodes is not None and (not isinstance(nodes, int) or isinstance(nodes, bool)):
@@ -63,6 +68,7 @@ def from_json(text: str, where: str = "the profile") -> Hardware:
             _number(values["launch_overhead"], f"{where}, launch_overhead"),
             nodes,
             None if network is None else _link(network, f"{where}, network"),
+            None if several is None else _number(several, f"{where}, all_to_all"),
         )
     except UnsupportedError as error:
         if error.what.startswith(where):

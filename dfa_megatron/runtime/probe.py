@@ -25,6 +25,8 @@ SIZES: Mapping[str, tuple[int, ...]] = {
 """Bytes of a message, by kind of device."""
 
 _REPETITIONS = 5
+_ROW = 4096
+"""Bytes of a token for one other rank: 16 heads of 128 in 16 bits."""
 
 Timing = tuple[int, float]
 """(bytes of a message, seconds of the slowest rank)."""
@@ -75,6 +77,25 @@ def time_exchanges(
     return timings
 
 
+def time_all_to_alls(device: torch.device, node: range, sizes: Sequence[int]) -> list[Timing]:
+    """Every rank of each node to all others of it at once, with the copies of an exchange of heads; collective.
+
+    Returns:
+        For each size the bytes that a rank sends to the others together, and the median of the slowest rank.
+    """
+    group = channel(group_name(None)).part(node).collectives(device)
+    timings = []
+    for nbytes in sizes:
+        rows = max(1, nbytes // _ROW // len(node))
+        whole = torch.zeros((rows, len(node), _ROW), dtype=torch.uint8, device=device)
+        call = functools.partial(_all_to_all, whole, group)
+        times = 3 if nbytes >= 1 << 23 else 10
+        slowest([0.0])
+        taken = [stopwatch(call, device, times=times, behind=True) for _ in range(2 + _REPETITIONS)][2:]
+        timings.append((rows * (len(node) - 1) * _ROW, slowest([statistics.median(taken)])[0]))
+    return timings
+
+
 def slowest(seconds: Sequence[float]) -> list[float]:
     """Each figure of the rank where it is largest; collective, over the default group's backend for CPU tensors."""
     if not dist.is_initialized():
@@ -108,3 +129,10 @@ def _exchange(transport: Transport, outgoing: torch.Tensor, ring: tuple[int, int
     transport.land()
     transport.computed(0)
     transport.finish()
+
+
+def _all_to_all(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    packet = whole.transpose(0, 1).contiguous()
+    landed = torch.empty_like(packet)
+    dist.all_to_all_single(landed, packet, group=group)
+    landed.transpose(0, 1).contiguous()

@@ -36,11 +36,11 @@ def test_where_launches_do_not_decide_simulation_and_choice_are_right(foreseen: 
 
 
 @pytest.mark.parametrize(
-    ("name", "kept", "worst"),
-    [("2026-11-21-4xh200-ulysses-flash4", False, 0.0), ("2026-11-22-4xh200-p2p-off-degrees-flash4", True, 0.13)],
+    ("name", "kept"),
+    [("2026-11-21-4xh200-ulysses-flash4", False), ("2026-11-22-4xh200-p2p-off-degrees-flash4", True)],
 )
 def test_where_degrees_of_ulysses_were_measured_the_one_left_open_is_the_fastest(
-    foreseen: Any, name: str, kept: bool, worst: float
+    foreseen: Any, name: str, kept: bool
 ) -> None:
     path, measured = foreseen.RESULTS / f"{name}.json", defaultdict[Any, dict[int, float]](dict)
     for row in json.loads(path.read_text())["rows"]:
@@ -49,16 +49,12 @@ def test_where_degrees_of_ulysses_were_measured_the_one_left_open_is_the_fastest
             degree = next((int(word[7:]) for word in words if word.startswith("ulysses")), 1)
             measured[foreseen._cell(path, 4, row, words, {})][degree] = row["both_ms"]
     assert [len(times) for times in measured.values()] == [3] * 4
-    lost = []
     for cell, times in measured.items():
         taken = cheapest_degree(
             causal(cell.length), 4, schedule="auto", layout="contiguous", shape=cell.shape, hardware=cell.hardware,
             kept=kept,
         )  # fmt: skip
-        lost.append(times[taken] / min(times.values()) - 1)
-    # The worst is a cell of the slow link where all three are near each other.
-    assert sorted(lost)[:3] == [0, 0, 0]
-    assert max(lost) <= worst
+        assert times[taken] == min(times.values()), cell
 
 
 def test_a_wrong_profile_is_found_out(foreseen: Any, monkeypatch: pytest.MonkeyPatch) -> None:

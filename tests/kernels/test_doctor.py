@@ -107,7 +107,8 @@ def _measure(rank: int, ranks: int) -> Hardware:
     profile.LENGTHS = {"cpu": (16, 32)}
     shape = doctor.shape_of(args)
     hardware, measured = profile.measure(kernels.get("cpu"), shape, "here")
-    assert profile.table(hardware, measured).count("\n") == 7
+    assert profile.table(hardware, measured).count("\n") == 8
+    assert [row["bytes"] for row in measured["all_to_alls"]] == [2 * 4096 * rows for rows in (1, 5, 85, 341)]
     return hardware
 
 
@@ -120,6 +121,8 @@ def test_ranks_measure_one_profile_that_the_planner_reads(tmp_path: Path) -> Non
     assert [tokens for tokens, _ in first.forward] == pytest.approx([136**0.5, 16, 528**0.5, 32])
     assert first.forward == second.forward
     assert first.launch_overhead > 0
+    assert first.all_to_all == second.all_to_all
+    assert 1e6 < (first.all_to_all or 0) < 1e12
     profiles.save(first, tmp_path / "here.json")
     assert profiles.load(tmp_path / "here.json") == first
 

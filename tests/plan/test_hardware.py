@@ -13,7 +13,7 @@ import pytest
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost import simulate
-from dfa_megatron.plan.hardware import H200_NIC_400G, H200_NVLINK, PROFILES, Hardware, Link, flat
+from dfa_megatron.plan.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, PROFILES, Hardware, Link, flat
 from dfa_megatron.plan.mask import causal
 from dfa_megatron.plan.network import Network, Wire
 from dfa_megatron.plan.profile import from_json, load, profile_named, save, to_json
@@ -107,12 +107,26 @@ def edited(change: Callable[[dict[str, Any]], object]) -> str:
         (lambda v: v["links"][0].update(latency=None), "links, latency.*None is no finite number"),
         (lambda v: v["links"][0].update(bytes_per_second=-3.0), "bytes_per_second=-3.0"),
         (lambda v: v["links"][0].update(transport=3), "3 is no name"),
+        (lambda v: v.update(all_to_all=0), "all_to_all=0.*must be positive"),
+        (lambda v: v.update(all_to_all="fast"), "all_to_all.*'fast' is no finite number"),
     ],
 )
 def test_a_profile_that_makes_no_sense_is_refused_with_the_key(change: Callable[..., object], complaint: str) -> None:
     with pytest.raises(UnsupportedError, match=complaint) as refusal:
         from_json(edited(change), "the profile x.json")
     assert str(refusal.value).startswith("the profile x.json")
+
+
+def test_a_file_from_before_all_to_alls_were_measured_is_read() -> None:
+    assert from_json(edited(lambda v: v.pop("all_to_all"))) == dataclasses.replace(H200_NIC_400G, all_to_all=None)
+
+
+def test_an_exchange_takes_the_rate_of_where_it_goes() -> None:
+    assert H200_SLOW_LINK.seconds_of_exchange(2, 24 * 10**9) == pytest.approx(1, abs=1e-3)
+    assert H200_SLOW_LINK.seconds_of_exchange(4, 30 * 10**9) == pytest.approx(1, abs=1e-3)
+    assert dataclasses.replace(H200_SLOW_LINK, all_to_all=None).seconds_of_exchange(4, 24 * 10**9) > 1
+    assert H200_NIC_400G.seconds_of_exchange(8, 180 * 10**9) == pytest.approx(1, abs=1e-3)
+    assert H200_NIC_400G.seconds_of_exchange(16, 45 * 10**9) == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "3", '{"name": NaN}'])

@@ -144,9 +144,13 @@ def test_the_command_reads_the_degree_of_a_file_of_flags_and_refuses_wrong_ones(
         backward = 1024 * ((again + 4 + 4 + 3 * 4) * 128 + 4 * 4)
         assert f"{backward / 1e6:.1f} around the backward" in capsys.readouterr().out
     slow = ["--ranks", "4", "--seq-length", "32768", "--hardware", "h200-slow-link-flash4", "--payload", "delta"]
+    slow += ["--kv-heads", "8"]
     for remat, degree in (("--remat", 1), ("--no-remat", 4)):  # heads that are exchanged once more cost what they save
         assert main(["plan", *slow, "--layout", "contiguous", "--ulysses-degree", "0", remat]) == 0
         assert f"of all degrees of Ulysses {degree} is the cheapest" in capsys.readouterr().out
+    # A link of that rate is one for all-to-alls too.
+    assert main(["plan", *slow, "--layout", "contiguous", "--ulysses-degree", "0", "--no-remat", "--link", "24"]) == 0
+    assert "of all degrees of Ulysses 2 is the cheapest" in capsys.readouterr().out
     for arguments, said in (
         (["--ulysses-degree", "3"], "divides both 8 ranks and 32 heads: 1, 2, 4, 8"),
         (["--ulysses-degree", "2", "--seq-length", "4"], "multiple of 8"),
