@@ -129,7 +129,7 @@ def measurements(gpus: int, out: Path) -> list[Stage]:
                "--shapes", "qwen3-4b", "--layers", "36", "--vocabulary", "151936", "--lengths", "65536",
                "--offload-optimizer", "--tiled", "--methods", "dfa-remat", "ulysses-full", "--budget", "300",
                "--out", str(out / "deepspeed_qwen3.json"), minutes=5, gpus=2, needs=both,
-               environment={"OMP_NUM_THREADS": str((os.cpu_count() or 1) // max(gpus, 1) or 1)}),  # the CPU's optimizer
+               environment={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // gpus))}),  # the CPU's optimizer
         script("deepspeed-longest", "the longest sequence of a step, beside ALST", "deepspeed_longest",
                "--out", str(out / "deepspeed_longest.json"), minutes=9, gpus=2, ranks=False, needs=both),
         script("payload", "delta or out in a backward", "payload", "--out", str(out / "payload.json"),

@@ -134,14 +134,7 @@ def run(args: argparse.Namespace) -> int:
     """
     model = None if args.config is None else models.model_of(read_arguments(args.config), str(args.config))
     _fill_in(args, model)
-    if args.mask not in MASKS:
-        raise UnsupportedError(f"mask {args.mask!r}", "there is no such mask", "one of " + ", ".join(MASKS))
-    try:
-        mask = MASKS[args.mask](args)
-    except ValueError as error:
-        raise UnsupportedError(
-            f"mask {args.mask!r} of {args.seq_length} tokens", str(error), "other lengths"
-        ) from error
+    mask, kept = _mask(args), not args.remat
     shape = AttentionShape(
         args.batch,
         args.heads,
@@ -151,13 +144,7 @@ def run(args: argparse.Namespace) -> int:
     )
     hardware = _hardware(args)
     degree = args.ulysses_degree or cheapest_degree(
-        mask,
-        args.ranks,
-        schedule=args.schedule,
-        layout=args.layout,
-        shape=shape,
-        hardware=hardware,
-        kept=not args.remat,
+        mask, args.ranks, schedule=args.schedule, layout=args.layout, shape=shape, hardware=hardware, kept=kept
     )
     heads = split_heads(degree, args.ranks, shape.heads, shape.kv_heads)
     whole, shape, ranks = shape, heads.shape(shape), args.ranks // degree
@@ -168,14 +155,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nof all degrees of Ulysses {degree} is the cheapest")
     if degree > 1:
         split_tokens(degree, 0, args.ranks, plan.layout, tokens)
-        print("\n" + _exchange(heads, whole, tokens, args.ranks, kept=not args.remat))
+        print("\n" + _exchange(heads, whole, tokens, args.ranks, kept=kept))
     if model is not None:
         sized = dataclasses.replace(model, seq_length=args.seq_length, micro_batch_size=args.batch)
         packets = heads.landed(whole, tokens)
         print("\n" + models.report(sized, args.ranks, _message_bytes(plan, shape) + packets))
     if args.explain:
         looked_at = candidates(
-            mask, args.ranks, layout=args.layout, shape=whole, hardware=hardware, degrees=True, kept=not args.remat
+            mask, args.ranks, layout=args.layout, shape=whole, hardware=hardware, degrees=True, kept=kept
         )
         print("\n" + _comparison(f"the candidates on {hardware.name}", looked_at))
     elif args.schedule == "auto":
@@ -183,6 +170,17 @@ def run(args: argparse.Namespace) -> int:
         print("\n" + _comparison(f"auto took {plan.schedule}", looked_at))
     _write_files(args, plan, shape, hardware)
     return 0
+
+
+def _mask(args: argparse.Namespace) -> Mask:
+    if args.mask not in MASKS:
+        raise UnsupportedError(f"mask {args.mask!r}", "there is no such mask", "one of " + ", ".join(MASKS))
+    try:
+        return MASKS[args.mask](args)
+    except ValueError as error:
+        raise UnsupportedError(
+            f"mask {args.mask!r} of {args.seq_length} tokens", str(error), "other lengths"
+        ) from error
 
 
 def _write_files(args: argparse.Namespace, plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> None:

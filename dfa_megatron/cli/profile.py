@@ -54,6 +54,7 @@ def measure_and_save(args: argparse.Namespace) -> int:
 def measure(kernel: BlockKernel, shape: Trial, name: str) -> tuple[Hardware, dict[str, Any]]:
     """The profile, and the raw figures it was made from; collective over the default group."""
     import torch
+    import torch.distributed as dist
 
     from dfa_megatron.runtime.probe import SIZES
 
@@ -64,8 +65,9 @@ def measure(kernel: BlockKernel, shape: Trial, name: str) -> tuple[Hardware, dic
         # What a simulated call takes, the cost of a launch and its arithmetic, is then what was measured.
         seconds = max(row["seconds"] - overhead, row["seconds"] / 2)
         curves[row["phase"]].append((row["pairs"] ** 0.5, row["operations"] / seconds))
-    links, network, nodes, exchanges = _links(device, SIZES[device.type])
-    several, all_to_alls = _all_to_all(device, SIZES[device.type])
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    links, network, nodes, exchanges = _links(device, node, SIZES[device.type])
+    several, all_to_alls = _all_to_all(device, node, SIZES[device.type])
     forward, backward = (tuple(sorted(curves[phase])) for phase in ("forward", "backward"))
     hardware = Hardware(name, forward, backward, links, overhead, nodes, network, several)
     measured = {
@@ -124,16 +126,14 @@ def _timed(kernel: BlockKernel, block: Trial) -> tuple[list[float], list[str]]:
 
 
 def _links(
-    device: Any, sizes: tuple[int, ...]
+    device: Any, node: int, sizes: tuple[int, ...]
 ) -> tuple[tuple[Link, ...], Link | None, int | None, list[dict[str, Any]]]:
-    """(links inside a node, link between nodes, ranks per node where there are several nodes, raw timings)."""
+    """(links inside a node of so many ranks, link between nodes, ranks per node if there are several, raw timings)."""
     import torch.distributed as dist
 
     from dfa_megatron.runtime.probe import fit, neighbours, open_transports, time_exchanges
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    inside, across = neighbours(rank, size, node)
+    inside, across = neighbours(dist.get_rank(), dist.get_world_size(), node)
     links, network, raw = [], None, []
     for transport_name, transport in open_transports(device, max(sizes)).items():
         for where, ring in (("node", inside), ("network", across)):
@@ -155,17 +155,15 @@ def _links(
     return tuple(links), network, node if network is not None else None, raw
 
 
-def _all_to_all(device: Any, sizes: tuple[int, ...]) -> tuple[float | None, list[dict[str, Any]]]:
-    """(what a rank sends per second to several of its node at once, raw timings); None, () where they are two."""
+def _all_to_all(device: Any, node: int, sizes: tuple[int, ...]) -> tuple[float | None, list[dict[str, Any]]]:
+    """(what a rank sends per second to several of its node at once, raw timings); (None, []) where a node has none."""
     import torch.distributed as dist
 
     from dfa_megatron.runtime.probe import fit, time_all_to_alls
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if node < 3:
         return None, []
-    first = rank // node * node
+    first = dist.get_rank() // node * node
     timings = time_all_to_alls(device, range(first, first + node), sizes)
     return fit(timings)[1], [{"bytes": nbytes, "seconds": seconds} for nbytes, seconds in timings]
 

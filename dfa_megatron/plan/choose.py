@@ -220,11 +220,9 @@ def _with_ulysses(
 ) -> list[Candidate]:
     """The same with fewer ranks per plan: neighbours exchange heads for tokens before and after."""
     split = split_heads(degree, ranks, shape.heads, shape.kv_heads)
-    packets = [
-        (degree - 1) * shape.batch * (mask.length // ranks) * packet for packet in split.packets(shape, kept=kept)
-    ]
+    nbytes = split.exchanges(shape, mask.length // ranks, kept=kept)
     # Before and after each phase; nothing is computed meanwhile.
-    exchange, sent = sum(hardware.seconds_of_exchange(degree, packet) for packet in packets), sum(packets)
+    exchange, sent = sum(hardware.seconds_of_exchange(degree, each) for each in nbytes), sum(nbytes)
     inner = hardware
     if hardware.ranks_per_node is not None:
         inner = replace(hardware, ranks_per_node=max(1, hardware.ranks_per_node // degree))

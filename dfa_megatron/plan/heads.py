@@ -70,11 +70,14 @@ class HeadSplit:
         read = lse if whole.payload == "delta" else out
         return qkv, out + lse, (0 if kept and self.keeps else qkv) + out + read + lse, qkv
 
+    def exchanges(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, ...]:
+        """Bytes that a rank with that many tokens sends to others in each exchange, in the order of `packets`."""
+        return tuple((self.degree - 1) * whole.batch * tokens * packet for packet in self.packets(whole, kept=kept))
+
     def sent(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, int]:
         """Bytes that a rank with that many tokens sends to others around a forward, and around a backward."""
-        peers = (self.degree - 1) * whole.batch * tokens
-        packets = self.packets(whole, kept=kept)
-        return peers * sum(packets[:2]), peers * sum(packets[2:])
+        nbytes = self.exchanges(whole, tokens, kept=kept)
+        return sum(nbytes[:2]), sum(nbytes[2:])
 
     def landed(self, whole: AttentionShape, tokens: int) -> int:
         """Bytes of what such a rank has taken in while the backward of the plan runs; nothing is where degree is 1."""

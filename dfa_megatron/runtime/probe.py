@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -69,11 +69,7 @@ def time_exchanges(
     timings = []
     for nbytes in sizes:
         outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        call = functools.partial(_exchange, transport, outgoing, ring)
-        times = 3 if nbytes >= 1 << 23 else 10
-        slowest([0.0])  # all ranks start together
-        taken = [stopwatch(call, device, times=times, behind=True) for _ in range(2 + _REPETITIONS)][2:]
-        timings.append((nbytes, slowest([statistics.median(taken)])[0]))
+        timings.append((nbytes, _timed(functools.partial(_exchange, transport, outgoing, ring), device, nbytes)))
     return timings
 
 
@@ -88,12 +84,17 @@ def time_all_to_alls(device: torch.device, node: range, sizes: Sequence[int]) ->
     for nbytes in sizes:
         rows = max(1, nbytes // _ROW // len(node))
         whole = torch.zeros((rows, len(node), _ROW), dtype=torch.uint8, device=device)
-        call = functools.partial(_all_to_all, whole, group)
-        times = 3 if nbytes >= 1 << 23 else 10
-        slowest([0.0])
-        taken = [stopwatch(call, device, times=times, behind=True) for _ in range(2 + _REPETITIONS)][2:]
-        timings.append((rows * (len(node) - 1) * _ROW, slowest([statistics.median(taken)])[0]))
+        seconds = _timed(functools.partial(_all_to_all, whole, group), device, nbytes)
+        timings.append((rows * (len(node) - 1) * _ROW, seconds))
     return timings
+
+
+def _timed(call: Callable[[], None], device: torch.device, nbytes: int) -> float:
+    """The median of the slowest rank, of something that moves about so many bytes on every rank; collective."""
+    times = 3 if nbytes >= 1 << 23 else 10
+    slowest([0.0])  # all ranks start together
+    taken = [stopwatch(call, device, times=times, behind=True) for _ in range(2 + _REPETITIONS)][2:]
+    return slowest([statistics.median(taken)])[0]
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:

@@ -19,7 +19,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.megatron_cpu import use_cpu
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 64, 4, 2, 128
-SEQUENCE, BATCH, MICRO_BATCHES, STEPS, VOCABULARY = 48, 2, 2, 10, 256
+SEQUENCE, BATCH, MICRO_BATCHES, STEPS, VOCABULARY = 48, 2, 2, 30, 256
 LEARNING_RATE = 2e-3
 
 

@@ -44,7 +44,13 @@ def check(topology: Topology, cases: list[Case], reference: str) -> None:
     )
 
 
-BOTH_LAYOUTS = [case(layout, remat) for layout in ("contiguous", "boundary") for remat in ("off", "auto")]
+BOTH_LAYOUTS = [
+    case("contiguous", "auto"),
+    *(
+        case(layout, remat, steps=10)
+        for layout, remat in (("contiguous", "off"), ("boundary", "off"), ("boundary", "auto"))
+    ),
+]
 
 
 @pytest.mark.parametrize(
