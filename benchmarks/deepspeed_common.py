@@ -17,6 +17,7 @@ import transformers
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
 from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.runtime.prepare import in_use
 
 TILE = 2048
 """Rows of a tile; their logits with a vocabulary of 151,936 are 1.2 GiB in float32."""
@@ -236,11 +237,15 @@ def held() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
-def peak_gib(engine: Any) -> float:
-    """The most memory that tensors of this engine took on a GPU, of all ranks; 0 without one."""
+def peak_gib(engine: Any, attention: str) -> float:
+    """The most memory that tensors of this engine took on a GPU, of all ranks; 0 without one.
+
+    With our attention ("dfa") the symmetric memory is in it that our messages keep past PyTorch's allocator.
+    """
     if not torch.cuda.is_available():
         return 0.0
-    return most((torch.cuda.max_memory_allocated() - engine.module.held_before) / 2**30)
+    arenas = [prepared.symmetric_bytes for prepared in in_use()] if attention == "dfa" else []
+    return most((torch.cuda.max_memory_allocated() - engine.module.held_before + max(arenas, default=0)) / 2**30)
 
 
 def versions() -> dict[str, Any]:

@@ -231,7 +231,7 @@ def step(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
     return {
         "seconds_per_step": seconds,
         "tokens_per_second_per_gpu": length / seconds / ranks,
-        "peak_gib": peak_gib(engine),
+        "peak_gib": peak_gib(engine, METHODS[method]["attention"]),
         "host_gib_of_all_ranks": host.item(),
         "loss": value if math.isfinite(value) else str(value),
         "loss_finite": math.isfinite(value),

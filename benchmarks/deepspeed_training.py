@@ -107,7 +107,7 @@ def stop(engine: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def measure(engine: Any, length: int, vocabulary: int, steps: int) -> dict[str, Any]:
+def measure(engine: Any, method: Method, length: int, vocabulary: int, steps: int) -> dict[str, Any]:
     """Tokens per second, of all GPUs and of each, and peak memory, of whole training steps."""
     batch = batch_of(engine, length, vocabulary)
     times = []
@@ -121,7 +121,7 @@ def measure(engine: Any, length: int, vocabulary: int, steps: int) -> dict[str, 
         "seconds_per_step": times[1:],
         "tokens_per_second": rate,
         "tokens_per_second_per_gpu": rate / dist.get_world_size(),
-        "peak_gib": peak_gib(engine),
+        "peak_gib": peak_gib(engine, method.attention),
         "loss": mean(loss),
     }
 
@@ -133,8 +133,9 @@ def attempt(engine: Any, case: dict[str, Any], args: argparse.Namespace) -> dict
         RuntimeError: other ranks hang in the case, because one of them ran out of memory.
     """
     try:
-        with attention(engine, METHODS[case["method"]], **choices(args)):
-            case |= measure(engine, case["length"], args.vocabulary, args.steps)
+        method = METHODS[case["method"]]
+        with attention(engine, method, **choices(args)):
+            case |= measure(engine, method, case["length"], args.vocabulary, args.steps)
     except torch.OutOfMemoryError as error:
         case["failed"] = f"out of memory: {str(error).splitlines()[0]}"
     # Ranks that are stuck in a collective of the case do not come; this names them instead of waiting for minutes.

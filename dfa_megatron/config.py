@@ -78,8 +78,8 @@ class DistAttentionConfig:
         "auto",
         "How messages move between ranks. p2p: sends and receives of NCCL, or of gloo on a CPU. copy_engine: the GPUs' "
         "copy engines write into each other's memory, which takes no multiprocessor from the kernel; all ranks on one "
-        "host. auto: copy_engine where every rank can reach every other's memory and CUDA_DEVICE_MAX_CONNECTIONS is "
-        "not 1, else p2p.",
+        "host. auto: copy_engine where every rank can reach every other's memory, CUDA_DEVICE_MAX_CONNECTIONS is not 1 "
+        "and an attention's messages need no more than 5 GiB, which it keeps between calls; else p2p.",
         TRANSPORTS,
     )
     cuda_graph: bool = _option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
@@ -28,8 +29,16 @@ from dfa_megatron.runtime.request import Request, from_text
 from dfa_megatron.runtime.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.wire import Format
 
+logger = logging.getLogger(__name__)
+
 _KEPT = 64
 """Prepared attentions kept per process; the least recently used goes first."""
+
+LARGEST_ARENA = 5 << 30
+"""Bytes of symmetric memory up to which "auto" takes the copy engines: it stays taken between calls.
+
+Longer calls take seconds, of which NCCL's messages cost little, and theirs land in memory that goes back to PyTorch.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +78,22 @@ class Prepared:
         return self.rank_plan.plan
 
     @property
+    def arena_bytes(self) -> int:
+        """Bytes in which the messages of the larger phase land; equal on all ranks."""
+        return max(self.forward.arena_bytes, self.backward.arena_bytes)
+
+    @property
+    def transport(self) -> str:
+        """What its channel is asked for: "auto" where that was asked for and the messages are not too large for it."""
+        asked = self.request.transport
+        return "p2p" if asked == "auto" and self.arena_bytes > LARGEST_ARENA else asked
+
+    @property
     def symmetric_bytes(self) -> int:
         """Bytes that its messages need in the symmetric memory of its transport, or 0 where that has none."""
-        if self.channel is None or not self.channel.has_symmetric_memory(self.request.transport):
+        if self.channel is None or not self.channel.has_symmetric_memory(self.transport):
             return 0
-        return max(self.forward.arena_bytes, self.backward.arena_bytes)
+        return self.arena_bytes
 
     def picture(self, phase: str, step: int) -> str:
         """The grid of a phase with a step of this rank marked."""
@@ -201,9 +221,13 @@ def _open_transport(prepared: Prepared, device: torch.device) -> None:
         UnsupportedError: the transport that was asked for cannot serve these ranks.
     """
     if prepared.channel is not None:
-        request = prepared.request
-        transport = prepared.channel.transport(device, request.transport, request.agreement_timeout)
-        needed = max(prepared.forward.arena_bytes, prepared.backward.arena_bytes)
+        request, needed = prepared.request, prepared.arena_bytes
+        if prepared.transport != request.transport and device.type == "cuda":
+            logger.info(
+                "messages go point to point: they need %.1f GiB, which the copy engines would keep between calls",
+                needed / 2**30,
+            )
+        transport = prepared.channel.transport(device, prepared.transport, request.agreement_timeout)
         transport.reserve(_roomy(needed) if request.cu_seqlens else needed)
 
 

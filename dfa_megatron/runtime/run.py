@@ -141,7 +141,7 @@ def _algebra(
 def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, Arena]:
     """How messages move, and the memory in which they land."""
     channel = prepared.channel
-    transport: Transport = ablated(channel.transport(device, prepared.request.transport)) if channel else _Nobody()
+    transport: Transport = ablated(channel.transport(device, prepared.transport)) if channel else _Nobody()
     return transport, transport.arena(memory.arena_bytes, device)
 
 

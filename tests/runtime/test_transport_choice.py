@@ -1,0 +1,64 @@
+"""Which transport "auto" comes to: not the one that keeps its memory, where messages need too much of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dfa_megatron
+from dfa_megatron.runtime import prepare
+from dfa_megatron.runtime.channel import Channel
+from dfa_megatron.runtime.transport import Transport
+from dfa_megatron.testing.workers import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import case, positions
+
+
+def _asked_for(rank: int, ranks: int) -> list[set[str]]:
+    """The kinds that a forward and backward ask their channel for, by the largest arena that is allowed."""
+    asked: set[str] = set()
+    real = Channel.transport
+
+    def noted(self: Channel, device: torch.device, kind: str = "auto", timeout: float = 120.0) -> Transport:
+        asked.add(kind)
+        return real(self, device, "p2p", timeout)
+
+    Channel.transport = noted  # type: ignore[method-assign]  # the process ends with this function
+    whole, found = case(ranks * 8), []
+    rows = positions("contiguous", ranks * 8, ranks)[rank]
+    for transport, spare in (("auto", 0), ("auto", -1), ("copy_engine", -1), ("p2p", 0)):
+        shard = [x[:, rows].requires_grad_() for x in whole.inputs]
+        attend = dfa_megatron.DistFlashAttention(schedule="balanced_shared", transport=transport)
+        attend(*shard).sum().backward()
+        prepare.LARGEST_ARENA = prepare.in_use()[-1].arena_bytes + spare
+        asked.clear()
+        attend(*shard).sum().backward()
+        found.append(set(asked))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_auto_leaves_the_copy_engines_where_their_memory_would_be_too_large(ranks: int) -> None:
+    for found in run_ranks(ranks, _asked_for):
+        assert found == [{"auto"}, {"p2p"}, {"copy_engine"}, {"p2p"}]
+
+
+def _on_gpus(rank: int, ranks: int) -> None:
+    whole = case(ranks * 256, dtype=torch.bfloat16, device="cuda", heads=4, kv_heads=2, head_dim=64)
+    rows = positions("contiguous", ranks * 256, ranks)[rank].to("cuda")
+    shard = [x[:, rows] for x in whole.inputs]
+    prepare.LARGEST_ARENA = 0
+    out = dfa_megatron.dist_flash_attn_func(*shard, verify="always")
+    used = prepare.in_use()[-1]
+    assert used.transport == "p2p"
+    assert used.symmetric_bytes == 0
+    torch.testing.assert_close(out.double(), whole.out[:, rows].double(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu(2)
+def test_large_messages_between_gpus_take_no_symmetric_memory() -> None:
+    run_ranks(2, _on_gpus, cuda=True)
