@@ -5,8 +5,8 @@
 
 A cell is one attention on one machine: ranks, heads, length, transport. For each cell: the schedules that were
 measured, forward and backward in ms, with how far off the simulation is; the schedule that `auto` takes of these; and
-how much longer that took than the fastest of its layout. Rows that a host's launches decide (LAUNCHES) are marked: the
-simulation knows of GPUs and links only.
+how much longer that took than the fastest of its layout. Cells that a host's launches decide (HOST, LAUNCHES) are
+marked: the simulation knows of GPUs and links only.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from dfa_megatron.plan.schedules import SCHEDULES, plan_named
 RESULTS = Path(__file__).parent / "results"
 LONG = 4096
 """Tokens of a rank from which a simulation should hold."""
+HOST = 0.7
+"""Of a forward and backward: where the host was busy for longer, its launches decided."""
 LAUNCHES = 6.0
-"""Milliseconds of a forward and backward below which launches decided, on these machines."""
+"""Milliseconds of a forward and backward below which they did, on these machines, where the host's are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,26 @@ class Cell:
         return taken.schedule
 
 
-def read(path: Path) -> dict[Cell, dict[str, float]]:
-    """Milliseconds of a forward and backward by schedule, for each cell of a file of ours; other files have none."""
+@dataclass(frozen=True, slots=True, order=True)
+class Timed:
+    """Milliseconds of a forward and backward, and of the host until they were queued; 0 where that is not known."""
+
+    time: float
+    host: float
+
+    @property
+    def launches(self) -> bool:
+        """The host decided."""
+        return self.host > HOST * self.time if self.host else self.time < LAUNCHES
+
+
+def read(path: Path) -> dict[Cell, dict[str, Timed]]:
+    """The fastest run of each schedule, for each cell of a file of ours; other files have none."""
     content = json.loads(path.read_text())
     rows, machine = (
         (content, {}) if isinstance(content, list) else (content.get("rows", []), content.get("machine", {}))
     )
-    cells: dict[Cell, dict[str, float]] = defaultdict(dict)
+    cells: dict[Cell, dict[str, Timed]] = defaultdict(dict)
     for row in rows:
         words = str(row.get("method", "")).split()
         if row.get("kind", "ours") != "ours" or row.get("mask", "causal") != "causal" or row.get("payload"):
@@ -88,8 +103,8 @@ def read(path: Path) -> dict[Cell, dict[str, float]]:
         time = row.get("both_ms", row.get("ms_b"))
         ranks = int(path.name.split("xh200")[0][-1]) if "xh200" in path.name else int(row["ranks"])
         if schedule in SCHEDULES and time and ranks > 1:
-            cell = _cell(path, ranks, row, words, machine)
-            cells[cell][schedule] = min(time, cells[cell].get(schedule, time))
+            cell, timed = _cell(path, ranks, row, words, machine), Timed(time, row.get("both_host_ms") or 0.0)
+            cells[cell][schedule] = min(timed, cells[cell].get(schedule, timed))
     return cells
 
 
@@ -115,15 +130,15 @@ class Judgement:
     """One cell. errors: simulated over measured, less one, by schedule. lost: of the choice against the fastest."""
 
     cell: Cell
-    measured: dict[str, float]
+    measured: dict[str, Timed]
     errors: dict[str, float]
     taken: str
     lost: float
 
     @property
     def launches(self) -> bool:
-        """The host decided."""
-        return min(self.measured.values()) < LAUNCHES
+        """The host decided how long the fastest took."""
+        return min(self.measured.values()).launches
 
     @property
     def long(self) -> bool:
@@ -131,12 +146,12 @@ class Judgement:
         return self.cell.length // self.cell.ranks >= LONG
 
 
-def judge(cell: Cell, measured: dict[str, float]) -> Judgement:
+def judge(cell: Cell, measured: dict[str, Timed]) -> Judgement:
     """Simulate what was measured, and choose among it."""
-    errors = {schedule: cell.simulated(schedule) / time - 1 for schedule, time in measured.items()}
-    rivals = {name: time for name, time in measured.items() if SCHEDULES[name].layout == "contiguous"} or measured
+    errors = {schedule: cell.simulated(schedule) / timed.time - 1 for schedule, timed in measured.items()}
+    rivals = {name: timed for name, timed in measured.items() if SCHEDULES[name].layout == "contiguous"} or measured
     taken = cell.taken(rivals)
-    return Judgement(cell, measured, errors, taken, rivals[taken] / min(rivals.values()) - 1)
+    return Judgement(cell, measured, errors, taken, rivals[taken].time / min(rivals.values()).time - 1)
 
 
 def main() -> None:
@@ -148,7 +163,7 @@ def main() -> None:
     for one in judged:
         cell = one.cell
         where = f"{cell.ranks} x H200, {cell.transport}{'' if cell.direct else ' without the link'}, {cell.kernel}"
-        runs = ", ".join(f"{name} {time:.1f} ({one.errors[name]:+.0%})" for name, time in one.measured.items())
+        runs = ", ".join(f"{name} {timed.time:.1f} ({one.errors[name]:+.0%})" for name, timed in one.measured.items())
         choice = f"; takes {one.taken}, {one.lost:+.1%}" if len(one.measured) > 1 else ""
         mark = " [launches]" if one.launches else ""
         print(f"{where}, {cell.heads}:{cell.kv_heads}, {cell.length // 1024}K: {runs}{choice}{mark}")
