@@ -220,7 +220,11 @@ def slowest(value: float) -> float:
 
 
 def peak_gib(*, reset: bool = False) -> float:
-    """The largest memory of all GPUs since the last reset; 0 on CPU."""
+    """The largest memory of all GPUs since the last reset; 0 on CPU.
+
+    It is that of PyTorch's allocator, where our messages land with CUDA_DEVICE_MAX_CONNECTIONS=1; otherwise the copy
+    engines' memory comes on top.
+    """
     if not torch.cuda.is_available():
         return 0.0
     if reset:
