@@ -248,11 +248,15 @@ def dist_flash_attn_varlen_func(
 
 
 class DistFlashAttention(nn.Module):
-    """`dist_flash_attn_func` as a module without parameters; the keywords are those of the function."""
+    """`dist_flash_attn_func` as a module without parameters; the keywords are those of the function.
+
+    group_name: of the group that was given. None where none was: every call then takes the default group there is, so a
+        model may be built before its process groups.
+    """
 
     def __init__(self, *, group: Group = None, **options: object) -> None:
         super().__init__()
-        self.group_name = group_name(group)
+        self.group_name: str | None = None if group is None else group_name(group)
         self.options = options
 
     def forward(

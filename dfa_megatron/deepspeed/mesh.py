@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.groups import timeout_of
 
 _ATTRIBUTE = "_dfa_mesh"
 
@@ -65,8 +66,10 @@ def _group(size: int) -> dist.ProcessGroup:
     if known is not None and default is dist.group.WORLD:
         return known
     own: dist.ProcessGroup | None = None
+    assert dist.group.WORLD is not None
+    timeout = timeout_of(dist.group.WORLD)
     for first in range(0, dist.get_world_size(), size):
-        group = dist.new_group(list(range(first, first + size)))
+        group = dist.new_group(list(range(first, first + size)), timeout)
         if first <= dist.get_rank() < first + size:
             own = group
     assert own is not None

@@ -19,7 +19,7 @@ from dfa_megatron.deepspeed.sequence_groups import SequenceGroups, publish
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.model import distribute_attention, transformers_model
-from dfa_megatron.runtime.groups import group_name
+from dfa_megatron.runtime.groups import group_name, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +134,23 @@ def _refuse_compile(*args: Any, **kwargs: Any) -> None:
 
 
 def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: Block) -> bool:
-    """Tell attention modules the group of their sequence; whether there are any. What they say themselves stays."""
+    """Tell attention modules the group of their sequence; whether there are any. What they say themselves stays.
+
+    Raises:
+        UnsupportedError: a module was made with a group of other ranks.
+    """
+    wanted = dist.get_process_group_ranks(mesh.group)
     for module in attention:
-        module.group_name = group_name(mesh.group)
+        if module.group_name:
+            found = dist.get_process_group_ranks(resolve(module.group_name))
+            if found != wanted:
+                raise UnsupportedError(
+                    f"a DistFlashAttention over ranks {found}",
+                    f"the sequences of this engine are on ranks {wanted}",
+                    "DistFlashAttention without a group, or the block's size for its group",
+                )
+        elif module.group_name is None:
+            module.group_name = group_name(mesh.group)
         module.options = {**block.options.keywords(), **module.options}
     return bool(attention)
 

@@ -27,6 +27,9 @@ class Captured:
         messages: the phase has some. The graph is given up, for good, before all process groups are destroyed.
     """
 
+    # A graph that an evaluation captured is replayed in training, which may not write to tensors of inference mode.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(self, run: Callable[..., Tensors], inputs: Tensors, messages: bool) -> None:
         self._inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
         torch._foreach_copy_(self._inputs, inputs)

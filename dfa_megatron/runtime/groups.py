@@ -6,6 +6,7 @@ import atexit
 import functools
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -35,6 +36,12 @@ def resolve(name: str) -> dist.ProcessGroup:
     """The process group of that name; operators can take names, but no groups."""
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
     return group
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long the group waits for its ranks, as its maker said; None, a backend's default, where that is not told."""
+    found = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    return next((options._timeout for options in found if options is not None), None)
 
 
 _PAUSE = 0.1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from dfa_megatron import DistFlashAttention
@@ -138,6 +140,15 @@ def own_model(rank: int, world_size: int) -> None:
     want.load_state_dict(model.state_dict())
     with pytest.raises(UnsupportedError, match="its layers are not known"):
         dfa_ds.initialize(model=model, config=harness.settings(2, world_size, checkpoint="remat"))
+    alone = [dist.new_group([member]) for member in range(world_size)][rank]
+    for group in (alone, dist.group.WORLD, ""):
+        given = OwnModel()
+        given.attention = DistFlashAttention(group=group)
+        name = given.attention.group_name
+        refused = pytest.raises(UnsupportedError, match=rf"over ranks \[{rank}\]") if group is alone else nullcontext()
+        with refused:
+            dfa_ds.initialize(model=given, model_parameters=list(given.parameters()), config=harness.settings(2, 2))
+        assert given.attention.group_name == name
     engine, *_ = dfa_ds.initialize(
         model=model,
         model_parameters=list(model.parameters()),
