@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.agree import exchange
 from dfa_megatron.runtime.driver import driver
 from dfa_megatron.runtime.groups import ByName
@@ -59,15 +60,21 @@ class CopyEngineTransport(ByName):
         self._their_filled = [address + (size + rank) * _WORD for address in addresses]
 
     def reserve(self, nbytes: int) -> None:
-        """Make the arena at least that large; every rank of the group calls this with the same number."""
+        """Make the arena at least that large; every rank of the group calls this with the same number.
+
+        Raises:
+            UnsupportedError: on every rank, where one has no memory for it; there is no arena then.
+        """
         if nbytes <= self._arena.flat.numel():
             return
         torch.cuda.synchronize(self.device)
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._arena = Arena.allocate(0, self.device)  # the old one goes first
+        # The old one goes first, whatever comes of the new one, and is free when every rank has let go of it.
+        self._arena, self._arenas = Arena.allocate(0, self.device), []
+        self.generation += 1
+        dist.monitored_barrier(self.group, timedelta(seconds=_TRIAL_SECONDS))
         flat, self._arenas = _symmetric(size, self.group, self.device)
         self._arena = Arena(flat)
-        self.generation += 1
 
     def arena(self, nbytes: int, device: torch.device) -> Arena:
         """The symmetric memory that was reserved: it is there between calls, and belongs to one call at a time."""
@@ -201,14 +208,41 @@ def host() -> str:
 
 
 def _symmetric(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """Zeroed memory that every rank of the group has mapped, and its address on each; collective."""
+    """Zeroed memory that every rank of the group has mapped, and its address on each; collective.
+
+    Raises:
+        UnsupportedError: on every rank, where one has no memory for it.
+    """
     # Multicast would bind all GPUs' memory to one address, which nothing here needs.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    memory.zero_()
-    handle = symmetric_memory.rendezvous(memory, group.group_name)
+    memory, why = None, ""
+    try:
+        memory = _zeros(nbytes, device)
+    except RuntimeError as error:
+        why = f"{nbytes / 2**30:.1f} GiB for what other ranks write: {error}"
+    for rank, facts in enumerate(exchange({"why": why}, group, _TRIAL_SECONDS)):
+        if facts["why"]:
+            raise UnsupportedError(
+                "transport='copy_engine'", f"rank {rank} found no memory, {facts['why']}", "transport='p2p'"
+            )
+    assert memory is not None, "this rank has said that it has its memory"
+    addresses = _mapped(memory, group)
     torch.cuda.synchronize(device)
     dist.monitored_barrier(group, timedelta(seconds=_TRIAL_SECONDS))
-    return memory, list(handle.buffer_ptrs)
+    return memory, addresses
+
+
+@torch.inference_mode(False)  # it outlives the call that asks for it
+def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that can be mapped by others. It comes from the driver, which is not given what PyTorch's cache keeps."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    torch.cuda.empty_cache()
+    return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).zero_()
+
+
+def _mapped(memory: torch.Tensor, group: dist.ProcessGroup) -> list[int]:
+    """The addresses at which this rank reaches every rank's memory; collective."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    return list(symmetric_memory.rendezvous(memory, group.group_name).buffer_ptrs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
@@ -32,7 +33,10 @@ from dfa_megatron.runtime.wire import Format
 logger = logging.getLogger(__name__)
 
 _KEPT = 64
-"""Prepared attentions kept per process; the least recently used goes first."""
+"""Prepared attentions kept for each group; the least recently used goes first.
+
+For each, since all ranks of a group have to know or not know an attention: a new one is agreed on by all of them.
+"""
 
 LARGEST_ARENA = 5 << 30
 """Bytes of symmetric memory up to which "auto" takes the copy engines: it stays taken between calls.
@@ -79,8 +83,9 @@ class Prepared:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes in which the messages of the larger phase land; equal on all ranks."""
-        return max(self.forward.arena_bytes, self.backward.arena_bytes)
+        """Bytes to reserve for what lands in the larger phase; equal on all ranks."""
+        needed = max(self.forward.arena_bytes, self.backward.arena_bytes)
+        return _roomy(needed) if self.request.cu_seqlens else needed
 
     @property
     def transport(self) -> str:
@@ -120,6 +125,10 @@ def build(
         raise UnsupportedError(
             f"transport={request.transport!r}", "there is no such transport", "one of " + ", ".join(TRANSPORTS)
         )
+    if not 0 < request.softmax_scale < math.inf:
+        raise UnsupportedError(
+            f"softmax_scale={request.softmax_scale}", "it is positive and finite", "None, which is head_dim ** -0.5"
+        )
     if request.cuda_graph and not q.is_cuda:
         raise UnsupportedError(f"cuda_graph=True on {q.device}", "it has no CUDA graphs", "cuda_graph=False")
 
@@ -130,12 +139,21 @@ def build(
     return Prepared(request, known, kernel_of(request, known.forms, q, k, v), over)
 
 
-_prepared: OrderedDict[tuple[object, ...], Prepared] = OrderedDict()
+@dataclass(slots=True)
+class _Known:
+    """What was prepared for a group, while it has this channel."""
+
+    over: Channel | None
+    prepared: OrderedDict[tuple[object, ...], Prepared] = field(default_factory=OrderedDict)
+
+
+_known: OrderedDict[str, _Known] = OrderedDict()
+"""By the name of the group, the one used last at the end."""
 
 
 def in_use() -> tuple[Prepared, ...]:
     """What this process has prepared, the one it used last at the end."""
-    return tuple(_prepared.values())
+    return tuple(prepared for known in _known.values() for prepared in known.prepared.values())
 
 
 def plans_in_use() -> tuple[AttentionPlan, ...]:
@@ -155,20 +173,23 @@ def prepare(
         DisagreementError: the ranks ask for different things, or one of them refused.
     """
     request = from_text(text)
-    size = group_size(group)
-    over = channel(group) if size > 1 else None
-    key = (text, group, id(over), q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
-    prepared = _prepared.get(key)
+    over = channel(group, q.device) if group_size(group) > 1 else None
+    if group not in _known or _known[group].over is not over:
+        _known[group] = _Known(over)
+    _known.move_to_end(group)
+    known = _known[group].prepared
+    key = (text, q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
+    prepared = known.get(key)
     if prepared is not None:
-        _prepared.move_to_end(key)
+        known.move_to_end(key)
         if request.verify == "always" and over is not None:
             agree(_facts(prepared, q, k, v, slopes), over.side, request.agreement_timeout)
         return prepared
     prepared = _build_and_agree(request, over, q, k, v, slopes)
     _open_transport(prepared, q.device)
-    _prepared[key] = prepared
-    if len(_prepared) > _KEPT:
-        _prepared.popitem(last=False)
+    known[key] = prepared
+    if len(known) > _KEPT:
+        known.popitem(last=False)
     return prepared
 
 
@@ -221,14 +242,13 @@ def _open_transport(prepared: Prepared, device: torch.device) -> None:
         UnsupportedError: the transport that was asked for cannot serve these ranks.
     """
     if prepared.channel is not None:
-        request, needed = prepared.request, prepared.arena_bytes
+        request, nbytes = prepared.request, prepared.arena_bytes
         if prepared.transport != request.transport and device.type == "cuda":
             logger.info(
                 "messages go point to point: they need %.1f GiB, which the copy engines would keep between calls",
-                needed / 2**30,
+                nbytes / 2**30,
             )
-        transport = prepared.channel.transport(device, prepared.transport, request.agreement_timeout)
-        transport.reserve(_roomy(needed) if request.cu_seqlens else needed)
+        prepared.channel.reserve(device, prepared.transport, nbytes, request.agreement_timeout)
 
 
 def _roomy(nbytes: int) -> int:

@@ -68,6 +68,8 @@ def _bad_requests(rank: int, ranks: int) -> dict[str, str]:
         "layout": attempt(*tensors(), layout="zigzag", schedule="balanced"),
         "softcap": attempt(*tensors(), softcap=30.0, kernel="cpu"),
         "negative softcap": attempt(*tensors(), softcap=-30.0),
+        "scale 0": attempt(*tensors(), softmax_scale=0.0),
+        "scale nan": attempt(*tensors(), softmax_scale=float("nan"), kernel="reference"),
         "mask": attempt(*tensors(), causal=False, schedule="balanced"),
         "zigzag": attempt(*tensors(local=7), layout="zigzag"),
         "three": attempt(*(x[0] for x in tensors())),
@@ -89,6 +91,8 @@ def test_a_request_nobody_can_serve_names_what_would_work() -> None:
         assert "reference" in report["unknown kernel"]
         assert "it caps no scores. What works: kernel='reference'" in report["softcap"]
         assert "a softcap is positive and finite" in report["negative softcap"]
+        assert "softmax_scale=0.0 is not supported: it is positive and finite" in report["scale 0"]
+        assert "softmax_scale=nan is not supported: it is positive and finite" in report["scale nan"]
         assert "zigzag" in report["layout"]
         assert "ring" in report["mask"]
         assert "one of auto, p2p, copy_engine" in report["transport"]
@@ -151,3 +155,25 @@ def test_a_failing_step_shows_where_in_the_grid() -> None:
 def test_errors_of_the_package_are_one_family() -> None:
     for error in (UnsupportedError, DisagreementError, ExecutionError):
         assert issubclass(error, DistAttentionError)
+
+
+def _packs_of_its_own(rank: int, ranks: int) -> list[str]:
+    """Rank 0 attends to more packs by itself than are kept of a group; then all attend to what all have met before."""
+    attend = dfa_megatron.dist_flash_attn_varlen_func
+
+    def pack(tokens: int, offsets: tuple[int, ...], **options: object) -> str:
+        try:
+            attend(*(torch.randn(tokens, 2, 8) for _ in range(3)), offsets, agreement_timeout=8.0, **options)  # type: ignore[arg-type]
+        except DistAttentionError as error:
+            return str(error)
+        return ""
+
+    told = [pack(4, (0, 4 * ranks))]
+    if rank == 0:
+        told += [pack(70, (0, first, 70), group="") for first in range(1, 70)]
+    return [*told, pack(4, (0, 4 * ranks))]
+
+
+def test_what_a_group_knows_is_not_forgotten_for_what_a_rank_does_by_itself() -> None:
+    for told in run_ranks(2, _packs_of_its_own, timeout=60):
+        assert not any(told)

@@ -156,11 +156,11 @@ def test_one_process_without_a_group_needs_no_network() -> None:
 
 
 def _torch_deterministic(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.prepare import _prepared
+    from dfa_megatron.runtime.prepare import in_use
 
     torch.use_deterministic_algorithms(True)
     attend_and_compare(case(ranks * 8), rank, ranks)
-    assert all(prepared.request.deterministic for prepared in _prepared.values())
+    assert all(prepared.request.deterministic for prepared in in_use())
 
 
 def test_torchs_own_switch_asks_for_determinism() -> None:

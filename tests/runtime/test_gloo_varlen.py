@@ -165,7 +165,7 @@ def _many_packs(rank: int, ranks: int) -> int:
 
     for number in range(80):
         assert not attempt(rank, 4, (0, *sorted(random.Random(number).sample(range(1, 8), 3)), 8), verify="off")
-    return len(prepare._prepared)
+    return len(prepare.in_use())
 
 
 def test_prepared_packs_do_not_grow_without_bound() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
+from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import dfa_megatron
-from dfa_megatron.runtime.groups import before_destroying
+from dfa_megatron.runtime.channel import channel
+from dfa_megatron.runtime.groups import before_destroying, group_name, timeout_of
 from dfa_megatron.testing.workers import run_ranks
 
 
@@ -72,3 +75,47 @@ def test_what_groups_would_wait_for_is_released_before_all_are_destroyed() -> No
     for events, once in run_ranks(2, _released):
         assert events == ["one destroyed", "released", "released, too", "all destroyed"]
         assert once
+
+
+def _before_its_groups(rank: int, ranks: int) -> tuple[float, bool]:
+    """How far a module that was built without process groups is from the function; and one that was given none."""
+    with patch.object(dist, "is_initialized", return_value=False):
+        module, alone = dfa_megatron.DistFlashAttention(), dfa_megatron.DistFlashAttention(group="")
+    q, k, v = (torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(rank)) for _ in range(3))
+    want = dfa_megatron.dist_flash_attn_func(q, k, v)
+    assert isinstance(want, torch.Tensor)
+    return float((module(q, k, v) - want).abs().max()), bool(torch.equal(alone(q, k, v), want))
+
+
+def test_a_module_may_be_built_before_its_process_groups() -> None:
+    (first, _), (second, alone) = run_ranks(2, _before_its_groups)
+    assert max(first, second) == 0.0
+    assert not alone
+
+
+def _timeouts(rank: int, ranks: int) -> set[timedelta | None]:
+    patient = dist.new_group([0, 1], timeout=timedelta(hours=3))
+    q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
+    dfa_megatron.dist_flash_attn_func(q, k, v, group=patient, ulysses_degree=2)
+    dfa_megatron.dist_flash_attn_func(q, k, v, group=patient)
+    known = channel(group_name(patient))
+    parts = [*known._parts.values(), known]
+    groups = [made for one in parts for made in (one.side, one.collectives(q.device))]
+    groups += [known.transport(q.device).group]  # type: ignore[attr-defined]
+    return {timeout_of(group) for group in groups}
+
+
+def test_communicators_wait_as_long_as_the_group_that_they_serve() -> None:
+    assert run_ranks(2, _timeouts) == [{timedelta(hours=3)}] * 2
+
+
+def _without_a_backend(rank: int, ranks: int) -> str:
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    dist.init_process_group(store=dist.PrefixStore("again", store), rank=rank, world_size=ranks)
+    _attend(ranks)
+    return str(dist.get_backend())
+
+
+def test_a_group_whose_backend_was_left_to_pytorch_works() -> None:
+    assert len(set(run_ranks(2, _without_a_backend))) == 1

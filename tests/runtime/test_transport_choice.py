@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import dfa_megatron
-from dfa_megatron.runtime import prepare
-from dfa_megatron.runtime.channel import Channel
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime import copy_engine, prepare
+from dfa_megatron.runtime.channel import Channel, channel
+from dfa_megatron.runtime.groups import group_name
+from dfa_megatron.runtime.memory import Arena
 from dfa_megatron.runtime.transport import Transport
 from dfa_megatron.testing.workers import run_ranks
 
@@ -57,6 +60,46 @@ def _on_gpus(rank: int, ranks: int) -> None:
     assert used.transport == "p2p"
     assert used.symmetric_bytes == 0
     torch.testing.assert_close(out.double(), whole.out[:, rows].double(), atol=2e-2, rtol=2e-2)
+
+
+def _full(rank: int, ranks: int) -> tuple[list[str], int, int, str]:
+    """Errors of two arenas for which the last rank has no memory, what is left, and what "auto" is then."""
+    device, errors = torch.device("cpu"), []
+    for name in ("synchronize", "empty_cache"):
+        setattr(torch.cuda, name, lambda *_: None)  # the process ends with this function
+    engine = object.__new__(copy_engine.CopyEngineTransport)
+    over = channel(group_name(None))
+    engine._name, engine.device = str(over.side.group_name), device  # type: ignore[attr-defined]
+    engine._arena, engine._arenas, engine.generation = Arena.allocate(64, device), [1] * ranks, 3
+
+    def zeros(nbytes: int, device: torch.device) -> torch.Tensor:
+        if rank == ranks - 1:
+            raise RuntimeError("CUDA driver error: out of memory")
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    copy_engine._zeros = zeros
+    over._transports["cpu", "copy_engine"] = over._transports["cpu", "auto"] = engine
+    for kind in ("copy_engine", "auto"):
+        try:
+            over.reserve(device, kind, 1 << 21, 30.0)
+        except UnsupportedError as error:
+            errors.append(str(error))
+    return (
+        errors,
+        engine._arena.flat.numel() + len(engine._arenas),
+        engine.generation,
+        type(over.transport(device, "auto")).__name__,
+    )
+
+
+def test_where_one_gpu_has_no_memory_for_messages_all_ranks_hear_of_it_and_auto_goes_on() -> None:
+    for errors, left, generation, auto in run_ranks(3, _full):
+        assert len(errors) == 1
+        assert "rank 2 found no memory, 0.0 GiB for what other ranks write: CUDA driver error" in errors[0]
+        assert "What works: transport='p2p'" in errors[0]
+        assert left == 0
+        assert generation == 5  # what was captured with an arena of before is not replayed
+        assert auto == "GlooTransport"
 
 
 @pytest.mark.gpu(2)

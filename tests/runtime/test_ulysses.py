@@ -125,11 +125,11 @@ def test_groups_of_other_than_all_ranks_exchange_among_themselves() -> None:
 def _communicators(rank: int, ranks: int) -> None:
     from torch.distributed import distributed_c10d
 
-    from dfa_megatron.runtime.prepare import _prepared
+    from dfa_megatron.runtime.prepare import in_use
 
     attend_and_compare(case(ranks * 8), rank, ranks)
     plain = len(distributed_c10d._world.pg_map)
-    assert all(prepared.exchange is None for prepared in _prepared.values())
+    assert all(prepared.exchange is None for prepared in in_use())
     assert COUNTERS.ulysses_exchanges == COUNTERS.ulysses_forward_bytes == COUNTERS.ulysses_backward_bytes == 0
     attend_and_compare(case(ranks * 8), rank, ranks, ulysses_degree=2)
     made = len(distributed_c10d._world.pg_map)
