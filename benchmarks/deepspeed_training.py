@@ -37,6 +37,8 @@ from deepspeed_common import (
 )  # fmt: skip
 from deepspeed_methods import Method, attention, compare
 
+from dfa_megatron.errors import DistAttentionError
+
 METHODS = {
     "dfa-remat": Method("dfa", "remat"),
     "ulysses-full": Method("ulysses", "full"),
@@ -136,8 +138,11 @@ def attempt(engine: Any, case: dict[str, Any], args: argparse.Namespace) -> dict
         method = METHODS[case["method"]]
         with attention(engine, method, **choices(args)):
             case |= measure(engine, method, case["length"], args.vocabulary, args.steps)
-    except torch.OutOfMemoryError as error:
-        case["failed"] = f"out of memory: {str(error).splitlines()[0]}"
+    except (torch.OutOfMemoryError, DistAttentionError) as error:
+        cause = error.__cause__ or error  # within attention it is the cause of ours
+        if not isinstance(cause, torch.OutOfMemoryError):
+            raise
+        case["failed"] = f"out of memory: {str(cause).splitlines()[0]}"
     # Ranks that are stuck in a collective of the case do not come; this names them instead of waiting for minutes.
     dist.monitored_barrier(_gloo_group(), timeout=timedelta(seconds=60))
     if any_rank("failed" in case):
