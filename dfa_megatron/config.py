@@ -101,8 +101,8 @@ class DistAttentionConfig:
     )
     agreement_timeout: float = _option(
         120.0,
-        "Seconds that a rank waits for the others to prepare the same plan before it says who is missing. Every new pack "
-        "is such a plan: allow for a rank that is held up alone, by writing a checkpoint for example.",
+        "Seconds that a rank waits for the others to prepare the same plan before it says who is missing. Every new "
+        "pack is such a plan: allow for a rank that is held up alone, by writing a checkpoint for example.",
     )
 
     def __post_init__(self) -> None:
