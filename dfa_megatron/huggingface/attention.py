@@ -11,6 +11,7 @@ from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.documents import KEYWORD, Documents
+from dfa_megatron.huggingface.windows import WindowMask, window_of
 
 NAME = "dfa"
 """As in `model.set_attn_implementation(NAME)`. A name with "flash" in it would change how models build their inputs."""
@@ -69,7 +70,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | WindowMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -78,15 +79,15 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of this rank's queries over the whole sequence, as transformers calls it.
+    """Attention of this rank's queries over the whole sequence, as transformers calls it; autocast is honoured.
 
     Args:
         module: the attention layer; `distribute_attention` has put a context on it.
         query: (batch, heads, local_seq, head_dim), any strides.
         key, value: (batch, kv_heads, local_seq, head_dim); grouped heads stay as few as they are.
-        attention_mask: None.
+        attention_mask: what `mask` returned.
         scaling: of the scores; head_dim ** -0.5 if None.
-        sliding_window: tokens that a token sees, itself among them; None for all before it.
+        sliding_window: tokens that a token sees, itself among them; None where the mask alone tells.
         softcap: scores become softcap * tanh(scores / softcap); None for no cap.
         s_aux: (heads,), the layer's attention sinks.
 
@@ -96,17 +97,10 @@ def attention(
     Raises:
         UnsupportedError: the layer asks for what would not be honoured.
     """
-    context: LayerContext | None = getattr(module, CONTEXT, None)
-    if context is None:
-        raise UnsupportedError(
-            f"attention implementation {NAME!r} on a model that was not prepared",
-            "the layer does not know the process group",
-            "dfa_megatron.huggingface.distribute_attention(model, group=...)",
-        )
-    _check_call(module, query, key, attention_mask, dropout, is_causal, others)
+    context = _context(module)
+    _check_call(module, query, key, dropout, is_causal, others)
     _check_given(module, {"attn_logit_softcapping": softcap, "sinks": s_aux})
-    whole = query.shape[2] * context.size
-    window = (-1, -1) if sliding_window is None or sliding_window >= whole else (sliding_window - 1, 0)
+    window = window_of(module, _window_mask(attention_mask), sliding_window, query.shape[2] * context.size)
     asked: dict[str, Any] = {
         "group": context.group,
         "causal": True,
@@ -116,14 +110,42 @@ def attention(
         "sinks": s_aux,
         **context.options.keywords(),
     }
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in _autocast(query, key, value))
+    with torch.autocast(query.device.type, enabled=False):  # within, kernels choose their precision themselves
+        return _run(q, k, v, _documents(module, context, others), asked), None
+
+
+def _context(module: torch.nn.Module) -> LayerContext:
+    context: LayerContext | None = getattr(module, CONTEXT, None)
+    if context is None:
+        raise UnsupportedError(
+            f"attention implementation {NAME!r} on a model that was not prepared",
+            "the layer does not know the process group",
+            "dfa_megatron.huggingface.distribute_attention(model, group=...)",
+        )
+    return context
+
+
+def _run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents | None, asked: dict[str, Any]
+) -> torch.Tensor:
+    """Attention of whole sequences, or row by row of the documents in them."""
     out: Any
-    if (documents := _documents(module, context, others)) is None:
+    if documents is None:
         out = dist_flash_attn_func(q, k, v, **asked)
     else:
         out = [dist_flash_attn_varlen_func(*row, **asked) for row in zip(q, k, v, documents, strict=True)]
         out = out[0][None] if len(out) == 1 else torch.stack(out)
-    return out, None
+    whole: torch.Tensor = out
+    return whole
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What autocast makes of attention's inputs: there rotary embeddings leave q and k in float32, but not v."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x if x.dtype is torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
 def nothing_hidden(batch: int, length: int, device: torch.device) -> torch.Tensor:
@@ -133,10 +155,18 @@ def nothing_hidden(batch: int, length: int, device: torch.device) -> torch.Tenso
     return everything
 
 
-def mask(*, attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bool = True, **others: Any) -> None:
-    """No mask tensor: causality and windows are known to the plan. Once per forward, not per layer.
+def mask(
+    *,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    **others: Any,
+) -> WindowMask | None:
+    """No mask tensor: the plan knows of causality, and of the window it is told. Once per forward, not per layer.
 
     attention_mask: (batch, local_seq) as the user gave it, or `nothing_hidden`.
+    local_size: the sliding window of the layers that this mask is for; None for those without. (For chunks of a
+        sequence too, but a model with such layers has been refused.)
 
     Raises:
         UnsupportedError: it hides a token, or the model masks more than what is causal and in the window.
@@ -155,6 +185,14 @@ def mask(*, attention_mask: torch.Tensor | None = None, allow_is_causal_skip: bo
             "torch.compile transformers asks for one whatever the batch",
             _INSTEAD + ", in a model that is not compiled",
         )
+    return None if local_size is None else WindowMask(local_size)
+
+
+def _window_mask(given: torch.Tensor | WindowMask | None) -> WindowMask | None:
+    """What `mask` returned, and nothing that a model or its user made."""
+    if given is None or isinstance(given, WindowMask):
+        return given
+    raise UnsupportedError("a ready-made attention mask", "attention is causal by construction", _INSTEAD)
 
 
 def _documents(module: torch.nn.Module, context: LayerContext, others: dict[str, Any]) -> Documents | None:
@@ -173,13 +211,10 @@ def _check_call(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
-    attention_mask: torch.Tensor | None,
     dropout: float,
     is_causal: bool | None,
     others: dict[str, Any],
 ) -> None:
-    if attention_mask is not None:
-        raise UnsupportedError("a ready-made attention mask", "attention is causal by construction", _INSTEAD)
     if dropout:
         raise UnsupportedError(
             f"attention dropout {dropout}", "the block kernels drop nothing", "config.attention_dropout=0.0"

@@ -22,7 +22,8 @@ from dfa_megatron.runtime.groups import Group, group_name, group_size
 logger = logging.getLogger(__name__)
 
 TESTED = (
-    "gemma", "gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe",
+    "gemma", "gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe",
+    "qwen3", "qwen3_moe",
 )  # fmt: skip
 """Model types whose logits and gradients are compared with eager attention in this project's tests."""
 

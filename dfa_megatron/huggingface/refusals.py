@@ -10,6 +10,9 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_OWN_MASKS = ("doge",)
+"""Types whose layers make a mask of their own out of the one that their model gives them."""
+
 _LOCAL_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that depend on the longest position of the batch, which differs between ranks."""
 
@@ -53,16 +56,27 @@ def check_model(model: Any) -> list[torch.nn.Module]:
     for layer in layers:
         if not layer.is_causal:
             raise UnsupportedError(f"{kind} with layers that are not causal", "the plan is causal", "a causal model")
+    if not hasattr(model.get_decoder(), "config"):
+        raise UnsupportedError(
+            kind,
+            "its get_decoder() is not its stack of layers, whose inputs are checked",
+            "one that names its stack so",
+        )
     return layers
 
 
 def _check_config(config: Any, kind: str) -> None:
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    chunks = ("chunked_attention",) if getattr(config, "attention_chunk_size", None) else ()
+    others = sorted(set(getattr(config, "layer_types", None) or chunks) - _LAYER_TYPES)
     if others:
         raise UnsupportedError(
             f"{kind} with layers of type {', '.join(others)}",
             "only attention is distributed",
             "layers of type " + " and ".join(sorted(_LAYER_TYPES)),
+        )
+    if config.model_type in _OWN_MASKS:
+        raise UnsupportedError(
+            kind, "its layers mask tokens by their values", "a model whose layers hand their mask on as it is"
         )
     if getattr(config, "output_router_logits", False):
         raise UnsupportedError(

@@ -28,7 +28,9 @@ if INSTALLED:
                 "mistral",
                 "mixtral",
                 "phi3",
+                "phimoe",
                 "qwen2",
+                "qwen2_moe",
                 "qwen3",
                 "qwen3_moe",
             )

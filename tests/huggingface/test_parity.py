@@ -22,6 +22,7 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-one-kv-head-of-three": ("Llama", {"heads": 3, "kv_heads": 1}),
+    "llama-window-left-over-in-the-config": ("Llama", {"sliding_window": 5}),
     "llama-yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
@@ -37,6 +38,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-sinks": ("GptOss", {**_EXPERTS, "sliding_window": 64}),
     "gpt-oss-sinks-window-in-one-layer": ("GptOss", {**_EXPERTS, "sliding_window": 5}),
     "gemma3-window-in-one-layer": ("Gemma3Text", {"sliding_window": 5, "layer_types": _MIXED}),
+    "qwen2-moe-window-in-one-layer": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": _MIXED,
+        },
+    ),
+    "phimoe-window": ("Phimoe", {**_EXPERTS, "sliding_window": 9, "router_jitter_noise": 0.0}),
     "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", {"sliding_window": 9}),
 }
@@ -89,6 +103,24 @@ def windows(rank: int, world_size: int, kernel: str) -> None:
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
 def test_windows_beside_full_layers_with_every_kernel_of_the_cpu(kernel: str) -> None:
     run_ranks(3, windows, kernel, timeout=120)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["qwen2-moe-window-in-one-layer", "gemma3-window-in-one-layer"])
+def test_windows_survive_checkpointing(name: str, reentrant: bool) -> None:
+    kind, changes = MODELS[name]
+    batch = text(1, 12, seed=4)
+    seen = []
+    for checkpoint in ("none", "full"):
+        again = reentrant and checkpoint == "full"
+        model = dfa_hf.distribute_attention(build(kind, **changes), checkpoint=checkpoint, reentrant=again)
+        out = model(**batch)
+        out.loss.backward()
+        seen.append((out.logits, gradients(model)))
+    reference = build(kind, **changes)(**batch)
+    assert_close(seen[1][0], reference.logits, tolerance=1e-5, name=name)
+    for key, gradient in seen[0][1].items():
+        assert torch.equal(seen[1][1][key], gradient)
 
 
 def padded(rank: int, world_size: int) -> None:

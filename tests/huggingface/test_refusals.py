@@ -26,6 +26,13 @@ from tests.huggingface.models import build, text
             {"num_local_experts": 1, "attention_chunk_size": 8, "num_hidden_layers": 1},
             "chunked_attention",
         ),
+        ("Llama", {"attention_chunk_size": 8}, "a llama model with layers of type chunked_attention"),
+        (
+            "ModernBertDecoder",
+            {"pad_token_id": 0, "layer_types": ["full_attention", "full_attention"]},
+            "a modernbert-decoder model is not supported: its get_decoder",
+        ),
+        ("Doge", {"sliding_window": 4}, "a doge model is not supported: its layers mask tokens by their values"),
     ],
 )
 def test_a_model_that_needs_more_than_causal_attention_is_refused(kind: str, changes: Any, message: str) -> None:
@@ -135,6 +142,44 @@ def test_what_a_layer_has_and_does_not_hand_over_is_refused(name: str) -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
     setattr(model.model.layers[1].self_attn, name, torch.ones(4))
     with pytest.raises(UnsupportedError, match=f"{name} in a layer of type LlamaAttention"):
+        model(input_ids=text(1, 8, seed=0)["input_ids"])
+
+
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+
+
+def test_a_layer_that_names_another_window_than_its_mask_is_refused() -> None:
+    model = dfa_hf.distribute_attention(build("Qwen2", **_WINDOWS))
+    layers = model.model.layers
+    tokens = text(1, 8, seed=0)["input_ids"]
+    model(input_ids=tokens)
+    layers[1].self_attn.sliding_window = 3
+    with pytest.raises(
+        UnsupportedError, match="sliding_window=3 in a layer of type Qwen2Attention whose mask has one of"
+    ):
+        model(input_ids=tokens)
+    layers[1].self_attn.sliding_window = 5
+    layers[0].self_attn.sliding_window = 5
+    with pytest.raises(UnsupportedError, match="sliding_window=5 in a layer of type Qwen2Attention whose mask has no"):
+        model(input_ids=tokens)
+    model(input_ids=tokens[:, :5])  # a window that hides nothing
+
+
+def test_a_sliding_layer_that_is_not_told_its_window_is_refused() -> None:
+    model = dfa_hf.distribute_attention(build("Qwen2", **_WINDOWS))
+    layer = model.model.layers[1].self_attn
+    layer.sliding_window = None
+    tokens = text(1, 8, seed=0)["input_ids"]
+    model(input_ids=tokens)  # the mask tells it
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: forward(*args, **kwargs | {"attention_mask": None})
+    with pytest.raises(UnsupportedError, match="sliding_window=5 in a layer of type Qwen2Attention whose mask has no"):
+        model(input_ids=tokens)
+
+
+def test_a_window_of_no_token_is_refused() -> None:
+    model = dfa_hf.distribute_attention(build("Mistral", sliding_window=0))
+    with pytest.raises(UnsupportedError, match="sliding_window=0"):
         model(input_ids=text(1, 8, seed=0)["input_ids"])
 
 
