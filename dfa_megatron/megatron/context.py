@@ -50,11 +50,8 @@ class AttentionContext:
         self._said.add(key)
 
     def check_batch(self, cp_group: dist.ProcessGroup, *, packed: bool) -> None:
-        """Refuse a batch that was sliced for another layout than the one the layers work in."""
-        key = "packed batch" if packed else "batch"
-        if key not in self._said:
-            check_declared(cp_group, self.options.layout, packed=packed)
-            self._said.add(key)
+        """Refuse a batch that was sliced for another layout than the one the layers work in; asked of every batch."""
+        check_declared(cp_group, self.options.layout, packed=packed)
 
     def check_unpacked(self) -> None:
         """Refuse a batch without documents where the script's flags say that it has some.

@@ -143,12 +143,22 @@ class TableCache:
         self.capacity = capacity
         self._entries: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def contiguous(self, table: Any, relayout: Relayout) -> Any:
-        """The contiguous counterpart of a zigzag table (rows, ...), or of each member of a tuple of tables."""
+    def contiguous(self, table: Any, relayout: Relayout, rows: int) -> Any:
+        """The contiguous counterpart of a zigzag table (rows, ...), or of each member of a tuple of tables.
+
+        Raises:
+            UnsupportedError: the first dimension of a table is not the rows of this rank.
+        """
         if isinstance(table, (tuple, list)):
-            return tuple(self.contiguous(member, relayout) for member in table)
+            return tuple(self.contiguous(member, relayout, rows) for member in table)
         if not isinstance(table, torch.Tensor):
             return table
+        if table.shape[0] != rows:
+            raise UnsupportedError(
+                f"a rotary table of shape {tuple(table.shape)} for {rows} tokens of a rank",
+                "its first dimension has to be these tokens, which change places",
+                "a table (tokens, 1, 1, rotary_dim) or a tuple of such, or --dfa-layout zigzag",
+            )
         key = (
             table.untyped_storage().data_ptr(),
             table.storage_offset(),

@@ -14,7 +14,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.context import AttentionContext
 from dfa_megatron.megatron.core_attention import check_call
 from dfa_megatron.megatron.latent import make_contiguous
-from dfa_megatron.megatron.packed import place, rotary_rows
+from dfa_megatron.megatron.packed import check_samples, place, rotary_rows
 from dfa_megatron.megatron.recompute import checkpoint_of, take_over
 from dfa_megatron.megatron.refusals import check_config, check_packable
 
@@ -37,6 +37,8 @@ class DistributedAttentionLayer:
         asked = take_over(config, context)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self._dfa = context
+        layer: Any = self
+        _check_group(layer.pg_collection.cp, config)
         local_layer = kwargs.get("layer_number", 1)
         self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
         self._dfa_permuted = config.context_parallel_size > 1 and context.options.layout != "zigzag"
@@ -48,7 +50,6 @@ class DistributedAttentionLayer:
             context.options.schedule,
             "layers are recomputed without their attention" if self._dfa_remat else "recomputation is left to Megatron",
         )
-        layer: Any = self
         if self._dfa_permuted and getattr(layer.config, "multi_latent_attention", False):
             make_contiguous(layer.self_attention)
         exchanges = self._dfa_permuted and context.options.layout == "boundary"
@@ -92,7 +93,7 @@ class DistributedAttentionLayer:
                 )
             if packed is None:  # of documents Megatron hands over a table that is not sliced
                 tables = self._dfa.relayout(layer.pg_collection, sequence_parallel=False)
-                rotary_pos_emb = self._dfa.tables.contiguous(rotary_pos_emb, tables)
+                rotary_pos_emb = self._dfa.tables.contiguous(rotary_pos_emb, tables, self._dfa_tokens(hidden_states))
         if packed is None:
             self._dfa.check_unpacked()
         else:
@@ -110,9 +111,14 @@ class DistributedAttentionLayer:
         layer: Any = self
         check_packable(layer.config, self._dfa.options)
         pack = place(packed)
-        tokens = hidden_states.shape[0] * (layer.tp_group.size() if layer.config.sequence_parallel else 1)
+        check_samples(layer.config, packed, pack)
         inside = self._dfa.options.keywords()["layout"]
-        return pack, rotary_rows(table, pack, tokens, layer.pg_collection.cp, inside)
+        return pack, rotary_rows(table, pack, self._dfa_tokens(hidden_states), layer.pg_collection.cp, inside)
+
+    def _dfa_tokens(self, hidden_states: torch.Tensor) -> int:
+        """Of this context-parallel rank, whatever part of them sequence parallelism leaves here."""
+        layer: Any = self
+        return int(hidden_states.shape[0] * (layer.tp_group.size() if layer.config.sequence_parallel else 1))
 
     def _dfa_exchange(self) -> Any:
         layer: Any = self
@@ -134,6 +140,21 @@ class DistributedAttentionLayer:
         checkpoint = checkpoint_of(layer.config, layer.tp_group)
         offload = self._dfa.options.remat_offload
         return remat_checkpoint(body, hidden_states, context, checkpoint=checkpoint, offload=offload)
+
+
+def _check_group(group: Any, config: Any) -> None:
+    """What a model lays out and what is refused depends on the config's number, attention on the group's.
+
+    Raises:
+        UnsupportedError: they differ.
+    """
+    if group.size() != config.context_parallel_size:
+        raise UnsupportedError(
+            f"context_parallel_size={config.context_parallel_size} in the config of a layer whose context-parallel "
+            f"group has {group.size()} ranks",
+            "tokens would be taken to lie in another order than they do",
+            "the same number in both",
+        )
 
 
 @functools.cache

@@ -78,6 +78,21 @@ def place(params: Any) -> PlacedPack:
     return known
 
 
+def check_samples(config: Any, params: Any, pack: PlacedPack) -> None:
+    """Refuse a router's loss of each sample, where several samples of a micro-batch come as one pack.
+
+    Raises:
+        UnsupportedError: naming the loss and what works.
+    """
+    kinds, sample = getattr(config, "moe_router_load_balancing_type", None), getattr(params, "tokens_per_sample", None)
+    if kinds and "seq_aux_loss" in kinds and sample is not None and sample < pack.offsets[-1]:
+        raise UnsupportedError(
+            f"moe_router_load_balancing_type={kinds!r} with {pack.offsets[-1] // sample} samples in a pack",
+            "the loss is of each sample, whose tokens are not together on a rank",
+            "--micro-batch-size 1, or --moe-router-load-balancing-type aux_loss",
+        )
+
+
 def rotary_rows(table: Any, pack: PlacedPack, tokens: int, group: dist.ProcessGroup, layout: str) -> Any:
     """Rotary embeddings of this rank's tokens, each by its position in its own document; made once per micro-batch.
 

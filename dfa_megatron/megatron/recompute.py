@@ -33,9 +33,15 @@ def take_over(config: Any, context: AttentionContext) -> Recompute | None:
     call on the same config returns the same, so each layer may ask.
 
     Raises:
-        UnsupportedError: a recompute method that is not known.
+        UnsupportedError: a recompute method that is not known, or another model has the config's.
     """
     if context.options.remat == "off":
+        if getattr(config, _ATTRIBUTE, None) is not None:
+            raise UnsupportedError(
+                "remat='off' on a config whose recomputation another model has taken over",
+                "the flags are cleared on it, and Megatron would recompute nothing",
+                "a config for each model, copied before the first is built",
+            )
         return None
     if getattr(config, "recompute_granularity", None) != "full":
         taken: Recompute | None = getattr(config, _ATTRIBUTE, None)

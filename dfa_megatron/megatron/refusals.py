@@ -51,7 +51,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "--attention-dropout 0.0 (dropout elsewhere, --hidden-dropout, works)",
     ),
     Refusal(
-        lambda c, o: (_get(c, "window_size") or (0, 0))[1] > 0,
+        lambda c, o: isinstance(_get(c, "window_size"), int),
+        "window_size={window_size}",
+        "it is a pair, of tokens to the left and to the right",
+        "--window-size with two numbers",
+    ),
+    Refusal(
+        _on("attn_logit_softcapping"),
+        "attn_logit_softcapping={attn_logit_softcapping}",
+        "Megatron-Core's attention caps no scores, and neither does this in its place",
+        "a model without capped scores, or dist_flash_attn_func(softcap=...) in layers of your own",
+    ),
+    Refusal(
+        lambda c, o: isinstance(_get(c, "window_size"), Sequence) and _get(c, "window_size")[1] > 0,
         "window_size={window_size}",
         "it reaches past the token, and attention is causal (Megatron's own attentions differ on what that means)",
         "--window-size with 0 at its right",

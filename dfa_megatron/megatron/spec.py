@@ -24,6 +24,13 @@ from dfa_megatron.megatron.refusals import check_config
 
 _NORMS = ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm")
 _ATTENTION_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
+_REPLACED = ("DotProductAttention", "TEDotProductAttention", "DistributedCoreAttention")
+"""Core attentions whose every setting is in the config: Megatron's two, and ours."""
+_NOT_IN_SPEC = (
+    "kitchen_config_file", "kitchen_recipe_number", "mla_down_proj_fusion", "use_grouped_gemm_for_dense_mlp",
+    "use_kitchen", "use_te_activation_func",
+)  # fmt: skip
+"""Flags that Megatron's default spec honours in some versions up to 0.18, and the one that is made here does not."""
 
 
 def dfa_ify(
@@ -85,6 +92,7 @@ def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
             "it has no submodules.self_attention.submodules.core_attention to replace",
             "the spec of one TransformerLayer, or TransformerBlockSubmodules of such",
         )
+    _check_replaced(attention.submodules.core_attention)
     layer = copy.copy(spec)  # what is changed below is copied, everything else is shared with the given spec
     layer.submodules = copy.copy(spec.submodules)
     layer.submodules.self_attention = copy.copy(attention)
@@ -99,6 +107,21 @@ def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
             if hasattr(owner, slot):
                 setattr(owner, slot, _norm(getattr(owner, slot), config))
     return layer
+
+
+def _check_replaced(core_attention: Any) -> None:
+    """Refuse to drop what an attention of somebody else's does beside softmax attention: caps, scales, windows."""
+    spec = core_attention if isinstance(core_attention, ModuleSpec) else ModuleSpec(module=core_attention)
+    made: Any = spec.module
+    known = str(getattr(made, "__module__", "")).startswith(("megatron.core.", "dfa_megatron."))
+    if known and made.__name__ in _REPLACED and not set(spec.params or {}) - {"options"}:
+        return
+    params = f" with params {sorted(spec.params)}" if spec.params else ""
+    raise UnsupportedError(
+        f"a spec whose core_attention is {getattr(made, '__qualname__', made)}{params}",
+        "whatever it does beside softmax attention (caps, scales, windows, masks) would be dropped",
+        "a spec with Megatron's DotProductAttention or TEDotProductAttention there, if it does nothing beside",
+    )
 
 
 def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
@@ -172,6 +195,12 @@ def spec_from_args() -> Any:
             "SPEC for this model",
             "its spec needs the model's config, which these versions do not hand over",
             "dfa_ify in a model provider of your own, or Megatron-Core 0.19 and get_spec",
+        )
+    if on := [f"--{name.replace('_', '-')}" for name in _NOT_IN_SPEC if getattr(args, name, None) not in (None, False)]:
+        raise UnsupportedError(
+            f"SPEC with {', '.join(on)}",
+            "the spec that is made here does not have it",
+            "leaving it out, dfa_ify in a model provider of your own, or Megatron-Core 0.19 and get_spec",
         )
     shared = {
         "qk_layernorm": args.qk_layernorm,

@@ -56,17 +56,19 @@ def exchange_there_and_back(rank: int, world_size: int) -> None:
     assert torch.equal(rows.grad, weight[mine["zigzag"]])
 
     tables = TableCache(capacity=2)
-    first = tables.contiguous(rows.detach(), relayout)
+    first = tables.contiguous(rows.detach(), relayout, 4)
     assert torch.equal(first, moved)
-    assert tables.contiguous(rows.detach(), relayout) is first, "the same memory is exchanged once"
-    pair = tables.contiguous((rows.detach(), None), relayout)
+    assert tables.contiguous(rows.detach(), relayout, 4) is first, "the same memory is exchanged once"
+    pair = tables.contiguous((rows.detach(), None), relayout, 4)
     assert pair[0] is first
     assert pair[1] is None
     for _ in range(5):  # older tables are let go of, and a new one is never taken for an old one
         table = torch.randn(4, 1, dtype=torch.float64) + rank
         expected = relayout.move(table, "zigzag", "contiguous")
-        assert torch.equal(tables.contiguous(table, relayout), expected)
+        assert torch.equal(tables.contiguous(table, relayout, 4), expected)
     assert len(tables._entries) == 2
+    with pytest.raises(UnsupportedError, match=r"a rotary table of shape \(2, 4, 1\) for 4 tokens of a rank"):
+        tables.contiguous(torch.zeros(2, 4, 1), relayout, 4)  # local and global ones, stacked
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

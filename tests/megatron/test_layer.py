@@ -47,6 +47,12 @@ def wrong_batches(rank: int, world_size: int) -> None:
     with pytest.raises(UnsupportedError, match="multiple of"):
         shard_batch({"tokens": torch.zeros(1, 7)}, dist_group(), contiguous)
     model = model_of(contiguous)
+    loss_of(model, shard_batch(whole, dist_group(), contiguous))
+    with pytest.raises(UnsupportedError, match="layout='contiguous' on batches that are sliced zigzag"):
+        loss_of(model, shard_batch(whole, dist_group(), boundary))  # the model has taken a batch of the right order
+    other_size = make_config(Topology(cp=1), case())
+    with pytest.raises(UnsupportedError, match=r"context_parallel_size=1 in the config of a layer whose .* 2 ranks"):
+        make_model(other_size, boundary)
     shard_batch(whole, dist_group(), contiguous)
     with pytest.raises(UnsupportedError, match="an attention_mask tensor"):
         model(mine["tokens"], mine["position_ids"], torch.ones(1, 1, 4, 4, dtype=torch.bool), labels=mine["labels"])

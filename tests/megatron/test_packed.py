@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
@@ -61,3 +64,19 @@ def test_packs_train_with_the_schedule_for_documents_and_with_heads_exchanged(re
     check(Topology(cp=3), [Case(options, steps=STEPS, packed=True)], references["packed"])
     options = DistAttentionConfig(ulysses_degree=2)
     check(Topology(cp=4), [Case(options, steps=STEPS, **REFERENCES["packed-mixed"])], references["packed-mixed"])
+
+
+def test_a_routers_loss_of_each_sample_is_refused_for_several_in_a_pack() -> None:
+    from dfa_megatron.megatron.packed import PlacedPack, check_samples
+
+    pack = PlacedPack(qkv_format="sbhd", offsets=(0, 30, 48, 96))
+    for kinds, sample, refused in (
+        ("seq_aux_loss", 48, True), (["aux_loss", "seq_aux_loss"], 48, True),
+        ("seq_aux_loss", 96, False), ("seq_aux_loss", None, False), ("aux_loss", 48, False),
+    ):  # fmt: skip
+        config, params = (
+            SimpleNamespace(moe_router_load_balancing_type=kinds),
+            SimpleNamespace(tokens_per_sample=sample),
+        )
+        with pytest.raises(UnsupportedError, match="2 samples in a pack") if refused else nullcontext():
+            check_samples(config, params, pack)

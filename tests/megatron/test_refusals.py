@@ -22,6 +22,8 @@ OPTIONS = DistAttentionConfig(layout="boundary")
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # text of the message, fields of the TransformerConfig, our options
     ("window_size=.128, 4.", {"window_size": (128, 4)}, {}),
+    ("window_size=128 is not supported: it is a pair", {"window_size": 128}, {}),
+    ("attn_logit_softcapping=50.0", {"attn_logit_softcapping": 50.0}, {}),
     ("attention_dropout=0.1", {"attention_dropout": 0.1}, {}),
     ("softmax_type='off-by-one'", {"softmax_type": "off-by-one"}, {}),
     ("qk_clip", {"qk_clip": True}, {}),

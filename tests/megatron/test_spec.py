@@ -13,6 +13,7 @@ import pytest
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, dfa_ify
+from dfa_megatron.megatron.context import AttentionContext
 from dfa_megatron.megatron.layer import layer_class
 from dfa_megatron.megatron.norm import SequenceParallelNorm
 from dfa_megatron.megatron.recompute import take_over
@@ -90,6 +91,28 @@ def test_a_spec_without_core_attention_is_refused() -> None:
             dfa_ify(spec, config(), OPTIONS)
 
 
+def test_a_core_attention_that_does_more_than_the_config_says_is_not_dropped() -> None:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    class Capped(DotProductAttention):  # type: ignore[misc,unused-ignore]
+        """As of models with capped scores."""
+
+    class Elsewhere:
+        """Another package's attention by the same name."""
+
+    Elsewhere.__name__ = "DotProductAttention"
+    for refused in (Capped, Elsewhere, ModuleSpec(module=DotProductAttention, params={"softmax_scale": 0.1})):
+        spec = local_spec()
+        spec.submodules.self_attention.submodules.core_attention = refused
+        with pytest.raises(UnsupportedError, match=r"core_attention is .*would be dropped"):
+            dfa_ify(spec, config(), OPTIONS)
+    taken = local_spec()
+    taken.submodules.self_attention.submodules.core_attention = ModuleSpec(module=DotProductAttention)
+    once = dfa_ify(taken, config(), OPTIONS)
+    assert dfa_ify(once, config(), OPTIONS).module is once.module
+
+
 def test_the_layer_class_is_made_once_per_base_and_only_of_layers() -> None:
     base = local_spec().module
     assert layer_class(base) is layer_class(base)
@@ -112,6 +135,16 @@ def test_full_recomputation_is_taken_over_once_for_all_chunks_of_a_model() -> No
     off = dfa_ify(local_spec(), left, OPTIONS.replace(remat="off")).params["distributed_attention"]
     assert take_over(left, off) is None
     assert left.recompute_granularity == "full"
+
+
+def test_a_config_whose_recomputation_was_taken_over_is_refused_to_a_model_that_leaves_it_to_megatron() -> None:
+    full = config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    own, off = copy.deepcopy(full), DistAttentionConfig(layout="boundary", remat="off")
+    assert take_over(full, AttentionContext(OPTIONS)) is not None
+    with pytest.raises(UnsupportedError, match="another model has taken over.*a config for each model"):
+        take_over(full, AttentionContext(off))
+    assert take_over(own, AttentionContext(off)) is None
+    assert own.recompute_granularity == "full"
 
 
 def test_uniform_groups_of_layers_are_said_to_be_taken_as_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -154,6 +187,9 @@ def test_spec_for_older_scripts_is_made_of_their_global_arguments(monkeypatch: p
         assert spec.params["distributed_attention"].options.layout == "boundary"
     finally:
         vars(package).pop("SPEC", None)
+    args.mla_down_proj_fusion = True
+    with pytest.raises(UnsupportedError, match="SPEC with --mla-down-proj-fusion"):
+        spec_module.spec_from_args()
     args.num_experts = 8
     with pytest.raises(UnsupportedError, match="SPEC for this model"):
         spec_module.spec_from_args()
