@@ -141,7 +141,7 @@ def test_a_config_whose_recomputation_was_taken_over_is_refused_to_a_model_that_
     full = config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     own, off = copy.deepcopy(full), DistAttentionConfig(layout="boundary", remat="off")
     assert take_over(full, AttentionContext(OPTIONS)) is not None
-    with pytest.raises(UnsupportedError, match="another model has taken over.*a config for each model"):
+    with pytest.raises(UnsupportedError, match=r"another model has taken over.*a config for each model"):
         take_over(full, AttentionContext(off))
     assert take_over(own, AttentionContext(off)) is None
     assert own.recompute_granularity == "full"
