@@ -119,6 +119,7 @@ def _accept(engine: Any, mesh: Mesh) -> None:
     """Check the engine, and remember whose sequences it has."""
     check_engine(engine, mesh.size * mesh.data_size)
     engine.compile = _refuse_compile
+    engine.deepspeed_io = _refuse_loader
     remember(engine, mesh)
     if dist.get_rank() == 0:
         logger.info("attention over sequences on %d ranks, %d sequences at a time", mesh.size, mesh.data_size)
@@ -130,6 +131,15 @@ def _refuse_compile(*args: Any, **kwargs: Any) -> None:
         "engine.compile with distributed attention",
         "transformers then asks for masks that are not planned, and ZeRO's gathers have not been compared in it",
         "the engine without compile",
+    )
+
+
+def _refuse_loader(*args: Any, **kwargs: Any) -> None:
+    """In the place of `DeepSpeedEngine.deepspeed_io`, which DeepSpeed itself calls for `training_data` alone."""
+    raise UnsupportedError(
+        "engine.deepspeed_io with distributed attention",
+        "DeepSpeed's loader would give the ranks of one sequence different samples",
+        "a DataLoader of your own whose sampler takes data_rank and data_size of mesh_of(engine), and shard_batch",
     )
 
 

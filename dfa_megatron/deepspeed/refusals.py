@@ -22,6 +22,10 @@ _KEYS: dict[str, tuple[str, str]] = {
     "sparse_gradients": (_UNTESTED, "dense gradients"),
     "tensor_parallel.autotp_size": (_UNTESTED, "tensor_parallel.autotp_size 0"),
     "hybrid_engine.enabled": (_UNTESTED, "hybrid_engine.enabled false"),
+    "torch_autocast.enabled": (
+        "it sums the gradients of a sequence's ranks in the autocast dtype, and has not been compared with one process",
+        "bf16.enabled, whose gradients are summed in float32",
+    ),
     "compile.deepcompile": (_UNTESTED, "compile.deepcompile false"),
     "compile.passes": (_UNTESTED, "no compile passes; autosp is another sequence parallelism"),
     "zero_optimization.zero_quantized_weights": (_UNTESTED, "false"),

@@ -17,6 +17,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import documents as packed
 from dfa_megatron.huggingface.attention import CONTEXT, NAME, LayerContext, nothing_hidden
 from dfa_megatron.huggingface.padding import check_right, check_unlabelled
+from dfa_megatron.huggingface.refusals import check_router
 from dfa_megatron.packing import local_positions, shard_sequence
 
 _HELD = "_dfa_attention_held"
@@ -103,14 +104,52 @@ def _takes_keywords(decoder: Any) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def follow_mode(module: Any, args: tuple[Any, ...]) -> None:
-    """Under accelerate, have distributed attention in training and the model's own in evaluation."""
+def follow_mode(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Under accelerate, have distributed attention in training and the model's own in evaluation.
+
+    Raises:
+        UnsupportedError: a part of a sequence in evaluation.
+    """
     context: LayerContext = getattr(module, CONTEXT)
     if not context.accelerate or getattr(module, _HELD, False):
         return
     wanted = NAME if module.training else context.before
     if module.config._attn_implementation != wanted:
         module.set_attn_implementation(wanted)
+    if wanted != NAME and context.size > 1 and context.options.verify != "off":
+        _check_whole(_by_name(module, args, kwargs))
+
+
+def _check_whole(given: dict[str, Any]) -> None:
+    """Refuse a batch in which a sequence begins at a later position: the first rank's part of one goes unseen.
+
+    The ranks do not ask one another: each evaluates sequences of its own, and perhaps another number of them.
+    """
+    positions: torch.Tensor | None = given.get("position_ids")
+    if positions is None or not positions.numel() or given.get("past_key_values") is not None:
+        return
+    later = positions[..., 0] > 0
+    mask = given.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # generation gives padding on the left any position
+        later = later & mask[:, 0].bool()
+    if bool(later.any()):
+        raise UnsupportedError(
+            f"position_ids {_ends(positions)} in evaluation",
+            "attention is local there under accelerate, and this is a part of a sequence that was cut over the ranks, "
+            "as loaders are that are prepared together with the model",
+            "the evaluation loader prepared by itself, accelerator.prepare(loader), which leaves sequences whole; "
+            "or model.train() within torch.no_grad(), for a model without dropout",
+        )
+
+
+def _by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, positional ones too, by their names in the forward of the module's class."""
+    return dict(zip(_names(module.__class__), args, strict=False)) | kwargs
+
+
+@functools.cache
+def _names(model: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(model.forward).parameters)[1:]  # without self
 
 
 @contextmanager
@@ -124,19 +163,23 @@ def held(module: Any) -> Iterator[None]:
         setattr(module, _HELD, before)
 
 
-def check_labels(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_loss(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse the ways in which a model's own loss would be wrong on a part of a sequence.
 
     Raises:
-        UnsupportedError: labels that the model would shift by itself, a mean over the tokens of this rank, or labels of
-            padded tokens.
+        UnsupportedError: a loss of the router, labels that the model would shift by itself, a mean over the tokens of
+            this rank, or labels of padded tokens.
     """
     context: LayerContext = getattr(module, CONTEXT)
-    if module.config._attn_implementation != NAME or kwargs.get("labels") is None:
+    if module.config._attn_implementation != NAME:
         return
-    if (mask := kwargs.get("attention_mask")) is not None and mask.dim() == 2:
-        shifted = kwargs.get("shift_labels")
-        check_unlabelled(mask, kwargs["labels"] if shifted is None else shifted)
+    given = _by_name(module, args, kwargs)
+    check_router(module.config, "a call", given.get("output_router_logits"))
+    if given.get("labels") is None:
+        return
+    if (mask := given.get("attention_mask")) is not None and mask.dim() == 2:
+        shifted = given.get("shift_labels")
+        check_unlabelled(mask, given["labels"] if shifted is None else shifted)
     if context.size == 1:
         return
     for name, why in (
@@ -146,7 +189,7 @@ def check_labels(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             "the model would take the mean over the tokens of this rank, not of all",
         ),
     ):
-        if kwargs.get(name) is None and not (name == "num_items_in_batch" and context.accelerate):
+        if given.get(name) is None and not (name == "num_items_in_batch" and context.accelerate):
             raise UnsupportedError(
                 f"labels without {name}",
                 why,

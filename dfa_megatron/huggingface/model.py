@@ -73,9 +73,9 @@ def distribute_attention(
     context = LayerContext(group=name, size=group_size(name), options=options, before=before, accelerate=accelerate)
     decoder = inner.get_decoder()
     if known is None:
-        inner.register_forward_pre_hook(inputs.follow_mode)
+        inner.register_forward_pre_hook(inputs.follow_mode, with_kwargs=True)
         if inner is not decoder:
-            inner.register_forward_pre_hook(inputs.check_labels, with_kwargs=True)
+            inner.register_forward_pre_hook(inputs.check_loss, with_kwargs=True)
         decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
     for module in {inner, decoder, *layers}:
         setattr(module, CONTEXT, context)
@@ -114,18 +114,34 @@ def transformers_model(model: torch.nn.Module) -> Any:
     """The transformers model that `model` is or holds.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: there is none, or more than one.
     """
+    found = list(dict.fromkeys(_outermost(model)))
+    if not found:
+        raise UnsupportedError(
+            f"a model of type {type(model).__name__}",
+            "no transformers model was found in it",
+            "a transformers causal language model; elsewhere, dfa_megatron.DistFlashAttention",
+        )
+    if len(found) > 1:
+        kinds = ", ".join(type(each).__name__ for each in found)
+        raise UnsupportedError(
+            f"several transformers models in one module, a {type(model).__name__} with {kinds}",
+            "only one would have distributed attention, and the others would take its part of a sequence for a whole",
+            "an engine for each, or all but one of them outside the module that is given",
+        )
+    return found[0]
+
+
+def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The transformers models in a module that lie in no other one."""
     from transformers import PreTrainedModel
 
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise UnsupportedError(
-        f"a model of type {type(model).__name__}",
-        "no transformers model was found in it",
-        "a transformers causal language model; elsewhere, dfa_megatron.DistFlashAttention",
-    )
+    if isinstance(module, PreTrainedModel):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
 
 
 @functools.cache

@@ -45,6 +45,7 @@ def check_model(model: Any) -> list[torch.nn.Module]:
         raise UnsupportedError(kind + " with several parts", "only text is distributed", "its language model alone")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(kind, "cross-attention is not planned", "a decoder-only model")
+    _check_head(model)
     _check_config(config, kind)
     layers = [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "layer_idx")]
     if len(layers) != config.num_hidden_layers:
@@ -65,6 +66,19 @@ def check_model(model: Any) -> list[torch.nn.Module]:
     return layers
 
 
+def _check_head(model: Any) -> None:
+    """Refuse heads that pool, as those of classifiers and reward models do: over this rank's tokens, here."""
+    name = type(model).__name__
+    language = model.get_output_embeddings() is not None or name.endswith("ForCausalLM")
+    pools = "DoubleHeads" in name  # GPT-2's second head reads one token of each sequence
+    if model is not model.get_decoder() and (pools or not language):
+        raise UnsupportedError(
+            f"a model of type {name}",
+            "its head or its loss reads across tokens of the whole sequence, and a rank has a part of them",
+            "a causal language model, or the bare decoder with a head of your own that takes each token by itself",
+        )
+
+
 def _check_config(config: Any, kind: str) -> None:
     chunks = ("chunked_attention",) if getattr(config, "attention_chunk_size", None) else ()
     others = sorted(set(getattr(config, "layer_types", None) or chunks) - _LAYER_TYPES)
@@ -78,12 +92,7 @@ def _check_config(config: Any, kind: str) -> None:
         raise UnsupportedError(
             kind, "its layers mask tokens by their values", "a model whose layers hand their mask on as it is"
         )
-    if getattr(config, "output_router_logits", False):
-        raise UnsupportedError(
-            f"{kind} with a loss of its router (output_router_logits)",
-            "it would balance the experts over this rank's part of a sequence",
-            "output_router_logits=False",
-        )
+    check_router(config, kind)
     dropout = getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0)
     if dropout:
         raise UnsupportedError(
@@ -96,6 +105,24 @@ def _check_config(config: Any, kind: str) -> None:
                 "its frequencies depend on the longest position in the batch, which each rank would see differently",
                 "rope_type 'default', 'linear', 'yarn' or 'llama3'",
             )
+
+
+def check_router(config: Any, what: str, asked: bool | None = None) -> None:
+    """Refuse the loss of a router.
+
+    Args:
+        what: would have it, in words.
+        asked: of a call, whether it wants that loss; None leaves it to the model's config.
+
+    Raises:
+        UnsupportedError: it is wanted.
+    """
+    if getattr(config, "output_router_logits", False) if asked is None else asked:
+        raise UnsupportedError(
+            f"{what} with a loss of its router (output_router_logits)",
+            "it would balance the experts over this rank's part of a sequence",
+            "output_router_logits=False",
+        )
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

@@ -116,7 +116,7 @@ def refusals(rank: int, world_size: int) -> None:
             dfa_ds.initialize(model=build("Llama"), config=config)
 
 
-def compiled(rank: int, world_size: int) -> None:
+def methods(rank: int, world_size: int) -> None:
     harness.prepare_worker(rank)
     model = build("Llama")
     engine, *_ = dfa_ds.initialize(
@@ -124,10 +124,12 @@ def compiled(rank: int, world_size: int) -> None:
     )
     with pytest.raises(UnsupportedError, match=r"engine\.compile"):
         engine.compile()
+    with pytest.raises(UnsupportedError, match=r"engine\.deepspeed_io.*data_rank and data_size"):
+        engine.deepspeed_io([0, 1])
 
 
-def test_a_compiled_engine_is_refused() -> None:
-    run_ranks(2, compiled, timeout=120)
+def test_compiling_an_engine_and_its_loader_are_refused() -> None:
+    run_ranks(2, methods, timeout=120)
 
 
 def test_what_would_do_nothing_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -170,6 +171,40 @@ def accelerated(size: int) -> None:
     accelerator.backward(loss)
     want = model()(**{key: value[None] for key, value in Sequences()[0].items()}).loss
     assert harness.mean_over_ranks(loss) == pytest.approx(want.item(), rel=1e-5)
+
+
+def evaluated(rank: int, world_size: int) -> None:
+    """Loaders that accelerate cuts because they are prepared with the model, and one that it does not."""
+    harness.prepare_worker(rank)
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    dfa_ds.install()
+    settings = json(2) | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    settings |= {"train_batch_size": 1, "gradient_clipping": 0.0}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings), **parallelism(world_size))
+    optimizer = torch.optim.SGD((mine := model()).parameters(), lr=0.0)
+    loaders = [torch.utils.data.DataLoader(Sequences(), batch_size=1) for _ in range(3)]
+    engine, _, _, cut = accelerator.prepare(mine, optimizer, *loaders[:2])
+    whole = accelerator.prepare(loaders[2])
+    engine.eval()
+    batch = dict(next(iter(cut)))
+    labels = batch.pop("shift_labels")
+    with pytest.raises(UnsupportedError, match="from 12 to 23 in evaluation") if rank else nullcontext():
+        engine(**batch)
+    want = model().eval()
+    given = next(iter(whole))
+    with torch.no_grad():
+        assert given["input_ids"].shape == (1, LENGTH)
+        assert engine(**given).loss.item() == pytest.approx(want(**given).loss.item(), rel=1e-5)
+        engine.train()
+        loss = dfa_ds.loss(engine(**batch).logits, labels, group=dfa_ds.mesh_of(engine).group)
+        want_cut = want(**{key: value[None] for key, value in Sequences()[0].items()}).loss
+    assert harness.mean_over_ranks(loss) == pytest.approx(want_cut.item(), rel=1e-5)
+
+
+def test_an_evaluation_loader_that_accelerate_cuts_is_refused_and_a_whole_one_is_not() -> None:
+    run_ranks(2, evaluated, timeout=120)
 
 
 def test_accelerate_alone_contradictions_and_ulysses_when_the_block_is_not_enabled(tmp_path: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -73,6 +75,61 @@ def test_a_model_that_keeps_to_its_own_attention_is_refused() -> None:
 def test_a_module_without_a_transformers_model_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no transformers model"):
         dfa_hf.distribute_attention(torch.nn.Linear(1, 1))
+
+
+class Two(torch.nn.Module):
+    """Policy and reference; the policy is held by a wrapper of its own, and known by a second name."""
+
+    def __init__(self, reference: Any) -> None:
+        super().__init__()
+        self.policy = torch.nn.Sequential(build("Llama"))
+        self.alias = self.policy[0]
+        self.reference = reference
+
+
+def test_several_models_in_one_module_are_refused() -> None:
+    both = Two(build("Qwen3"))
+    with pytest.raises(UnsupportedError, match=r"several transformers models.*a Two with LlamaForCausalLM, Qwen3For"):
+        dfa_hf.distribute_attention(both)
+    assert both.alias.config._attn_implementation == "eager"
+    one = Two(torch.nn.Linear(1, 1))
+    assert dfa_hf.distribute_attention(one) is one
+    assert one.alias.config._attn_implementation == dfa_hf.NAME
+
+
+@pytest.mark.parametrize(
+    "kind", ["LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaForQuestionAnswering"]
+)
+def test_a_head_that_is_not_of_a_language_model_is_refused(kind: str) -> None:
+    import transformers
+
+    model = getattr(transformers, kind)(build("Llama").config)
+    with pytest.raises(UnsupportedError, match=f"{kind} is not supported: its head or its loss reads across tokens"):
+        dfa_hf.distribute_attention(model)
+    decoder = model.get_decoder()
+    assert dfa_hf.distribute_attention(decoder) is decoder
+
+
+def test_a_second_head_beside_that_of_a_language_model_is_refused() -> None:
+    from transformers import GPT2Config, GPT2DoubleHeadsModel, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0)
+    with pytest.raises(UnsupportedError, match="GPT2DoubleHeadsModel is not supported: its head"):
+        dfa_hf.distribute_attention(GPT2DoubleHeadsModel(config))
+    dfa_hf.distribute_attention(GPT2LMHeadModel(config))
+
+
+def test_a_loss_of_the_router_is_refused_at_the_call() -> None:
+    model = dfa_hf.distribute_attention(build("Mixtral", num_local_experts=2))
+    tokens = text(1, 8, seed=0)["input_ids"]
+    with pytest.raises(UnsupportedError, match="a call with a loss of its router"):
+        model(input_ids=tokens, output_router_logits=True)
+    model.config.output_router_logits = True
+    with pytest.raises(UnsupportedError, match="a call with a loss of its router"):
+        model(input_ids=tokens)
+    model(input_ids=tokens, output_router_logits=False)
+    with dfa_hf.local_attention(model):
+        assert model(input_ids=tokens).aux_loss is not None
 
 
 def test_a_model_that_was_only_switched_by_name_says_what_is_missing() -> None:
@@ -210,6 +267,8 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
         model(**batch)
     with pytest.raises(UnsupportedError, match="labels without num_items_in_batch"):
         model(**batch, shift_labels=batch["labels"])
+    with pytest.raises(UnsupportedError, match="labels without shift_labels"):
+        _positional(model, batch["input_ids"], position_ids=torch.arange(8)[None], labels=batch["labels"])
     with pytest.raises(UnsupportedError, match=f"holds the tokens {8 * rank} to {8 * rank + 7}"):
         model(input_ids=batch["input_ids"], position_ids=torch.arange(8)[None] + 8 * (1 - rank))
     with pytest.raises(UnsupportedError, match="without position_ids on 2 ranks"):
@@ -223,6 +282,43 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
         model(**batch, position_ids=positions, attention_mask=1 - hidden)
     with pytest.raises(UnsupportedError, match="7"):
         dfa_hf.shard_batch(text(1, 7, seed=0))
+
+
+def _positional(model: Any, tokens: torch.Tensor, **named: torch.Tensor) -> Any:
+    """A call without a keyword."""
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    last = max(names.index(name) for name in named)
+    return model(tokens, *(named.get(name) for name in names[1 : last + 1]))
+
+
+def evaluate_on_two_ranks(rank: int, world_size: int) -> None:
+    """Each rank alone, as in evaluation under accelerate."""
+    model = dfa_hf.distribute_attention(build("Llama"), accelerate=True).eval()
+    tokens = text(1, 8, seed=rank)["input_ids"]
+    start = 8 * rank
+    cut = {"position_ids": torch.arange(start, start + 8)[None]}
+    packed = {"position_ids": torch.tensor([[start, start + 1, 0, 1, 2, 0, 1, 2]])}
+    for batch in (cut, cut | {"attention_mask": torch.ones(1, 8)}, packed):
+        with pytest.raises(UnsupportedError, match=r"from 8 to .* in evaluation") if rank else nullcontext():
+            model(input_ids=tokens, **batch)
+    with pytest.raises(UnsupportedError, match="in evaluation") if rank else nullcontext():
+        _positional(model, tokens, **cut)
+    with dfa_hf.local_attention(model):
+        model(input_ids=tokens, **cut)
+    for _ in range(rank):  # the ranks need not evaluate as much as one another
+        model(input_ids=tokens, position_ids=torch.arange(8)[None])
+    padded = torch.ones(1, 8, dtype=torch.long)
+    padded[0, :1] = 0
+    want = build("Llama").eval()
+    for cache in (True, False):
+        asked: dict[str, Any] = {"attention_mask": padded, "max_new_tokens": 3, "do_sample": False, "use_cache": cache}
+        assert torch.equal(model.generate(tokens, **asked), want.generate(tokens, **asked))
+    with pytest.raises(UnsupportedError, match="without position_ids"):
+        model.train()(input_ids=tokens)
+
+
+def test_a_part_of_a_sequence_in_local_evaluation_is_refused_and_generation_is_not() -> None:
+    run_ranks(2, evaluate_on_two_ranks, timeout=120)
 
 
 def test_on_two_ranks_labels_and_positions_of_a_whole_sequence_are_refused() -> None:
