@@ -35,6 +35,7 @@ from deepspeed_common import (
     take_step,
     versions,
 )  # fmt: skip
+from deepspeed_longest import is_memory
 from deepspeed_methods import Method, attention, compare
 
 from dfa_megatron.errors import DistAttentionError
@@ -139,10 +140,9 @@ def attempt(engine: Any, case: dict[str, Any], args: argparse.Namespace) -> dict
         with attention(engine, method, **choices(args)):
             case |= measure(engine, method, case["length"], args.vocabulary, args.steps)
     except (torch.OutOfMemoryError, DistAttentionError) as error:
-        cause = error.__cause__ or error  # within attention it is the cause of ours
-        if not isinstance(cause, torch.OutOfMemoryError):
+        if not is_memory(error):
             raise
-        case["failed"] = f"out of memory: {str(cause).splitlines()[0]}"
+        case["failed"] = f"out of memory: {str(error).splitlines()[0]}"
     # Ranks that are stuck in a collective of the case do not come; this names them instead of waiting for minutes.
     dist.monitored_barrier(_gloo_group(), timeout=timedelta(seconds=60))
     if any_rank("failed" in case):
