@@ -78,6 +78,7 @@ class PackPlanner:
         over = channel(name) if group_size(name) > 1 else None
         self.rank, ranks = (over.rank, over.size) if over else (0, 1)
         request = Request(softmax_scale=1.0, cu_seqlens=(0, ranks * local_tokens), **options)
+        request.check()
         place, counts = torch.device(device), (heads, kv_heads or heads)
         q, k = (torch.empty((), dtype=dtype, device=place).expand(1, local_tokens, count, head_dim) for count in counts)
         v = k[..., :1].expand(*k.shape[:3], head_dim_v or head_dim)

@@ -85,7 +85,8 @@ def dist_flash_attn_func(
         (float64 for float64), with the sinks in it. lse carries no gradient. A row that sees nothing has out 0.
 
     Raises:
-        UnsupportedError: nothing serves the request; says what would work.
+        UnsupportedError: an option has a value that it cannot have, this rank is no member of the group, or nothing
+            serves the request; says what would work.
         DisagreementError: the ranks ask for different things.
         ExecutionError: a step failed; shows where.
     """
@@ -147,8 +148,13 @@ def _request(q: torch.Tensor, *, softmax_scale: float | None, deterministic: boo
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]  # JSON is not traceable
-def _request_text(window_size: tuple[int, int], **options: Any) -> str:
-    return _printed(Request(window_size=(window_size[0], window_size[1]), **options))
+def _request_text(window_size: Any, **options: Any) -> str:
+    window = tuple(window_size) if isinstance(window_size, list) else window_size
+    request = Request(window_size=window, **options)  # checked where it is prepared, so that every rank hears of it
+    try:
+        return _printed(request)
+    except TypeError:  # a value that has no hash is no option's
+        return request.to_text()
 
 
 @lru_cache(maxsize=256)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -107,27 +108,9 @@ class DistAttentionConfig:
 
     def __post_init__(self) -> None:
         for spec in fields(self):
-            value, choices = getattr(self, spec.name), spec.metadata["choices"]
-            kind = type(spec.default)
-            if kind is float and type(value) is int:
-                object.__setattr__(self, spec.name, value := float(value))
-            if type(value) is not kind:
-                raise UnsupportedError(
-                    f"{spec.name}={value!r}", f"it must be of type {kind.__name__}", f"for example {spec.default!r}"
-                )
-            if choices and value not in choices:
-                nearest = _nearest(str(value), choices)
-                raise UnsupportedError(f"{spec.name}={value!r}", "there is no such value", nearest)
-        if self.ulysses_degree < 0:
-            raise UnsupportedError(
-                f"ulysses_degree={self.ulysses_degree}",
-                "it is a number of ranks",
-                "1, which exchanges nothing, more, or 0 for the cheapest",
-            )
-        if self.agreement_timeout <= 0:
-            raise UnsupportedError(
-                f"agreement_timeout={self.agreement_timeout}", "it must be positive", "seconds above 0"
-            )
+            if type(spec.default) is float and type(value := getattr(self, spec.name)) is int:
+                object.__setattr__(self, spec.name, float(value))
+        check_options({spec.name: getattr(self, spec.name) for spec in fields(self)})
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> DistAttentionConfig:
@@ -204,6 +187,34 @@ class DistAttentionConfig:
     def replace(self, **changes: Any) -> DistAttentionConfig:
         """A copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)
+
+
+def check_options(values: Mapping[str, Any], open_ended: Collection[str] = ()) -> None:
+    """Refuse values that some of the options cannot have.
+
+    Args:
+        values: by the option's name; names that are no option are passed over.
+        open_ended: options with more values than their choices here, which are compared elsewhere.
+
+    Raises:
+        UnsupportedError: a value is of the wrong type, out of range or not among its choices.
+    """
+    for spec in fields(DistAttentionConfig):
+        if spec.name not in values:
+            continue
+        value: Any = values[spec.name]
+        choices: tuple[str, ...] | None = spec.metadata["choices"]
+        kind: type = type(spec.default)
+        what = f"{spec.name}={value!r}"
+        if type(value) is not kind:
+            raise UnsupportedError(what, f"it must be of type {kind.__name__}", f"for example {spec.default!r}")
+        if choices and value not in choices and spec.name not in open_ended:
+            raise UnsupportedError(what, "there is no such value", _nearest(str(value), choices))
+        if spec.name == "ulysses_degree" and value < 0:
+            works = "1, which exchanges nothing, more, or 0 for the cheapest"
+            raise UnsupportedError(what, "it is a number of ranks", works)
+        if spec.name == "agreement_timeout" and not 0 < value < math.inf:
+            raise UnsupportedError(what, "it must be positive and finite", "seconds above 0")
 
 
 def _nearest(value: str, known: tuple[str, ...]) -> str:

@@ -11,12 +11,18 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from dfa_megatron.errors import UnsupportedError
+
 Group = dist.ProcessGroup | str | None
 """A process group, its name, or None for the default group (a single process where there is none)."""
 
 
 def group_name(group: Group) -> str:
-    """The name that the operator takes for a group; "" is a single process."""
+    """The name that the operator takes for a group; "" is a single process.
+
+    Raises:
+        UnsupportedError: this process is no member of the group.
+    """
     if isinstance(group, str):
         return group
     if group is None:
@@ -24,6 +30,8 @@ def group_name(group: Group) -> str:
             return ""
         group = dist.group.WORLD
     assert group is not None
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]  # as new_group returns it
+        raise _no_member("a process group that this rank is no member of")
     return str(group.group_name)
 
 
@@ -33,9 +41,20 @@ def group_size(name: str) -> int:
 
 
 def resolve(name: str) -> dist.ProcessGroup:
-    """The process group of that name; operators can take names, but no groups."""
-    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
+    """The process group of that name; operators can take names, but no groups.
+
+    Raises:
+        UnsupportedError: this process knows no such group.
+    """
+    try:
+        group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type,unused-ignore]
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise _no_member(f"a process group named {name!r}, which this rank does not know") from error
     return group
+
+
+def _no_member(what: str) -> UnsupportedError:
+    return UnsupportedError(what, "this rank holds no tokens of its sequence", "a group that contains this rank")
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

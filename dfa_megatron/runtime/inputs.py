@@ -41,6 +41,9 @@ def refuse_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             "all three must be one floating-point dtype",
             ", ".join(map(str, DTYPES)),
         )
+    if q.device.type not in ("cpu", "cuda"):
+        what, why = f"attention of tensors on {q.device}", "no kernel computes and no transport sends there"
+        raise UnsupportedError(what, why, "tensors on a GPU, or on a CPU")
     if not q.device == k.device == v.device:
         raise UnsupportedError(
             f"devices {q.device}, {k.device}, {v.device}", "all three must be on one device", str(q.device)

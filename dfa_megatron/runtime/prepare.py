@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dfa_megatron.config import TRANSPORTS
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel, Form
 from dfa_megatron.plan.grid import grid
@@ -121,14 +121,7 @@ def build(
         UnsupportedError: the tensors do not fit together, or nothing serves the request.
     """
     refuse_tensors(q, k, v)
-    if request.transport not in TRANSPORTS:
-        raise UnsupportedError(
-            f"transport={request.transport!r}", "there is no such transport", "one of " + ", ".join(TRANSPORTS)
-        )
-    if not 0 < request.softmax_scale < math.inf:
-        raise UnsupportedError(
-            f"softmax_scale={request.softmax_scale}", "it is positive and finite", "None, which is head_dim ** -0.5"
-        )
+    request.check()
     if request.cuda_graph and not q.is_cuda:
         raise UnsupportedError(f"cuda_graph=True on {q.device}", "it has no CUDA graphs", "cuda_graph=False")
 
@@ -207,6 +200,7 @@ def _build_and_agree(
     splits = None
     try:
         refuse_tensors(q, k, v)
+        request.check()
         degree = degree_of(request, over, q, k, v)
         if degree == 1:
             prepared = build(request, size, rank, q, k, v, over)
@@ -231,6 +225,8 @@ def refuse(error: DistAttentionError, group: str, timeout: float) -> None:
 
 
 def _tell(error: DistAttentionError, over: Channel, timeout: float) -> None:
+    if not (type(timeout) in (int, float) and 0 < timeout < math.inf):  # which may be what is refused
+        timeout = DistAttentionConfig().agreement_timeout
     with contextlib.suppress(DistAttentionError):  # this rank's own reason is the clearer one
         agree({"error": str(error)}, over.side, timeout)
 

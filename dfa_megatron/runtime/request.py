@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
+from dfa_megatron.config import check_options
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.mask import Mask, of_window
 from dfa_megatron.runtime.documents import Offsets, dealt_mask, mask_of
@@ -42,6 +45,34 @@ class Request:
     cu_seqlens: Offsets = ()
     keeps_exchanged: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("softmax_scale", "softcap", "agreement_timeout"):
+            if type(value := getattr(self, name)) is int:
+                object.__setattr__(self, name, float(value))
+
+    def check(self) -> None:
+        """Refuse values that no attention can have; what a plan or a kernel decides is refused there.
+
+        Raises:
+            UnsupportedError: names the option, and values that it can have.
+        """
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        check_options(values, open_ended=("schedule", "layout", "kernel"))
+        if type(self.causal) is not bool:
+            raise UnsupportedError(f"causal={self.causal!r}", "it must be of type bool", "True or False")
+        window = self.window_size
+        if type(window) is not tuple or len(window) != 2 or any(type(side) is not int or side < -1 for side in window):
+            why, instead = (
+                "it is two integers, the tokens to each side",
+                "(left, right), each -1 for no bound or at least 0",
+            )
+            raise UnsupportedError(f"window_size={window!r}", why, instead)
+        if type(self.softcap) is not float:
+            raise UnsupportedError(f"softcap={self.softcap!r}", "it must be of type float", "0.0 for none")
+        if type(self.softmax_scale) is not float or not 0 < self.softmax_scale < math.inf:
+            what, instead = f"softmax_scale={self.softmax_scale!r}", "None, which is head_dim ** -0.5"
+            raise UnsupportedError(what, "it is positive and finite", instead)
+
     def mask(self, length: int) -> Mask:
         """The mask over a whole sequence of that many tokens.
 
@@ -62,8 +93,8 @@ class Request:
         return Request(softmax_scale=1.0, **kept)
 
     def to_text(self) -> str:
-        """One line of JSON; equal requests give equal text."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        """One line of JSON; equal requests give equal text. A value of no JSON type is written as Python shows it."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, default=repr)
 
 
 _PLANNED = ("causal", "window_size", "schedule", "layout", "cu_seqlens")
@@ -72,7 +103,7 @@ _PLANNED = ("causal", "window_size", "schedule", "layout", "cu_seqlens")
 @lru_cache(maxsize=256)
 def from_text(text: str) -> Request:
     """The request that `to_text` wrote."""
-    values = json.loads(text)
+    values: dict[str, Any] = json.loads(text)
     for name in ("window_size", "cu_seqlens"):
-        values[name] = tuple(values[name])
+        values[name] = tuple(values[name]) if isinstance(values[name], list) else values[name]
     return Request(**values)

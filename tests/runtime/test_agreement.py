@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 
 import dfa_megatron
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, DistAttentionError, ExecutionError, UnsupportedError
 from dfa_megatron.testing.workers import run_ranks
 
 
 def attempt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> str:
-    """The error of one attention as text, or nothing."""
+    """The error of one attention as text, or nothing; with cu_seqlens that of a pack."""
+    packed = "cu_seqlens" in options
     try:
-        dfa_megatron.dist_flash_attn_func(q, k, v, **options)
+        (dfa_megatron.dist_flash_attn_varlen_func if packed else dfa_megatron.dist_flash_attn_func)(q, k, v, **options)
     except DistAttentionError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -177,3 +180,75 @@ def _packs_of_its_own(rank: int, ranks: int) -> list[str]:
 def test_what_a_group_knows_is_not_forgotten_for_what_a_rank_does_by_itself() -> None:
     for told in run_ranks(2, _packs_of_its_own, timeout=60):
         assert not any(told)
+
+
+IMPOSSIBLE: dict[str, Any] = {
+    "verify": "yes",
+    "wire_dtype": "bf16",
+    "wire_dtype, a dtype": torch.float32,
+    "window_size": (3, 0, 0),
+    "window_size, below -1": (-2, 0),
+    "window_size, fractions": (2.5, 0),
+    "window_size, one": 3,
+    "agreement_timeout": 0,
+    "agreement_timeout, a text": "soon",
+    "agreement_timeout, no end": float("inf"),
+    "ulysses_degree": -1,
+    "transport": ["p2p"],
+    "causal": "yes",
+    "deterministic": "no",
+    "softcap": "2",
+}
+"""Values that an option cannot have, by its name."""
+
+
+def _impossible(rank: int, ranks: int) -> dict[str, tuple[str, str]]:
+    """Both functions with values that every rank gives, and then with one that only the last rank gives."""
+
+    def attempts(**options: Any) -> tuple[str, str]:
+        q, k, v = tensors(local=22)
+        return attempt(q, k, v, **options), attempt(q[0], k[0], v[0], cu_seqlens=(0, 22 * ranks), **options)
+
+    told = {name: attempts(**{name.split(",")[0]: value}) for name, value in IMPOSSIBLE.items()}
+    told["one rank"] = attempts(**({"wire_dtype": "bf16", "agreement_timeout": 0} if rank == ranks - 1 else {}))
+    return told | {"afterwards": attempts()}
+
+
+def test_the_functions_refuse_what_the_config_refuses_and_every_rank_hears_of_it() -> None:
+    first, last = run_ranks(2, _impossible, timeout=60)
+    for name in IMPOSSIBLE:
+        option = name.split(",")[0]
+        for text in (*first[name], *last[name]):
+            assert text.startswith(f"UnsupportedError: {option}="), f"{name}: {text}"
+            assert "What works" in text
+        if option in DistAttentionConfig.__dataclass_fields__:
+            with pytest.raises(UnsupportedError, match=f"{option}="):
+                DistAttentionConfig(**{option: IMPOSSIBLE[name]})
+    for here, there in zip(first["one rank"], last["one rank"], strict=True):
+        assert there.startswith("UnsupportedError: wire_dtype='bf16'")
+        assert here.startswith("DisagreementError: rank 1 of the group refuses this attention: wire_dtype='bf16'")
+    assert first["afterwards"] == last["afterwards"] == ("", "")
+
+
+def _strangers(rank: int, ranks: int) -> list[str]:
+    """Tensors without numbers, and groups that this rank is no member of: as it has them, and by a name."""
+    group = torch.distributed.new_group([0, 1])
+    meta = [x.to("meta") for x in tensors()]
+    told = [attempt(*meta, group=""), attempt(*tensors(), group="nobody's")]
+    if rank == 2:
+        return [*told, attempt(*tensors(), group=group)]
+    return [*told, attempt(*meta, group=group), attempt(*(tensors() if rank else meta), group=group)]
+
+
+def test_tensors_without_numbers_and_the_groups_of_others_are_refused() -> None:
+    first, second, stranger = run_ranks(3, _strangers, timeout=60)
+    for told in (first, second, stranger):
+        assert told[0].startswith("UnsupportedError: attention of tensors on meta")
+        assert told[1].startswith("UnsupportedError: a process group named")
+    assert stranger[2].startswith("UnsupportedError: a process group that this rank is no member of")
+    assert first[2].startswith("UnsupportedError: attention of tensors on meta")
+    assert second[2] == first[2]
+    assert first[3].startswith("UnsupportedError: attention of tensors on meta")
+    assert second[3].startswith(
+        "DisagreementError: rank 0 of the group refuses this attention: attention of tensors on"
+    )
