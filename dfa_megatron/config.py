@@ -204,7 +204,7 @@ def check_options(values: Mapping[str, Any], open_ended: Collection[str] = ()) -
             continue
         value: Any = values[spec.name]
         choices: tuple[str, ...] | None = spec.metadata["choices"]
-        kind: type = type(spec.default)
+        kind: Any = type(spec.default)
         what = f"{spec.name}={value!r}"
         if type(value) is not kind:
             raise UnsupportedError(what, f"it must be of type {kind.__name__}", f"for example {spec.default!r}")
