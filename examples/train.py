@@ -6,16 +6,21 @@ On one machine `python examples/train.py --nproc-per-node 4 --seq-length 8192` s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
+
+from gpt.parent import end_with_parent
 
 IS_RANK = "RANK" in os.environ
 if IS_RANK:  # die of Ctrl-C at once, even inside a collective; whoever launched the ranks says so
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent()
 
 # Megatron says on every rank that it falls back from Apex and Transformer Engine, which this example does without.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
@@ -24,8 +29,12 @@ from dfa_megatron import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError
 from gpt.errors import USER_ERROR_STATUS, UserError
 from gpt.flags import parse_flags, settle
+from gpt.folders import writable
 from gpt.launch import INTERRUPTED_STATUS, launch, ranks_here
 from gpt.text import open_tokens
+
+GRACE_S = 2.0
+"""Seconds in which torchrun ends a rank after another one has ended; what is said later is said by no other rank."""
 
 
 def main(argv: list[str]) -> int:
@@ -40,8 +49,11 @@ def main(argv: list[str]) -> int:
     tokens = open_tokens(args.data, vocab_size=args.vocab_size, seq_length=args.seq_length)
     if not IS_RANK:
         _need("megatron.core", "matplotlib", "rich")
-        folder = args.save_report or os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))
-        return launch(__file__, ranks, [*argv, "--save-report", folder])
+    if not IS_RANK or os.environ["RANK"] == "0":
+        args.save_report = args.save_report or os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))
+        writable(args.save_report, "--save-report")
+    if not IS_RANK:
+        return launch(__file__, ranks, [*argv, "--save-report", args.save_report])
 
     import torch.distributed as dist
 
@@ -74,9 +86,14 @@ def _need(*packages: str) -> None:
 
 
 def _tell(error: Exception) -> int:
-    """One line for an error that all ranks may have: rank 0 says it, the others only if that does not end them."""
+    """One line for an error that all ranks may have: rank 0 says it, the others only if that does not end them.
+
+    Attention also fails where another rank was killed; torchrun then ends this one before it says so.
+    """
     if IS_RANK and os.environ["RANK"] != "0":
-        time.sleep(2.0)
+        time.sleep(GRACE_S)
+    elif IS_RANK and isinstance(error, DistAttentionError):
+        time.sleep(GRACE_S / 2)
     print(f"{Path(__file__).name}: {error}", file=sys.stderr, flush=True)
     return USER_ERROR_STATUS
 
@@ -89,8 +106,14 @@ if __name__ == "__main__":
     except KeyboardInterrupt:  # before the ranks were started
         print("interrupted", file=sys.stderr)
         status = INTERRUPTED_STATUS
-    sys.stdout.flush()
-    sys.stderr.flush()
+    except Exception:  # noqa: BLE001 - whatever it is, its traceback is shown
+        if IS_RANK:  # a connection that broke because another rank was killed: torchrun tells of that one
+            time.sleep(GRACE_S)
+        traceback.print_exc()
+        status = 1
+    with contextlib.suppress(OSError):  # nowhere to write to
+        sys.stdout.flush()
+        sys.stderr.flush()
     if IS_RANK and status:
         os._exit(status)  # no waiting for peers that may be inside a collective
     sys.exit(status)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """What was asked cannot be done; the message says what would work."""
@@ -9,3 +12,19 @@ class UserError(Exception):
 
 USER_ERROR_STATUS = 2
 """The exit status of a run that ended with a UserError, as argparse has it."""
+
+
+@contextlib.contextmanager
+def user_error_if_impossible(doing: str) -> Iterator[None]:
+    """Turn an error of the operating system (a full disk, no permission, no such folder) into a UserError.
+
+    Args:
+        doing: what could not be done then, as "write runs/a/log.jsonl".
+
+    Raises:
+        UserError: in place of OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot {doing}: {error.strerror or error}") from error

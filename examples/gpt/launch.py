@@ -6,8 +6,10 @@ import logging
 import os
 import signal
 import sys
+from typing import Any
 
 from gpt.errors import USER_ERROR_STATUS, UserError
+from gpt.parent import LAUNCHER
 
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 
@@ -32,6 +34,7 @@ def launch(script: str, ranks: int, argv: list[str]) -> int:
     Returns:
         The exit status: that of the first rank that failed; 130 after Ctrl-C.
     """
+    os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     logging.disable(logging.ERROR)  # of torchrun, in this process only: what follows says what happened
     from torch.distributed import run as torchrun
@@ -42,13 +45,26 @@ def launch(script: str, ranks: int, argv: list[str]) -> int:
     try:
         torchrun.run(torchrun.parse_args(arguments))
     except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        if failure.exitcode == USER_ERROR_STATUS:  # the rank has said what is wrong
-            return USER_ERROR_STATUS
-        how = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit status {failure.exitcode}"
-        print(f"rank {rank} ended with {how}; the other ranks were ended too", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        return _tell_of(failed.failures)
     except SignalException as cut:
         print(f"\n{signal.Signals(cut.sigval).name}: all {ranks} ranks have ended", file=sys.stderr)
         return 128 + int(cut.sigval)
     return 0
+
+
+def _tell_of(failures: dict[int, Any]) -> int:
+    """Say which rank failed first, in a line, and return the exit status that this makes.
+
+    Args:
+        failures: by rank, torchrun's ProcessFailure; the ranks that torchrun ended with SIGTERM are among them.
+    """
+    codes: dict[int, int] = {rank: failure.exitcode for rank, failure in failures.items()}
+    # A signal comes before an exit status: other ranks fail when a rank is gone. torchrun's own SIGTERM comes last.
+    rank = min(codes, key=lambda rank: (codes[rank] == -signal.SIGTERM, codes[rank] > 0, rank))
+    code = codes[rank]
+    if code == USER_ERROR_STATUS:  # the rank has said what is wrong
+        return code
+    how = f"ended with exit status {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+    who = "a rank" if code == -signal.SIGTERM and len(codes) > 1 else f"rank {rank}"
+    print(f"{who} {how}; the other ranks were ended too", file=sys.stderr)
+    return code if code > 0 else 128 - code

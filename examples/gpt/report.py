@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dfa_megatron import DistAttentionConfig
+from gpt.errors import user_error_if_impossible
 from gpt.flags import Sizes
 from gpt.loop import Step
 from gpt.text import Tokens
@@ -31,18 +32,16 @@ class Report:
         self, args: argparse.Namespace, sizes: Sizes, options: DistAttentionConfig, tokens: Tokens, device: torch.device
     ) -> None:
         self.args, self.sizes, self.options = args, sizes, options
-        self.folder = Path(args.save_report or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(args.save_report)
         self.steps: list[Step] = []
-        self._log = (self.folder / "log.jsonl").open("w", encoding="utf-8")
+        self._log = (self.folder / "log.jsonl").open("wb", buffering=0)
         self._console = Console()
         place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        self._console.print(
+        self._say(
             f"{tokens.name}: {len(tokens):,} tokens. {args.num_layers} layers, hidden {args.hidden_size}, "
             f"{args.num_attention_heads} heads, sequences of {args.seq_length:,} tokens, "
             f"{args.seq_length // sizes.context:,} per rank. Ranks: {sizes.context_name}, {place}, "
-            f"{'bfloat16' if sizes.bf16 else 'float32'}.",
-            highlight=False,
+            f"{'bfloat16' if sizes.bf16 else 'float32'}."
         )
         self._write({"event": "start", "data": tokens.name, "device": place, **vars(args)})
         self._bar = Progress(
@@ -68,10 +67,9 @@ class Report:
         due = number % self.args.log_interval == 0 or number in (1, self.args.train_iters)
         if due and not self._console.is_terminal:
             left = step["seconds"] / number * (self.args.train_iters - number)
-            self._console.print(
+            self._say(
                 f"step {number}/{self.args.train_iters}  loss {step['loss']:.3f}  "
-                f"{step['tokens_per_second']:,.0f} tokens/s  {left:.0f} s left",
-                highlight=False,
+                f"{step['tokens_per_second']:,.0f} tokens/s  {left:.0f} s left"
             )
 
     def finish(self, counters: list[dict[str, int]]) -> None:
@@ -79,14 +77,15 @@ class Report:
         self._bar.stop()
         self._write({"event": "end", "final_loss": self.final_loss, "counters": counters})
         text = "\n".join([*self._summary(), "", self._grid(), "", *self._kept(counters[0]), "", *self._moved(counters)])
-        (self.folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
-        draw_loss(self.steps, self.folder / "loss.png", title=f"{self.sizes.context} ranks share each sequence")
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self._console.print(f"\n{self.folder}: loss.png, log.jsonl, summary.txt", highlight=False, soft_wrap=True)
+        with user_error_if_impossible(f"write summary.txt and loss.png into {self.folder}"):
+            (self.folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
+            draw_loss(self.steps, self.folder / "loss.png", title=f"{self.sizes.context} ranks share each sequence")
+        self._say(f"{text}\n\n{self.folder}: loss.png, log.jsonl, summary.txt", soft_wrap=True)
 
     def close(self) -> None:
         """Give the terminal back and close the log; safe to call twice."""
-        self._bar.stop()
+        with contextlib.suppress(OSError):  # a full disk has been told of already
+            self._bar.stop()
         self._log.close()
 
     @property
@@ -95,9 +94,13 @@ class Report:
         last = [step["loss"] for step in self.steps[-LAST_STEPS:]]
         return sum(last) / len(last)
 
+    def _say(self, text: str, *, soft_wrap: bool = False) -> None:
+        with user_error_if_impossible("write to the standard output"):
+            self._console.print(text, markup=False, highlight=False, soft_wrap=soft_wrap)
+
     def _write(self, record: dict[str, Any]) -> None:
-        self._log.write(json.dumps(record) + "\n")
-        self._log.flush()
+        with user_error_if_impossible(f"write {self._log.name}"):
+            self._log.write(json.dumps(record).encode() + b"\n")
 
     def _summary(self) -> list[str]:
         first, last = self.steps[0], self.steps[-1]

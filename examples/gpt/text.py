@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from gpt.errors import UserError
+from gpt.errors import UserError, user_error_if_impossible
 
 BYTES = 256
 
@@ -52,9 +53,19 @@ class IndexedTokens:
     def __init__(self, prefix: str, vocabulary: int) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+        _refuse_cut_index(Path(prefix + ".idx"))
         self.name, self.vocabulary = prefix, vocabulary
         self._documents: Any = IndexedDataset(prefix)
         self._ends = np.cumsum(self._documents.sequence_lengths, dtype=np.int64)
+        self._refuse_cut_tokens(Path(prefix + ".bin"))
+
+    def _refuse_cut_tokens(self, path: Path) -> None:
+        """What lies behind the file's end would be found missing only when it is read, in the middle of training."""
+        index = self._documents.index
+        stops = index.sequence_pointers + index.sequence_lengths.astype(np.int64) * index.dtype_size
+        wanted, there = int(stops.max(initial=0)), path.stat().st_size
+        if there < wanted:
+            raise UserError(f"{path} is cut off: it has {there:,} bytes, and its index names {wanted:,}")
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -76,6 +87,25 @@ class IndexedTokens:
         if tokens.min() < 0 or tokens.max() >= self.vocabulary:
             raise UserError(f"{self.name} holds token {tokens.max()}, outside --vocab-size {self.vocabulary}")
         return torch.from_numpy(tokens)
+
+
+_INDEX_HEADER = struct.Struct("<9sQBQQ")
+"""Of Megatron's .idx: magic, version, code of the dtype, number of sequences, number of documents."""
+
+
+def _refuse_cut_index(path: Path) -> None:
+    """Raise UserError where an .idx is none, or shorter than its own header says."""
+    there = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(_INDEX_HEADER.size)
+    if len(head) < _INDEX_HEADER.size:
+        raise UserError(f"{path} is cut off: it has {there} bytes, fewer than its header")
+    magic, version, _, sequences, documents = _INDEX_HEADER.unpack(head)
+    if (magic, version) != (b"MMIDIDX\x00\x00", 1):
+        raise UserError(f"{path} is no index of Megatron's: it begins with {head[:17]!r}")
+    wanted = _INDEX_HEADER.size + sequences * (4 + 8) + documents * 8  # lengths and pointers, then documents
+    if there < wanted:
+        raise UserError(f"{path} is cut off: it has {there:,} bytes, and its header names {wanted:,}")
 
 
 def open_tokens(data: str | None, *, vocab_size: int | None, seq_length: int) -> Tokens:
@@ -111,7 +141,8 @@ def _manual() -> Tokens:
 def _named(data: str, vocab_size: int | None) -> Tokens:
     path, halves = Path(data), (Path(data + ".bin"), Path(data + ".idx"))
     if path.is_file():
-        return ByteText(data, path.read_bytes())
+        with user_error_if_impossible(f"read --data {data}"):
+            return ByteText(data, path.read_bytes())
     if path.is_dir():
         raise UserError(f"--data {data} is a directory; name a text file or the prefix of an indexed dataset")
     there = [half for half in halves if half.is_file()]
@@ -125,7 +156,8 @@ def _named(data: str, vocab_size: int | None) -> Tokens:
             raise UserError(f"{half} is empty")
     if vocab_size is None:
         raise UserError("an indexed dataset does not say how large its vocabulary is: add --vocab-size N")
-    return IndexedTokens(data, vocab_size)
+    with user_error_if_impossible(f"read --data {data}"):
+        return IndexedTokens(data, vocab_size)
 
 
 def sample(tokens: Tokens, seq_length: int, *, seed: int, indices: Sequence[int]) -> dict[str, torch.Tensor]:

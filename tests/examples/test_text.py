@@ -95,3 +95,19 @@ def test_an_indexed_dataset_needs_the_size_of_its_vocabulary(tmp_path: Path) -> 
 def test_a_vocabulary_too_small_for_bytes_is_refused() -> None:
     with pytest.raises(UserError, match="too small"):
         open_tokens(None, vocab_size=100, seq_length=8)
+
+
+@pytest.mark.parametrize(("end", "bytes_left"), [("idx", 20), ("idx", 60), ("bin", 19), ("bin", 4)])
+def test_a_dataset_that_was_cut_off_is_named_before_it_is_read(tmp_path: Path, end: str, bytes_left: int) -> None:
+    prefix = indexed(tmp_path / "set", [[1, 2, 3], [4, 5]])
+    path = tmp_path / f"set.{end}"
+    path.write_bytes(path.read_bytes()[:bytes_left])
+    with pytest.raises(UserError, match=rf"set\.{end} is cut off: it has {bytes_left} bytes"):
+        open_tokens(prefix, vocab_size=300, seq_length=2)
+
+
+def test_an_index_of_another_kind_is_refused(tmp_path: Path) -> None:
+    prefix = indexed(tmp_path / "set", [[1, 2, 3], [4, 5]])
+    (tmp_path / "set.idx").write_bytes(b"PK" + bytes(100))
+    with pytest.raises(UserError, match="is no index of Megatron's"):
+        open_tokens(prefix, vocab_size=300, seq_length=2)
