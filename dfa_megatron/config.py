@@ -127,7 +127,8 @@ class DistAttentionConfig:
         group = parser.add_argument_group("dfa", "distributed attention (dfa_megatron)")
         for spec in fields(cls):
             flag = prefix + spec.name.replace("_", "-")
-            help_text = f"{spec.metadata['help']} Default: {spec.default}."
+            # Of the parser, which may have set another default than ours.
+            help_text = f"{spec.metadata['help']} Default: %(default)s."
             if isinstance(spec.default, bool):
                 group.add_argument(flag, action=argparse.BooleanOptionalAction, default=spec.default, help=help_text)
             else:

@@ -42,15 +42,18 @@ def shard_batch(
 
     Args:
         batch: tokens, labels, loss_mask, position_ids and the like, each (batch, seq, ...); None stays None.
-            cu_seqlens and cu_seqlens_padded are int32 offsets into a row, (documents + 1) for a single one or
-            (batch, documents + 1), where the last may be repeated; they and max_seqlen stay whole.
+            position_ids may be (3, batch, seq), of multimodal rotary embeddings: they stay whole, because Megatron's
+            module makes the table of all tokens and slices that. cu_seqlens and cu_seqlens_padded are int32 offsets
+            into a row, (documents + 1) for a single one or (batch, documents + 1), where the last may be repeated; they
+            and max_seqlen stay whole.
         cp_group: the context-parallel group; a group of one rank gets the batch as it is.
         options: the options the model was built with. Layout contiguous slices in order; boundary and zigzag slice as
             Megatron's get_batch_on_this_cp_rank does.
 
     Raises:
-        UnsupportedError: an attention_mask (attention is causal by construction), cu_seqlens of other rows, or a length
-            that does not divide among the ranks.
+        UnsupportedError: an attention_mask (attention is causal by construction), cu_seqlens of other rows,
+            multimodal position_ids with either of cu_seqlens and another layout than zigzag, or a length that does not
+            divide among the ranks.
     """
     if batch.get("attention_mask") is not None:
         raise UnsupportedError(
@@ -59,14 +62,36 @@ def shard_batch(
             "attention_mask=None (Megatron's scripts: --no-create-attention-mask-in-dataloader)",
         )
     layout = _DATA_LAYOUT[options.layout]
+    ranks = dist.get_world_size(cp_group)
+    stay = (*_WHOLE, "position_ids") if _multimodal(batch, options, ranks) else _WHOLE
     declare_batch_layout(cp_group, layout)
     batch = _one_row(batch)
-    if dist.get_world_size(cp_group) == 1:
+    if ranks == 1:
         return dict(batch)
     return {
-        name: whole if whole is None or name in _WHOLE else shard_sequence(whole, group=cp_group, layout=layout)
+        name: whole if whole is None or name in stay else shard_sequence(whole, group=cp_group, layout=layout)
         for name, whole in batch.items()
     }
+
+
+def _multimodal(batch: Mapping[str, torch.Tensor | None], options: DistAttentionConfig, ranks: int) -> bool:
+    """Whether position_ids are (3, batch, seq), a time, a height and a width of every token."""
+    positions = batch.get("position_ids")
+    if positions is None or positions.dim() != 3:
+        return False
+    if batch.get("cu_seqlens") is not None:
+        raise UnsupportedError(
+            f"position_ids of shape {tuple(positions.shape)} with packed documents",
+            "the table of multimodal rotary embeddings follows them, not documents",
+            "one document per row",
+        )
+    if options.layout != "zigzag" and ranks > 1:
+        raise UnsupportedError(
+            f"position_ids of shape {tuple(positions.shape)} in layout={options.layout!r}",
+            "Megatron slices the table of multimodal rotary embeddings in zigzag order",
+            "layout='zigzag'",
+        )
+    return True
 
 
 def _one_row(batch: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Tensor | None]:

@@ -1,4 +1,4 @@
-"""Distributed attention for the `core_attention` slot of a Megatron attention layer; it has no parameters.
+"""Distributed attention for the `core_attention` slot of a Megatron attention layer.
 
 Shapes, as Megatron hands them over: query (seq / CP, batch, heads / TP, head_dim), key and value (seq / CP, batch,
 kv_heads / TP, head_dim); the result is (seq / CP, batch, heads / TP * head_dim). Grouped heads are not expanded. Packed
@@ -25,6 +25,9 @@ class DistributedCoreAttention(torch.nn.Module):
     """Causal self-attention over the sequence that the ranks of `pg_collection.cp` hold together (one rank works too).
 
     In layers that Megatron gives a sliding window (config.window_size and window_attn_skip_freq), within the window.
+
+    Its one parameter is that of config.softmax_type "learnable": softmax_offset (heads / TP), a logit per head that
+    takes part in the softmax and has no value. With "off-by-one" it is zero, and no parameter.
 
     Built by Megatron by keyword; see megatron.core.transformer.attention.CoreAttentionBuilder.
 
@@ -54,16 +57,18 @@ class DistributedCoreAttention(torch.nn.Module):
         if pg_collection is None:
             from megatron.core.process_groups_config import ProcessGroupCollection
 
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.config = config
         self.layer_number = layer_number
         self.options = options
         self.cp_group = pg_collection.cp
+        self.tp_group = getattr(pg_collection, "tp", None)
         self.cp_comm_type = cp_comm_type
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.window_size = _window_of(config, layer_number)
         self.deterministic = options.deterministic or bool(getattr(config, "deterministic_mode", False))
         self.keywords = options.replace(deterministic=self.deterministic).keywords()
+        self.softmax_offset = _softmax_offset(config)
 
     def forward(
         self,
@@ -91,7 +96,12 @@ class DistributedCoreAttention(torch.nn.Module):
             )
         # Views only: the functions take any strides.
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        asked: dict[str, Any] = {"softmax_scale": self.softmax_scale, "window_size": self.window_size, **self.keywords}
+        asked: dict[str, Any] = {
+            "softmax_scale": self.softmax_scale,
+            "window_size": self.window_size,
+            "sinks": self.softmax_offset,
+            **self.keywords,
+        }
         out: Any
         if packed_seq_params is None:
             out = dist_flash_attn_func(q, k, v, group=self.cp_group, causal=True, **asked)
@@ -103,6 +113,12 @@ class DistributedCoreAttention(torch.nn.Module):
             )
         rows: torch.Tensor = out.transpose(0, 1).flatten(2)
         return rows
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of Megatron's own attention: softmax_offset, cut over tensor-parallel ranks, or nothing."""
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+        return DotProductAttention.sharded_state_dict(self, *args, **kwargs)
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
@@ -142,6 +158,25 @@ def _check_pack(pack: Any, query: torch.Tensor) -> None:
             "a pack is one row of tokens",
             "the batch that shard_batch makes",
         )
+
+
+def _softmax_offset(config: Any) -> torch.Tensor | None:
+    """(heads / TP): a parameter where it is learned, as Megatron's own attention makes it; None for plain softmax."""
+    kind = getattr(config, "softmax_type", "vanilla")
+    if kind == "vanilla":
+        return None
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    where: dict[str, Any] = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+    if kind == "off-by-one":
+        return torch.zeros(heads, **where)
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+    learned = torch.nn.Parameter(torch.zeros(heads, **where))
+    if config.perform_initialization:
+        config.init_method(learned)
+    # Megatron's own leaves this out, and the norm of all gradients then has the heads of one tensor-parallel rank.
+    set_tensor_model_parallel_attributes(learned, is_parallel=True, dim=0, stride=1)
+    return learned
 
 
 def _window_of(config: Any, layer_number: int) -> tuple[int, int]:

@@ -68,12 +68,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "it reaches past the token, and attention is causal (Megatron's own attentions differ on what that means)",
         "--window-size with 0 at its right",
     ),
-    Refusal(
-        lambda c, o: _get(c, "softmax_type", "vanilla") != "vanilla",
-        "softmax_type={softmax_type!r}",
-        "partial results are merged as plain softmax",
-        "--softmax-type vanilla",
-    ),
     Refusal(_on("qk_clip"), "qk_clip", "it needs the largest logit of every head", "no --qk-clip"),
     Refusal(
         _on("log_max_attention_logit"),
@@ -116,12 +110,27 @@ REFUSALS: tuple[Refusal, ...] = (
         "no --overlap-moe-expert-parallel-comm",
     ),
     Refusal(
+        lambda c, o: _get(c, "experimental_attention_variant") == "dsa",
+        "experimental_attention_variant='dsa'",
+        "an indexer chooses the keys of every token, and this attention would take them all",
+        "the model with Megatron's own attention: without this package's spec, with --cp-comm-type allgather "
+        "(Megatron-Core 0.19 and later)",
+    ),
+    Refusal(
         lambda c, o: (
-            _get(c, "experimental_attention_variant") is not None or _get(c, "linear_attention_freq") is not None
+            _get(c, "experimental_attention_variant") == "gated_delta_net"
+            or _get(c, "linear_attention_freq") is not None
         ),
-        "an experimental attention variant",
-        "it is not softmax attention over the whole sequence",
-        "standard attention layers",
+        "gated delta net among the layers of a GPT model",
+        "these layers have no core attention to replace, and rely on Megatron's zigzag order",
+        "a hybrid model, which has them beside attention layers (--spec dfa_megatron.megatron hybrid_stack_spec, "
+        "Megatron-Core 0.19 and later), or the model with Megatron's own attention",
+    ),
+    Refusal(
+        lambda c, o: _get(c, "experimental_attention_variant") not in (None, "dsa", "gated_delta_net"),
+        "experimental_attention_variant={experimental_attention_variant!r}",
+        "this attention is softmax over all keys before a token, which that variant need not be",
+        "the model with Megatron's own attention: without this package's spec",
     ),
     Refusal(
         _on("hybrid_context_parallel"),

@@ -25,7 +25,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("window_size=128 is not supported: it is a pair", {"window_size": 128}, {}),
     ("attn_logit_softcapping=50.0", {"attn_logit_softcapping": 50.0}, {}),
     ("attention_dropout=0.1", {"attention_dropout": 0.1}, {}),
-    ("softmax_type='off-by-one'", {"softmax_type": "off-by-one"}, {}),
     ("qk_clip", {"qk_clip": True}, {}),
     ("log_max_attention_logit", {"log_max_attention_logit": True}, {}),
     ("attention in fp8", {"fp8_dot_product_attention": True}, {}),
@@ -39,8 +38,10 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("CUDA graphs", {"cuda_graph_impl": "local"}, {}),
     ("CUDA graphs", {"enable_cuda_graph": True}, {}),
     ("overlap_moe_expert_parallel_comm", {"overlap_moe_expert_parallel_comm": True}, {}),
-    ("experimental attention", {"experimental_attention_variant": "dsa"}, {}),
-    ("experimental attention", {"linear_attention_freq": 4}, {}),
+    ("'dsa' is not.*an indexer chooses the keys.*allgather", {"experimental_attention_variant": "dsa"}, {}),
+    ("gated delta net.*hybrid_stack_spec", {"experimental_attention_variant": "gated_delta_net"}, {}),
+    ("gated delta net.*hybrid_stack_spec", {"linear_attention_freq": 4}, {}),
+    ("experimental_attention_variant='newer'.*Megatron's own", {"experimental_attention_variant": "newer"}, {}),
     ("hybrid_context_parallel", {"hybrid_context_parallel": True}, {}),
     ("hierarchical_context_parallel_sizes", {"hierarchical_context_parallel_sizes": [2, 2]}, {}),
     ("use_kitchen_attention", {"use_kitchen_attention": True}, {}),
@@ -133,7 +134,7 @@ def test_calls_with_masks_biases_or_caches_are_refused() -> None:
             check_call(*arguments)
 
 
-def test_core_attention_has_no_parameters_and_the_head_dimension_sets_the_scale() -> None:
+def test_core_attention_of_plain_softmax_has_no_parameters_and_the_head_dimension_sets_the_scale() -> None:
     attention = build()
     assert not list(attention.parameters())
     assert not attention.state_dict()
@@ -145,6 +146,13 @@ def test_core_attention_has_no_parameters_and_the_head_dimension_sets_the_scale(
 
 def parse(*flags: str) -> argparse.Namespace:
     return add_dfa_arguments(argparse.ArgumentParser()).parse_args(flags)
+
+
+def test_the_help_of_a_flag_names_the_default_that_it_has_there() -> None:
+    shown = " ".join(add_dfa_arguments(argparse.ArgumentParser()).format_help().split())
+    assert "attention works on them as they are. Default: boundary." in shown
+    shown = " ".join(DistAttentionConfig.add_arguments(argparse.ArgumentParser()).format_help().split())
+    assert "attention works on them as they are. Default: contiguous." in shown
 
 
 def test_flags_become_options_and_scripts_default_to_their_own_data_order() -> None:
