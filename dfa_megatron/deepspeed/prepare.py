@@ -166,15 +166,16 @@ def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: Block) ->
 
 
 def _distribute(model: torch.nn.Module, settings: dict[str, Any], mesh: Mesh, block: Block, accelerate: bool) -> None:
+    function = deepspeeds_function(settings, block.checkpoint)
     distribute_attention(
         model,
         group=mesh.group,
         options=block.options,
         checkpoint=block.checkpoint,
-        reentrant=block.reentrant,
+        reentrant=block.reentrant or function is not None,
         accelerate=accelerate,
     )
-    if (function := deepspeeds_function(settings, block.checkpoint)) is not None:
+    if function is not None:
         offload = block.options.remat_offload
         set_checkpointing(transformers_model(model), block.checkpoint, offload=offload, function=function)
 

@@ -59,6 +59,27 @@ def set_checkpointing(
         model.enable_input_require_grads()
 
 
+def check_layers(model: Any, checkpoint: str, *, reentrant: bool) -> None:
+    """Refuse to checkpoint layers for which transformers cannot, before anything of the model is changed.
+
+    Raises:
+        UnsupportedError: it does not, or would lose gradients.
+    """
+    able = model.supports_gradient_checkpointing and any(hasattr(x, "gradient_checkpointing") for x in model.modules())
+    if checkpoint != "none" and not able:
+        raise UnsupportedError(
+            f"checkpoint={checkpoint!r} for a {model.config.model_type} model",
+            "transformers does not checkpoint its layers",
+            "checkpoint='none'",
+        )
+    if reentrant and getattr(model.config.get_text_config(), "num_kv_shared_layers", False):
+        raise UnsupportedError(
+            f"re-entrant checkpointing of a {model.config.model_type} model whose layers share keys",
+            "the gradients of keys and values would stay in the layers that take them over",
+            "checkpointing that is not re-entrant",
+        )
+
+
 def check_checkpoint(checkpoint: str, *, reentrant: bool, offload: bool) -> None:
     """Refuse what is no way of checkpointing.
 

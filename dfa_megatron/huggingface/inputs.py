@@ -17,6 +17,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import documents as packed
 from dfa_megatron.huggingface.attention import CONTEXT, NAME, LayerContext, nothing_hidden
 from dfa_megatron.huggingface.padding import check_right, check_unlabelled
+from dfa_megatron.huggingface.positions import after_padding, padding_of, places
 from dfa_megatron.huggingface.refusals import check_router
 from dfa_megatron.packing import local_positions, shard_sequence
 
@@ -52,7 +53,7 @@ def prepare(
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions", "attention weights are never in memory", "output_attentions=False")
     tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
-    given: torch.Tensor | None = kwargs.get("position_ids")
+    given = places(module, kwargs)
     if given is None and context.size > 1:
         raise UnsupportedError(
             f"a batch without position_ids on {context.size} ranks",
@@ -61,8 +62,15 @@ def prepare(
         )
     documents, positions = _documents(kwargs, given, tokens, context)
     kept = {name: value for name, value in kwargs.items() if name not in packed.FLASH_KEYS}
-    kept |= {"position_ids": positions, "use_cache": False}
-    if (mask := kwargs.get("attention_mask")) is not None and mask.dim() == 2:
+    kept |= {"position_ids": _embedded(module, kwargs, tokens, documents, positions), "use_cache": False}
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict):
+        raise UnsupportedError(
+            "masks made by the model around this one",
+            "they may let images see tokens ahead of them, and such a model shifts labels and counts positions itself",
+            "the language model called by itself, with inputs_embeds, and causal_lm_loss on its logits",
+        )
+    if mask is not None and mask.dim() == 2:
         check_right(mask, context.group)
         kept["attention_mask"] = None
     context.packed.now = documents is not None
@@ -72,6 +80,26 @@ def prepare(
     if documents is not None:
         kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
     return args, kept
+
+
+def _embedded(
+    module: Any,
+    kwargs: dict[str, Any],
+    tokens: torch.Tensor,
+    documents: packed.Documents | None,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """The positions that the model embeds, of those that its tokens have in their sequence or document."""
+    given: torch.Tensor | None = kwargs.get("position_ids")
+    if given is not None and given.dim() == 3:
+        return given
+    padding = padding_of(module)
+    if padding is None:
+        return positions
+    if tokens.dim() > 2:  # embeddings: none is known to be padding, as in the model itself
+        return positions + padding + 1
+    context: LayerContext = getattr(module, CONTEXT)
+    return after_padding(tokens, documents, padding, context.group)
 
 
 def _documents(

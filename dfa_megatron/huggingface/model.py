@@ -14,7 +14,8 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention, inputs
 from dfa_megatron.huggingface.attention import CONTEXT, NAME, LayerContext
-from dfa_megatron.huggingface.checkpointing import check_checkpoint, set_checkpointing
+from dfa_megatron.huggingface.checkpointing import check_checkpoint, check_layers, set_checkpointing
+from dfa_megatron.huggingface.positions import check_padding
 from dfa_megatron.huggingface.refusals import check_model, check_options
 from dfa_megatron.plan.heads import check_degree
 from dfa_megatron.runtime.groups import Group, group_name, group_size
@@ -22,8 +23,9 @@ from dfa_megatron.runtime.groups import Group, group_name, group_size
 logger = logging.getLogger(__name__)
 
 TESTED = (
-    "gemma", "gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe",
-    "qwen3", "qwen3_moe",
+    "camembert", "data2vec-text", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "llama", "llama4_text",
+    "mistral", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "roberta",
+    "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 """Model types whose logits and gradients are compared with eager attention in this project's tests."""
 
@@ -62,6 +64,9 @@ def distribute_attention(
     check_checkpoint(checkpoint, reentrant=reentrant, offload=options.remat_offload)
     inner = transformers_model(model)
     layers = check_model(inner)
+    check_layers(inner, checkpoint, reentrant=reentrant)
+    if accelerate:
+        check_padding(inner.get_decoder(), f"a {inner.config.model_type} model")
     _note_untested(inner.config.model_type)
     attention.register()
     name = group_name(group)

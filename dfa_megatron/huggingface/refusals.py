@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -42,28 +43,58 @@ def check_model(model: Any) -> list[torch.nn.Module]:
     config = model.config.get_text_config()
     kind = f"a {model.config.model_type} model"
     if config is not model.config:
-        raise UnsupportedError(kind + " with several parts", "only text is distributed", "its language model alone")
+        raise UnsupportedError(
+            kind + " with several parts", "only text is distributed", "its language model and causal_lm_loss"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(kind, "cross-attention is not planned", "a decoder-only model")
+    if not hasattr(config, "num_hidden_layers"):
+        raise UnsupportedError(
+            kind, "its config names no number of layers, for it has several stacks of them", "a model of one stack"
+        )
     _check_head(model)
     _check_config(config, kind)
     layers = [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "layer_idx")]
+    _check_layers(layers, config, kind)
+    _check_decoder(model.get_decoder(), kind)
+    return layers
+
+
+def _check_layers(layers: list[Any], config: Any, kind: str) -> None:
+    """Refuse attention that is not causal, not one in each layer, or that counts its tokens by itself."""
+    ahead = sum(not layer.is_causal for layer in layers)
+    if ahead:
+        raise UnsupportedError(
+            f"{kind} with {len(layers)} attentions, {ahead} of them not causal",
+            "the plan is causal, and what a decoder's layers look up at an encoder is not planned",
+            "a decoder-only model with causal layers",
+        )
     if len(layers) != config.num_hidden_layers:
         raise UnsupportedError(
             f"{kind} with attention in {len(layers)} of {config.num_hidden_layers} layers",
             "other layers mix tokens in ways that are not distributed, or do not take attention implementations",
             "a model with causal self-attention in every layer",
         )
-    for layer in layers:
-        if not layer.is_causal:
-            raise UnsupportedError(f"{kind} with layers that are not causal", "the plan is causal", "a causal model")
-    if not hasattr(model.get_decoder(), "config"):
+    if any(getattr(layer, "attn_temperature_tuning", False) and not layer.use_rope for layer in layers):
+        raise UnsupportedError(
+            f"{kind} with attn_temperature_tuning",
+            "its layers without RoPE scale queries by a token's place in this rank's part, not in the sequence",
+            "attn_temperature_tuning=False, or RoPE in every layer (no_rope_layers)",
+        )
+
+
+def _check_decoder(decoder: Any, kind: str) -> None:
+    """Refuse a stack of layers that could not be told where its tokens are."""
+    if not hasattr(decoder, "config"):
         raise UnsupportedError(
             kind,
             "its get_decoder() is not its stack of layers, whose inputs are checked",
             "one that names its stack so",
         )
-    return layers
+    if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+        raise UnsupportedError(
+            kind, "it takes no position_ids, and counts positions in this rank's part", "one that takes position_ids"
+        )
 
 
 def _check_head(model: Any) -> None:

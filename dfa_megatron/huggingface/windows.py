@@ -24,6 +24,20 @@ class WindowMask:
 
     size: int
 
+    def __getitem__(self, index: tuple[slice, ...]) -> WindowMask:
+        """Itself, for the slice of all rows that models with shared keys take on their way (Gemma 4).
+
+        Raises:
+            UnsupportedError: of some rows.
+        """
+        if any(part not in (slice(None), slice(0, None)) for part in index):
+            raise UnsupportedError(
+                "logits_to_keep in a model whose layers share keys",
+                "the layers that share them would have fewer queries than keys",
+                "logits_to_keep=0",
+            )
+        return self
+
 
 def window_of(module: torch.nn.Module, mask: WindowMask | None, named: int | None, whole: int) -> tuple[int, int]:
     """The window of a layer's attention as (left, right), (-1, -1) for none.

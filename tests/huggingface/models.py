@@ -19,17 +19,19 @@ def build(kind: str, seed: int = 0, heads: int = 4, kv_heads: int = 2, **changes
 
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(
-        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if kind in _LARGE_TOKENS else {},
-        vocab_size=VOCABULARY,
-        hidden_size=8 * heads,
-        intermediate_size=24,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=8,
-        max_position_embeddings=128,
-        attn_implementation="eager",
-        **changes,
+        **{
+            **({"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if kind in _LARGE_TOKENS else {}),
+            "vocab_size": VOCABULARY,
+            "hidden_size": 8 * heads,
+            "intermediate_size": 24,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": 8,
+            "max_position_embeddings": 128,
+            "attn_implementation": "eager",
+            **changes,
+        }
     )
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(copy.deepcopy(config))
     for parameter in model.parameters():  # larger than at the start of a training, so that attention matters
@@ -46,5 +48,5 @@ def text(batch: int, length: int, seed: int, unlabelled: int = 0) -> dict[str, t
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """The gradient of every parameter by name."""
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    """The gradient of every parameter that is trained, by name."""
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -50,6 +50,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": _MIXED,
         },
     ),
+    "gemma4-shared-keys-window-in-half-of-the-layers": (
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": _MIXED * 2,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 5,
+            "global_head_dim": 8,
+            "vocab_size_per_layer_input": 61,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
+    "llama4-without-chunks": (
+        "Llama4Text",
+        {
+            **_EXPERTS,
+            "intermediate_size_mlp": 24,
+            "layer_types": ["full_attention"] * 2,
+            "attention_chunk_size": 64,
+            "no_rope_layers": [1, 0],
+            "attn_temperature_tuning": False,
+        },
+    ),
     "phimoe-window": ("Phimoe", {**_EXPERTS, "sliding_window": 9, "router_jitter_noise": 0.0}),
     "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", {"sliding_window": 9}),
@@ -105,8 +128,16 @@ def test_windows_beside_full_layers_with_every_kernel_of_the_cpu(kernel: str) ->
     run_ranks(3, windows, kernel, timeout=120)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["qwen2-moe-window-in-one-layer", "gemma3-window-in-one-layer"])
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    [
+        ("qwen2-moe-window-in-one-layer", False),
+        ("qwen2-moe-window-in-one-layer", True),
+        ("gemma3-window-in-one-layer", False),
+        ("gemma3-window-in-one-layer", True),
+        ("gemma4-shared-keys-window-in-half-of-the-layers", False),
+    ],
+)
 def test_windows_survive_checkpointing(name: str, reentrant: bool) -> None:
     kind, changes = MODELS[name]
     batch = text(1, 12, seed=4)

@@ -15,6 +15,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.attention import CONTEXT, LayerContext
 from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.models import build, text
+from tests.huggingface.test_parity import MODELS
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,16 @@ from tests.huggingface.models import build, text
             "Llama4Text",
             {"num_local_experts": 1, "attention_chunk_size": 8, "num_hidden_layers": 1},
             "chunked_attention",
+        ),
+        (
+            "Llama4Text",
+            {
+                "num_local_experts": 1,
+                "attention_chunk_size": 64,
+                "layer_types": ["full_attention", "full_attention"],
+                "no_rope_layers": [1, 0],
+            },
+            "a llama4_text model with attn_temperature_tuning is not supported: its layers without RoPE",
         ),
         ("Llama", {"attention_chunk_size": 8}, "a llama model with layers of type chunked_attention"),
         (
@@ -54,6 +65,57 @@ def _build(kind: str, changes: dict[str, Any]) -> Any:
         **{**sizes, "num_hidden_layers": 2, "num_key_value_heads": 2, "attn_implementation": "eager", **changes}
     )
     return getattr(transformers, {"Llama4Text": "Llama4"}.get(kind, kind) + "ForCausalLM")(config)
+
+
+def test_a_model_of_several_stacks_is_refused() -> None:
+    from transformers import BltConfig, BltForCausalLM
+
+    part = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    names = ("patcher_config", "encoder_config", "decoder_config", "global_config")
+    sizes: dict[str, Any] = {name: {**part, "vocab_size": 61} for name in names}
+    config = BltConfig(vocab_size=61, **sizes, encoder_hash_byte_group_vocab=16, attn_implementation="eager")
+    with pytest.raises(UnsupportedError, match="a blt model is not supported: its config names no number of layers"):
+        dfa_hf.distribute_attention(BltForCausalLM(config))
+
+
+@pytest.mark.parametrize("kind", ["Bart", "Pegasus", "Whisper"])
+def test_a_decoder_with_attention_over_an_encoder_is_refused_for_it(kind: str) -> None:
+    import transformers
+
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
+    tokens = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **tokens, attn_implementation="eager")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with pytest.raises(UnsupportedError, match=r"with 4 attentions, 2 of them not causal.*at an encoder"):
+        dfa_hf.distribute_attention(model)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("checkpoint", ["remat", "full"])
+def test_a_model_that_transformers_does_not_checkpoint_is_refused_as_it_was(checkpoint: str) -> None:
+    from transformers import CTRLConfig, CTRLLMHeadModel, JetMoeConfig, JetMoeForCausalLM
+
+    ctrl = CTRLConfig(vocab_size=61, n_positions=64, n_embd=32, dff=24, n_layer=2, n_head=4)
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    jetmoe = JetMoeConfig(vocab_size=61, **sizes, kv_channels=8, num_local_experts=4, num_experts_per_tok=2)
+    for model in (CTRLLMHeadModel(ctrl), JetMoeForCausalLM(jetmoe)):
+        before = model.config._attn_implementation
+        with pytest.raises(UnsupportedError, match=f"checkpoint='{checkpoint}' for a .*does not checkpoint its layers"):
+            dfa_hf.distribute_attention(model, checkpoint=checkpoint)
+        assert model.config._attn_implementation == before != dfa_hf.NAME
+        assert not any(hasattr(module, CONTEXT) or module._forward_pre_hooks for module in model.modules())
+        dfa_hf.distribute_attention(model)
+
+
+def test_layers_that_share_keys_are_refused_what_would_lose_their_gradients_or_rows() -> None:
+    kind, changes = MODELS["gemma4-shared-keys-window-in-half-of-the-layers"]
+    model = build(kind, **changes)
+    with pytest.raises(UnsupportedError, match="re-entrant checkpointing of a gemma4_text model whose layers share"):
+        dfa_hf.distribute_attention(model, checkpoint="full", reentrant=True)
+    assert model.config._attn_implementation == "eager"
+    dfa_hf.distribute_attention(model)
+    with pytest.raises(UnsupportedError, match="logits_to_keep in a model whose layers share keys"):
+        model(input_ids=text(1, 8, seed=0)["input_ids"], logits_to_keep=3)
 
 
 def test_models_whose_layers_do_not_all_attend_are_refused() -> None:

@@ -1,0 +1,178 @@
+"""Models that embed other positions than the places of their tokens get their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.packing import local_positions, shard_sequence
+from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.workers import run_ranks
+from tests.huggingface.models import VOCABULARY, text
+from tests.huggingface.test_packed import check, one_by_one, pack
+
+FAMILY = ("Roberta", "RobertaPreLayerNorm", "Camembert", "XLMRoberta", "XLMRobertaXL", "Xmod", "Data2VecText")
+PADDING = 3
+_SIZES = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+_DROPOUTS = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+
+
+def roberta(kind: str) -> Any:
+    """A decoder of RoBERTa's family in float64, the same on every rank."""
+    import transformers
+
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY,
+        **_SIZES,
+        **_DROPOUTS,
+        max_position_embeddings=100,
+        pad_token_id=PADDING,
+        is_decoder=True,
+        attn_implementation="eager",
+        **({"languages": ["en_XX"], "default_language": "en_XX"} if kind == "Xmod" else {}),
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+        parameter.requires_grad_(not name.endswith("key.bias"))  # softmax leaves it none but rounding
+    return model.double().train()  # its gradients are small
+
+
+def family(rank: int, world_size: int, kinds: tuple[str, ...]) -> None:
+    for seed, kind in enumerate(kinds):
+        batch = text(2, 12 * world_size, seed=seed, unlabelled=5)
+        batch["input_ids"][0, [4, 11, 15]] = PADDING  # not counted, on either rank
+        reference = roberta(kind)
+        want = reference(**batch)
+        want.loss.backward()
+        model = dfa_hf.distribute_attention(roberta(kind))
+        check(model, dfa_hf.shard_batch(batch), reference, (want.logits, want.loss), kind)
+
+
+def test_positions_begin_behind_that_of_padding_in_robertas_family() -> None:
+    run_ranks(2, family, FAMILY, timeout=120)
+
+
+def packed_and_embedded(rank: int, world_size: int) -> None:
+    batch = pack(12 * world_size, seed=2, rows=2)
+    batch["input_ids"][0, 7] = PADDING
+    reference = roberta("Roberta")
+    want = one_by_one(reference, batch)
+    want[1].backward()
+    model = dfa_hf.distribute_attention(roberta("Roberta"))
+    check(model, dfa_hf.shard_batch(batch), reference, want, "documents")
+
+    embedded = reference.get_input_embeddings()(text(1, 12 * world_size, seed=3)["input_ids"])
+    whole = reference(inputs_embeds=embedded).logits
+    places = local_positions(12 * world_size)[None]
+    got = model(inputs_embeds=shard_sequence(embedded), position_ids=places).logits
+    assert_close(got, shard_sequence(whole), tolerance=1e-5, name="embeddings")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_documents_and_embeddings_begin_behind_padding_too(ranks: int) -> None:
+    run_ranks(ranks, packed_and_embedded, timeout=120)
+
+
+def test_under_accelerate_robertas_family_is_refused() -> None:
+    model = roberta("Roberta")
+    with pytest.raises(UnsupportedError, match=r"a roberta model under accelerate.*evaluation"):
+        dfa_hf.distribute_attention(model, accelerate=True)
+    assert model.config._attn_implementation == "eager"
+
+
+def qwen() -> Any:
+    """A whole Qwen2-VL, and what it is given: text around an image of four tokens."""
+    from transformers import Qwen2VLConfig, Qwen2VLModel
+
+    torch.manual_seed(0)
+    axes = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config = Qwen2VLConfig(
+        text_config={**_SIZES, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "rope_parameters": axes},
+        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 1},
+        image_token_id=60,
+        video_token_id=59,
+        vision_start_token_id=58,
+        attn_implementation="eager",
+    )
+    model = Qwen2VLModel(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids = text(1, 16, seed=0)["input_ids"] % 58
+    ids[0, 4], ids[0, 5:9] = 58, 60
+    image = {
+        "pixel_values": torch.randn(16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(1)),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (ids == 60).int(),
+    }
+    return model.train(), ids, image
+
+
+def image_in_a_tower(rank: int, world_size: int) -> None:
+    whole, ids, image = qwen()
+    seen: dict[str, Any] = {}
+    handle = whole.language_model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True
+    )
+    want = whole(input_ids=ids, **image).last_hidden_state
+    want.square().mean().backward()
+    handle.remove()
+    embeds, axes = seen["inputs_embeds"].detach(), seen["position_ids"]
+    assert axes.shape == (3, 1, 16)
+    assert (axes[0] != axes[1]).any(), "the image has positions of its own"
+    reference = {name: x.grad.clone() for name, x in whole.language_model.named_parameters() if x.grad is not None}
+
+    whole.zero_grad()
+    tower = dfa_hf.distribute_attention(whole.language_model, checkpoint="remat")
+    plain = torch.arange(16)[None]
+    positions = shard_sequence(torch.cat((plain[None], axes)), dim=2)
+    got = tower(inputs_embeds=shard_sequence(embeds), position_ids=positions).last_hidden_state
+    got.square().mean().backward()
+    assert_close(got, shard_sequence(want), tolerance=1e-5, name="hidden states")
+    for name, wanted in reference.items():
+        if name == "embed_tokens.weight":
+            continue
+        gradient = dict(tower.named_parameters())[name].grad
+        dist.all_reduce(gradient)
+        assert_close(gradient / world_size, wanted, tolerance=1e-5, name=name)
+
+    with pytest.raises(UnsupportedError, match=r"position_ids of shape \(1, 8\) for inputs_embeds in a qwen2_vl_text"):
+        tower(inputs_embeds=shard_sequence(embeds), position_ids=shard_sequence(plain))
+    with pytest.raises(UnsupportedError, match=r"position_ids of shape \(3, 1, 8\).*each token's place"):
+        tower(inputs_embeds=shard_sequence(embeds), position_ids=positions[1:])
+    with pytest.raises(UnsupportedError, match="position_ids from"):
+        tower(inputs_embeds=shard_sequence(embeds), position_ids=positions + 1)
+
+
+def test_a_language_tower_takes_the_places_of_its_tokens_beside_their_positions_along_three_axes() -> None:
+    run_ranks(2, image_in_a_tower, timeout=120)
+
+
+def test_a_whole_model_that_gives_its_tower_plain_positions_for_an_image_is_refused() -> None:
+    whole, ids, image = qwen()
+    want = whole(input_ids=ids, **image).last_hidden_state
+    dfa_hf.distribute_attention(whole.language_model)
+    with pytest.raises(UnsupportedError, match=r"position_ids of shape \(1, 16\) for inputs_embeds"):
+        whole(input_ids=ids, **image, position_ids=torch.arange(16)[None])
+    with dfa_hf.local_attention(whole.language_model):
+        assert torch.equal(whole(input_ids=ids, **image).last_hidden_state, want)
+    text_alone = whole.language_model(input_ids=ids, position_ids=torch.arange(16)[None]).last_hidden_state
+    with dfa_hf.local_attention(whole.language_model):
+        assert_close(text_alone, whole(input_ids=ids).last_hidden_state, tolerance=1e-5, name="text")
+
+
+def test_masks_that_a_whole_model_makes_for_its_tower_are_refused() -> None:
+    from transformers import Gemma3Config, Gemma3Model
+
+    sizes = {**_SIZES, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5}
+    vision = {**_SIZES, "image_size": 8, "patch_size": 4}
+    model = Gemma3Model(Gemma3Config(text_config=sizes, vision_config=vision, mm_tokens_per_image=4)).eval()
+    dfa_hf.distribute_attention(model.language_model)
+    with pytest.raises(UnsupportedError, match="masks made by the model around this one"):
+        model(input_ids=text(1, 8, seed=0)["input_ids"])
