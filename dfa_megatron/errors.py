@@ -42,3 +42,7 @@ class ExecutionError(DistAttentionError, RuntimeError):
 
 class RematError(DistAttentionError, RuntimeError):
     """A recompute cannot use what the first pass of its region kept; the message says why and what to do."""
+
+
+class SelfCheckError(DistAttentionError, RuntimeError):
+    """A self-check at the start of a run found a difference; the message is its table, the same on every rank."""

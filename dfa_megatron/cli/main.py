@@ -14,6 +14,7 @@ _COMMANDS = {
     "plan": "dfa_megatron.cli.plan",
     "bench": "dfa_megatron.cli.bench",
     "doctor": "dfa_megatron.cli.doctor",
+    "selfcheck": "dfa_megatron.cli.selfcheck",
     "trace": "dfa_megatron.cli.trace",
 }
 """Each module has `add_parser(subparsers)`, which sets `run`, a function of the parsed arguments, as a default."""

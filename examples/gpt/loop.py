@@ -30,7 +30,7 @@ def join(sizes: Sizes) -> torch.device:
     if cuda:
         torch.cuda.set_device(device)
     else:
-        from dfa_megatron.testing.megatron_cpu import use_cpu
+        from dfa_megatron.megatron.cpu import use_cpu
 
         use_cpu()
     from megatron.core import parallel_state

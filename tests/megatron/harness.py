@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.megatron.cpu import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.megatron_cpu import use_cpu
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 64, 4, 2, 128
 SEQUENCE, BATCH, MICRO_BATCHES, STEPS, VOCABULARY = 48, 2, 2, 30, 256

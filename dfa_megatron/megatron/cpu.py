@@ -1,6 +1,6 @@
-"""Lets Megatron-Core train on CPU with gloo (tests, the CPU quick start): stands in for CUDA calls it always makes.
+"""Lets Megatron-Core train on CPU with gloo (tests, the self-check, the quick start): stands in for its CUDA calls.
 
-    from dfa_megatron.testing.megatron_cpu import use_cpu
+    from dfa_megatron.megatron.cpu import use_cpu
     use_cpu()          # before the first model is built; refuses where CUDA is available
 
 Every patch is a function below whose docstring names the Megatron-Core code that needs it (versions 0.16.1 and 0.19.2).

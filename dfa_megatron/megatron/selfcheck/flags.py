@@ -1,0 +1,238 @@
+"""Reads the flags of Megatron's scripts without Megatron's parser, which not every megatron-core wheel has.
+
+A flag is a field of TransformerConfig by its name, or has a line in a table below, or is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.flags import add_dfa_arguments, check_args
+from dfa_megatron.megatron.refusals import check_config
+from dfa_megatron.megatron.script import LAUNCH_REFUSALS
+
+_TO_CONFIG: dict[str, dict[str, Any]] = {
+    "apply_layernorm_1p": {"layernorm_zero_centered_gamma": True},
+    "disable_bias_linear": {"add_bias_linear": False},
+    "swiglu": {"gated_linear_unit": True, "activation_func": "silu"},
+    "quick_geglu": {"gated_linear_unit": True, "activation_func": "quick_gelu"},
+    "squared_relu": {"activation_func": "squared_relu"},
+}
+"""Flags without a value that set fields of TransformerConfig of other names."""
+
+_RENAMED = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts"}
+"""Flags with a value whose field of TransformerConfig has another name."""
+
+_MODEL: dict[str, Any] = {
+    "position_embedding_type": "learned_absolute",
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "rotary_seq_len_interpolation_factor": None,
+    "untie_embeddings_and_output_weights": False,
+    "use_rotary_position_embeddings": False,
+}
+"""Flags of the model that are not in its TransformerConfig, with Megatron's defaults."""
+
+_TRAINING: dict[str, Any] = {
+    "seq_length": None,
+    "max_position_embeddings": None,
+    "micro_batch_size": 1,
+    "vocab_size": None,
+    "group_query_attention": False,
+    "spec": None,
+    "yaml_cfg": None,
+    "optimizer": "adam",
+    "weight_decay": 0.01,
+    "clip_grad": 1.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "sgd_momentum": 0.9,
+    "use_distributed_optimizer": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "sft": False,
+    "reset_position_ids": False,
+    "reset_attention_mask": False,
+    "dataloader_inter_document_masking": False,
+    "eod_mask_loss": False,
+    "create_attention_mask_in_dataloader": True,
+    "use_torch_fsdp2": False,
+    "use_megatron_fsdp": False,
+    "use_legacy_models": False,
+    "attention_backend": None,
+    "bf16": False,
+    "fp16": False,
+}
+"""Flags that say how the model is trained, with Megatron's defaults."""
+
+_NO_PART = (
+    "accumulate_allreduce_grads_in_fp32", "adam_eps", "async_save", "attention_softmax_in_fp32", "ckpt_", "data_",
+    "ddp_bucket_size", "ddp_num_buckets", "distributed_", "empty_unused", "eval_", "exit_", "global_batch_size",
+    "init_method", "load", "log_", "lr", "make_vocab_size_divisible_by", "manual_gc", "merge_file", "min_lr",
+    "mock_data", "no_bias", "no_gradient_accumulation_fusion", "no_load", "no_masked_softmax_fusion",
+    "no_persist_layer_norm", "no_rope_fusion", "no_save", "null_tokenizer", "num_dataset", "num_workers",
+    "one_logger", "override_", "profile", "rerun_", "save", "seed", "split", "tensorboard", "test_", "timing_",
+    "tokenizer_", "train_", "transformer_impl", "use_checkpoint", "use_cpu_initialization", "use_dist_ckpt",
+    "use_flash_attn", "use_mcore", "valid_", "vocab_file", "wandb", "weight_decay_",
+)  # fmt: skip
+"""Beginnings of flags that say where data come from, what is logged and how fast it is, or what a CPU decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user's flags say."""
+
+    config: Mapping[str, Any]
+    """Fields of TransformerConfig (MLATransformerConfig) that are given; the activation by name."""
+    model: Mapping[str, Any]
+    training: Mapping[str, Any]
+    options: DistAttentionConfig
+    unknown: tuple[str, ...]
+    """Flags that nobody here knows."""
+
+
+def read(words: Sequence[str]) -> Asked:
+    """Sort flags into what makes the model, what trains it and our options, and refuse what the package refuses.
+
+    Raises:
+        UnsupportedError: a needed flag is missing, or the combination is refused.
+    """
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    parsed, rest = add_dfa_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args(
+        list(words)
+    )
+    options = DistAttentionConfig.from_args(parsed)
+    kinds = {spec.name: str(spec.type) for spec in fields(MLATransformerConfig)}
+    config: dict[str, Any] = {}
+    model, training, unknown = dict(_MODEL), dict(_TRAINING), []
+    for name, values in _flags(rest):
+        field = _RENAMED.get(name, name)
+        negative = name.removeprefix("no_") if name.startswith("no_") else ""
+        if name in model:
+            model[name] = _value(values)
+        if name in training:
+            training[name] = list(values) if name == "spec" else _value(values)
+        elif negative in training:
+            training[negative] = False
+        if name in _TO_CONFIG:
+            config.update(_TO_CONFIG[name])
+        elif field in kinds:
+            config[field] = _field(field, kinds[field], values)
+        elif negative in kinds:
+            config[negative] = False
+        elif name not in model and name not in training and negative not in training and not name.startswith(_NO_PART):
+            unknown.append("--" + name.replace("_", "-"))
+    if not training["group_query_attention"] and not config.get("multi_latent_attention"):
+        config.pop("num_query_groups", None)
+    if not config.get("multi_latent_attention"):
+        config = {
+            name: value for name, value in config.items() if name in {spec.name for spec in fields(TransformerConfig)}
+        }
+    if model["use_rotary_position_embeddings"]:
+        model["position_embedding_type"] = "rope"
+    asked = Asked(config, model, training, options, tuple(unknown))
+    _check(asked, kinds)
+    return asked
+
+
+def _flags(words: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found.append((name.replace("-", "_"), [value] if equals else []))
+        elif found:
+            found[-1][1].append(word)
+        else:
+            raise UnsupportedError(f"{word!r} before any flag", "flags of Megatron begin with --", "--flag value")
+    return [(name, tuple(values)) for name, values in found]
+
+
+def _field(name: str, kind: str, values: tuple[str, ...]) -> Any:
+    if name == "window_size":
+        numbers = [int(part) for value in values for part in value.strip("()[] ").split(",") if part.strip()]
+        return numbers if len(numbers) == 2 else numbers[0]
+    if name.endswith("_freq"):
+        return _pattern(name, values)
+    if "ist[" in kind and name not in ("cp_comm_type", "pipeline_model_parallel_layout"):
+        many = [_value((value,)) for value in values]
+        return many if len(many) > 1 or "Union" not in kind else many[0]
+    return _value(values)
+
+
+def _value(values: tuple[str, ...]) -> Any:
+    """True for a flag alone; a number where it is one."""
+    if not values:
+        return True
+    for number in (int, float):
+        try:
+            return number(values[0])
+        except ValueError:
+            continue
+    return values[0]
+
+
+def _pattern(name: str, values: tuple[str, ...]) -> int | list[int]:
+    """`3`, or a list of ones and zeros as an expression of lists, sums and repetitions: ([0]+[1]*3)*2."""
+
+    def read(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.List):
+            return [read(element) for element in node.elts]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+            left, right = read(node.left), read(node.right)
+            return left + right if isinstance(node.op, ast.Add) else left * right
+        raise ValueError
+
+    said = " ".join(values)
+    try:
+        found: int | list[int] = read(ast.parse(said, mode="eval").body)
+    except (ValueError, SyntaxError, TypeError) as error:
+        raise UnsupportedError(
+            f"--{name.replace('_', '-')} {said}",
+            "it is no pattern of layers",
+            "a number, or a list such as ([1]*3+[0])*2",
+        ) from error
+    return found
+
+
+class _Names:
+    """The flags as attributes, a field that is not given with TransformerConfig's default; for tables of refusals."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        vars(self).update(values)
+
+
+def _check(asked: Asked, kinds: Mapping[str, str]) -> None:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if not isinstance(asked.config.get(name), int):
+            raise UnsupportedError(
+                f"flags without --{name.replace('_', '-')}", "the model needs it", "all flags of the script, or @FILE"
+            )
+    if not isinstance(asked.training["seq_length"], int):
+        raise UnsupportedError("flags without --seq-length", "its shape decides the plan", "all flags of the script")
+    given = {spec.name: spec.default for spec in fields(MLATransformerConfig)} | {"kv_lora_rank": None}
+    namespace = _Names({**given, **asked.config})
+    check_config(namespace, asked.options)
+    backend = asked.training["attention_backend"]
+    flags = {**asked.config, **asked.training, "attention_backend": _Names({"name": backend}) if backend else None}
+    check_args(_Names(flags), asked.options)
+    # In a patched clone --cp-comm-type dfa means the default model with this attention; see clone.py.
+    spec = asked.training["spec"] or (["dfa_megatron.megatron"] if asked.config.get("cp_comm_type") == "dfa" else None)
+    for refusal in LAUNCH_REFUSALS:
+        if refusal.applies(_Names({**asked.training, "spec": spec}), asked.options):
+            raise UnsupportedError(refusal.what, refusal.why, refusal.instead)

@@ -1,0 +1,271 @@
+"""Makes a model of the user's flags small enough for a laptop, without changing what attention has to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.selfcheck.flags import Asked, read
+from dfa_megatron.selfcheck.case import Case, Reduction, Section
+
+MOST_RANKS = 16
+ROWS, HEAD, HIDDEN, FFN, VOCABULARY, LAYERS = 16, 16, 64, 96, 96, 8
+"""Tokens of a rank, head dimension, width, width of the MLP, vocabulary and layers, where the user's are larger."""
+
+_FUSED = (
+    "apply_rope_fusion", "bf16", "bias_activation_fusion", "bias_dropout_fusion", "cpu_offloading",
+    "cross_entropy_loss_fusion", "disable_parameter_transpose_cache", "fp16", "gradient_accumulation_fusion",
+    "masked_softmax_fusion", "memory_efficient_layer_norm", "moe_grouped_gemm", "moe_permute_fusion",
+    "moe_router_fusion", "persist_layer_norm", "tp_comm_overlap", "use_te_rng_tracker",
+)  # fmt: skip
+_GPU_ONLY: dict[str, Any] = dict.fromkeys(_FUSED, False) | {"fp8": None, "fp4": None, "transformer_impl": "local"}
+"""Fields of TransformerConfig that need a GPU, and what a CPU runs in their place; none changes what is computed."""
+
+_OFF: dict[str, str] = {
+    "hidden_dropout": "random numbers differ between rank counts",
+    "mtp_num_layers": "Megatron divides its loss by each rank's own tokens",
+    "moe_aux_loss_coeff": "Megatron computes it from each rank's own tokens",
+    "moe_z_loss_coeff": "Megatron computes it from each rank's own tokens",
+    "moe_expert_capacity_factor": "which tokens are dropped depends on each rank's own tokens",
+    "moe_input_jitter_eps": "random numbers differ between rank counts",
+}
+"""Fields with which Megatron's own result depends on how many ranks there are."""
+
+_LAYOUT_OF_STAGES = (
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+)  # fmt: skip
+
+
+def case_of(flags: Sequence[str]) -> Case:
+    """The self-check of a Megatron script's flags.
+
+    Raises:
+        UnsupportedError: the flags are refused by the package, or ask for what the check cannot run.
+    """
+    asked = read(flags)
+    _check_spec(asked)
+    reduced: list[Reduction] = []
+    parallel = _parallel(asked, reduced)
+    config = _config(asked, parallel, reduced)
+    training = _training(asked, parallel, config, reduced)
+    options = _options(asked, reduced)
+    recompute = {name: config.pop(name, None) for name in ("recompute_method", "recompute_num_layers")}
+    settings = {
+        "config": config,
+        "model": dict(asked.model),
+        "training": training,
+        "options": options,
+        "parallel": parallel,
+        "recompute": {"recompute_granularity": config.pop("recompute_granularity", None), **recompute},
+    }
+    ranks = parallel["tp"] * parallel["pp"] * parallel["cp"]
+    sections = (Section("plain", "plain"), Section("rematerialized", "plain"), Section("three steps", "three steps"))
+    return Case(
+        title=_title(asked, parallel),
+        ranks=ranks,
+        measure="dfa_megatron.megatron.selfcheck.train:measure",
+        settings=settings,
+        sections=sections,
+        reduced=tuple(reduced),
+        unseen=tuple(_unseen(asked)),
+        facts={"context-parallel ranks of each attention": str(parallel["cp"])},
+    )
+
+
+def _check_spec(asked: Asked) -> None:
+    spec = asked.training["spec"] or ["dfa_megatron.megatron"]
+    if spec[0] != "dfa_megatron.megatron":
+        raise UnsupportedError(
+            f"--spec {' '.join(spec)} in a self-check",
+            "a spec of your own is made by code that flags do not show",
+            "--spec dfa_megatron.megatron get_spec with the same flags",
+        )
+    if "hybrid_stack_spec" in spec:
+        raise UnsupportedError("a hybrid model in a self-check", "its Mamba layers need a GPU", "a GPT model")
+
+
+def _title(asked: Asked, parallel: Mapping[str, Any]) -> str:
+    import megatron.core
+
+    version = str(megatron.core.__version__).partition("+")[0]
+    sizes = ", ".join(f"{name} {size}" for name, size in parallel.items() if name == "cp" or (size or 1) > 1)
+    o = asked.options
+    return f"Megatron-Core {version}, {sizes}, layout {o.layout}, schedule {o.schedule}"
+
+
+def _parallel(asked: Asked, reduced: list[Reduction]) -> dict[str, Any]:
+    c, t = asked.config, asked.training
+    sizes: dict[str, int] = {
+        "cp": c.get("context_parallel_size", 1),
+        "tp": c.get("tensor_model_parallel_size", 1),
+        "pp": c.get("pipeline_model_parallel_size", 1),
+    }
+    if sizes["cp"] > MOST_RANKS:
+        raise UnsupportedError(
+            f"--context-parallel-size {sizes['cp']} in a self-check",
+            f"it runs at most {MOST_RANKS} processes, and this size is never reduced",
+            f"the same flags with --context-parallel-size {MOST_RANKS}",
+        )
+    run = {name: size if name == "cp" else min(size, 2) for name, size in sizes.items()}
+    for name in ("pp", "tp"):
+        if run["cp"] * run["tp"] * run["pp"] > MOST_RANKS:
+            run[name] = 1
+    for name, flag in (("tp", "--tensor-model-parallel-size"), ("pp", "--pipeline-model-parallel-size")):
+        if run[name] != sizes[name]:
+            reduced.append(Reduction(flag, str(sizes[name]), str(run[name])))
+    interleaved = t["num_layers_per_virtual_pipeline_stage"] or t["num_virtual_stages_per_pipeline_rank"]
+    if (experts := c.get("expert_model_parallel_size", 1)) > 1:
+        reduced.append(Reduction("--expert-model-parallel-size", str(experts), "1"))
+    return {**run, "vp": 2 if interleaved and run["pp"] > 1 else None}
+
+
+def _config(asked: Asked, parallel: Mapping[str, Any], reduced: list[Reduction]) -> dict[str, Any]:
+    c = dict(asked.config)
+    for name, value in _GPU_ONLY.items():
+        if name in c:
+            c[name] = value
+    dtype = "bf16" if asked.config.get("bf16") else "fp16" if asked.config.get("fp16") else ""
+    if dtype:
+        reduced.append(Reduction("dtype", dtype, "float32"))
+    if asked.config.get("transformer_impl") != "local":
+        reduced.append(Reduction("modules", "Transformer Engine's", "Megatron's own"))
+    for name in _OFF:
+        if name == "hidden_dropout":
+            if c.get(name, 0.1):
+                reduced.append(Reduction(name, str(c.get(name, 0.1)), f"0: {_OFF[name]}"))
+            c[name] = 0.0
+        elif c.pop(name, None):
+            reduced.append(Reduction(name, str(asked.config[name]), f"off: {_OFF[name]}"))
+    for name in (*_LAYOUT_OF_STAGES, "expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if name in c:
+            value = c.pop(name)
+            if name in _LAYOUT_OF_STAGES:
+                reduced.append(Reduction(name, str(value), "equal stages"))
+    _heads(asked, c, parallel, reduced)
+    _sizes(c, reduced)
+    _layers(c, parallel, reduced)
+    return c
+
+
+def _reduce(c: dict[str, Any], name: str, most: int, reduced: list[Reduction]) -> None:
+    if (given := c.get(name)) is not None and given > most:
+        reduced.append(Reduction(name, str(given), str(most)))
+        c[name] = most
+
+
+def _heads(asked: Asked, c: dict[str, Any], parallel: Mapping[str, Any], reduced: list[Reduction]) -> None:
+    """As few key/value heads as the parallel sizes need, at the ratio of the user's."""
+    heads = c["num_attention_heads"]
+    groups = c.get("num_query_groups") or heads
+    ratio = heads // groups
+    degree = max(1, asked.options.ulysses_degree)
+    few = next(
+        n for n in range(1, groups + 1) if n >= min(2, groups) and n % parallel["tp"] == 0 and n * ratio % degree == 0
+    ) if groups % parallel["tp"] == 0 else groups  # fmt: skip
+    if degree > 1 and groups // parallel["tp"] < degree:
+        few = groups  # some ranks hold copies of key/value heads, as in the user's run
+    width = c.get("kv_channels") or c["hidden_size"] // heads
+    if few != groups:
+        reduced.append(Reduction("heads and key/value heads", f"{heads}, {groups}", f"{few * ratio}, {few}"))
+    c["num_attention_heads"] = few * ratio
+    if c.get("num_query_groups"):
+        c["num_query_groups"] = few
+    c["kv_channels"] = width
+    _reduce(c, "kv_channels", HEAD, reduced)
+
+
+def _sizes(c: dict[str, Any], reduced: list[Reduction]) -> None:
+    c.setdefault("ffn_hidden_size", 4 * c["hidden_size"])
+    _reduce(c, "hidden_size", HIDDEN, reduced)
+    for name in ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        _reduce(c, name, FFN, reduced)
+    for name in ("qk_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank"):
+        _reduce(c, name, 2 * HEAD, reduced)
+    _reduce(c, "qk_pos_emb_head_dim", HEAD, reduced)
+    if (experts := c.get("num_moe_experts")) and experts > 8:
+        few = max(8, c.get("moe_router_topk", 2))
+        reduced.append(Reduction("experts", str(experts), str(few)))
+        c["num_moe_experts"] = few
+
+
+def _layers(c: dict[str, Any], parallel: Mapping[str, Any], reduced: list[Reduction]) -> None:
+    """Enough for every stage of the pipeline and for each kind of layer in the patterns."""
+    asked = c["num_layers"]
+    chunks = parallel["pp"] * (parallel["vp"] or 1)
+    needed = 2
+    for name in ("window_attn_skip_freq", "moe_layer_freq", "no_rope_freq"):
+        pattern = c.get(name)
+        if isinstance(pattern, int):
+            needed = max(needed, pattern)
+        elif isinstance(pattern, list) and pattern:
+            needed = max(needed, 1 + max(pattern.index(kind) for kind in set(pattern)))
+    few = min(asked, chunks * math.ceil(max(needed, chunks) / chunks))
+    for name in ("window_attn_skip_freq", "moe_layer_freq", "no_rope_freq"):
+        if isinstance(c.get(name), list):
+            c[name] = c[name][:few]
+    if few != asked:
+        reduced.append(Reduction("layers", str(asked), str(few)))
+    c["num_layers"] = few
+
+
+def _training(
+    asked: Asked, parallel: Mapping[str, Any], config: dict[str, Any], reduced: list[Reduction]
+) -> dict[str, Any]:
+    t, cp, tp = dict(asked.training), parallel["cp"], parallel["tp"]
+    whole = t["seq_length"]
+    # The remainders that decide whether the sequence divides among ranks stay as they are.
+    unit = math.lcm(2 * cp, cp * tp)
+    short = min(whole, ROWS * unit // 2 + whole % unit)
+    if short != whole:
+        reduced.append(Reduction("tokens", str(whole), str(short)))
+    if isinstance(window := config.get("window_size"), list) and window[0] > 0:
+        config["window_size"] = [max(1, round(window[0] * short / whole)), window[1]]
+        if config["window_size"] != window:
+            reduced.append(
+                Reduction("window", str(window[0]), f"{config['window_size'][0]}, the same part of the tokens")
+            )
+    if (words := t["vocab_size"] or VOCABULARY) > VOCABULARY:
+        reduced.append(Reduction("vocabulary", str(words), str(VOCABULARY)))
+    if t["optimizer"] not in ("adam", "sgd"):
+        raise UnsupportedError(f"--optimizer {t['optimizer']} in a self-check", "it was not tried", "adam or sgd")
+    if t["sft"] or t["dataloader_inter_document_masking"]:
+        raise UnsupportedError("packed documents in a self-check", "it was not tried", "flags without packing")
+    for name in ("use_torch_fsdp2", "use_megatron_fsdp"):
+        if t[name]:
+            reduced.append(Reduction("--" + name.replace("_", "-"), "yes", "Megatron's DDP"))
+    kept = (
+        "adam_beta1", "adam_beta2", "clip_grad", "optimizer", "overlap_grad_reduce", "overlap_param_gather",
+        "sgd_momentum", "use_distributed_optimizer", "weight_decay",
+    )  # fmt: skip
+    micro = min(2, t["micro_batch_size"])
+    return {
+        **{name: t[name] for name in kept},
+        "tokens": short,
+        "vocabulary": VOCABULARY,
+        "micro_batch_size": micro,
+        "micro_batches": 2 * (parallel["pp"] if parallel["vp"] else 1),
+    }
+
+
+def _options(asked: Asked, reduced: list[Reduction]) -> dict[str, Any]:
+    """What of our options a CPU cannot run."""
+    o = asked.options
+    values: dict[str, Any] = {name: getattr(o, name) for name in o.__dataclass_fields__}
+    for name, on_cpu in (("transport", "auto"), ("cuda_graph", False), ("remat_offload", False)):
+        if values[name] != on_cpu:
+            reduced.append(Reduction(f"--dfa-{name.replace('_', '-')}", str(values[name]), f"{on_cpu}, on a CPU"))
+            values[name] = on_cpu
+    if values["kernel"] not in ("auto", "reference", "cpu"):
+        reduced.append(Reduction("--dfa-kernel", values["kernel"], "auto, on a CPU"))
+        values["kernel"] = "auto"
+    return values
+
+
+def _unseen(asked: Asked) -> list[str]:
+    lines = ["GPU kernels and transports: `dfa-megatron doctor` compares kernels on the GPUs themselves"]
+    if asked.unknown:
+        lines.append("flags without a part in the check: " + " ".join(asked.unknown))
+    return lines

@@ -1,0 +1,53 @@
+"""What a self-check runs, as a framework describes it: plain data, so that fresh processes can be handed it as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """One thing that the check runs smaller, or otherwise, than the user asked for."""
+
+    what: str
+    asked: str
+    runs: str
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One part of the run, and the part of the one-rank run that it must equal."""
+
+    name: str
+    against: str
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One self-check.
+
+    A rank process calls `measure(settings, sections, whole, recorder)`: the settings below, the names of the sections
+    to run, whether it is the only rank, and a `Recorder` that takes what is compared. The default process group stands,
+    with gloo. The one-rank run must not use what is checked: it is the framework's own attention, or a dense one.
+    """
+
+    title: str
+    """The model in one line."""
+    ranks: int
+    measure: str
+    """`module:function`, the function at the module's top level."""
+    settings: Mapping[str, Any]
+    """What the function needs, as JSON can say it."""
+    sections: tuple[Section, ...]
+    """In the order in which a difference is looked for."""
+    reduced: tuple[Reduction, ...] = ()
+    unseen: tuple[str, ...] = ()
+    """What the check does not look at, one line each."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What every rank of the distributed run must record with `Recorder.fact`, beside tensors."""
+    tolerance: float = 1e-4
+    """Of |difference| to the largest entry of the whole tensor."""
+    timeout: float = 300.0
+    """Seconds for the processes of one world."""
