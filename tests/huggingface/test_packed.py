@@ -18,7 +18,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.compare import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.models import LAYERS, build, gradients, text
-from tests.huggingface.test_parity import MODELS
+from tests.huggingface.test_parity import MODELS, NEWER
 
 
 def pack(length: int, seed: int, rows: int = 1) -> dict[str, torch.Tensor]:
@@ -62,7 +62,7 @@ def check(model: Any, local: dict[str, torch.Tensor], reference: Any, want: Any,
 
 def compare(rank: int, world_size: int, names: list[str], rows: int) -> None:
     for seed, name in enumerate(names):
-        kind, changes = MODELS[name]
+        kind, changes = (MODELS | NEWER)[name]
         batch = pack(12 * world_size, 31 * seed + world_size, rows)
         reference = build(kind, seed, **changes)
         want = one_by_one(reference, batch)
@@ -79,6 +79,10 @@ def compare(rank: int, world_size: int, names: list[str], rows: int) -> None:
 def test_logits_loss_and_gradients_are_those_of_eager_attention_on_one_rank(ranks: int, rows: int) -> None:
     names = list(MODELS) if (ranks, rows) == (2, 1) else ["llama", "gemma3-window-in-one-layer"]
     run_ranks(ranks, compare, names, rows, timeout=170)
+
+
+def test_documents_do_not_meet_where_layers_share_keys() -> None:
+    run_ranks(2, compare, list(NEWER), 2, timeout=120)
 
 
 def packed_at_once(rank: int, world_size: int) -> None:

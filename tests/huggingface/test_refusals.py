@@ -15,7 +15,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.attention import CONTEXT, LayerContext
 from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.models import build, text
-from tests.huggingface.test_parity import MODELS
+from tests.huggingface.test_parity import NEWER
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_model_that_transformers_does_not_checkpoint_is_refused_as_it_was(chec
 
 
 def test_layers_that_share_keys_are_refused_what_would_lose_their_gradients_or_rows() -> None:
-    kind, changes = MODELS["gemma4-shared-keys-window-in-half-of-the-layers"]
+    kind, changes = NEWER["gemma4-shared-keys-window-in-half-of-the-layers"]
     model = build(kind, **changes)
     with pytest.raises(UnsupportedError, match="re-entrant checkpointing of a gemma4_text model whose layers share"):
         dfa_hf.distribute_attention(model, checkpoint="full", reentrant=True)
