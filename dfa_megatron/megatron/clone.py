@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from dfa_megatron.megatron.flags import options_of
+from dfa_megatron.megatron.flags import global_args, options_of
+from dfa_megatron.megatron.others import refuse_other_layers
 from dfa_megatron.megatron.script import slice_in_order
 from dfa_megatron.megatron.spec import dfa_ify
 
@@ -20,8 +21,15 @@ def asked_for(config: Any) -> bool:
     return asked == "dfa" or (isinstance(asked, list) and bool(asked) and set(asked) == {"dfa"})
 
 
+def _in_order() -> bool:
+    """Whether the script's batches are sliced in order. Of a run without our flags nothing else is asked."""
+    return getattr(global_args(), "dfa_layout", "boundary") == "contiguous"
+
+
 def layer_spec(spec: Any, config: Any, vp_stage: int | None = None) -> Any:
     """The spec of the decoder that Megatron has chosen, with distributed attention where it was asked for."""
+    if _in_order():
+        refuse_other_layers()
     return dfa_ify(spec, config, options_of(), vp_stage=vp_stage) if asked_for(config) else spec
 
 
@@ -41,7 +49,6 @@ def get_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> Any:
     from megatron.core import utils
 
     megatrons = utils.get_batch_on_this_cp_rank
-    options = options_of()
-    if options.layout != "contiguous":
+    if not _in_order():
         return megatrons(*args, **kwargs)
-    return slice_in_order(options, inspect.signature(megatrons), *args, **kwargs)
+    return slice_in_order(options_of(), inspect.signature(megatrons), *args, **kwargs)

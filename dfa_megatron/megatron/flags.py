@@ -57,6 +57,9 @@ def packs_of_args() -> str:
     return "rows" if getattr(args, "dataloader_inter_document_masking", False) else ""
 
 
+_HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")
+"""Flags of hybrid models, by version; their experts are in layers that see Megatron's own order."""
+
 FLAG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda args, options: (
@@ -82,6 +85,28 @@ FLAG_REFUSALS: tuple[Refusal, ...] = (
         "--sft in this layout",
         "Megatron slices its documents one by one, each in zigzag order",
         "dfa_megatron.launch with --dfa-layout contiguous",
+    ),
+    Refusal(
+        lambda args, options: bool(
+            (getattr(args, "logits_load_dir", None) or getattr(args, "logits_save_dir", None))
+            and getattr(args, "context_parallel_size", 1) > 1
+            and options.layout == "contiguous"
+        ),
+        "--logits-load-dir or --logits-save-dir in the contiguous layout",
+        "Megatron matches cached logits with tokens by their place on a rank, which is another in its own runs, and in "
+        "those of other layouts",
+        "--dfa-layout boundary or zigzag, where it is the same",
+    ),
+    Refusal(
+        lambda args, options: bool(
+            getattr(args, "moe_routing_trace_path", None)
+            and getattr(args, "context_parallel_size", 1) > 1
+            and options.layout == "boundary"
+            and not any(getattr(args, name, None) for name in _HYBRID)
+        ),
+        "--moe-routing-trace-path in the boundary layout",
+        "a trace tells tokens by their place, and those in the layers have another than those of the batch",
+        "--dfa-layout zigzag, or dfa_megatron.launch with --dfa-layout contiguous",
     ),
     Refusal(
         lambda args, options: getattr(getattr(args, "attention_backend", None), "name", None) == "local",

@@ -14,6 +14,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.context import AttentionContext
 from dfa_megatron.megatron.core_attention import check_call
 from dfa_megatron.megatron.latent import make_contiguous
+from dfa_megatron.megatron.outside import exchange_extracted, exchange_routing
 from dfa_megatron.megatron.packed import check_samples, place, rotary_rows
 from dfa_megatron.megatron.recompute import checkpoint_of, take_over
 from dfa_megatron.megatron.refusals import check_config, check_packable
@@ -28,6 +29,8 @@ class DistributedAttentionLayer:
       in a hybrid stack, before and after each attention layer.
     - Layouts `boundary` and `contiguous`: the rotary table, which Megatron slices in zigzag order, is exchanged once;
       that of multi-latent attention, which every layer makes itself, is sliced in order.
+    - Layout `boundary`: routing that is recorded and replayed, and hidden states of layers between that a caller asks
+      for, are in the caller's order; see outside.py.
     - Packed documents, in every layout: each token gets the rotary row of its place in its own document.
     """
 
@@ -68,6 +71,9 @@ class DistributedAttentionLayer:
                 "after the last decoder layer tokens are in zigzag order again",
                 "Megatron's own layer spec in get_gpt_mtp_block_spec, or --dfa-layout zigzag",
             )
+        if exchanges:
+            exchange_routing(self)
+            exchange_extracted()
         self._dfa_first = exchanges and layer.layer_number == 1
         self._dfa_last = exchanges and layer.layer_number == config.num_layers
 

@@ -5,7 +5,8 @@ These names are replaced, each only where it exists with the meaning that is kno
 - megatron.training.arguments.add_megatron_arguments, which `parse_args` of every version looks up when it is called;
 - for layout contiguous, megatron.core.utils.get_batch_on_this_cp_rank and, of packed documents up to 0.17,
   get_thd_batch_on_this_cp_rank, and every Megatron module that has imported them;
-- for layout contiguous, the constructor of Megatron's SFTDataset, which would pad every document to 2 x CP tokens.
+- for layout contiguous, the constructor of Megatron's SFTDataset, which would pad every document to 2 x CP tokens;
+- for layout contiguous, the constructor of Megatron's TransformerLayer, which then refuses layers that are not ours.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.batch import shard_batch
 from dfa_megatron.megatron.flags import add_dfa_arguments
+from dfa_megatron.megatron.others import refuse_other_layers
 from dfa_megatron.megatron.packed import packed_seq_params
 from dfa_megatron.megatron.refusals import Refusal
+from dfa_megatron.megatron.versions import say_if_not_tried, version
 
 logger = logging.getLogger("dfa_megatron.megatron")
 
@@ -97,6 +100,8 @@ def prepare(flags: Sequence[str]) -> DistAttentionConfig:
     if options.layout == "contiguous":
         _slice_in_order(options)
         _leave_documents_unpadded()
+        refuse_other_layers()
+    say_if_not_tried()
     return options
 
 
@@ -115,9 +120,9 @@ def _named(module_name: str, name: str) -> tuple[Any, Callable[..., Any]]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
-            raise ImportError(f"{module_name} of Megatron-Core {_version()} cannot be imported: {error}") from error
+            raise ImportError(f"{module_name} of Megatron-Core {version()} cannot be imported: {error}") from error
         raise UnsupportedError(
-            f"{where} of Megatron-Core {_version()}",
+            f"{where} of Megatron-Core {version()}",
             f"there is no module {error.name}",
             "a script in a Megatron-LM clone, or a megatron-core wheel from 0.17 on, which have megatron.training; "
             "dfa_ify and shard_batch in a loop of your own need neither",
@@ -125,17 +130,11 @@ def _named(module_name: str, name: str) -> tuple[Any, Callable[..., Any]]:
     function = getattr(module, name, None)
     if not callable(function):
         raise UnsupportedError(
-            f"{where} of Megatron-Core {_version()}",
+            f"{where} of Megatron-Core {version()}",
             "there is no such function",
             "Megatron-Core 0.16 to 0.19; with --dfa-layout boundary its scripts also run without the launcher",
         )
     return module, function
-
-
-def _version() -> str:
-    import megatron.core
-
-    return str(getattr(megatron.core, "__version__", "of unknown version"))
 
 
 def _add_flags() -> None:
@@ -170,7 +169,7 @@ def _slice_in_order(options: DistAttentionConfig) -> None:
     signature = inspect.signature(megatrons)
     if next(iter(signature.parameters)) != "batch" or "cp_group" not in signature.parameters:
         raise UnsupportedError(
-            f"layout 'contiguous' with Megatron-Core {_version()}",
+            f"layout 'contiguous' with Megatron-Core {version()}",
             f"{_SLICE}{signature} is not known here",
             "--dfa-layout boundary",
         )

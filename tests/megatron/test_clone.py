@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron import DistributedAttentionLayer, clone
+from dfa_megatron.megatron import DistributedAttentionLayer, clone, flags
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Topology, case, make_config, megatrons_spec
@@ -62,6 +63,7 @@ def slices(rank: int, world_size: int) -> None:
     for layout, places in (("boundary", (0, 1, 6, 7)), ("contiguous", (0, 1, 2, 3))):
         options = DistAttentionConfig(layout=layout)
         clone.options_of = lambda options=options: options
+        clone.global_args = lambda layout=layout: SimpleNamespace(dfa_layout=layout)
         batch = clone.get_batch_on_this_cp_rank(dict(whole), **hybrid)
         if rank == 0:
             assert torch.equal(batch["tokens"], whole["tokens"][:, list(places)])
@@ -71,6 +73,28 @@ def slices(rank: int, world_size: int) -> None:
     with pytest.raises(UnsupportedError, match="multiple of"):
         clone.get_batch_on_this_cp_rank({"tokens": torch.zeros(1, 7)}, **hybrid)
 
+    from megatron.core.models.gpt.gpt_model import GPTModel
 
-def test_batches_are_sliced_as_the_layout_flag_says() -> None:
+    teacher = make_config(Topology(cp=world_size), harness.MEGATRONS)
+    spec = clone.layer_spec(megatrons_spec(teacher), teacher)
+    spec.submodules.self_attention.submodules.core_attention = harness.DenseAttention
+    with pytest.raises(UnsupportedError, match="Megatron's own attention beside --dfa-layout contiguous"):
+        GPTModel(teacher, spec, harness.VOCABULARY, harness.SEQUENCE)
+
+
+def test_batches_are_sliced_as_the_layout_flag_says_and_another_model_is_refused_them() -> None:
     run_ranks(2, slices)
+
+
+def test_a_run_without_our_flags_meets_none_of_our_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SimpleNamespace(create_attention_mask_in_dataloader=True, context_parallel_size=2)
+    for where in (flags, clone):
+        monkeypatch.setattr(where, "global_args", lambda: args)
+
+    def megatrons(batch: Any) -> Any:
+        return {"sliced": batch}
+
+    monkeypatch.setattr("megatron.core.utils.get_batch_on_this_cp_rank", megatrons)
+    assert clone.get_batch_on_this_cp_rank("batch") == {"sliced": "batch"}
+    plain = config("p2p")
+    assert clone.layer_spec("spec", plain) == "spec"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dfa_megatron import launch
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron import script
+from dfa_megatron.megatron import script, versions
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 
@@ -78,6 +78,24 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def build_a_teacher() -> Any:
+    """A model whose attention is not of this package, and would take its tokens for Megatron's zigzag order."""
+    config = harness.make_config(harness.Topology(cp=2), harness.MEGATRONS)
+    spec = harness.megatrons_spec(config)
+    spec.submodules.self_attention.submodules.core_attention = harness.DenseAttention
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    return GPTModel(config, spec, harness.VOCABULARY, harness.SEQUENCE)
+
+
+def check_teacher(layout: str) -> None:
+    if layout == "contiguous":
+        with pytest.raises(UnsupportedError, match=r"beside --dfa-layout contiguous.*teacher.*dfa_ify for the spec"):
+            build_a_teacher()
+    else:
+        build_a_teacher()
+
+
 def slice_through_a_script(rank: int, world_size: int, script_path: str, layout: str) -> None:
     harness.start(harness.Topology(cp=2))
     from megatron.core import parallel_state
@@ -93,6 +111,7 @@ def slice_through_a_script(rank: int, world_size: int, script_path: str, layout:
     if layout == "contiguous":
         with pytest.raises(UnsupportedError, match="a model without distributed attention"):
             SEEN["slicing"](dict(whole))
+    check_teacher(layout)
     dfa_ify(get_gpt_layer_local_spec())
     batch = SEEN["slicing"](dict(whole))
     places = {"contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]], "boundary": [[0, 1, 6, 7], [2, 3, 4, 5]]}[layout][rank]
@@ -178,6 +197,9 @@ def test_every_refusal_of_the_launcher_is_tested() -> None:
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    monkeypatch.setattr(TransformerLayer, "__init__", TransformerLayer.__init__)  # which the launcher replaces
     for name, names in modules.items():
         module = ModuleType(f"megatron.{name.replace('_', '.')}")
         vars(module).update(names)
@@ -207,6 +229,34 @@ def test_an_unknown_way_of_slicing_is_refused_for_contiguous_and_left_alone_othe
     assert script.prepare(SPEC).layout == "boundary"
     with pytest.raises(UnsupportedError, match=r"get_batch_on_this_cp_rank.*--dfa-layout boundary"):
         script.prepare([*SPEC, "--dfa-layout=contiguous"])
+
+
+@pytest.mark.parametrize(
+    ("found", "rank", "lines"),
+    [("0.20.0", "0", 1), ("1.0", "0", 1), ("0.20.0rc0+abc", "1", 0), ("0.19.2", "0", 0), ("0.16.1", "0", 0)],
+)
+def test_a_megatron_that_is_newer_than_any_that_was_tried_is_said_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: str, rank: str, lines: int
+) -> None:
+    import megatron.core
+
+    stub(monkeypatch, training={}, training_arguments={"add_megatron_arguments": lambda parser: parser})
+    monkeypatch.setattr(megatron.core, "__version__", found)
+    monkeypatch.setenv("RANK", rank)
+    versions.say_if_not_tried.cache_clear()
+    with caplog.at_level("WARNING"):
+        script.prepare(SPEC)
+        script.prepare(SPEC)
+    said = [record.getMessage() for record in caplog.records if "was not tried" in record.getMessage()]
+    assert len(said) == lines
+    assert all(f"Megatron-Core {found} was not tried: 0.16 to 0.19 are" in line for line in said)
+
+
+def test_the_docs_name_the_newest_megatron_that_was_tried() -> None:
+    newest = "{}.{}".format(*versions.LATEST_TRIED)
+    wheel = next(line for line in (ROOT / ".ci" / "megatron_latest.sh").read_text().splitlines() if "version=" in line)
+    assert wheel.startswith(f"version={newest}.")
+    assert max((ROOT / "patches" / "megatron-lm").glob("*.patch")).stem == f"core_v{newest}.0"
 
 
 def test_our_flags_are_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +325,7 @@ def train_through_a_script(rank: int, world_size: int, script_path: str, layout:
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
     assert launch.main([script_path, *FLAGS.split(), *OURS.split(), *FULL.split(), "--dfa-layout", layout]) == 0
     assert SEEN["layout"] == layout
+    check_teacher(layout)
     assert abs(SEEN["total"] - torch.load(path, weights_only=True)["losses"][0]) <= 1e-5
 
 

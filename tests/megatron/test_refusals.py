@@ -169,6 +169,18 @@ def test_flags_become_options_and_scripts_default_to_their_own_data_order() -> N
         ("mask made in the data loader", {"create_attention_mask_in_dataloader": True, "context_parallel_size": 2}),
         ("--reset-attention-mask", {"reset_attention_mask": True}),
         ("--sft in this layout", {"sft": True, "context_parallel_size": 2}),
+        (
+            "--logits-load-dir.*boundary or zigzag",
+            {"logits_load_dir": "logits", "context_parallel_size": 2, "dfa_layout": "contiguous"},
+        ),
+        (
+            "--logits-save-dir.*boundary or zigzag",
+            {"logits_save_dir": "logits", "context_parallel_size": 2, "dfa_layout": "contiguous"},
+        ),
+        (
+            "--moe-routing-trace-path in the boundary layout",
+            {"moe_routing_trace_path": "trace", "context_parallel_size": 2},
+        ),
         ("--attention-backend local", {"attention_backend": SimpleNamespace(name="local")}),
         ("--use-torch-fsdp2 with", {"use_torch_fsdp2": True, "calculate_per_token_loss": True}),
     ],
@@ -177,6 +189,19 @@ def test_flags_that_the_model_never_sees_are_refused(message: str, fields: dict[
     check_args(argparse.Namespace(), OPTIONS)
     with pytest.raises(UnsupportedError, match=message):
         options_of(argparse.Namespace(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logits_load_dir": "logits", "logits_save_dir": "logits"},
+        {"logits_load_dir": "logits", "dfa_layout": "zigzag"},
+        {"moe_routing_trace_path": "trace", "dfa_layout": "contiguous"},
+        {"moe_routing_trace_path": "trace", "hybrid_layer_pattern": "M*E"},
+    ],
+)
+def test_files_that_go_by_the_place_of_tokens_are_taken_where_it_is_that_of_the_batch(fields: dict[str, Any]) -> None:
+    options_of(argparse.Namespace(context_parallel_size=2, **fields))
 
 
 def test_packed_data_of_scripts_are_taken_where_they_are_sliced_by_rows() -> None:

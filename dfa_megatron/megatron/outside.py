@@ -1,0 +1,137 @@
+"""What goes in and out of layers beside hidden states, in the caller's order of tokens, where layers have another.
+
+In layout `boundary` the caller has Megatron's zigzag order and the layers the contiguous one. Replayed and recorded
+routing of experts, and hidden states of layers between that a caller asks a block for, are exchanged here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+
+_MARK = "_dfa_gives_back_in_order"
+
+
+class ExchangedReplay:
+    """Routing indices, (tokens, topk) int64, change places on their way; always the first base of `_replay_class`.
+
+    The router's own tokens are contiguous. What is recorded is kept in zigzag order, and what is replayed is taken so.
+    """
+
+    def record_indices(self, topk_indices: torch.Tensor) -> None:
+        """Keep what the router chose, in the caller's order."""
+        super().record_indices(self._moved(topk_indices, "contiguous", "zigzag"))  # type: ignore[misc]
+
+    def get_replay_topk(self, scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As RouterReplay's; the indices to replay are exchanged before they are used.
+
+        Raises:
+            UnsupportedError: an action that is not known here, or indices of other tokens than those of scores.
+        """
+        replay: Any = self
+        action = getattr(replay.router_replay_action, "name", None)
+        choose = super().get_replay_topk  # type: ignore[misc]
+        if action in (None, "RECORD"):
+            return choose(scores, *args, **kwargs)
+        if action == "REPLAY_FORWARD":
+            given = replay.target_topk_idx
+            replay.target_topk_idx = self._to_replay(given, scores)
+            try:
+                return choose(scores, *args, **kwargs)
+            finally:
+                replay.target_topk_idx = given
+        if action == "REPLAY_BACKWARD":
+            waiting = replay.replay_backward_list
+            waiting[0] = self._to_replay(waiting[0], scores)  # which is taken from the list next
+            return choose(scores, *args, **kwargs)
+        raise UnsupportedError(
+            f"the routing action {action} in the boundary layout",
+            "it is not known in which order its tokens are",
+            "--dfa-layout zigzag or contiguous",
+        )
+
+    def _to_replay(self, given: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if given.shape[0] != scores.shape[0]:
+            raise UnsupportedError(
+                f"replayed routing of {given.shape[0]} tokens",
+                f"this rank's router has {scores.shape[0]}",
+                "indices of this rank's tokens, in Megatron's zigzag order",
+            )
+        return self._moved(given.to(scores.device), "zigzag", "contiguous")
+
+    def _moved(self, indices: torch.Tensor, source: str, target: str) -> torch.Tensor:
+        replay: Any = self
+        rows = indices.reshape(replay.dfa_rows, -1)  # the tokens of a place in all samples of the batch travel together
+        moved: torch.Tensor = replay.dfa_exchange().move(rows, source, target)
+        return moved.reshape(indices.shape)
+
+
+@functools.cache
+def _replay_class(base: type) -> type:
+    return type(f"Exchanged{base.__name__}", (ExchangedReplay, base), {"__module__": __name__})
+
+
+def exchange_routing(layer: Any) -> None:
+    """Have the router of a layer record and replay in the caller's order, if it has experts and their routing is kept.
+
+    The router's input is looked at in every pass and recomputation, for (tokens, topk) does not say how many samples
+    the tokens are of.
+    """
+    router: Any = getattr(getattr(layer, "mlp", None), "router", None)
+    replay: Any = getattr(router, "router_replay", None)
+    if replay is None:
+        return
+    base: Any = type(replay)
+    replay.__class__ = _replay_class(base)
+    replay.dfa_exchange = layer._dfa_exchange
+
+    def look(router: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden_states = args[0] if args else kwargs["input"]
+        router.router_replay.dfa_rows = hidden_states.shape[0]
+
+    router.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def exchange_extracted() -> None:
+    """Have the TransformerBlock whose constructor is running give back `extract_layer_indices` in the caller's order.
+
+    Megatron tells a layer nothing of the block that it is in, so the block is looked for among the callers. A layer
+    that is built by itself has none.
+    """
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    frame = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), TransformerBlock):
+        frame = frame.f_back  # type: ignore[assignment]
+    block = None if frame is None else frame.f_locals["self"]
+    if block is None or hasattr(block, _MARK):
+        return
+    if "extract_layer_indices" in inspect.signature(type(block).forward).parameters:  # Megatron-Core 0.19 and later
+        setattr(block, _MARK, True)
+        block.register_forward_hook(_in_order, with_kwargs=True)
+
+
+def _in_order(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    asked = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
+    wanted = asked.get("extract_layer_indices")
+    if not wanted:
+        return None
+    hidden_states, between = output
+    layers = [layer for layer in block.layers if layer.layer_number - 1 in wanted]
+    if len(layers) != len(between):
+        raise UnsupportedError(
+            f"extract_layer_indices={sorted(wanted)} in the boundary layout",
+            f"Megatron gave back {len(between)} of {len(layers)} layers, for it recomputes several as one",
+            "remat='auto', or --recompute-num-layers 1",
+        )
+    moved = [
+        states if layer._dfa_last else layer._dfa_exchange()(states, "contiguous", "zigzag")
+        for layer, states in zip(layers, between, strict=True)
+    ]
+    return hidden_states, moved

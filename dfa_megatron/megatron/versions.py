@@ -1,0 +1,33 @@
+"""Which Megatron-Core is here, and whether this package was tried with it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+
+logger = logging.getLogger("dfa_megatron.megatron")
+
+LATEST_TRIED = (0, 19)
+"""Major and minor of the newest Megatron-Core that the tests run on."""
+
+
+def version() -> str:
+    """As Megatron-Core says it, for instance 0.19.2, or 0.20.0rc0+1234abc in a clone."""
+    import megatron.core
+
+    return str(getattr(megatron.core, "__version__", "of unknown version"))
+
+
+@functools.cache
+def say_if_not_tried() -> None:
+    """Log a warning, once in a run, where Megatron-Core is newer than any that was tried."""
+    found = re.match(r"(\d+)\.(\d+)", version())
+    if found and (int(found[1]), int(found[2])) > LATEST_TRIED and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "dfa: Megatron-Core %s was not tried: 0.16 to %d.%d are. Only the names that have to be replaced are "
+            "checked: compare the first losses with those of Megatron's own attention",
+            version(),
+            *LATEST_TRIED,
+        )
