@@ -24,6 +24,9 @@ from dfa_megatron.packing import local_positions, shard_sequence
 _HELD = "_dfa_attention_held"
 """The attribute of a model that is set while `local_attention` is in force."""
 
+_OTHER_SENSES = ("pixel_values", "pixel_values_videos", "input_features")
+"""How the arguments end by which models take images and sound."""
+
 
 def prepare(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -35,11 +38,37 @@ def prepare(
 
     Raises:
         UnsupportedError: no or other positions (of a whole sequence, or that begin nowhere), padding that is not on the
-            right, or a cache.
+            right, a cache, images or sound, or masks of another model.
     """
     if module.config._attn_implementation != NAME:
         return None
     context: LayerContext = getattr(module, CONTEXT)
+    _check_arguments(args, kwargs, context)
+    tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
+    given = places(module, kwargs)
+    if given is None and context.size > 1:
+        raise UnsupportedError(
+            f"a batch without position_ids on {context.size} ranks",
+            "each rank takes its part of a sequence, and nothing says that this is one",
+            "dfa_megatron.huggingface.shard_batch, which brings them",
+        )
+    documents, positions = _documents(kwargs, given, tokens, context)
+    kept = {name: value for name, value in kwargs.items() if name not in packed.FLASH_KEYS}
+    kept |= {"position_ids": _embedded(module, kwargs, tokens, documents, positions), "use_cache": False}
+    if (mask := kwargs.get("attention_mask")) is not None and mask.dim() == 2:
+        check_right(mask, context.group)
+        kept["attention_mask"] = None
+    context.packed.now = documents is not None
+    decoder: Any = type(module)
+    if _takes_keywords(decoder):
+        kept[packed.KEYWORD] = documents
+    if documents is not None:
+        kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
+    return args, kept
+
+
+def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerContext) -> None:
+    """Refuse what a rank with a part of each sequence cannot take, or cannot see."""
     if len(args) > 1:
         raise UnsupportedError(
             "positional arguments after input_ids", "positions and caches are looked for by name", "keyword arguments"
@@ -52,34 +81,19 @@ def prepare(
         )
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions", "attention weights are never in memory", "output_attentions=False")
-    tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
-    given = places(module, kwargs)
-    if given is None and context.size > 1:
-        raise UnsupportedError(
-            f"a batch without position_ids on {context.size} ranks",
-            "each rank takes its part of a sequence, and nothing says that this is one",
-            "dfa_megatron.huggingface.shard_batch, which brings them",
-        )
-    documents, positions = _documents(kwargs, given, tokens, context)
-    kept = {name: value for name, value in kwargs.items() if name not in packed.FLASH_KEYS}
-    kept |= {"position_ids": _embedded(module, kwargs, tokens, documents, positions), "use_cache": False}
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, dict):
+    if isinstance(kwargs.get("attention_mask"), dict):
         raise UnsupportedError(
             "masks made by the model around this one",
             "they may let images see tokens ahead of them, and such a model shifts labels and counts positions itself",
             "the language model called by itself, with inputs_embeds, and causal_lm_loss on its logits",
         )
-    if mask is not None and mask.dim() == 2:
-        check_right(mask, context.group)
-        kept["attention_mask"] = None
-    context.packed.now = documents is not None
-    decoder: Any = type(module)
-    if _takes_keywords(decoder):
-        kept[packed.KEYWORD] = documents
-    if documents is not None:
-        kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
-    return args, kept
+    others = [name for name in kwargs if name.endswith(_OTHER_SENSES) and kwargs[name] is not None]
+    if others and context.size > 1:
+        raise UnsupportedError(
+            f"{', '.join(others)} on {context.size} ranks",
+            "images and sound belong to the whole sequence, and this rank holds a part of its tokens",
+            "inputs_embeds, made of the whole sequence and then cut",
+        )
 
 
 def _embedded(
