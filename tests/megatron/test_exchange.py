@@ -62,6 +62,9 @@ def exchange_there_and_back(rank: int, world_size: int) -> None:
     pair = tables.contiguous((rows.detach(), None), relayout, 4)
     assert pair[0] is first
     assert pair[1] is None
+    both = torch.randn(8, 1, dtype=torch.float64)
+    for half in (both[:4], both[4:]):  # two tables in one memory
+        assert torch.equal(tables.contiguous(half, relayout, 4), relayout.move(half, "zigzag", "contiguous"))
     for _ in range(5):  # older tables are let go of, and a new one is never taken for an old one
         table = torch.randn(4, 1, dtype=torch.float64) + rank
         expected = relayout.move(table, "zigzag", "contiguous")

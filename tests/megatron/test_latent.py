@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.cpu import use_cpu
-from dfa_megatron.megatron.latent import make_contiguous
+from dfa_megatron.megatron.latent import ContiguousRotary, make_contiguous
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
@@ -130,3 +130,26 @@ def test_an_attention_that_makes_its_table_in_another_way_is_refused() -> None:
     attention.rotary_pos_emb = torch.nn.Identity()
     with pytest.raises(UnsupportedError, match="order of tokens can be chosen"):
         make_contiguous(attention)
+
+
+class Counting(ContiguousRotary):
+    """A table of token numbers."""
+
+    def get_emb(self, length: int, offset: int) -> torch.Tensor:
+        return torch.arange(offset, offset + length)
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD
+
+
+def _rows_of_lengths_and_offsets(rank: int, ranks: int) -> list[list[int]]:
+    rotary = Counting()
+    return [rotary.forward(length, offset).tolist() for length, offset in ((4, 0), (4, 6), (4, 6), (8, 6))]
+
+
+def test_a_rotary_table_is_known_by_its_length_and_its_offset() -> None:
+    assert run_ranks(2, _rows_of_lengths_and_offsets) == [
+        [[0, 1], [6, 7], [6, 7], [6, 7, 8, 9]],
+        [[2, 3], [8, 9], [8, 9], [10, 11, 12, 13]],
+    ]

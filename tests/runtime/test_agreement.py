@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, DistAttentionError, ExecutionError, UnsupportedError
+from dfa_megatron.plan.route import direct
+from dfa_megatron.plan.schedules import SCHEDULES
 from dfa_megatron.testing.workers import run_ranks
 
 
@@ -51,7 +54,7 @@ def test_every_rank_is_told_what_differs(ranks: int) -> None:
     for report in reports:
         assert "shape of q: (1, 8, 4, 16)" in report["length"]
         assert "(1, 10, 4, 16)" in report["length"]
-        assert "torch.float64 on rank" in report["dtype"]
+        assert "  dtype: torch.float" in report["dtype"]
         assert "request.schedule: 'balanced' on rank" in report["schedule"]
         assert "request.softmax_scale: 0.25" in report["scale"]
         assert "cpu on rank" in report["kernel"]
@@ -61,6 +64,31 @@ def test_every_rank_is_told_what_differs(ranks: int) -> None:
         assert report["agreed"] == report["always"] == ""
     for field in ("length", "dtype", "schedule", "scale", "kernel", "window"):
         assert len({report[field] for report in reports}) == 1, "the same text on every rank"
+
+
+def _facts_of_its_own(rank: int, ranks: int) -> dict[str, str]:
+    """Equal requests over equal tensors, where the last rank has another plan by the same name, or other versions."""
+
+    def told(local: int, owner: Any, name: str, value: object) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == ranks - 1:
+                (patch.setitem if isinstance(owner, dict) else patch.setattr)(owner, name, value)
+            return attempt(*tensors(local=local), schedule="ring")
+
+    return {
+        "plan": told(26, SCHEDULES, "ring", dataclasses.replace(SCHEDULES["ring"], route=direct)),
+        "dfa_megatron": told(28, dfa_megatron, "__version__", "0.0.other"),
+        "torch": told(30, torch, "__version__", "0.0.other"),
+    }
+
+
+def test_ranks_with_another_plan_or_other_versions_are_told_so() -> None:
+    for report in run_ranks(3, _facts_of_its_own, timeout=40):
+        assert report["plan"].startswith("DisagreementError")
+        assert report["plan"].count("digest") == 2
+        for package in ("dfa_megatron", "torch"):
+            assert f"  {package}: " in report[package]
+            assert "0.0.other on rank 2" in report[package]
 
 
 def _bad_requests(rank: int, ranks: int) -> dict[str, str]:

@@ -1,0 +1,73 @@
+"""What no result shows: bounds and switches that a fault may drop while every number stays right."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import dfa_megatron
+from dfa_megatron import kernels
+from dfa_megatron.runtime import prepare
+from dfa_megatron.testing.workers import run_ranks
+
+
+def test_a_process_keeps_a_bounded_number_of_prepared_attentions() -> None:
+    q = torch.randn(1, 4, 1, 8)
+    for call in range(prepare._KEPT + 6):
+        dfa_megatron.dist_flash_attn_func(q, q, q, group="", softmax_scale=1.0 + call)
+        if call > 3:  # used again and again, so that it stays
+            dfa_megatron.dist_flash_attn_func(q, q, q, group="", softmax_scale=1.0 + 3)
+    kept = [prepared.request.softmax_scale for prepared in prepare._known[""].prepared.values()]
+    assert len(kept) == prepare._KEPT
+    assert set(kept) == {4.0, *(1.0 + call for call in range(7, prepare._KEPT + 6))}
+
+
+def _what_the_kernel_is_told(rank: int, ranks: int) -> dict[str, tuple[set[bool], set[bool]]]:
+    """By the way of asking: the values that a kernel was chosen for, and those that its backward was given."""
+    chosen, given = set[bool](), set[bool]()
+    kernel: Any = type(kernels.get("reference"))
+    refusal, backward = kernel.refusal, kernel.backward
+
+    def refused(self: object, need: Any) -> str | None:
+        chosen.add(need.deterministic)
+        return refusal(self, need)  # type: ignore[no-any-return]
+
+    def computed(self: object, *tensors: Any, deterministic: bool, **options: Any) -> Any:
+        given.add(deterministic)
+        return backward(self, *tensors, deterministic=deterministic, **options)
+
+    def told(attend: Any, local: int, *documents: Any, **options: Any) -> tuple[set[bool], set[bool]]:
+        chosen.clear(), given.clear()
+        shape = (local, 4, 8) if documents else (1, local, 4, 8)
+        q = torch.randn(shape, requires_grad=True)
+        attend(q, q, q, *documents, **options).sum().backward()
+        return set(chosen), set(given)
+
+    plain = functools.partial(dfa_megatron.dist_flash_attn_func, kernel="reference")
+    packs = functools.partial(dfa_megatron.dist_flash_attn_varlen_func, kernel="reference")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "refusal", refused)
+        patch.setattr(kernel, "backward", computed)
+        report = {
+            "not asked": told(plain, 6),
+            "keyword": told(plain, 6, deterministic=True),
+            "documents": told(packs, 6, (0, 5, 6 * ranks), deterministic=True),
+            "module": told(dfa_megatron.DistFlashAttention(kernel="reference", deterministic=True), 10),
+            "exchanged heads": told(plain, 6, deterministic=True, ulysses_degree=ranks),
+        }
+        torch.use_deterministic_algorithms(True)
+        report["torch"] = told(plain, 8), told(packs, 8, (0, 5, 8 * ranks))  # type: ignore[assignment]
+        torch.use_deterministic_algorithms(False)
+    return report
+
+
+def test_the_kernel_hears_that_gradients_are_to_be_deterministic() -> None:
+    for report in run_ranks(2, _what_the_kernel_is_told, timeout=60):
+        assert report.pop("not asked") == ({False}, {False})
+        assert report.pop("torch") == (({True}, {True}), ({True}, {True}))
+        assert set(report) == {"keyword", "documents", "module", "exchanged heads"}
+        for way, told in report.items():
+            assert told == ({True}, {True}), way
