@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from gpt.text import Tokens, open_tokens
+
+# PyTorch 2.13 says at every call that collectives which DeepSpeed and transformers use have new names.
+warnings.filterwarnings("ignore", r"`?torch\.distributed\.\S+ is deprecated", FutureWarning)
 
 
 class _Encoded:

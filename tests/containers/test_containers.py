@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = [ROOT / "containers" / name for name in ("Dockerfile", "Dockerfile.cpu")]
-SCRIPTS = sorted((ROOT / "examples" / "ngc").iterdir())
+EXAMPLES = sorted((ROOT / "examples" / "ngc").iterdir())
+SCRIPTS = [path for path in EXAMPLES if path.suffix != ".yaml"]
+FROM = "FROM ${BASE_IMAGE}${BASE_DIGEST:+@${BASE_DIGEST}}"
 PAGE = (ROOT / "docs" / "containers.md").read_text()
 
 
@@ -28,13 +30,21 @@ def test_an_image_is_pinned_not_root_checked_and_small(path: Path) -> None:
     tag = base.rpartition(":")[2]
     assert re.search(r"\d+\.\d+", tag), f"{base} names no version"
     assert base.removeprefix("ARG BASE_IMAGE=") in PAGE
-    assert {step for step in steps if step.startswith("FROM")} <= {"FROM ${BASE_IMAGE}", "FROM ${BASE_IMAGE} AS wheel"}
+    assert {step for step in steps if step.startswith("FROM")} <= {FROM, f"{FROM} AS wheels"}
+    assert "ARG BASE_DIGEST=" in steps
     assert [step for step in steps if step.startswith("USER")] == ["USER ${USER_ID}"]
     assert not any(step.startswith(("RUN", "COPY")) for step in steps[steps.index("USER ${USER_ID}") :])
     assert any(step.startswith("HEALTHCHECK") for step in steps)
     for step in steps:
         for command in re.findall(r"pip (?:install|wheel) [^&]*", step):
             assert "--no-cache-dir" in command
+            assert "--no-deps" in command, "a resolver may take what is in no lock"
+            by_hash = "--require-hashes" in command or "--no-index" in command
+            ours = (
+                command.rstrip().endswith(" .") and "--no-build-isolation" in command
+            )  # built by what came with a hash
+            torch = command.rstrip().endswith('"${TORCH_INDEX}" torch')
+            assert by_hash or ours or torch, command
         assert not step.startswith("ADD")
 
 
@@ -43,7 +53,9 @@ def test_nvidias_packages_cannot_be_replaced() -> None:
     assert sum("PIP_CONSTRAINT= " in f"{step} " for step in steps if step.startswith("ENV")) == 2, "in both stages"
     for step in steps:
         for command in re.findall(r"pip (?:install|wheel) [^&]*", step):
-            assert "--no-deps" in command or "--constraint /tmp/before.txt" in command, command
+            assert "--no-deps" in command, command
+    assert sum("packages.py missing locks/ngc.txt" in step for step in steps) == 1
+    assert sum("packages.py check /tmp/before.txt" in step for step in steps) == 1
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -61,10 +73,22 @@ def test_what_is_copied_is_there_and_may_be_seen(path: Path) -> None:
 def test_a_script_parses_and_names_files_and_variables_that_are_there_and_explained(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=30)  # noqa: S607 bash of the machine
     text = path.read_text()
-    config = re.search(r"/opt/dfa_megatron/(configs/\S+\.args)", text)
-    assert config
-    assert (ROOT / config[1]).is_file()
-    assert "-m dfa_megatron.launch" in text
+    assert "-m dfa_megatron.launch" in text or "/opt/dfa_megatron/examples/$EXAMPLE.py" in text
+    for example in re.findall(r"\b(train_\w+)\)", text):
+        assert (ROOT / "examples" / f"{example}.py").is_file()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_names_files_that_are_in_the_image_and_variables_that_the_page_explains(path: Path) -> None:
+    text = path.read_text()
+    named = re.findall(r"/opt/dfa_megatron/((?:configs|examples)/\S+\.(?:args|json|py))", text)
+    assert named
+    for file in named:
+        assert "$" in file or (ROOT / file).is_file(), file
     for variable in set(re.findall(r"\b(?:NCCL|GLOO|CUDA)_[A-Z_]+", text)):
         assert f"`{variable}" in PAGE, f"docs/containers.md does not explain {variable}"
     assert f"examples/ngc/{path.name}" in PAGE
+
+
+def test_the_check_of_an_image_parses() -> None:
+    subprocess.run(["sh", "-n", str(ROOT / "containers" / "check.sh")], check=True, timeout=30)  # noqa: S607

@@ -70,6 +70,7 @@ def losses_of(launcher: list[str], script: str, folder: Path, *flags: str) -> li
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("is deprecated") == 0, "warnings at every step hide what a run says"
     return [float(loss) for loss in re.findall(r"\bloss'?:? '?(\d+\.?\d*)", done.stdout)]
 
 
