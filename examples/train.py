@@ -31,6 +31,7 @@ from gpt.errors import USER_ERROR_STATUS, UserError
 from gpt.flags import parse_flags, settle
 from gpt.folders import writable
 from gpt.launch import INTERRUPTED_STATUS, launch, ranks_here
+from gpt.saved import facts_of, find
 from gpt.text import open_tokens
 
 GRACE_S = 2.0
@@ -47,11 +48,14 @@ def main(argv: list[str]) -> int:
     options = DistAttentionConfig.from_args(args)
     sizes = settle(args, ranks, cuda=torch.cuda.is_available())
     tokens = open_tokens(args.data, vocab_size=args.vocab_size, seq_length=args.seq_length)
+    found = find(args, facts_of(args, sizes, tokens))
     if not IS_RANK:
         _need("megatron.core", "matplotlib", "rich")
     if not IS_RANK or os.environ["RANK"] == "0":
         args.save_report = args.save_report or os.path.join("runs", time.strftime("%Y%m%d-%H%M%S"))
         writable(args.save_report, "--save-report")
+        if args.save:
+            writable(args.save, "--save")
     if not IS_RANK:
         return launch(__file__, ranks, [*argv, "--save-report", args.save_report])
 
@@ -61,9 +65,9 @@ def main(argv: list[str]) -> int:
     from gpt.report import Report
 
     device = join(sizes)
-    report = Report(args, sizes, options, tokens, device) if dist.get_rank() == 0 else None
+    report = Report(args, sizes, tokens, device, found) if dist.get_rank() == 0 else None
     try:
-        train(args, sizes, options, tokens, device, report.tell if report else lambda step: None)
+        train(args, sizes, options, tokens, device, found, report.tell if report else lambda step: None)
         counters = gather_counters(device)
         if report:
             report.finish(counters)

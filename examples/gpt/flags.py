@@ -18,6 +18,7 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     _add_model(parser.add_argument_group("model"))
     _add_training(parser.add_argument_group("training"))
+    _add_checkpoints(parser.add_argument_group("checkpoints"))
     parallel = parser.add_argument_group("parallelism")
     parallel.add_argument(
         "--nproc-per-node", type=int, help="ranks to start; without torchrun only (default: one per GPU, 2 on CPU)"
@@ -66,6 +67,13 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--log-interval", type=int, default=10, help="steps per line where there is no terminal")
 
 
+def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--save", metavar="DIR", help="write a checkpoint at the end, in Megatron's format")
+    group.add_argument("--save-interval", type=int, metavar="N", help="and after every N steps")
+    group.add_argument("--load", metavar="DIR", help="go on from the last checkpoint there")
+    group.add_argument("--exit-interval", type=int, metavar="N", help="end after a step that N divides")
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What the flags and the number of ranks come to."""
@@ -93,6 +101,13 @@ def settle(args: argparse.Namespace, ranks: int, *, cuda: bool) -> Sizes:
     for name, value in vars(args).items():
         if type(value) is int and value < 1 and name not in ("seed", "lr_warmup_iters"):
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if args.save_interval and not args.save:
+        raise UserError("--save-interval needs --save DIR, the folder to save into")
+    if args.use_distributed_optimizer and (args.save or args.load):
+        raise UserError(
+            "--save and --load do not work with --use-distributed-optimizer, for Megatron-Core cannot load its state "
+            "around PyTorch's Adam; leave that flag out"
+        )
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     model = tensor * pipeline
     _divides(ranks, model, f"{ranks} ranks", f"tensor {tensor} x pipeline {pipeline}")

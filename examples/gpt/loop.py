@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import time
@@ -13,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import DistAttentionConfig
-from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.counters import COUNTERS
 from gpt.errors import UserError
 from gpt.flags import Sizes
+from gpt.saved import Saved, facts_of
 from gpt.text import Tokens, sample
 
 Step = dict[str, float]
@@ -46,38 +47,27 @@ def train(
     options: DistAttentionConfig,
     tokens: Tokens,
     device: torch.device,
+    found: Saved | None,
     tell: Callable[[Step], None],
 ) -> None:
-    """Train for `--train-iters` steps and tell about each; every rank calls this.
+    """Train up to `--train-iters` or `--exit-interval` and tell about each step; every rank calls this.
 
     Raises:
-        UserError: the loss is no longer a number.
+        UserError: the loss is no longer a number; a checkpoint cannot be read or written.
     """
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-
+    from gpt.checkpoint import load, save
     from gpt.model import build
 
     trainer = build(args, sizes, options, tokens.vocabulary)
-    batches = _batches(args, sizes, options, tokens, device)
-    forward_backward = get_forward_backward_func()
+    done = found.step if found else 0
+    if found:
+        load(trainer, found)
+    facts = facts_of(args, sizes, tokens)
+    batches = _batches(args, sizes, options, tokens, device, first=done * sizes.micro_batches)
     COUNTERS.reset()
     start = before = time.perf_counter()
-    for step in range(1, args.train_iters + 1):
-        trainer.model.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
-        losses = forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=trainer.model,
-            num_microbatches=sizes.micro_batches,
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            forward_only=False,
-        )
-        rate = trainer.optimizer.param_groups[0]["lr"]
-        _, grad_norm, _ = trainer.optimizer.step()
-        trainer.scheduler.step(1)
-        loss = _mean_loss(losses, device)
+    for step in range(done + 1, args.train_iters + 1):
+        loss, grad_norm, rate = _step(trainer, batches, args, sizes, device)
         now = time.perf_counter()
         if not math.isfinite(loss):
             raise UserError(f"the loss of step {step} is {loss}: lower --lr {args.lr:g} or raise --lr-warmup-iters")
@@ -86,32 +76,72 @@ def train(
             {
                 "step": step,
                 "loss": loss,
-                "grad_norm": float(grad_norm),
-                "lr": float(rate),
+                "grad_norm": grad_norm,
+                "lr": rate,
                 "tokens_per_second": per_step / (now - before),
                 "seconds": now - start,
             }
         )
-        before = now
+        last = step == args.train_iters or _due(step, args.exit_interval)
+        if args.save and (last or _due(step, args.save_interval)):
+            save(trainer, args.save, step, facts)
+        if last:
+            return
+        before = time.perf_counter()
+
+
+def _due(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0
+
+
+def _step(
+    trainer: Any, batches: Iterator[dict[str, Any]], args: argparse.Namespace, sizes: Sizes, device: torch.device
+) -> tuple[float, float, float]:
+    """Forward, backward and the optimizer.
+
+    Returns:
+        The mean loss, the norm of the gradient and the learning rate of this step.
+    """
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    trainer.model.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=batches,
+        model=trainer.model,
+        num_microbatches=sizes.micro_batches,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=False,
+    )
+    rate = trainer.optimizer.param_groups[0]["lr"]
+    _, grad_norm, _ = trainer.optimizer.step()
+    trainer.scheduler.step(1)
+    return _mean_loss(losses, device), float(grad_norm), float(rate)
 
 
 def _batches(
-    args: argparse.Namespace, sizes: Sizes, options: DistAttentionConfig, tokens: Tokens, device: torch.device
+    args: argparse.Namespace,
+    sizes: Sizes,
+    options: DistAttentionConfig,
+    tokens: Tokens,
+    device: torch.device,
+    *,
+    first: int,
 ) -> Iterator[dict[str, Any]]:
-    """This rank's micro-batches: whole sequences by data-parallel rank, their tokens by context-parallel rank."""
+    """This rank's micro-batches from number `first` on: sequences by data-parallel rank, tokens by context-parallel."""
     from megatron.core import parallel_state
 
     from dfa_megatron.megatron import shard_batch
 
     group = parallel_state.get_context_parallel_group()
     size, mine = args.micro_batch_size, parallel_state.get_data_parallel_rank()
-    micro_batch = 0
-    while True:
-        first = (micro_batch * sizes.data + mine) * size
-        whole = sample(tokens, args.seq_length, seed=args.seed, indices=range(first, first + size))
+    for micro_batch in itertools.count(first):
+        index = (micro_batch * sizes.data + mine) * size
+        whole = sample(tokens, args.seq_length, seed=args.seed, indices=range(index, index + size))
         sharded = shard_batch(whole, group, options)
         yield {name: None if value is None else value.to(device) for name, value in sharded.items()}
-        micro_batch += 1
 
 
 def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -143,7 +173,3 @@ def gather_counters(device: torch.device) -> list[dict[str, int]]:
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
     return [dict(zip(mine, (int(value) for value in other.tolist()), strict=True)) for other in rows]
-
-
-EXPECTED = (UserError, DistAttentionError)
-"""Errors that are told as one line."""

@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dfa_megatron import DistAttentionConfig
 from gpt.errors import user_error_if_impossible
 from gpt.flags import Sizes
 from gpt.loop import Step
+from gpt.saved import Saved
 from gpt.text import Tokens
 
 SMOOTH = 5
@@ -29,12 +29,12 @@ class Report:
     """Lives on rank 0 for one run and writes into one folder: log.jsonl, loss.png, summary.txt."""
 
     def __init__(
-        self, args: argparse.Namespace, sizes: Sizes, options: DistAttentionConfig, tokens: Tokens, device: torch.device
+        self, args: argparse.Namespace, sizes: Sizes, tokens: Tokens, device: torch.device, found: Saved | None
     ) -> None:
-        self.args, self.sizes, self.options = args, sizes, options
+        self.args, self.sizes = args, sizes
         self.folder = Path(args.save_report)
         self.steps: list[Step] = []
-        self._log = (self.folder / "log.jsonl").open("wb", buffering=0)
+        self._log = (self.folder / "log.jsonl").open("ab" if found else "wb", buffering=0)
         self._console = Console()
         place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         self._say(
@@ -43,6 +43,8 @@ class Report:
             f"{args.seq_length // sizes.context:,} per rank. Ranks: {sizes.context_name}, {place}, "
             f"{'bfloat16' if sizes.bf16 else 'float32'}."
         )
+        if found:
+            self._say(f"Going on after step {found.step}, from {found.folder}.")
         self._write({"event": "start", "data": tokens.name, "device": place, **vars(args)})
         self._bar = Progress(
             TextColumn("loss {task.fields[loss]}"),
@@ -64,9 +66,9 @@ class Report:
             self._task, completed=step["step"], loss=f"{step['loss']:.3f}", speed=step["tokens_per_second"]
         )
         number = int(step["step"])
-        due = number % self.args.log_interval == 0 or number in (1, self.args.train_iters)
+        due = number % self.args.log_interval == 0 or len(self.steps) == 1 or number == self.args.train_iters
         if due and not self._console.is_terminal:
-            left = step["seconds"] / number * (self.args.train_iters - number)
+            left = step["seconds"] / len(self.steps) * (self.args.train_iters - number)
             self._say(
                 f"step {number}/{self.args.train_iters}  loss {step['loss']:.3f}  "
                 f"{step['tokens_per_second']:,.0f} tokens/s  {left:.0f} s left"
@@ -80,6 +82,9 @@ class Report:
         with user_error_if_impossible(f"write summary.txt and loss.png into {self.folder}"):
             (self.folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
             draw_loss(self.steps, self.folder / "loss.png", title=f"{self.sizes.context} ranks share each sequence")
+        if self.args.save:
+            save, step = self.args.save, self.steps[-1]["step"]
+            text += f"\n\n{save}: a checkpoint of step {step}; --load {save} goes on from it"
         self._say(f"{text}\n\n{self.folder}: loss.png, log.jsonl, summary.txt", soft_wrap=True)
 
     def close(self) -> None:

@@ -40,6 +40,8 @@ def test_gpus_train_in_bfloat16_unless_told_otherwise() -> None:
         (2, ("--sequence-parallel",), "--sequence-parallel needs --tensor-model-parallel-size"),
         (2, ("--bf16",), "--bf16 needs GPUs"),
         (2, ("--train-iters", "0"), "--train-iters must be at least 1"),
+        (2, ("--save-interval", "5"), "--save-interval needs --save DIR"),
+        (2, ("--save", "x", "--use-distributed-optimizer"), "--save and --load do not work with --use-distributed-opt"),
         (2, ("--seq-length", "-4096"), "--seq-length must be at least 1"),
     ],
 )

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from dfa_megatron import DistAttentionConfig
 from gpt.errors import UserError
 from gpt.flags import parse_flags, settle
 from gpt.report import Report
@@ -111,6 +110,6 @@ def test_a_standard_output_that_takes_nothing_is_one_line(tmp_path: Path, monkey
     with Path("/dev/full").open("w") as full, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", full)
         with pytest.raises(UserError, match="cannot write to the standard output: No space left on device"):
-            Report(args, settle(args, 2, cuda=False), DistAttentionConfig(), ByteText("a", b"a"), torch.device("cpu"))
+            Report(args, settle(args, 2, cuda=False), ByteText("a", b"a"), torch.device("cpu"), None)
         with contextlib.suppress(OSError):
             full.close()

@@ -1,0 +1,39 @@
+"""PyTorch keeps the index of a checkpoint as a pickle: this refuses one that would run code, before it is read."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_METADATA = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
+_TENSORS = ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+_NAMES = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (*_METADATA, *_TENSORS)),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+}
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _NAMES:
+            raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+def refuse_code(path: Path) -> None:
+    """Read the index `.metadata` at `path` with nothing allowed but the classes that it is made of.
+
+    Raises:
+        pickle.UnpicklingError: it names anything else.
+    """
+    with path.open("rb") as file:
+        _Plain(file).load()
