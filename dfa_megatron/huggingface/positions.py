@@ -72,7 +72,7 @@ def check_padding(decoder: Any, kind: str) -> None:
 
 
 def places(decoder: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What a call says of its tokens' places: its position_ids, or the first of four where there are three axes.
+    """What a call says of its tokens' places: its position_ids, or the first row where there are several axes.
 
     Raises:
         UnsupportedError: positions along the axes alone, or embeddings, perhaps of images, without these.
@@ -87,9 +87,9 @@ def places(decoder: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
             f"position_ids of shape {tuple(given.shape)} for "
             + ("inputs_embeds in " if given.dim() == 2 else "")
             + f"a {decoder.config.model_type} model",
-            "the tokens of images have positions along three axes, and beside them each token's place in the sequence "
+            "the tokens of images have positions along several axes; beside them, a token's place in the sequence "
             "has to be known",
-            "position_ids (4, batch, seq): the places, as shard_batch cuts them, and the three axes, cut alike; or "
+            "position_ids (4, batch, seq): the places, as shard_batch cuts them, and the axes, cut alike; or "
             "input_ids of text",
         )
     return given
@@ -97,4 +97,4 @@ def places(decoder: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
 
 def _has_axes(decoder: Any) -> bool:
     rope = getattr(decoder.config, "rope_parameters", None) or getattr(decoder.config, "rope_scaling", None) or {}
-    return _SECTIONS in rope or hasattr(getattr(decoder, "rotary_emb", None), _SECTIONS)
+    return bool(rope.get(_SECTIONS) or getattr(getattr(decoder, "rotary_emb", None), _SECTIONS, None))
