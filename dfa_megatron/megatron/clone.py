@@ -12,6 +12,7 @@ from typing import Any
 from dfa_megatron.megatron.flags import global_args, options_of
 from dfa_megatron.megatron.others import refuse_other_layers
 from dfa_megatron.megatron.script import slice_in_order
+from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
 from dfa_megatron.megatron.spec import dfa_ify
 
 
@@ -30,7 +31,10 @@ def layer_spec(spec: Any, config: Any, vp_stage: int | None = None) -> Any:
     """The spec of the decoder that Megatron has chosen, with distributed attention where it was asked for."""
     if _in_order():
         refuse_other_layers()
-    return dfa_ify(spec, config, options_of(), vp_stage=vp_stage) if asked_for(config) else spec
+    if not asked_for(config):
+        return spec
+    check_if_asked(global_args())
+    return dfa_ify(spec, config, options_of(), vp_stage=vp_stage)
 
 
 def prediction_spec(spec: Any, config: Any) -> Any:

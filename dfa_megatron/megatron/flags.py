@@ -18,6 +18,12 @@ def add_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     """
     DistAttentionConfig.add_arguments(parser)
     parser.set_defaults(dfa_layout="boundary")
+    parser.add_argument(
+        "--dfa-selfcheck",
+        action="store_true",
+        help="Before training, compare many ranks with one on rank 0's CPU, with a small model of these flags; a "
+        "difference ends the run with a table. As `dfa-megatron selfcheck megatron` with the same flags.",
+    )
     return parser
 
 

@@ -21,6 +21,7 @@ from dfa_megatron.megatron.hybrid import ATTENTION_SLOTS, default_stack_spec, is
 from dfa_megatron.megatron.layer import layer_class
 from dfa_megatron.megatron.norm import SequenceParallelNorm
 from dfa_megatron.megatron.refusals import check_config
+from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
 
 _NORMS = ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm")
 _ATTENTION_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
@@ -173,6 +174,7 @@ def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
         raise UnsupportedError(
             "--attention-backend local", "Megatron would put its own attention in place of this one", "leaving it out"
         )
+    check_if_asked(global_args())
     given = [model_cfg, vp_stage] if "vp_stage" in inspect.signature(default_layer_spec).parameters else [model_cfg]
     return dfa_ify(default_layer_spec(*given), model_cfg.transformer, options_of(), vp_stage=vp_stage)
 
@@ -190,6 +192,7 @@ def spec_from_args() -> Any:
             "it is made from Megatron's global arguments",
             "dfa_ify(spec, config, options)",
         )
+    check_if_asked(args)
     if args.num_experts or (args.sequence_parallel and transformer_block.LayerNormImpl is WrappedTorchNorm):
         raise UnsupportedError(
             "SPEC for this model",

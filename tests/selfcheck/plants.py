@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ def labels_are_shifted_inside_chunks() -> None:
 
     real = megatron.core.utils.get_batch_on_this_cp_rank
 
+    @functools.wraps(real)
     def wrong(*args: Any, **kwargs: Any) -> Any:
         batch = real(*args, **kwargs)
         return {**batch, "labels": batch["tokens"].roll(-1, 1)}

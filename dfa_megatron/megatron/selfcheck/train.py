@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,9 @@ from dfa_megatron.megatron.selfcheck.model import Parallel, build, config_of, gl
 from dfa_megatron.megatron.selfcheck.watch import tokens_of, watch
 from dfa_megatron.selfcheck.record import Recorder
 
-LEARNING_RATE, ADAM_EPS, STEPS = 1e-2, 1e-3, 3
-"""Adam divides by its eps where a gradient is small: with this one rounding errors stay what they are."""
+LEARNING_RATE, ADAM_EPS, STEPS = {"adam": 1e-2, "sgd": 1.0}, 1e-3, 3
+"""Steps that are large beside the rounding of weights. Adam divides by its eps where a gradient is small: with this one
+rounding errors stay what they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,9 @@ def _passes(run: Run) -> None:
     training = run.settings["training"]
     micro_batches = run.parallel.pp if run.parallel.vp else 1
     recorder = run.recorder
-    groups = watch(run.chunks, recorder, run.config, run.parallel)
+    # What Megatron divides by later on: its DDP by the ranks, its schedule by the micro-batches.
+    divided = 1.0 if run.config.calculate_per_token_loss else micro_batches / run.parallel.cp
+    groups = watch(run.chunks, recorder, run.parallel, divided)
     if groups:
         recorder.fact("context-parallel ranks of each attention", groups)
     loss = _forward_backward(run, [_micro_batch(training, 0, 0, run)] * micro_batches, "loss of each token")
@@ -141,8 +145,8 @@ def _optimizer(run: Run) -> Any:
     training = run.settings["training"]
     chosen = OptimizerConfig(
         optimizer=training["optimizer"],
-        lr=LEARNING_RATE,
-        min_lr=LEARNING_RATE,
+        lr=LEARNING_RATE[training["optimizer"]],
+        min_lr=LEARNING_RATE[training["optimizer"]],
         weight_decay=training["weight_decay"],
         adam_beta1=training["adam_beta1"],
         adam_beta2=training["adam_beta2"],
@@ -176,7 +180,9 @@ def _slice(run: Run, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
     if run.parallel.options is not None and run.parallel.options.layout == "contiguous":
         return dict(shard_batch(batch, run.cp_group, run.parallel.options))
-    return dict(megatron.core.utils.get_batch_on_this_cp_rank(dict(batch)))
+    slices: Any = megatron.core.utils.get_batch_on_this_cp_rank
+    more = {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(slices).parameters else {}
+    return dict(slices(dict(batch), cp_group=run.cp_group, **more))
 
 
 def _forward_backward(run: Run, batches: Sequence[Any], kind: str, *, train: bool = True) -> torch.Tensor | None:

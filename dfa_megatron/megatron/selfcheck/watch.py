@@ -33,33 +33,30 @@ def tokens_of(parallel: Parallel, tokens: int, *, inside: bool) -> torch.Tensor:
     return torch.cat([pieces[rank], pieces[-1 - rank]])
 
 
-def watch(chunks: Sequence[Any], recorder: Recorder, config: Any, parallel: Parallel) -> str:
-    """Record from now on, and return how many ranks the attentions of these chunks are spread over ("2")."""
+def watch(chunks: Sequence[Any], recorder: Recorder, parallel: Parallel, scale: float) -> str:
+    """Record from now on, gradients times `scale`; return how many ranks each attention is spread over ("2")."""
     sizes = set()
     for chunk in chunks:
         for layer in chunk.decoder.layers:
             core = layer.self_attention.core_attention
-            core.register_forward_hook(_hook(recorder, config, parallel, layer.layer_number), with_kwargs=True)
+            core.register_forward_hook(_hook(recorder, parallel, scale, layer.layer_number), with_kwargs=True)
             sizes.add(dist.get_world_size(core.cp_group) if isinstance(core, DistributedCoreAttention) else 1)
     return ", ".join(str(size) for size in sorted(sizes))
 
 
-def _hook(recorder: Recorder, config: Any, parallel: Parallel, number: int) -> Any:
-    # Megatron's DDP divides by the context-parallel ranks later on, unless the loss is counted by tokens.
-    scale = 1.0 if config.calculate_per_token_loss else 1.0 / parallel.cp
-
+def _hook(recorder: Recorder, parallel: Parallel, scale: float, number: int) -> Any:
     def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
         if not module.training:
             return
         given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         for name, x in (("q", given["query"]), ("k", given["key"]), ("v", given["value"])):
-            places = _places(parallel, config, x)
+            places = _places(parallel, x)
             recorder.add("q, k, v", f"layer {number} {name}", x, _AXES, places)
             if x.requires_grad:
                 x.register_hook(_gradient(recorder, f"layer {number} d{name}", places, scale))
         heads = given["query"].shape[2]
         rows = out.unflatten(2, (heads, -1))
-        recorder.add("output of attention", f"layer {number}", rows, _AXES, _places(parallel, config, rows))
+        recorder.add("output of attention", f"layer {number}", rows, _AXES, _places(parallel, rows))
 
     return after
 
@@ -71,7 +68,7 @@ def _gradient(recorder: Recorder, name: str, places: dict[int, torch.Tensor], sc
     return take
 
 
-def _places(parallel: Parallel, config: Any, x: torch.Tensor) -> dict[int, torch.Tensor]:
+def _places(parallel: Parallel, x: torch.Tensor) -> dict[int, torch.Tensor]:
     """Of (tokens, samples, heads, channels) on this rank."""
     from megatron.core import parallel_state
 

@@ -1,0 +1,49 @@
+"""`--dfa-selfcheck` runs once, before the model is made; its outcome is the same on every rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("megatron.core")
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the rank processes import tests.selfcheck by name
+
+from dfa_megatron.errors import SelfCheckError, UnsupportedError
+from dfa_megatron.megatron.selfcheck import at_start as of_megatron
+from dfa_megatron.selfcheck import at_start, check
+from dfa_megatron.testing.workers import run_ranks
+from tests.selfcheck.plants import the_loss_is_scaled_by_the_ranks
+from tests.selfcheck.test_megatron import FLAGS
+
+
+def start_a_run(rank: int, world_size: int, flags: str) -> list[str]:
+    """What a rank is told: of a right configuration, of one that cannot be checked, and of a fault that is planted."""
+    asked, told = SimpleNamespace(dfa_selfcheck=True), []
+    sys.argv = ["pretrain_gpt.py", *flags.split(), "--dfa-selfcheck"]
+    of_megatron.check_if_asked(SimpleNamespace())
+    assert not of_megatron._DONE, "it ran without being asked for"
+    for _ in range(2):
+        of_megatron.check_if_asked(asked)
+    assert of_megatron._DONE == [True]
+    of_megatron._DONE.clear()
+    sys.argv += ["--optimizer", "muon"]
+    with pytest.raises(UnsupportedError) as refused:
+        of_megatron.check_if_asked(asked)
+    told.append(str(refused.value))
+    of_megatron._DONE.clear()
+    del sys.argv[-2:]
+    at_start.check = lambda case: check.check_planted(case, [[the_loss_is_scaled_by_the_ranks]])[0]  # type: ignore[attr-defined]
+    with pytest.raises(SelfCheckError) as differs:
+        of_megatron.check_if_asked(asked)
+    return [*told, str(differs.value)]
+
+
+def test_every_rank_is_told_the_outcome_before_training_starts() -> None:
+    first, second = run_ranks(2, start_a_run, FLAGS, timeout=150)
+    assert first == second
+    refusal, table = first
+    assert "--optimizer muon" in refusal
+    assert "first difference: plain, gradients of q, k, v" in table
