@@ -15,14 +15,12 @@ ARGS ?=
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
 READY :=
-DEV_READY :=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
-DEV_READY := $(VENV)/.ready-dev
 endif
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .PHONY: train test gpu lint format clean
 
@@ -35,27 +33,24 @@ test: $(READY)
 gpu: $(READY)
 	$(PY) benchmarks/suite.py $(ARGS)
 
-lint: $(DEV_READY)
+lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-format: $(DEV_READY)
+format: $(READY)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
 clean:
 	rm -rf $(or $(strip $(VENV)),.venv) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# PyTorch first and alone: a resolver that starts from megatron-core may bring another build of it.
-$(VENV)/.ready: pyproject.toml constraints.txt
+# PyTorch first and alone, in the build that is right for the machine; all else by hash, from the lock.
+$(VENV)/.ready: pyproject.toml constraints.txt locks/dev.txt
 	$(if $(PYTHON),,$(error Python 3.11, 3.12 or 3.13 is needed and none was found: name one with PYTHON=...))
 	@echo "Setting up $(VENV) with $(PYTHON); the first time downloads PyTorch"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch
-	$(PIP) --editable ".[megatron,examples,test]"
-	@touch $@
-
-$(VENV)/.ready-dev: $(VENV)/.ready
-	$(PIP) --editable ".[megatron,examples,test,dev]"
+	$(PIP) --constraint constraints.txt torch
+	$(PIP) --no-deps --require-hashes --requirement locks/dev.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
