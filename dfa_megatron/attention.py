@@ -11,6 +11,7 @@ from torch import nn
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.remat import active_frame
+from dfa_megatron.runtime.channel import Guard
 from dfa_megatron.runtime.documents import check_offsets, offsets_of
 from dfa_megatron.runtime.groups import Group, group_name
 from dfa_megatron.runtime.op import Replay, attend
@@ -40,8 +41,9 @@ def dist_flash_attn_func(
     transport: str = "auto",
     cuda_graph: bool = False,
     hardware: str = "auto",
-    verify: str = "once",
+    verify: str = "on",
     agreement_timeout: float = 120.0,
+    stall_timeout: float = 1800.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of this rank's queries over the whole sequence.
 
@@ -77,8 +79,9 @@ def dist_flash_attn_func(
         transport: "auto", "p2p" or "copy_engine": see docs/performance.md.
         cuda_graph: replay forward and backward as CUDA graphs; for sequences so short that launches decide.
         hardware: what "auto" compares costs on: a shipped profile's name, or a .json file of `doctor --profile`.
-        verify: when ranks compare what they run: "once" per new plan, "always", or "off".
-        agreement_timeout: seconds to wait for the other ranks in that comparison.
+        verify: "on" compares every call across the ranks, and watches over the group; "off" compares nothing.
+        agreement_timeout: seconds to wait for the other ranks to prepare the same attention.
+        stall_timeout: seconds that a running attention waits for a rank without a sign of life; 0 for no limit.
 
     Returns:
         out like q (with v's head_dim), and if asked lse (batch, heads, local_seq), the natural logarithm, in float32
@@ -87,7 +90,8 @@ def dist_flash_attn_func(
     Raises:
         UnsupportedError: an option has a value that it cannot have, this rank is no member of the group, or nothing
             serves the request; says what would work.
-        DisagreementError: the ranks ask for different things.
+        DisagreementError: the ranks ask for different things, or run different calls; AbsentError: one does not come.
+        LostGroupError: an attention over this group has failed before.
         ExecutionError: a step failed; shows where.
     """
     request = _request(
@@ -109,6 +113,7 @@ def dist_flash_attn_func(
         hardware=hardware,
         verify=verify,
         agreement_timeout=agreement_timeout,
+        stall_timeout=stall_timeout,
     )
     out, lse = _attend(q, k, v, sinks, alibi_slopes, request, group_name(group))
     return (out, lse) if return_lse else out
@@ -186,8 +191,9 @@ def dist_flash_attn_varlen_func(
     transport: str = "auto",
     cuda_graph: bool = False,
     hardware: str = "auto",
-    verify: str = "once",
+    verify: str = "on",
     agreement_timeout: float = 120.0,
+    stall_timeout: float = 1800.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of this rank's queries, each over its own document of a pack that is sharded across ranks.
 
@@ -214,7 +220,8 @@ def dist_flash_attn_varlen_func(
     Raises:
         UnsupportedError: `cu_seqlens` is no pack of these tokens, or nothing serves the request; on the other ranks it
             is a DisagreementError with the same reason.
-        DisagreementError: the ranks ask for different things.
+        DisagreementError: the ranks ask for different things, or run different calls; AbsentError: one does not come.
+        LostGroupError: an attention over this group has failed before.
         ExecutionError: a step failed; shows where.
     """
     name = group_name(group)
@@ -226,7 +233,7 @@ def dist_flash_attn_varlen_func(
         if not offsets:
             check_offsets(offsets)
     except UnsupportedError as error:
-        refuse(error, name, agreement_timeout)
+        refuse(error, name, Guard.of(verify, agreement_timeout, stall_timeout))
         raise
     request = _request(
         q,
@@ -247,6 +254,7 @@ def dist_flash_attn_varlen_func(
         hardware=hardware,
         verify=verify,
         agreement_timeout=agreement_timeout,
+        stall_timeout=stall_timeout,
         cu_seqlens=offsets,
     )
     out, lse = _attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), sinks, alibi_slopes, request, name)

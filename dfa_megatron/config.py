@@ -17,7 +17,7 @@ LAYOUTS = ("contiguous", "boundary", "zigzag")
 KERNELS = ("auto", "reference", "cpu", "triton", "aten", "flash2", "cudnn", "flash3", "flash4")
 REMAT = ("auto", "on", "off")
 WIRE_DTYPES = ("input", "float32")
-VERIFY = ("once", "always", "off")
+VERIFY = ("on", "off")
 TRANSPORTS = ("auto", "p2p", "copy_engine")
 
 
@@ -95,15 +95,22 @@ class DistAttentionConfig:
         "on every rank. auto: the shipped profile that is nearest to what the ranks see.",
     )
     verify: str = _option(
-        "once",
-        "When ranks compare what they are about to run. once: for every new plan. always: at every call (for "
-        "debugging: it waits for all ranks). off: never.",
+        "on",
+        "Ranks compare what they run. on: everything about every new plan, then the number and a digest of every call, "
+        "and a thread watches over the group: ranks that differ, have ended or do not answer are named. off: nothing "
+        "is compared, and ranks that differ give wrong numbers or wait without end.",
         VERIFY,
     )
     agreement_timeout: float = _option(
         120.0,
         "Seconds that a rank waits for the others to prepare the same plan before it says who is missing. Every new "
         "pack is such a plan: allow for a rank that is held up alone, by writing a checkpoint for example.",
+    )
+    stall_timeout: float = _option(
+        1800.0,
+        "Seconds that a running attention waits for a rank that gives no sign of life, before the run is ended with "
+        "its name. A rank that lives but is elsewhere (compiles, writes a checkpoint) is waited for as long as the "
+        "process group's own timeout says. 0: no limit.",
     )
 
     def __post_init__(self) -> None:
@@ -216,6 +223,8 @@ def check_options(values: Mapping[str, Any], open_ended: Collection[str] = ()) -
             raise UnsupportedError(what, "it is a number of ranks", works)
         if spec.name == "agreement_timeout" and not 0 < value < math.inf:
             raise UnsupportedError(what, "it must be positive and finite", "seconds above 0")
+        if spec.name == "stall_timeout" and not 0 <= value < math.inf:
+            raise UnsupportedError(what, "it is a time", "seconds, or 0 for no limit")
 
 
 def _nearest(value: str, known: tuple[str, ...]) -> str:

@@ -36,6 +36,14 @@ class DisagreementError(DistAttentionError, RuntimeError):
     """The ranks of a group asked for different things; the message is a table of the fields that differ."""
 
 
+class AbsentError(DisagreementError):
+    """A rank of a group did not come, does not answer, or has ended; the message names it and what was waited for."""
+
+
+class LostGroupError(DistAttentionError, RuntimeError):
+    """A group that failed before is asked for another attention; the message names the error that lost it."""
+
+
 class ExecutionError(DistAttentionError, RuntimeError):
     """A step of a distributed attention failed; the message shows the plan's grid with the failing cell marked."""
 

@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import DisagreementError, DistAttentionError, UnsupportedError
 from dfa_megatron.runtime.agree import exchange
+from dfa_megatron.runtime.board import Board
+from dfa_megatron.runtime.channel import renew
+from dfa_megatron.runtime.groups import group_name
 
 T = TypeVar("T")
 
@@ -49,6 +52,7 @@ class World:
     size: int
     device: torch.device
     side: dist.ProcessGroup
+    board: Board
 
     @property
     def cuda(self) -> bool:
@@ -99,7 +103,8 @@ def join(device: str) -> World:
     if not dist.is_initialized():
         backend, own = ("cpu:gloo,cuda:nccl", where) if device == "cuda" else ("gloo", None)
         dist.init_process_group(backend, device_id=own, timeout=patience)
-    world = World(dist.get_rank(), dist.get_world_size(), where, dist.new_group(backend="gloo", timeout=patience))
+    side = dist.new_group(backend="gloo", timeout=patience)
+    world = World(dist.get_rank(), dist.get_world_size(), where, side, Board.of_group(side))
     dist.all_reduce(torch.zeros(1, device=where))  # communicators are made before anything is measured
     return world
 
@@ -126,6 +131,7 @@ def together(world: World, action: Callable[[], T]) -> T | Failure:
     idle = _idle(world, len(failures))
     if any(facts["busy"] for facts in _told(world, {"busy": "" if idle else "yes"})):
         raise StuckError(f"rank {rank} failed ({facts['why']}) and another waits for its messages")
+    renew(group_name(None))  # an attention that failed has lost the group
     if world.cuda:
         torch.cuda.empty_cache()
     return Failure(facts["state"], facts["why"])
@@ -147,7 +153,7 @@ def _failure(error: Exception) -> Failure:
 def _told(world: World, facts: dict[str, str], patience: float = PATIENCE) -> list[dict[str, str]]:
     """What every rank says, in rank order."""
     try:
-        return exchange(facts, world.side, patience)
+        return exchange(facts, world.board, patience)
     except DisagreementError as error:
         why = facts.get("why") or "this rank did not fail"
         raise StuckError(f"not every rank came back within {patience:g} s ({why})") from error

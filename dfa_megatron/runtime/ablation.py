@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Literal
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.transport import Around, Parcel, Transport
+from dfa_megatron.runtime.communicator import Parcel
+from dfa_megatron.runtime.transport import Around, Transport
 
 logger = logging.getLogger(__name__)
 

@@ -2,68 +2,65 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from datetime import timedelta
-
-import torch
-import torch.distributed as dist
+from collections.abc import Sequence
 
 from dfa_megatron.errors import DisagreementError
+from dfa_megatron.runtime.board import Board, listed
 
 Facts = dict[str, str]
 
+SUBJECT = "prepare this attention"
 
-def agree(facts: Facts, group: dist.ProcessGroup, timeout: float) -> None:
-    """Compare facts across a gloo group; a fact named "error" fails every rank with it. `timeout` is in seconds.
+
+def agree(facts: Facts, board: Board, timeout: float) -> None:
+    """Compare facts across a group; a fact named "error" fails every rank with it.
+
+    Args:
+        facts: of this rank.
+        board: of the group.
+        timeout: seconds to wait for the other ranks.
 
     Raises:
+        AbsentError: names the ranks that did not come in time.
         DisagreementError: a rank reported an error, or facts differ: the message is a table of the fields that do.
     """
-    everyone = exchange(facts, group, timeout)
+    mine = _text(facts)
+    # Almost always all are equal: then only a digest of each rank's facts has travelled.
+    digests = board.collect(hashlib.sha256(mine.encode()).hexdigest(), timeout, SUBJECT)
+    if len(set(digests)) == 1 and "error" not in facts:
+        return
+    everyone = exchange(facts, board, timeout)
     errors = [(rank, theirs["error"]) for rank, theirs in enumerate(everyone) if "error" in theirs]
     if errors:
         rank, reason = errors[0]
         raise DisagreementError(f"rank {rank} of the group refuses this attention: {reason}")
     fields = sorted({field for theirs in everyone for field in theirs})
     different = [field for field in fields if len({theirs.get(field) for theirs in everyone}) > 1]
-    if different:
-        raise DisagreementError("the ranks of the group ask for different attentions:\n" + _table(different, everyone))
+    raise DisagreementError("the ranks of the group ask for different attentions:\n" + _table(different, everyone))
 
 
-def exchange(facts: Facts, group: dist.ProcessGroup, timeout: float) -> list[Facts]:
-    """Every rank's facts, in group order. They travel as JSON text, never as pickles.
+def exchange(facts: Facts, board: Board, timeout: float, subject: str = SUBJECT) -> list[Facts]:
+    """Every rank's facts, by rank. They travel as JSON text, never as pickles.
 
     Raises:
-        DisagreementError: not every rank came within the timeout; the message says which, where that is known.
+        AbsentError: names the ranks that did not come in time.
     """
-    text = torch.frombuffer(bytearray(json.dumps(facts, sort_keys=True).encode()), dtype=torch.uint8)
-    try:
-        dist.monitored_barrier(group, timedelta(seconds=timeout), wait_all_ranks=True)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-        dist.all_gather(sizes, torch.tensor([text.numel()]), group=group)
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: text.numel()] = text
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(texts, padded, group=group)
-    except RuntimeError as error:
-        raise DisagreementError(
-            "not every rank of the group prepared this attention in time: the others may run another plan, have ended, "
-            f"or never reached it. This rank asks for {facts}. What the network said: {error}"
-        ) from error
-    return [json.loads(bytes(t[: int(size)].tolist()).decode()) for t, size in zip(texts, sizes, strict=True)]
+    return [json.loads(text) for text in board.collect(_text(facts), timeout, subject)]
+
+
+def _text(facts: Facts) -> str:
+    return json.dumps(facts, sort_keys=True)
 
 
 def _table(fields: list[str], everyone: list[Facts]) -> str:
-    lines = []
-    for field in fields:
-        values: dict[str, list[int]] = {}
-        for rank, facts in enumerate(everyone):
-            values.setdefault(facts.get(field, "(nothing)"), []).append(rank)
-        told = "; ".join(f"{value} on rank{'s' * (len(ranks) > 1)} {_ranks(ranks)}" for value, ranks in values.items())
-        lines.append(f"  {field}: {told}")
-    return "\n".join(lines)
+    return "\n".join(f"  {field}: {by_rank([facts.get(field, '(nothing)') for facts in everyone])}" for field in fields)
 
 
-def _ranks(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... ({len(ranks)} of them)"
+def by_rank(values: Sequence[str]) -> str:
+    """One line that says which ranks have which value; `values` are by rank."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on rank{'s' * (len(those) > 1)} {listed(those)}" for value, those in ranks.items())

@@ -2,53 +2,57 @@
 
 What lands, lands in an arena of symmetric memory that every rank of the group has mapped. For each pair of ranks there
 are two flags. `ready` (in the sender's memory, set by the receiver): the memory of this step's message is free.
-`filled` (in the receiver's, set by the sender): the message is there. Whoever has waited for a flag takes it down, so a
-step needs no number, and a captured graph can be replayed. Every rank raises its `ready` flags of a step before it
-waits for any: by induction on the step nobody waits for ever.
+`filled` (in the receiver's, set by the sender): the message is there. A flag that is up holds the token of its call
+(`Calls.token`), so that no rank takes the flag of another call for its own. Whoever has waited for a flag takes it
+down, so a step needs no number, and a captured graph can be replayed. Every rank raises its `ready` flags of a step
+before it waits for any: by induction on the step nobody waits for ever.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import time
+import uuid
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.agree import exchange
+from dfa_megatron.runtime.communicator import Parcel
 from dfa_megatron.runtime.driver import driver
-from dfa_megatron.runtime.groups import ByName
 from dfa_megatron.runtime.memory import Arena
-from dfa_megatron.runtime.transport import Parcel, Streams
+from dfa_megatron.runtime.process import host
+from dfa_megatron.runtime.transport import Streams
+
+if TYPE_CHECKING:
+    from dfa_megatron.runtime.channel import Channel
 
 _TRIAL_SECONDS = 30.0
+_SUBJECT = "open the copy engines"
 _ALIGNMENT = 1 << 21
 _WORD = 4
 
 
-class CopyEngineTransport(ByName):
+class CopyEngineTransport:
     """Moves messages with the GPUs' copy engines; all ranks on one host, each GPU able to reach all others.
 
     Args:
-        group: a gloo group of the ranks, through whose store the memory's handles are exchanged.
+        over: the channel of the ranks, through whose side group the memory's handles are exchanged.
         device: this rank's GPU.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group)
-        self.device, self.streams = device, Streams(device)
+    def __init__(self, over: Channel, device: torch.device) -> None:
+        self.over, self.device, self.streams = over, device, Streams(device)
         self.driver = driver()
-        self._flags, addresses = _symmetric(2 * group.size() * _WORD, group, device)
-        self._place_flags(group.rank(), addresses)
+        self._flags, addresses = _symmetric(2 * over.size * _WORD, over, device)
+        self._place_flags(over.rank, addresses)
         self._arena = Arena.allocate(0, device)
         self._arenas: list[int] = []
         self._receives: Sequence[Parcel] = ()
         self._sending: Sequence[Parcel] = ()
         self._finished = torch.cuda.Event()
+        self._token = 1
         self.generation = 0
 
     def _place_flags(self, rank: int, addresses: Sequence[int]) -> None:
@@ -72,8 +76,8 @@ class CopyEngineTransport(ByName):
         # The old one goes first, whatever comes of the new one, and is free when every rank has let go of it.
         self._arena, self._arenas = Arena.allocate(0, self.device), []
         self.generation += 1
-        dist.monitored_barrier(self.group, timedelta(seconds=_TRIAL_SECONDS))
-        flat, self._arenas = _symmetric(size, self.group, self.device)
+        self.over.exchange({}, "let go of the memory for messages")
+        flat, self._arenas = _symmetric(size, self.over, self.device)
         self._arena = Arena(flat)
 
     def arena(self, nbytes: int, device: torch.device) -> Arena:
@@ -82,31 +86,38 @@ class CopyEngineTransport(ByName):
 
     def start(self) -> None:
         """Nothing moves before the inputs are there, and the call before has read what it received."""
-        if not torch.cuda.is_current_stream_capturing():
+        capturing = torch.cuda.is_current_stream_capturing()
+        self._token = self.over.calls.token(capturing)
+        if not capturing:
             self.streams.stream.wait_event(self._finished)
         self.streams.start()
+
+    def where(self) -> tuple[int, tuple[int, ...]]:
+        """See `Transport`."""
+        return self.streams.where()
 
     def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
         """Queue the batch on the communication stream: say what may come, then write what others are ready for."""
         stream, queue = self.streams.stream.cuda_stream, self.driver
         self.streams.wait_for_compute(after)
         for parcel in receives:
-            queue.write(stream, self._their_ready[parcel.peer], 1)
+            queue.write(stream, self._their_ready[parcel.peer], self._token)
         with self.streams.moving():
             self._sending = sends()
         for parcel in self._sending:
-            queue.wait(stream, self._my_ready[parcel.peer], 1)
+            queue.wait(stream, self._my_ready[parcel.peer], self._token)
             queue.write(stream, self._my_ready[parcel.peer], 0)
             for x, offset in zip(parcel.tensors, parcel.offsets, strict=True):
                 queue.copy(stream, self._arenas[parcel.peer] + offset, x.data_ptr(), x.nbytes)
-            queue.write(stream, self._their_filled[parcel.peer], 1)
+            queue.write(stream, self._their_filled[parcel.peer], self._token)
         self._receives = receives
+        self.streams.awaited.append(tuple(parcel.peer for parcel in receives))
 
     def land(self) -> None:
         """Queue the wait of the compute stream."""
         stream, queue = self.streams.stream.cuda_stream, self.driver
         for parcel in self._receives:
-            queue.wait(stream, self._my_filled[parcel.peer], 1)
+            queue.wait(stream, self._my_filled[parcel.peer], self._token)
             queue.write(stream, self._my_filled[parcel.peer], 0)
         self._receives, self._sending = (), ()
         self.streams.land()
@@ -126,7 +137,7 @@ class CopyEngineTransport(ByName):
         Raises:
             RuntimeError: it came wrong, or not at all.
         """
-        rank, size = self.group.rank(), self.group.size()
+        rank, size = self.over.rank, self.over.size
         self.reserve(size * _WORD)
         mine = torch.arange(rank * size, (rank + 1) * size, dtype=torch.int32, device=self.device)
         landing = self._arena.flat[: size * _WORD].view(torch.int32)
@@ -150,10 +161,10 @@ class CopyEngineTransport(ByName):
             raise RuntimeError(f"words from other ranks arrived wrong: {wrong}")
 
 
-def refusal(group: dist.ProcessGroup, device: torch.device, timeout: float) -> str | None:
-    """Why the copy engines cannot serve the ranks of a gloo group, or None: the same answer on every rank."""
+def refusal(over: Channel, device: torch.device) -> str | None:
+    """Why the copy engines cannot serve the ranks of a channel, or None: the same answer on every rank."""
     mine = {"host": host(), "device": str(device.index or 0), "why": _local_refusal(device)}
-    everyone = exchange(mine, group, timeout)
+    everyone = over.exchange(mine, _SUBJECT)
     if len({facts["host"] for facts in everyone}) > 1:
         return "the ranks are on several hosts"
     for rank, facts in enumerate(everyone):
@@ -164,22 +175,22 @@ def refusal(group: dist.ProcessGroup, device: torch.device, timeout: float) -> s
     if len(set(devices)) == len(devices) <= torch.cuda.device_count():
         blind = [d for d in devices if d != device.index and not torch.cuda.can_device_access_peer(device, d)]
         why = f"GPU {device.index} cannot reach the memory of {blind}" if blind else ""
-    reached = exchange({"why": why}, group, timeout)
+    reached = over.exchange({"why": why}, _SUBJECT)
     return next((facts["why"] for facts in reached if facts["why"]), None)
 
 
-def open_transport(group: dist.ProcessGroup, device: torch.device, timeout: float) -> CopyEngineTransport | str:
-    """A transport for the ranks of a gloo group that has passed its trial, or why there is none: equal on all."""
-    why = refusal(group, device, timeout)
+def open_transport(over: Channel, device: torch.device) -> CopyEngineTransport | str:
+    """A transport for the ranks of a channel that has passed its trial, or why there is none: equal on all."""
+    why = refusal(over, device)
     if why is not None:
         return why
     transport, why = None, ""
     try:
-        transport = CopyEngineTransport(group, device)
+        transport = CopyEngineTransport(over, device)
         transport.trial()
     except Exception as error:  # noqa: BLE001 -- drivers, fabric and permissions fail in many ways; p2p still works
         why = f"{type(error).__name__}: {error}"
-    tried = exchange({"why": why}, group, timeout + _TRIAL_SECONDS)
+    tried = over.exchange({"why": why}, _SUBJECT)
     failed = [f"rank {rank}: {facts['why']}" for rank, facts in enumerate(tried) if facts["why"]]
     return failed[0] if failed or transport is None else transport
 
@@ -198,16 +209,7 @@ def _local_refusal(device: torch.device) -> str:
     return ""
 
 
-def host() -> str:
-    """What tells this machine, and this boot of it, from others."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{socket.gethostname()} {file.read().strip()}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _symmetric(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+def _symmetric(nbytes: int, over: Channel, device: torch.device) -> tuple[torch.Tensor, list[int]]:
     """Zeroed memory that every rank of the group has mapped, and its address on each; collective.
 
     Raises:
@@ -220,15 +222,15 @@ def _symmetric(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> t
         memory = _zeros(nbytes, device)
     except RuntimeError as error:
         why = f"{nbytes / 2**30:.1f} GiB for what other ranks write: {error}"
-    for rank, facts in enumerate(exchange({"why": why}, group, _TRIAL_SECONDS)):
+    for rank, facts in enumerate(over.exchange({"why": why}, _SUBJECT)):
         if facts["why"]:
             raise UnsupportedError(
                 "transport='copy_engine'", f"rank {rank} found no memory, {facts['why']}", "transport='p2p'"
             )
     assert memory is not None, "this rank has said that it has its memory"
-    addresses = _mapped(memory, group)
+    addresses = _mapped(memory, over)
     torch.cuda.synchronize(device)
-    dist.monitored_barrier(group, timedelta(seconds=_TRIAL_SECONDS))
+    over.exchange({}, _SUBJECT)
     return memory, addresses
 
 
@@ -241,8 +243,14 @@ def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).zero_()
 
 
-def _mapped(memory: torch.Tensor, group: dist.ProcessGroup) -> list[int]:
-    """The addresses at which this rank reaches every rank's memory; collective."""
-    import torch.distributed._symmetric_memory as symmetric_memory
+def _mapped(memory: torch.Tensor, over: Channel) -> list[int]:
+    """The addresses at which this rank reaches every rank's memory; collective.
 
-    return list(symmetric_memory.rendezvous(memory, group.group_name).buffer_ptrs)
+    PyTorch finds the ranks by the name of a group: this one is nobody else's.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    store = over.board.fresh_store()
+    name = over.exchange({"name": f"dfa_megatron {uuid.uuid4().hex}"}, _SUBJECT)[0]["name"]
+    _SymmetricMemory.set_group_info(name, over.rank, over.size, store)
+    return list(_SymmetricMemory.rendezvous(memory, name).buffer_ptrs)

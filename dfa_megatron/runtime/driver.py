@@ -1,12 +1,15 @@
-"""The three operations of the CUDA driver that PyTorch does not offer: queue a copy, a flag's write, a flag's wait."""
+"""What PyTorch does not offer of the CUDA driver: copies and flags on a stream, a thread's way with captures."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 _EQUAL = 1
 """CU_STREAM_WAIT_VALUE_EQ"""
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED"""
 
 
 class Driver:
@@ -24,8 +27,14 @@ class Driver:
         self._write = self._function(library, "cuStreamWriteValue32_v2", None, *flag)
         self._wait = self._function(library, "cuStreamWaitValue32_v2", None, *flag)
 
+        self._capture_mode = self._function(library, "cuThreadExchangeStreamCaptureMode", ctypes.POINTER(ctypes.c_int))
+
+    def relax_captures(self) -> None:
+        """Let this thread ask for the state of events while another one captures a graph."""
+        self._check(self._capture_mode(ctypes.byref(ctypes.c_int(_RELAXED))), "cuThreadExchangeStreamCaptureMode")
+
     @staticmethod
-    def _function(library: ctypes.CDLL, name: str, *arguments: type | None) -> ctypes._NamedFuncPointer:
+    def _function(library: ctypes.CDLL, name: str, *arguments: Any) -> ctypes._NamedFuncPointer:
         """None stands for a stream's handle."""
         try:
             function: ctypes._NamedFuncPointer = getattr(library, name)

@@ -9,8 +9,9 @@ import torch
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.program import Step
+from dfa_megatron.runtime.communicator import Parcel
 from dfa_megatron.runtime.tensors import Tensors
-from dfa_megatron.runtime.transport import Parcel, Transport
+from dfa_megatron.runtime.transport import Transport
 
 
 def execute(algebra: Tensors, transport: Transport, picture: Callable[[int], str]) -> None:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from dfa_megatron.runtime.groups import before_destroying
 
@@ -64,8 +65,10 @@ class Captured:
 _alive: weakref.WeakSet[Captured] = weakref.WeakSet()
 
 
-def _release() -> None:
+def _release(group: dist.ProcessGroup | None) -> None:
     """NCCL waits, without end, for graphs that hold its messages before it lets go of a communicator."""
+    if group is not None:
+        return
     torch.cuda.synchronize()
     for captured in _alive:
         captured.release()

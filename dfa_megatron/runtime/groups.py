@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -63,35 +61,16 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return next((options._timeout for options in found if options is not None), None)
 
 
-_PAUSE = 0.1
-"""Seconds."""
+def is_known(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group still is one of torch.distributed's."""
+    return group is not None and group in distributed_c10d._world.pg_map
 
 
-class ByName:
-    """A process group that is looked up when it is used, and not kept.
-
-    A gloo group that something keeps lives on after `dist.destroy_process_group`, and so do its threads. If one of them
-    still lets go of a tensor while the interpreter ends, the process aborts ("terminate called without an active
-    exception"): one in ten did that ended right after a barrier, and none of those that kept no group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._name = str(group.group_name)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The group."""
-        return resolve(self._name)
+Release = Callable[[dist.ProcessGroup | None], None]
 
 
-@functools.cache
-def end_gently() -> None:
-    """Let the threads of groups that others keep, as DeepSpeed does, come to rest before the interpreter ends."""
-    atexit.register(time.sleep, _PAUSE)
-
-
-def before_destroying(release: Callable[[], None]) -> None:
-    """Have this called when torch.distributed.destroy_process_group is about to destroy all groups.
+def before_destroying(release: Release) -> None:
+    """Have this called when torch.distributed.destroy_process_group is about to destroy a group (None: all groups).
 
     PyTorch has no hook for it, so its function is wrapped, once and for as long as the process lives.
     """
@@ -99,15 +78,14 @@ def before_destroying(release: Callable[[], None]) -> None:
 
 
 @functools.cache
-def _releases() -> dict[Callable[[], None], None]:
-    releases: dict[Callable[[], None], None] = {}
+def _releases() -> dict[Release, None]:
+    releases: dict[Release, None] = {}
     destroy = distributed_c10d.destroy_process_group
 
     @functools.wraps(destroy)
     def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        if group is None or group is dist.group.WORLD:
-            for release in releases:
-                release()
+        for release in releases:
+            release(None if group is dist.group.WORLD else group)
         destroy(group)
 
     dist.destroy_process_group = distributed_c10d.destroy_process_group = destroy_process_group

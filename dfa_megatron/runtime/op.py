@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.runtime.alibi import slopes_error
+from dfa_megatron.runtime.calls import at_layer, current_layer
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.prepare import prepare, refuse
 from dfa_megatron.runtime.request import from_text
@@ -34,17 +35,18 @@ def _forward(
     error = None if sinks is None else sinks_error(sinks, q)
     error = error or (None if slopes is None else slopes_error(slopes, q))
     if error is not None:
-        refuse(error, group, from_text(request).agreement_timeout)
+        refuse(error, group, from_text(request).guard)
         raise error
     prepared = prepare(request, group, q, k, v, slopes)
     heads, kept = prepared.exchange, None
-    if heads is None:
-        out, lse = run_forward(prepared, q, k, v, slopes)
-    else:
-        own = None if slopes is None else heads.own_heads(slopes)
-        whole = heads.before_forward(q, k, v)
-        out, lse = heads.after_forward(*run_forward(prepared, *whole, own))
-        kept = (heads, *whole) if heads.keeps else None
+    with prepared.running(0, q.device):
+        if heads is None:
+            out, lse = run_forward(prepared, q, k, v, slopes)
+        else:
+            own = None if slopes is None else heads.own_heads(slopes)
+            whole = heads.before_forward(q, k, v)
+            out, lse = heads.after_forward(*run_forward(prepared, *whole, own))
+            kept = (heads, *whole) if heads.keeps else None
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
     return out.contiguous(), lse.contiguous(), kept
@@ -67,12 +69,15 @@ def _gradients(
     given = (q, k, v) if exchanged is None else (exchanged.given(q), exchanged.given(k), exchanged.given(v))
     prepared = prepare(request, group, *given, slopes)
     heads, read = prepared.exchange, read_backward(prepared, dout, out)
-    if heads is None:
-        gradients = run_backward(prepared, dout, q, k, v, read, lse, slopes)
-    else:
-        own = None if slopes is None else heads.own_heads(slopes)
-        whole = heads.before_backward(dout, q, k, v, read, lse, kept=exchanged is not None)
-        gradients = heads.after_backward(*run_backward(prepared, *whole, own))
+    with prepared.running(1, dout.device):
+        if heads is None:
+            gradients = run_backward(prepared, dout, q, k, v, read, lse, slopes)
+        else:
+            own = None if slopes is None else heads.own_heads(slopes)
+            whole = heads.before_backward(dout, q, k, v, read, lse, kept=exchanged is not None)
+            gradients = heads.after_backward(*run_backward(prepared, *whole, own))
+    if prepared.whole is not None:
+        prepared.whole.end_of_backward()
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse, sinks)
 
@@ -213,7 +218,7 @@ class Direct(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse). keeps: q, k and v may be kept as heads were exchanged to, in as much memory."""
         out, lse, kept = _forward(q, k, v, sinks, slopes, request, group)
-        ctx.request, ctx.group, ctx.exchanged = request, group, None
+        ctx.request, ctx.group, ctx.exchanged, ctx.layer = request, group, None, current_layer()
         if keeps and kept is not None:
             ctx.exchanged, q, k, v = kept
         _save(ctx, q, k, v, out, lse, sinks, slopes)
@@ -245,7 +250,7 @@ class Replay(torch.autograd.Function):
         """(out, lse) as they were."""
         COUNTERS.replays += 1
         out, lse = out.detach(), lse.detach()
-        ctx.request, ctx.group, ctx.exchanged = request, group, None
+        ctx.request, ctx.group, ctx.exchanged, ctx.layer = request, group, None, current_layer()
         _save(ctx, q, k, v, out, lse, sinks, slopes)
         return out, lse
 
@@ -260,5 +265,6 @@ class Replay(torch.autograd.Function):
 def _direct_backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
     """The gradients of (q, k, v, sinks, slopes, request, group), past the dispatcher."""
     q, k, v, out, lse, sinks, slopes = ctx.saved_tensors
-    dq, dk, dv, dsinks = _gradients(dout, q, k, v, out, lse, sinks, slopes, ctx.request, ctx.group, ctx.exchanged)
+    with at_layer(ctx.layer):
+        dq, dk, dv, dsinks = _gradients(dout, q, k, v, out, lse, sinks, slopes, ctx.request, ctx.group, ctx.exchanged)
     return dq, dk, dv, None if sinks is None else dsinks, None, None, None

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-import math
 from collections import OrderedDict
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 
-from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel, Form
 from dfa_megatron.plan.grid import grid
 from dfa_megatron.plan.heads import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime import alibi
-from dfa_megatron.runtime.agree import Facts, agree
-from dfa_megatron.runtime.channel import Channel, channel
+from dfa_megatron.runtime.agree import Facts
+from dfa_megatron.runtime.calls import Kind
+from dfa_megatron.runtime.channel import Channel, Guard, channel
 from dfa_megatron.runtime.documents import describe
 from dfa_megatron.runtime.graph import Captured
-from dfa_megatron.runtime.groups import group_size
+from dfa_megatron.runtime.groups import before_destroying, group_name, group_size
 from dfa_megatron.runtime.inputs import refuse_tensors
 from dfa_megatron.runtime.memory import MemoryPlan
 from dfa_megatron.runtime.problem import degree_of, format_of, kernel_of, problem_of
@@ -52,6 +54,8 @@ class Prepared:
     exchange: what turns the call's tensors into the plan's, where ulysses_degree > 1; channel is then that of the ranks
         with the same heads, and everything else speaks of the plan's ranks, tokens and heads.
     graphs: captured phases, where the request asks for graphs.
+    whole: the channel of the whole group, over which calls are compared; None where they are not.
+    kinds: what its forward and its backward are there.
     """
 
     request: Request
@@ -60,6 +64,14 @@ class Prepared:
     channel: Channel | None
     exchange: HeadExchange | None = None
     graphs: dict[tuple[str, int, str], Captured] = field(default_factory=dict, compare=False, repr=False)
+    whole: Channel | None = None
+    kinds: tuple[Kind, Kind] | None = None
+
+    def running(self, phase: int, device: torch.device) -> AbstractContextManager[None]:
+        """Around its forward (0) or its backward (1) on tensors of a device: see `Channel.running`."""
+        if self.whole is None or self.kinds is None:
+            return contextlib.nullcontext()
+        return self.whole.running(self.kinds[phase], device)
 
     @property
     def forward(self) -> MemoryPlan:
@@ -144,6 +156,12 @@ _known: OrderedDict[str, _Known] = OrderedDict()
 """By the name of the group, the one used last at the end."""
 
 
+def _forget(group: dist.ProcessGroup | None) -> None:
+    """A group is about to be destroyed, or all are: its plans and graphs go with it."""
+    for name in list(_known) if group is None else [group_name(group)]:
+        _known.pop(name, None)
+
+
 def in_use() -> tuple[Prepared, ...]:
     """What this process has prepared, the one it used last at the end."""
     return tuple(prepared for known in _known.values() for prepared in known.prepared.values())
@@ -166,8 +184,9 @@ def prepare(
         DisagreementError: the ranks ask for different things, or one of them refused.
     """
     request = from_text(text)
-    over = channel(group, q.device) if group_size(group) > 1 else None
+    over = channel(group, request.guard) if group_size(group) > 1 else None
     if group not in _known or _known[group].over is not over:
+        before_destroying(_forget)
         _known[group] = _Known(over)
     _known.move_to_end(group)
     known = _known[group].prepared
@@ -175,11 +194,10 @@ def prepare(
     prepared = known.get(key)
     if prepared is not None:
         known.move_to_end(key)
-        if request.verify == "always" and over is not None:
-            agree(_facts(prepared, q, k, v, slopes), over.side, request.agreement_timeout)
         return prepared
-    prepared = _build_and_agree(request, over, q, k, v, slopes)
-    _open_transport(prepared, q.device)
+    with over.calls.preparing() if over is not None and request.guard.verify else contextlib.nullcontext():
+        prepared = _build_and_agree(request, over, q, k, v, slopes)
+        _open_transport(prepared, q.device)
     known[key] = prepared
     if len(known) > _KEPT:
         known.popitem(last=False)
@@ -196,7 +214,7 @@ def _build_and_agree(
 ) -> Prepared:
     """Build, and let every rank know of an error on any: nobody is left waiting."""
     rank, size = (over.rank, over.size) if over else (0, 1)
-    compare = over is not None and request.verify != "off"
+    compare = over is not None and request.guard.verify
     splits = None
     try:
         refuse_tensors(q, k, v)
@@ -209,26 +227,29 @@ def _build_and_agree(
             tokens = split_tokens(degree, rank, size, request.layout, q.shape[1])
             splits = heads, tokens
             prepared = build(request, len(tokens.outer), tokens.outer.index(rank), *stand_ins(heads, q, k, v))
-    except DistAttentionError as error:
+    except Exception as error:
         if compare and over is not None:
-            _tell(error, over, request.agreement_timeout)
+            _tell(error, over)
         raise
     if compare and over is not None:
-        agree(_facts(prepared, q, k, v, slopes), over.side, request.agreement_timeout)
+        facts = _facts(prepared, q, k, v, slopes) | {"thread": over.calls.thread}
+        over.agree(facts)
+        prepared = replace(prepared, whole=over, kinds=_kinds(facts, prepared))
     return prepared if splits is None or over is None else _connected(prepared, *splits, over, q.device)
 
 
-def refuse(error: DistAttentionError, group: str, timeout: float) -> None:
+def refuse(error: DistAttentionError, group: str, guard: Guard) -> None:
     """Tell the ranks of a named group, which are about to compare what they run, that this one cannot."""
-    if group_size(group) > 1:
-        _tell(error, channel(group), timeout)
+    if group_size(group) > 1 and guard.verify:
+        over = channel(group, guard)
+        with over.calls.preparing():
+            _tell(error, over)
 
 
-def _tell(error: DistAttentionError, over: Channel, timeout: float) -> None:
-    if not (type(timeout) in (int, float) and 0 < timeout < math.inf):  # which may be what is refused
-        timeout = DistAttentionConfig().agreement_timeout
+def _tell(error: Exception, over: Channel) -> None:
+    text = str(error) if isinstance(error, DistAttentionError) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(DistAttentionError):  # this rank's own reason is the clearer one
-        agree({"error": str(error)}, over.side, timeout)
+        over.agree({"error": text})
 
 
 def _open_transport(prepared: Prepared, device: torch.device) -> None:
@@ -244,7 +265,7 @@ def _open_transport(prepared: Prepared, device: torch.device) -> None:
                 "messages go point to point: they need %.1f GiB, which the copy engines would keep between calls",
                 nbytes / 2**30,
             )
-        prepared.channel.reserve(device, prepared.transport, nbytes, request.agreement_timeout)
+        prepared.channel.reserve(device, prepared.transport, nbytes)
 
 
 def _roomy(nbytes: int) -> int:
@@ -280,3 +301,18 @@ def _facts(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         "dfa_megatron": __version__,
     }
     return facts
+
+
+def _kinds(facts: Facts, prepared: Prepared) -> tuple[Kind, Kind]:
+    """What a forward and a backward of it are, for ranks that compare their calls."""
+    request, defaults = prepared.request, Request.__dataclass_fields__
+    options = [
+        f"{name}={value!r}"
+        for name in ("causal", "softmax_scale", "window_size", "softcap", "sinks", "alibi", "layout", "ulysses_degree")
+        if (value := getattr(request, name)) != defaults[name].default
+    ]
+    packed = [describe(request.cu_seqlens)] if request.cu_seqlens else []
+    shapes = ", ".join(f"{name} {facts[f'shape of {name}']}" for name in ("q", "k", "v"))
+    text = ", ".join((shapes, facts["dtype"], facts["plan"].partition(",")[0], facts["kernel"], *options, *packed))
+    compared = json.dumps(facts, sort_keys=True)
+    return Kind.of(f"forward of {text}", compared), Kind.of(f"backward of {text}", compared)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.trial import stopwatch
 from dfa_megatron.runtime.channel import channel
+from dfa_megatron.runtime.communicator import Communicator, Parcel
 from dfa_megatron.runtime.groups import group_name
-from dfa_megatron.runtime.transport import Parcel, Transport
+from dfa_megatron.runtime.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +133,8 @@ def _exchange(transport: Transport, outgoing: torch.Tensor, ring: tuple[int, int
     transport.finish()
 
 
-def _all_to_all(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _all_to_all(whole: torch.Tensor, group: Communicator) -> None:
     packet = whole.transpose(0, 1).contiguous()
     landed = torch.empty_like(packet)
-    dist.all_to_all_single(landed, packet, group=group)
+    group.all_to_all(landed, packet).wait()
     landed.transpose(0, 1).contiguous()

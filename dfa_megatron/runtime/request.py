@@ -12,6 +12,7 @@ from typing import Any
 from dfa_megatron.config import check_options
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.mask import Mask, of_window
+from dfa_megatron.runtime.channel import Guard
 from dfa_megatron.runtime.documents import Offsets, dealt_mask, mask_of
 
 
@@ -40,13 +41,14 @@ class Request:
     transport: str = "auto"
     cuda_graph: bool = False
     hardware: str = "auto"
-    verify: str = "once"
+    verify: str = "on"
     agreement_timeout: float = 120.0
+    stall_timeout: float = 1800.0
     cu_seqlens: Offsets = ()
     keeps_exchanged: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("softmax_scale", "softcap", "agreement_timeout"):
+        for name in ("softmax_scale", "softcap", "agreement_timeout", "stall_timeout"):
             if type(value := getattr(self, name)) is int:
                 object.__setattr__(self, name, float(value))
 
@@ -86,6 +88,11 @@ class Request:
             return of_window(length, self.causal, self.window_size)
         mask = mask_of(self.cu_seqlens, length, causal=self.causal, window_size=self.window_size)
         return replace(mask, dealt_by=dealt_mask(self.cu_seqlens, length)) if self.layout == "dealt" else mask
+
+    @property
+    def guard(self) -> Guard:
+        """How the group's calls are looked after."""
+        return Guard.of(self.verify, self.agreement_timeout, self.stall_timeout)
 
     def for_plan(self) -> Request:
         """The request with defaults for what its plan does not depend on: layers that differ in that share plans."""

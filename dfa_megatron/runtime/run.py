@@ -12,6 +12,7 @@ from dfa_megatron.kernels.fold import row_dot
 from dfa_megatron.runtime.ablation import ablated, active_ablation
 from dfa_megatron.runtime.accumulators import Fields
 from dfa_megatron.runtime.alibi import GlobalBias
+from dfa_megatron.runtime.communicator import Parcel
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute import execute
 from dfa_megatron.runtime.graph import Captured
@@ -19,7 +20,7 @@ from dfa_megatron.runtime.memory import Arena, MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared
 from dfa_megatron.runtime.tensors import Tensors
 from dfa_megatron.runtime.timeline import RecordedTensors, RecordedTransport, active
-from dfa_megatron.runtime.transport import Parcel, Transport
+from dfa_megatron.runtime.transport import Transport
 
 
 def forward_algebra(
@@ -141,7 +142,11 @@ def _algebra(
 def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, Arena]:
     """How messages move, and the memory in which they land."""
     channel = prepared.channel
-    transport: Transport = ablated(channel.transport(device, prepared.transport)) if channel else _Nobody()
+    if channel is None:
+        transport: Transport = _Nobody()
+    else:
+        own = channel.transport(device, prepared.transport)
+        channel.calls.where, transport = own.where, ablated(own)
     return transport, transport.arena(memory.arena_bytes, device)
 
 
@@ -164,6 +169,9 @@ class _Nobody:
 
     def start(self) -> None:
         pass
+
+    def where(self) -> tuple[int, tuple[int, ...]]:
+        return -1, ()
 
     def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
         assert not receives

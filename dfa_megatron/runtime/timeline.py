@@ -15,10 +15,10 @@ from dfa_megatron.plan.cost import Event, Timeline
 from dfa_megatron.plan.grid import cell
 from dfa_megatron.plan.ir import Plan
 from dfa_megatron.plan.program import Call, Fold, Message
-from dfa_megatron.runtime.agree import exchange
 from dfa_megatron.runtime.channel import Channel
+from dfa_megatron.runtime.communicator import Parcel
 from dfa_megatron.runtime.tensors import Tensors
-from dfa_megatron.runtime.transport import Around, Parcel, Transport
+from dfa_megatron.runtime.transport import Around, Transport
 
 Mark = Any
 """A CUDA event on its stream, or seconds of the host's clock."""
@@ -68,7 +68,8 @@ def gathered(recording: Recording, plan: Plan, channel: Channel | None) -> Timel
     mine = [
         [e.kind, e.step, e.start, e.end, e.label, e.peer, e.nbytes] for e in recording.events(plan.phase.name, rank)
     ]
-    everyone = exchange({"events": json.dumps(mine)}, channel.side, 60.0) if channel else [{"events": json.dumps(mine)}]
+    told = {"events": json.dumps(mine)}
+    everyone = [told] if channel is None else channel.exchange(told, "show what they have recorded")
     events = tuple(
         Event(rank, kind, plan.phase.name, step, start, end, label, peer, nbytes)
         for rank, facts in enumerate(everyone)

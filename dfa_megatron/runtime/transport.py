@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.runtime.groups import ByName
+from dfa_megatron.runtime.communicator import Communicator, Parcel
 from dfa_megatron.runtime.memory import Arena
-
-
-class Parcel(NamedTuple):
-    """A message to or from a peer (a rank of the group): dense tensors, and where they go in the peer's arena."""
-
-    peer: int
-    tensors: Sequence[torch.Tensor]
-    offsets: Sequence[int] = ()
 
 
 class Transport(Protocol):
@@ -41,6 +33,10 @@ class Transport(Protocol):
         """The inputs are ready on the caller's stream."""
         ...
 
+    def where(self) -> tuple[int, tuple[int, ...]]:
+        """The step that runs now, and the ranks that it waits for; another thread may ask."""
+        ...
+
     def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
         """Start a step's batch once the compute of step `after` is over; `sends` packs, on the transport's queue."""
         ...
@@ -58,25 +54,15 @@ class Transport(Protocol):
         ...
 
 
-def _batch(group: dist.ProcessGroup, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> list[dist.Work]:
-    # A peer is a rank of the group; point-to-point calls take global ranks. Gloo tells tensors apart by their tags.
-    operations = [
-        dist.P2POp(operation, x, dist.get_global_rank(group, parcel.peer), group, tag)
-        for operation, parcels in ((dist.irecv, receives), (dist.isend, sends))
-        for parcel in parcels
-        for tag, x in enumerate(parcel.tensors)
-    ]
-    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
-    return works
-
-
-class GlooTransport(ByName):
+class GlooTransport:
     """Point-to-point over gloo: the host waits where a step lands."""
 
     generation = 0
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
+    def __init__(self, communicator: Communicator, wait: Callable[[Callable[[], object]], None]) -> None:
+        """`wait` waits for what blocks, and raises where that has become pointless."""
+        self._communicator, self._wait = communicator, wait
+        self._where: tuple[int, tuple[int, ...]] = (-1, ())
         self.works: list[dist.Work] = []
         self.sending: Sequence[Parcel] = ()
 
@@ -89,16 +75,22 @@ class GlooTransport(ByName):
 
     def start(self) -> None:
         """Nothing runs behind the host's back on a CPU."""
+        self._where = (-1, ())
+
+    def where(self) -> tuple[int, tuple[int, ...]]:
+        """See `Transport`."""
+        return self._where
 
     def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
         """Start the batch; the peers' threads move it during compute."""
         self.sending = sends()
-        self.works = _batch(self.group, self.sending, receives)
+        self._where = self._where[0] + 1, tuple(parcel.peer for parcel in receives)
+        self.works = self._communicator.post(self.sending, receives)
 
     def land(self) -> None:
         """Wait for the batch."""
-        for work in self.works:
-            work.wait()
+        if works := self.works:
+            self._wait(lambda: [work.wait() for work in works])
         self.works, self.sending = [], ()
 
     def computed(self, step: int) -> None:
@@ -133,11 +125,13 @@ class Streams:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.started, self.filled = torch.cuda.Event(), torch.cuda.Event()
         self.free: list[torch.cuda.Event] = []
+        self.steps, self.awaited = 0, list[tuple[int, ...]]()
         self.compute = torch.cuda.current_stream(device)
 
     def start(self) -> None:
         """Nothing moves before the inputs are there, which the caller's stream computes."""
         self.compute = torch.cuda.current_stream(self.device)
+        self.steps, self.awaited = 0, []
         self.started.record(self.compute)
         self.stream.wait_event(self.started)
 
@@ -162,16 +156,21 @@ class Streams:
         while step >= len(self.free):
             self.free.append(torch.cuda.Event())
         self.free[step].record(self.compute)
+        self.steps = step + 1
+
+    def where(self) -> tuple[int, tuple[int, ...]]:
+        """The first step whose compute is not over, and the ranks that its messages come from."""
+        step = next((n for n, event in enumerate(self.free[: self.steps]) if not event.query()), self.steps)
+        return step, self.awaited[step] if step < len(self.awaited) else ()
 
 
-class NcclTransport(ByName):
+class NcclTransport:
     """Point-to-point over NCCL on a communicator and a stream of its own; the host waits for nothing."""
 
     generation = 0
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group)
-        self.streams = Streams(device)
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._communicator, self.streams = communicator, Streams(device)
         self.works: list[dist.Work] = []
         self.sending: Sequence[Parcel] = ()
 
@@ -186,12 +185,17 @@ class NcclTransport(ByName):
         """See `Streams.start`."""
         self.streams.start()
 
+    def where(self) -> tuple[int, tuple[int, ...]]:
+        """See `Streams.where`."""
+        return self.streams.where()
+
     def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
         """Queue the batch on the communication stream."""
         with self.streams.moving():
             self.streams.wait_for_compute(after)
             self.sending = sends()
-            self.works = _batch(self.group, self.sending, receives)
+            self.works = self._communicator.post(self.sending, receives)
+        self.streams.awaited.append(tuple(parcel.peer for parcel in receives))
 
     def land(self) -> None:
         """Queue the wait of the compute stream."""
@@ -226,6 +230,10 @@ class Around:
     def start(self) -> None:
         """See `Transport`."""
         self.inner.start()
+
+    def where(self) -> tuple[int, tuple[int, ...]]:
+        """See `Transport`."""
+        return self.inner.where()
 
     def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
         """See `Transport`."""

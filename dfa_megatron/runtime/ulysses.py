@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from dfa_megatron.plan.heads import HeadSplit, TokenSplit
 from dfa_megatron.runtime.channel import Channel
@@ -148,7 +147,11 @@ class HeadExchange:
         else:
             COUNTERS.ulysses_backward_bytes += sent
         landed = torch.empty_like(packet)
-        dist.all_to_all_single(landed, packet, group=self.inner.collectives(packet.device))
+        work = self.inner.collectives(packet.device).all_to_all(landed, packet)
+        if packet.is_cuda:
+            work.wait()  # the current stream waits, not the host
+        else:
+            self.inner.wait(work.wait)
         return landed
 
 

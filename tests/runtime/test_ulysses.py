@@ -18,7 +18,8 @@ from dfa_megatron import remat
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.cost import AttentionShape
 from dfa_megatron.plan.heads import split_heads
-from dfa_megatron.runtime.channel import Channel
+from dfa_megatron.runtime.board import Board
+from dfa_megatron.runtime.channel import Channel, Guard
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.compare import assert_close, dense_attention
 from dfa_megatron.testing.memory import nan_memory
@@ -48,7 +49,7 @@ def test_the_option_is_a_number_of_ranks() -> None:
 
 def test_groups_whose_ranks_do_not_ascend_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"global ranks \[3, 1\].*ascend"):
-        Channel([3, 1])
+        Channel(Board(dist.HashStore(), 0, [3, 1]), None, Guard(), lambda: True)
 
 
 # Real processes over gloo.
@@ -123,20 +124,24 @@ def test_groups_of_other_than_all_ranks_exchange_among_themselves() -> None:
 
 
 def _communicators(rank: int, ranks: int) -> None:
-    from torch.distributed import distributed_c10d
-
+    from dfa_megatron.runtime.channel import channel
+    from dfa_megatron.runtime.groups import group_name
     from dfa_megatron.runtime.prepare import in_use
 
+    def count() -> int:
+        whole = channel(group_name(None))
+        return sum(len(part._made) for part in (whole, *whole._parts.values()))
+
     attend_and_compare(case(ranks * 8), rank, ranks)
-    plain = len(distributed_c10d._world.pg_map)
+    plain = count()
     assert all(prepared.exchange is None for prepared in in_use())
     assert COUNTERS.ulysses_exchanges == COUNTERS.ulysses_forward_bytes == COUNTERS.ulysses_backward_bytes == 0
     attend_and_compare(case(ranks * 8), rank, ranks, ulysses_degree=2)
-    made = len(distributed_c10d._world.pg_map)
+    made = count()
     assert made > plain
     for schedule in ("ring", "balanced"):
         attend_and_compare(case(ranks * 10), rank, ranks, schedule=schedule, ulysses_degree=2)
-    assert len(distributed_c10d._world.pg_map) == made, "the parts of a group serve every attention of it"
+    assert count() == made, "the parts of a group serve every attention of it"
 
 
 def test_communicators_are_made_once_and_for_a_degree_above_one_only() -> None:

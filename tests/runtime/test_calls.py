@@ -1,0 +1,343 @@
+"""Ranks whose calls part: every difference is told in a table, at once, and no result of such a call is returned."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dfa_megatron
+from dfa_megatron.errors import DistAttentionError
+from dfa_megatron.runtime.calls import Calls, Kind, at_layer
+from dfa_megatron.testing.workers import run_ranks
+
+KNOWN = ({"softmax_scale": 0.25}, {"softmax_scale": 0.5}, {"window_size": (3, 0)}, {"causal": False})
+"""Plans that all ranks know before their calls part."""
+
+
+def tensors(local: int = 8) -> list[torch.Tensor]:
+    return [torch.randn(1, local, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def attend(number: int = 0, *, backward: bool = False, local: int = 8, layer: int = 0) -> torch.Tensor:
+    """One of the known attentions."""
+    with at_layer(layer):
+        out = (
+            dfa_megatron.dist_flash_attn_func(*tensors(local), schedule="ring", causal=True, **KNOWN[number])
+            if ("causal" not in KNOWN[number])
+            else dfa_megatron.dist_flash_attn_func(*tensors(local), schedule="ring", **KNOWN[number])
+        )
+    assert isinstance(out, torch.Tensor)
+    if backward:
+        out.sum().backward()
+    return out
+
+
+def know() -> None:
+    for number in range(len(KNOWN)):
+        attend(number, backward=True)
+    attend(0, local=12, backward=True)
+
+
+def told(action: Callable[[], object]) -> tuple[str, str, float]:
+    """(error's name, its text, seconds) of an action; empty texts where it went well."""
+    start = time.monotonic()
+    try:
+        action()
+    except DistAttentionError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+def _skips(odd: bool) -> None:
+    attend(0, layer=1)
+    if not odd:
+        attend(0, layer=2)
+    attend(0, layer=3)
+
+
+def _repeats(odd: bool) -> None:
+    for _ in range(3 if odd else 2):
+        attend(1)
+    attend(0)
+
+
+def _swaps_scales(odd: bool) -> None:
+    for number in (0, 1) if odd else (1, 0):
+        attend(number, backward=True)
+
+
+def _swaps_windows(odd: bool) -> None:
+    for number in (0, 2) if odd else (2, 0):
+        attend(number)
+
+
+def _swaps_masks(odd: bool) -> None:
+    for number in (0, 3) if odd else (3, 0):
+        attend(number)
+
+
+def _swaps_lengths(odd: bool) -> None:
+    for local in (8, 12) if odd else (12, 8):
+        attend(0, local=local)
+
+
+def _skips_an_equal_call_before_a_backward(odd: bool) -> None:
+    outs = [attend(0) for _ in range(1 if odd else 2)]
+    sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]
+
+
+def _skips_an_equal_backward(odd: bool) -> None:
+    outs = [attend(0) for _ in range(2)]
+    sum(out.sum() for out in (outs[:1] if odd else outs)).backward()  # type: ignore[union-attr]
+
+
+def _prepares_another(odd: bool) -> None:
+    attend(0, local=16 if odd else 8)
+
+
+FAULTS = {
+    "skips": (_skips, "layer 2 on rank", "layer 3 on rank"),
+    "repeats": (_repeats, "softmax_scale=0.5", "softmax_scale=0.25"),
+    "swaps scales": (_swaps_scales, "softmax_scale=0.25", "softmax_scale=0.5"),
+    "swaps windows": (_swaps_windows, "window_size=(3, 0)", "forward of q"),
+    "swaps masks": (_swaps_masks, "causal=False", "forward of q"),
+    "swaps lengths": (_swaps_lengths, "q (1, 8, 4, 16)", "q (1, 12, 4, 16)"),
+    "skips an equal call": (_skips_an_equal_call_before_a_backward, "backward of q", "forward of q"),
+    "skips an equal backward": (_skips_an_equal_backward, "has come to the end of the backward", "backward of q"),
+    "prepares": (_prepares_another, "prepares an attention that it has not run before", "forward of q"),
+}
+
+
+def _parts(rank: int, ranks: int, fault: str) -> list[tuple[str, str, float]]:
+    know()
+    first = told(lambda: FAULTS[fault][0](rank == ranks - 1))
+    return [first, told(lambda: attend(0))]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_ranks_whose_calls_part_are_told_which_call_differs(fault: str) -> None:
+    ranks = 3 if fault == "swaps scales" else 2
+    for (name, text, seconds), (then, why, _) in run_ranks(ranks, _parts, fault, timeout=60):
+        assert name in ("DisagreementError", "LostGroupError"), (name, text)
+        assert "run different attentions, after " in text
+        assert all(words in text for words in FAULTS[fault][1:]), text
+        assert seconds < 6
+        assert then in ("LostGroupError", "DisagreementError")  # the second where no call came after the difference
+        assert "run different attentions" in why
+
+
+def _ends_early(rank: int, ranks: int) -> tuple[str, str, float]:
+    know()
+    if rank == 1:
+        os._exit(0)
+    return told(lambda: attend(0))
+
+
+def _leave(rank: int, ranks: int, report: str) -> None:
+    name, text, seconds = _ends_early(rank, ranks)
+    with open(report, "w") as file:
+        print(name, f"{seconds:.1f}", text, sep="\n", file=file)
+    os._exit(0)
+
+
+def test_a_rank_that_ends_early_is_named(tmp_path: object) -> None:
+    report = f"{tmp_path}/report"
+    with pytest.raises(AssertionError):  # no rank answers the test
+        run_ranks(2, _leave, report, timeout=40)
+    name, seconds, *text = Path(report).read_text().splitlines()
+    assert name in ("ExecutionError", "AbsentError")
+    assert "rank 1 of the group has ended" in "\n".join(text)
+    assert float(seconds) < 6
+
+
+def _first_absent(rank: int, ranks: int, absent: int) -> tuple[str, str, float]:
+    if rank == absent:
+        time.sleep(5)
+        return "", "", 0.0
+    return told(lambda: dfa_megatron.dist_flash_attn_func(*tensors(), agreement_timeout=2.0))
+
+
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_whoever_is_absent_at_the_first_attention_is_named_by_every_other_rank(absent: int) -> None:
+    reports = run_ranks(3, _first_absent, absent, timeout=40)
+    for rank, (name, text, seconds) in enumerate(reports):
+        if rank != absent:
+            assert name == "AbsentError"
+            assert f"rank {absent} of the group did not come within 2 s" in text
+            assert seconds < 4
+
+
+def _stopped(rank: int, ranks: int, seconds: float) -> tuple[str, str, float, bool]:
+    """Rank 2 is stopped for some seconds between two calls; whether the second is exact where it ends well."""
+    know()
+    pid = os.getpid()
+    if rank == 2 and os.fork() == 0:
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 8 * ranks, heads, 16) for heads in (4, 2, 2))
+    mine = slice(8 * rank, 8 * rank + 8)
+
+    def run() -> torch.Tensor:
+        found = dfa_megatron.dist_flash_attn_func(
+            q[:, mine], k[:, mine], v[:, mine], schedule="ring", stall_timeout=3.0
+        )
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    run()
+    if rank == 2:
+        os.kill(pid, signal.SIGSTOP)
+    results: list[torch.Tensor] = []
+    name, text, waited = told(lambda: results.append(run()))
+    whole = dfa_megatron.dist_flash_attn_func(q, k, v, group="") if results else None
+    exact = isinstance(whole, torch.Tensor) and torch.allclose(results[0], whole[:, mine], atol=1e-5)
+    return name, text, waited, exact
+
+
+def test_a_stopped_rank_is_named_after_the_stall_timeout() -> None:
+    reports = run_ranks(3, _stopped, 8.0, timeout=60)
+    for name, text, waited, _ in reports[:2]:
+        assert name in ("AbsentError", "LostGroupError"), (name, text)
+        assert "rank 2 of the group gives no sign of life" in text
+        assert "call 23 (forward of q (1, 8, 4, 16)" in text
+        assert 3 < waited < 6.5
+    name, text, *_ = reports[2]
+    assert name in ("AbsentError", "LostGroupError", "ExecutionError"), "whoever comes back too late is told"
+    assert "of the group failed" in text or "has ended" in text, text
+
+
+def test_a_rank_that_comes_back_before_goes_on_exactly() -> None:
+    for name, text, _, exact in run_ranks(3, _stopped, 1.5, timeout=60):
+        assert (name, text) == ("", "")
+        assert exact
+
+
+def _kernel_fails(rank: int, ranks: int) -> list[tuple[str, str, float]]:
+    from dfa_megatron import kernels
+
+    know()
+    if rank == 1:
+
+        def broken(*args: object, **options: object) -> None:
+            raise torch.OutOfMemoryError("out of memory")
+
+        type(kernels.get("cpu")).forward = broken
+        type(kernels.get("reference")).forward = broken
+    return [told(lambda: attend(0)), told(lambda: attend(0))]
+
+
+def test_a_group_that_failed_refuses_at_once_and_names_the_error_that_lost_it() -> None:
+    (first, then), (own, after) = run_ranks(2, _kernel_fails, timeout=60)
+    assert own[0] == "ExecutionError"
+    assert first[0] in ("", "LostGroupError", "ExecutionError"), "rank 0 may have had all that it needs"
+    for name, text, seconds in (then, after):
+        assert name in ("LostGroupError", "ExecutionError")
+        assert "out of memory" in text
+        assert seconds < 3
+    assert after[0] == "LostGroupError"
+    assert after[2] < 0.5
+
+
+def _value_error(rank: int, ranks: int) -> tuple[str, str, float]:
+    from dfa_megatron.plan import mask
+
+    def impossible(*args: object) -> None:
+        raise ValueError("an impossible window")
+
+    if rank == 1:
+        import dfa_megatron.runtime.request as request
+
+        request.of_window = impossible  # type: ignore[assignment]
+    assert mask
+    try:
+        return told(lambda: dfa_megatron.dist_flash_attn_func(*tensors(), agreement_timeout=20.0))
+    except ValueError as error:
+        return "ValueError", str(error), 0.0
+
+
+def test_an_exception_of_any_kind_in_preparation_is_told_to_the_other_ranks() -> None:
+    (name, text, seconds), own = run_ranks(2, _value_error, timeout=60)
+    assert name == "DisagreementError"
+    assert "rank 1 of the group refuses this attention: ValueError: an impossible window" in text
+    assert seconds < 5
+    assert own[0] == "ValueError"
+
+
+def _threads(rank: int, ranks: int) -> list[tuple[str, str, float]]:
+    know()
+    found: list[tuple[str, str, float]] = []
+    pair = [threading.Thread(target=lambda: found.append(told(lambda: attend(0))), name=f"second {n}") for n in (1, 2)]
+    for thread in pair:
+        thread.start()
+    for thread in pair:
+        thread.join(20)
+    return [*found, told(lambda: attend(0))]
+
+
+def test_two_threads_on_one_group_are_refused_by_their_names() -> None:
+    for *found, after in run_ranks(2, _threads, timeout=60):
+        assert len(found) == 2, "no thread waits"
+        assert {name for name, _, _ in found} <= {"UnsupportedError", "LostGroupError"}
+        assert all("from two threads, 'MainThread' and 'second " in text for _, text, _ in found)
+        assert after[0] in ("LostGroupError", "UnsupportedError")
+
+
+def _left(rank: int, ranks: int) -> tuple[int, int, int]:
+    """File descriptors and threads that a group leaves behind, and the plans of it."""
+    from dfa_megatron.runtime.prepare import in_use
+
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def once(shape: int) -> None:
+        group = dist.new_group(list(range(ranks)))
+        for options in ({}, {"ulysses_degree": 2}):
+            out = dfa_megatron.dist_flash_attn_func(*tensors(shape), group=group, **options)  # type: ignore[arg-type]
+            out.sum().backward()  # type: ignore[union-attr]
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+
+    once(8)  # what is made once for a process stays
+    time.sleep(0.3)
+    descriptors, threads = count()
+    for shape in (10, 12):
+        once(shape)
+    time.sleep(0.3)
+    after = count()
+    return after[0] - descriptors, after[1] - threads, len(in_use())
+
+
+def test_a_destroyed_group_leaves_nothing_behind() -> None:
+    assert run_ranks(2, _left, timeout=60) == [(0, 0, 0)] * 2
+
+
+def test_chains_differ_for_ever_once_calls_have_differed() -> None:
+    one, other = Calls(), Calls()
+    for number in range(20):
+        mine, theirs = one.add(Kind.of("same")), other.add(Kind.of("other" if number == 7 else "same"))
+        assert (mine.chain == theirs.chain) == (number < 7)
+    assert one.at(8) is not None
+    assert one.recent(2) == [(19, "same"), (20, "same")]
+
+
+def test_comparing_calls_costs_the_host_microseconds() -> None:
+    calls, kind = Calls(), Kind.of("forward")
+
+    def run() -> float:
+        start = time.perf_counter()
+        for _ in range(2000):
+            with calls.running(kind, 3):
+                pass
+        return (time.perf_counter() - start) / 2000
+
+    assert min(run() for _ in range(5)) < 40e-6
