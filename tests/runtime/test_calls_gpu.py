@@ -1,0 +1,95 @@
+"""Ranks whose calls part, or that stop, over NCCL and over the copy engines: every other rank ends with the reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import dfa_megatron
+from dfa_megatron.errors import DistAttentionError
+from dfa_megatron.runtime.watch import EXIT_STATUS
+from dfa_megatron.testing.workers import run_ranks
+
+TRANSPORTS = ["p2p", "copy_engine"]
+
+
+def attend(scale: float, transport: str, **options: object) -> torch.Tensor:
+    """One attention with a backward, issued and not waited for."""
+    q, k, v = (
+        torch.randn(1, 512, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+    )
+    out = dfa_megatron.dist_flash_attn_func(
+        q, k, v, causal=True, softmax_scale=scale, transport=transport, schedule="balanced_shared", **options
+    )
+    assert isinstance(out, torch.Tensor)
+    out.sum().backward()
+    return out
+
+
+def _parts(rank: int, ranks: int, transport: str, report: str) -> None:
+    """Two known attentions, swapped on rank 1, and then more calls until the error comes."""
+    for scale in (0.1, 0.2):
+        attend(scale, transport)
+    torch.cuda.synchronize()
+    start, text = time.monotonic(), ""
+    try:
+        for scale in (0.1, 0.2) if rank else (0.2, 0.1):
+            attend(scale, transport)
+        while time.monotonic() < start + 10:
+            time.sleep(0.1)
+            attend(0.1, transport)
+    except DistAttentionError as error:
+        text = str(error)
+    Path(f"{report}{rank}").write_text(f"{time.monotonic() - start:.2f}\n{text}")
+    time.sleep(1.0)
+    os._exit(0)  # the device may wait for ever
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_calls_that_part_on_gpus_are_told_within_seconds(transport: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):  # no rank answers the test
+        run_ranks(2, _parts, transport, f"{tmp_path}/", timeout=90, cuda=True)
+    for rank in range(2):
+        seconds, *text = (tmp_path / str(rank)).read_text().splitlines()
+        assert "run different attentions, after " in "\n".join(text), text
+        assert "softmax_scale=0.1" in "\n".join(text)
+        assert float(seconds) < 4
+
+
+def _ends(rank: int, ranks: int, transport: str, how: int, report: str) -> None:
+    """Rank 1 is stopped or killed between two calls; rank 0 waits for the device in the second."""
+    attend(0.1, transport, stall_timeout=3.0)
+    torch.cuda.synchronize()
+    time.sleep(1.5)  # each watcher has seen the other
+    if rank == 1:
+        os.kill(os.getpid(), how)
+    start = time.monotonic()
+    Path(report).write_text(str(time.time()))
+    attend(0.1, transport, stall_timeout=3.0)
+    try:
+        torch.cuda.synchronize()
+    finally:
+        Path(report).write_text(f"came back after {time.monotonic() - start}")
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_ends_does_not_leave_the_others_waiting_on_their_device(
+    transport: str, how: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report"
+    with pytest.raises(AssertionError) as raised:
+        run_ranks(2, _ends, transport, int(how), str(report), timeout=60, cuda=True)
+    seconds = time.time() - float(report.read_text())
+    told = capfd.readouterr().err
+    assert f"exit code {EXIT_STATUS}" in str(raised.value)
+    assert "dfa_megatron ends this process" in told
+    assert ("gives no sign of life" if how == signal.SIGSTOP else "has ended") in told
+    assert seconds < 25
