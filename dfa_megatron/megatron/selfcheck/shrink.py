@@ -266,6 +266,8 @@ def _options(asked: Asked, reduced: list[Reduction]) -> dict[str, Any]:
 
 def _unseen(asked: Asked) -> list[str]:
     lines = ["GPU kernels and transports: `dfa-megatron doctor` compares kernels on the GPUs themselves"]
+    if asked.options.schedule == "auto" or asked.options.ulysses_degree == 0:
+        lines.append("the schedule of auto at your sizes, where it is another than at these: name it to check it")
     if asked.unknown:
         lines.append("flags without a part in the check: " + " ".join(asked.unknown))
     return lines
