@@ -228,6 +228,8 @@ def _with_ulysses(
         inner = replace(hardware, ranks_per_node=max(1, hardware.ranks_per_node // degree))
     found = []
     looked_at = _of_schedules(mask, ranks // degree, layout, split.shape(shape), inner)
+    why = "neighbours do not hold the tokens that one rank of its plan would"
+    looked_at = [Candidate(one.name, refusal=why) if one.name == "dealt" else one for one in looked_at]
     if degree == ranks:  # one rank per plan: every schedule is the same
         looked_at = [candidate for candidate in looked_at if candidate.plan][:1]
     for candidate in looked_at:

@@ -134,6 +134,8 @@ def split_tokens(degree: int, rank: int, ranks: int, layout: str, rows: int) -> 
     """
     inner = range(rank - rank % degree, rank - rank % degree + degree)
     outer = range(rank % degree, ranks, degree)
+    if layout == "dealt":
+        raise _apart(degree, layout)
     fine, coarse = by_name(layout, ranks * rows, ranks), by_name(layout, ranks * rows, ranks // degree)
     found = []
     for position, other in enumerate(inner):
@@ -141,14 +143,15 @@ def split_tokens(degree: int, rank: int, ranks: int, layout: str, rows: int) -> 
             found.append((fine.chunks[chunk], position, Span(at, at + len(fine.chunks[chunk]))))
     found.sort()
     if _joined([span for span, _, _ in found]) != _joined(list(coarse.spans(rank // degree))):
-        raise UnsupportedError(
-            f"ulysses_degree={degree} in layout {layout!r}",
-            "neighbouring ranks do not hold tokens that one rank of the plan could",
-            "layout 'contiguous' or 'zigzag'",
-        )
+        raise _apart(degree, layout)
     pieces = tuple((position, part) for _, position, part in found)
     in_order = pieces == tuple((position, Span(0, rows)) for position in range(degree))
     return TokenSplit(inner, outer, () if in_order else pieces)
+
+
+def _apart(degree: int, layout: str) -> UnsupportedError:
+    why = "neighbouring ranks do not hold tokens that one rank of the plan could"
+    return UnsupportedError(f"ulysses_degree={degree} in layout {layout!r}", why, "layout 'contiguous' or 'zigzag'")
 
 
 def _joined(spans: list[Span]) -> list[Span]:

@@ -9,9 +9,10 @@ from itertools import pairwise
 import pytest
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.choose import TIE, best, candidates, make_plan
+from dfa_megatron.plan.choose import TIE, best, candidates, cheapest_degree, make_plan
 from dfa_megatron.plan.cost import AttentionShape, bytes_sent, simulate
 from dfa_megatron.plan.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK, Hardware, Link
+from dfa_megatron.plan.heads import split_tokens
 from dfa_megatron.plan.mask import Mask, causal, documents, full, sliding_window
 from dfa_megatron.plan.schedules import SCHEDULES
 
@@ -128,3 +129,14 @@ def test_what_auto_takes_for_a_pack_has_been_simulated_and_is_the_best_of_all_si
     assert taken.seconds == simulate(taken.plan, shape, H200_NVLINK).makespan
     least = min(simulate(one.plan, shape, H200_NVLINK).makespan for one in looked_at if one.plan)
     assert taken.seconds <= least * (1 + TIE)
+
+
+def test_no_degree_is_taken_that_dealt_tokens_do_not_allow() -> None:
+    """Exchanging heads would be cheapest here, and ranks that exchange them hold tokens of other documents."""
+    mask, shape = documents([21], causal=True), AttentionShape(heads=3, kv_heads=1, head_dim=8, head_dim_v=1)
+    degree = cheapest_degree(mask, 3, schedule="auto", layout="dealt", shape=shape, hardware=H200_NVLINK, kept=False)
+    assert degree == 1
+    looked_at = candidates(mask, 3, shape=shape, hardware=H200_NVLINK, degrees=True)
+    assert all(not one.plan for one in looked_at if one.name == "dealt" and one.ulysses_degree > 1)
+    with pytest.raises(UnsupportedError, match=r"ulysses_degree=3 in layout 'dealt' .* hold tokens"):
+        split_tokens(3, 0, 3, "dealt", 7)
