@@ -1,5 +1,6 @@
 # Two commands: `make train` sets up and runs the main job, `make test` sets up and passes the tests.
 #
+# `make fuzz` compares attentions drawn at random with dense float64; ARGS="--help" says how many, and over which ranks.
 # `make gpu` runs every GPU test and measurement on this machine; ARGS="--list" names them.
 #
 #   make train PROCS=4 ARGS="--train-iters 20"     more ranks, other arguments of examples/train.py
@@ -22,13 +23,16 @@ READY := $(VENV)/.ready
 endif
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test gpu lint format clean
+.PHONY: train test fuzz gpu lint format clean
 
 train: $(READY)
 	$(PY) examples/train.py $(if $(PROCS),--nproc-per-node $(PROCS)) $(ARGS)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q $(ARGS)
+
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m dfa_megatron.testing.fuzz $(or $(ARGS),--over together gloo)
 
 gpu: $(READY)
 	$(PY) benchmarks/suite.py $(ARGS)

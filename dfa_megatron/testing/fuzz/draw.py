@@ -1,0 +1,214 @@
+"""A random case of distributed attention: drawn from a seed and a number, so that both say all of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+LAYOUTS = {
+    "contiguous": ("auto", "ring", "balanced", "balanced_shared", "greedy"),
+    "zigzag": ("auto", "zigzag"),
+    "dealt": ("auto", "dealt"),
+}
+"""Layouts, and the schedules that work on them."""
+
+DTYPES = ("float64", "float64", "float32", "bfloat16", "float16")
+WINDOWS = ((-1, -1), (-1, -1), (-1, -1), (0, 0), (1, 1), (5, 0), (0, -1), (40, -1), (-1, 3), (6, 9))
+CHECKPOINTS = ("none", "none", "full", "remat", "remat, not re-entrant", "remat on the host")
+CPU_KERNELS = ("auto", "reference", "cpu")
+GPU_KERNELS = ("auto", "flash4", "cudnn", "aten", "triton")
+MOST_RANKS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeClass:
+    """What a GPU kernel is compiled for; a run on a GPU draws from few of these, for each takes seconds to compile."""
+
+    dtype: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    softcap: float = 0.0
+    deterministic: bool = False
+
+
+GPU_CLASSES = (
+    ShapeClass("bfloat16", 8, 2, 128, 128),
+    ShapeClass("bfloat16", 4, 4, 128, 128),
+    ShapeClass("bfloat16", 8, 1, 64, 64),
+    ShapeClass("bfloat16", 6, 2, 96, 96),
+    ShapeClass("bfloat16", 8, 2, 128, 128, deterministic=True),
+    ShapeClass("bfloat16", 8, 2, 128, 128, softcap=20.0),
+    ShapeClass("bfloat16", 4, 4, 192, 128),
+    ShapeClass("bfloat16", 4, 2, 80, 80),
+    ShapeClass("bfloat16", 2, 1, 256, 256),
+    ShapeClass("float16", 8, 2, 128, 128),
+    ShapeClass("float16", 4, 4, 64, 64),
+    ShapeClass("float32", 4, 2, 64, 64),
+)
+"""The shapes of a run on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One attention of all its ranks.
+
+    over: "together" (all ranks in one process), or "gloo" or "nccl" (a process for each).
+    offsets: of the documents of a pack; (0, tokens) for sequences that are one document each.
+    options: keywords of the public functions, without tensors.
+    checkpoint: one of CHECKPOINTS, around a call of the public functions. compiled: the call is under torch.compile.
+    strided: q, k, v and dout are (tokens, batch, ...) in memory.
+    """
+
+    seed: int
+    number: int
+    over: str
+    device: str
+    ranks: int
+    batch: int
+    packed: bool
+    offsets: tuple[int, ...]
+    dtype: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    options: dict[str, Any]
+    sinks: bool
+    alibi: bool
+    checkpoint: str
+    compiled: bool
+    strided: bool
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole sequence or pack."""
+        return self.offsets[-1]
+
+    @property
+    def public(self) -> bool:
+        """Run by the public functions: all but several ranks in one process are."""
+        return self.over != "together" or self.ranks == 1
+
+    @property
+    def line(self) -> str:
+        """The command that runs it again."""
+        where = f"--over {self.over}" + (f" --device {self.device}" if self.device != "cpu" else "")
+        return f"python -m dfa_megatron.testing.fuzz --seed {self.seed} --case {self.number} {where}"
+
+    def features(self) -> list[str]:
+        """What it has of what a run counts."""
+        options = self.options
+        found = [f"{self.ranks} ranks", self.dtype, f"layout {options['layout']}", f"schedule {options['schedule']}"]
+        found += [f"kernel {options['kernel']}", "pack" if self.packed else "sequences"]
+        found += ["causal" if options["causal"] else "not causal"]
+        having = {
+            "window": options["window_size"] != (-1, -1),
+            "grouped heads": self.heads != self.kv_heads,
+            "two head_dims": self.head_dim != self.head_dim_v,
+            "softcap": options["softcap"] > 0,
+            "sinks": self.sinks,
+            "ALiBi": self.alibi,
+            "float32 wire": options["wire_dtype"] == "float32",
+            "deterministic": options["deterministic"],
+            "ulysses": options["ulysses_degree"] != 1,
+            f"checkpoint {self.checkpoint}": self.checkpoint != "none",
+            "torch.compile": self.compiled,
+            "CUDA graph": options["cuda_graph"],
+            "strided": self.strided,
+        }
+        return found + [name for name, there in having.items() if there]
+
+
+def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence[int] = ()) -> Case:
+    """The case of that number: equal arguments give equal cases.
+
+    Args:
+        ranks: the numbers of ranks to choose from, all up to MOST_RANKS if empty. The rest of a case depends on it.
+    """
+    dice = random.Random(f"{seed} {number} {over} {device}")
+    on_gpu = device != "cpu"
+    some = dice.choice([*(ranks or range(1 if over == "together" else 2, MOST_RANKS + 1))])
+    public = over != "together" or some == 1
+    packed = dice.random() < 0.5
+    layout = dice.choice(list(LAYOUTS) if packed else ["contiguous", "contiguous", "zigzag"])
+    local = dice.choice([16, 33, 64, 130, 256] if on_gpu else [1, 1, 2, 3, 5, 7, 12, 20, 33])
+    tokens = some * local * (2 if layout == "zigzag" else 1)
+    shape = dice.choice(GPU_CLASSES) if on_gpu else _shape(dice)
+    softcap = shape.softcap
+    return Case(
+        seed=seed,
+        number=number,
+        over=over,
+        device=device,
+        ranks=some,
+        batch=1 if packed else dice.choice([1, 1, 2, 3]),
+        packed=packed,
+        offsets=_offsets(tokens, dice) if packed else (0, tokens),
+        dtype=shape.dtype,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        head_dim_v=shape.head_dim_v,
+        options={
+            "schedule": dice.choice(LAYOUTS[layout]),
+            "layout": layout,
+            "causal": dice.random() < 0.6,
+            "window_size": dice.choice(WINDOWS),
+            "softcap": softcap,
+            "softmax_scale": dice.choice([None, None, 0.3]),
+            "kernel": dice.choice(GPU_KERNELS if on_gpu else CPU_KERNELS),
+            "wire_dtype": dice.choice(["input", "float32"]),
+            "deterministic": shape.deterministic,
+            "ulysses_degree": _degree(dice, some, shape.heads) if public else 1,
+            "transport": dice.choice(["auto", "p2p", "copy_engine"]) if over == "nccl" else "auto",
+            "cuda_graph": on_gpu and public and dice.random() < 0.1,
+        },
+        sinks=dice.random() < 0.3,
+        alibi=not softcap and dice.random() < 0.2,
+        checkpoint=dice.choice(CHECKPOINTS) if public else "none",
+        compiled=public and not packed and dice.random() < 0.02,
+        strided=dice.random() < 0.3,
+    )
+
+
+def _shape(dice: random.Random) -> ShapeClass:
+    kv_heads, head_dim = dice.choice([1, 1, 2, 3]), dice.choice([4, 8, 9, 16])
+    return ShapeClass(
+        dtype=dice.choice(DTYPES),
+        heads=kv_heads * dice.choice([1, 2, 3, 4]),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim if dice.random() < 0.75 else dice.choice([1, 5, 8, 24]),
+        softcap=dice.choice([0.0, 0.0, 0.0, 2.0]),
+        deterministic=dice.random() < 0.3,
+    )
+
+
+def _degree(dice: random.Random, ranks: int, heads: int) -> int:
+    """Most often none; else one that divides ranks and heads, or 0 for the cheapest, or any."""
+    degrees = [degree for degree in range(2, ranks + 1) if ranks % degree == 0 and heads % degree == 0]
+    return (
+        dice.choice([1, 1, dice.choice([0, *degrees, *degrees]), dice.choice([1, 1, 1, 2, 3])])
+        if ranks > 1
+        else dice.choice([1, 1, 1, 0])
+    )
+
+
+def _offsets(tokens: int, dice: random.Random) -> tuple[int, ...]:
+    """From one document to one token each; most often some short ones and some long."""
+    kind = dice.choice(["one", "single tokens", "short", "mixed", "mixed", "mixed"])
+    if kind == "one" or tokens == 1:
+        return 0, tokens
+    if kind == "single tokens" and tokens <= 256:
+        return tuple(range(tokens + 1))
+    most = 3 if kind == "short" and tokens <= 256 else tokens
+    lengths: list[int] = []
+    while (left := tokens - sum(lengths)) > 0:
+        lengths.append(dice.randint(1, min(most, left)))
+    dice.shuffle(lengths)
+    return tuple(accumulate(lengths, initial=0))

@@ -1,0 +1,55 @@
+"""What a run has found: counts by feature and by refusal, and one line for each failure."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dfa_megatron.testing.fuzz.attempt import Verdict
+from dfa_megatron.testing.fuzz.draw import Case
+
+
+@dataclass(slots=True)
+class Summary:
+    """Counts of a run; `failures` are (the line that runs a case again, what is wrong with it)."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    features: Counter[str] = field(default_factory=Counter)
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    worst: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def add(self, case: Case, verdict: Verdict) -> None:
+        """Count one case; features are counted of those that ran."""
+        self.kinds[verdict.kind] += 1
+        if verdict.kind == "failed":
+            self.failures.append((case.line, verdict.reason))
+        elif verdict.kind == "refused":
+            self.refusals[verdict.reason] += 1
+        else:
+            self.features.update(case.features())
+            self.worst[case.dtype] = max(self.worst.get(case.dtype, 0.0), verdict.worst)
+
+    def text(self) -> str:
+        """For people."""
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.kinds.items(), reverse=True))
+        lines = [f"{sum(self.kinds.values()):,} cases in {self.seconds:.0f} s: {counts}"]
+        lines += [f"  refused, {count:>6,}: {reason}" for reason, count in self.refusals.most_common()]
+        lines += ["right, by feature:"]
+        lines += [f"  {count:>8,} {name}" for name, count in sorted(self.features.items())]
+        shares = ", ".join(f"{dtype} {share:.2g}" for dtype, share in sorted(self.worst.items()))
+        lines += [f"largest error, in units of the tolerance: {shares}"]
+        for line, reason in self.failures:
+            lines += [f"FAILED {line}", *(f"    {part}" for part in reason.splitlines()[-12:])]
+        return "\n".join(lines)
+
+    def write(self, path: Path, **about: Any) -> None:
+        """As JSON: `about` the run, then the counts and all failures."""
+        counts = {"kinds": self.kinds, "refusals": self.refusals, "features": self.features, "worst": self.worst}
+        failures = [{"line": line, "reason": reason} for line, reason in self.failures]
+        report = {**about, "seconds": round(self.seconds, 1), **counts, "failures": failures}
+        path.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
