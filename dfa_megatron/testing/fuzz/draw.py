@@ -166,6 +166,7 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
             "deterministic": shape.deterministic,
             "ulysses_degree": _degree(dice, some, shape.heads) if public else 1,
             "transport": dice.choice(["auto", "p2p", "copy_engine"]) if over == "nccl" else "auto",
+            "verify": dice.choice(["on", "on", "off"]),
             "cuda_graph": on_gpu and public and dice.random() < 0.1,
         },
         sinks=dice.random() < 0.3,
