@@ -77,13 +77,21 @@ def test_a_planted_fault_is_found_and_its_line_finds_it_again(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(ReferenceKernel, "forward", _ahead)
-        assert main(["--cases", "12"]) == 1
+        assert main(["--cases", "12", "--ranks", "3", "5"]) == 1
         failures = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED python")]
         assert failures
         again = _arguments(failures[0])
         assert main(again) == 1
         assert "wrong, in units of the tolerance" in capsys.readouterr().out
     assert main(again) == 0, "without the fault it is right"
+
+
+def test_a_line_says_all_of_a_case() -> None:
+    for number in range(50):
+        for over in ("together", "gloo"):
+            case = draw(0, number, over, ranks=(2, 4, 6))
+            assert draw(0, number, over, ranks=(case.ranks,)) == case
+            assert f"--ranks {case.ranks}" in case.line
 
 
 def _arguments(line: str) -> Sequence[str]:
@@ -102,6 +110,6 @@ def test_cases_for_a_gpu_are_right_or_refused_on_a_cpu() -> None:
         if case.tokens <= 130 and not case.compiled and done < 25:
             options = case.options | {"kernel": "auto", "cuda_graph": False}
             verdict = attempt(dataclasses.replace(case, device="cpu", options=options))
-            assert verdict.kind == "right", verdict
-            done += 1
+            assert verdict.kind in ("right", "refused"), verdict
+            done += verdict.kind == "right"
     assert done == 25

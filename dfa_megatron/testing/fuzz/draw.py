@@ -98,7 +98,9 @@ class Case:
     def line(self) -> str:
         """The command that runs it again."""
         where = f"--over {self.over}" + (f" --device {self.device}" if self.device != "cpu" else "")
-        return f"python -m dfa_megatron.testing.fuzz --seed {self.seed} --case {self.number} {where}"
+        return (
+            f"python -m dfa_megatron.testing.fuzz --seed {self.seed} --case {self.number} {where} --ranks {self.ranks}"
+        )
 
     def features(self) -> list[str]:
         """What it has of what a run counts."""
@@ -130,9 +132,9 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
     Args:
         ranks: the numbers of ranks to choose from, all up to MOST_RANKS if empty. The rest of a case depends on it.
     """
-    dice = random.Random(f"{seed} {number} {over} {device}")
-    on_gpu = device != "cpu"
-    some = dice.choice([*(ranks or range(1 if over == "together" else 2, MOST_RANKS + 1))])
+    name = f"{seed} {number} {over} {device}"
+    dice, on_gpu = random.Random(name), device != "cpu"
+    some = random.Random(f"ranks {name}").choice([*(ranks or range(1 if over == "together" else 2, MOST_RANKS + 1))])
     public = over != "together" or some == 1
     packed = dice.random() < 0.5
     layout = dice.choice(list(LAYOUTS) if packed else ["contiguous", "contiguous", "zigzag"])
