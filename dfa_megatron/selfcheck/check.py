@@ -56,11 +56,8 @@ def check_planted(case: Case, plants: Sequence[Sequence[Callable[[], None]]]) ->
             compared = compare(case, found["one"].recordings[0], outcome.recordings)
         else:
             _refuse(outcome, one=False)
-            failures = [
-                Difference("", "the run", f"rank {failure.rank} ended with {failure.last_line}")
-                for failure in outcome.failures
-            ]
-            compared = Comparison(differences=failures)
+            said = "\n".join(failure.said for failure in outcome.failures)
+            compared = Comparison(differences=[Difference("", "the run", said)])
         reports.append(Report(case, compared))
     return reports
 
@@ -73,6 +70,6 @@ def _refuse(outcome: Outcome, *, one: bool) -> None:
     if one and outcome.failures:
         raise UnsupportedError(
             "this configuration in a self-check",
-            f"the reference, one rank on a CPU, ended with {outcome.failures[0].last_line}",
+            f"the reference, one rank on a CPU, failed: {outcome.failures[0].said}",
             "a configuration that the framework can run there",
         )

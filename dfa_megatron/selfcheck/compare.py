@@ -119,7 +119,7 @@ def _place(name: str, rank: int, piece: Piece, whole: torch.Tensor, error: torch
     dimension = piece.axes.index("token") if "token" in piece.axes else None
     if dimension is not None:
         order = piece.places.get(dimension, torch.arange(error.shape[dimension]))
-        rows = wrong.movedim(dimension, 0).flatten(1).any(1)
+        rows = wrong.movedim(dimension, 0).reshape(order.numel(), -1).any(1)
         token = int(order[rows].min())
         at_token = (order == token).view([-1 if d == dimension else 1 for d in range(error.dim())])
         error = torch.where(at_token, error, -1.0)

@@ -41,10 +41,13 @@ class Failure:
     """The traceback, or the stacks of a process that was still running."""
 
     @property
+    def said(self) -> str:
+        """What happened to the rank, with the exception or the stacks."""
+        return f"rank {self.rank} {self.text if self.kind == 'silent' else f'ended with {self.last_line}'}"
+
+    @property
     def last_line(self) -> str:
         """The exception itself."""
-        if self.kind == "silent":
-            return self.text.splitlines()[0]
         lines = [line for line in self.text.strip().splitlines() if line and not line.startswith(" ")]
         starts = [i for i, line in enumerate(lines) if self.kind in line.split(":")[0]]
         return "\n".join(lines[starts[-1] :]) if starts else self.text

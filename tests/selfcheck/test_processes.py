@@ -1,0 +1,83 @@
+"""The self-check's own processes: a rank that hangs is named with its stack, and none outlives what started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dfa_megatron.selfcheck.case import Case, Section
+from dfa_megatron.selfcheck.check import DIFFERS, RIGHT, check
+from dfa_megatron.selfcheck.table import text
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # the rank processes import tests.selfcheck.measures by name
+
+
+def case(folder: Path, wrong: str, timeout: float = 60.0) -> Case:
+    return Case(
+        title="ten numbers",
+        ranks=2,
+        measure="tests.selfcheck.measures:halves",
+        settings={"wrong": wrong, "pids": str(folder / "pid")},
+        sections=(Section("count", "count"),),
+        timeout=timeout,
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("", "2 ranks compute what one rank computes"),
+        ("nan", "count, numbers: count on rank 1, token 7: nan, on one rank 8"),
+        ("missing", "count: 1 of 10 entries were computed by no rank"),
+        ("elsewhere", "another name was computed only where there are several ranks"),
+    ],
+)
+def test_a_value_that_is_no_number_and_one_that_is_missing_are_differences(
+    tmp_path: Path, wrong: str, said: str
+) -> None:
+    report = check(case(tmp_path, wrong))
+    assert report.status == (DIFFERS if wrong else RIGHT)
+    assert said in "\n".join([text(report), *(difference.what for difference in report.comparison.differences)])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack_and_ended(tmp_path: Path) -> None:
+    report = check(case(tmp_path, "sleeps", timeout=4.0))
+    assert report.status == DIFFERS
+    for rank in range(2):
+        assert f"rank {rank} did not end within 4 s; its stack:" in text(report)
+    assert "in halves" in text(report)
+    assert not alive(int((tmp_path / "pid").read_text(encoding="utf-8")))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_rank_outlives_a_check_that_was_killed(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from tests.selfcheck.test_processes import case; "
+        f"from dfa_megatron.selfcheck.check import check; check(case(Path({str(tmp_path)!r}), 'sleeps', 120.0))"
+    )
+    started = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    path, deadline = tmp_path / "pid", time.monotonic() + 90
+    while not (path.exists() and path.read_text(encoding="utf-8")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    rank = int(path.read_text(encoding="utf-8"))
+    assert alive(rank)
+    started.send_signal(signal.SIGKILL)
+    started.wait()
+    deadline = time.monotonic() + 10
+    while alive(rank) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(rank)
