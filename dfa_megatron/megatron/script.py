@@ -96,6 +96,12 @@ def prepare(flags: Sequence[str]) -> DistAttentionConfig:
         for refusal in LAUNCH_REFUSALS:
             if refusal.applies(args, options):
                 raise UnsupportedError(refusal.what, refusal.why, refusal.instead)
+        if args.dfa_selfcheck and args.spec[0] != "dfa_megatron.megatron":
+            raise UnsupportedError(
+                f"--dfa-selfcheck with --spec {' '.join(args.spec)}",
+                "that spec would be made without a check",
+                "--spec dfa_megatron.megatron get_spec, or no --dfa-selfcheck",
+            )
     _add_flags()
     if options.layout == "contiguous":
         _slice_in_order(options)

@@ -149,6 +149,7 @@ def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
 
 def hybrid_stack_spec() -> Any:
     """Megatron's default hybrid stack spec with ours in it, for `--spec dfa_megatron.megatron hybrid_stack_spec`."""
+    check_if_asked(global_args())
     return dfa_ify(default_stack_spec(), None, options_of())
 
 

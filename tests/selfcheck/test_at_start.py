@@ -12,6 +12,7 @@ pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the rank processes import tests.selfcheck by name
 
 from dfa_megatron.errors import SelfCheckError, UnsupportedError
+from dfa_megatron.megatron import script
 from dfa_megatron.megatron.selfcheck import at_start as of_megatron
 from dfa_megatron.selfcheck import at_start, check
 from dfa_megatron.testing.workers import run_ranks
@@ -39,6 +40,11 @@ def start_a_run(rank: int, world_size: int, flags: str) -> list[str]:
     with pytest.raises(SelfCheckError) as differs:
         of_megatron.check_if_asked(asked)
     return [*told, str(differs.value)]
+
+
+def test_a_spec_that_would_be_made_without_the_check_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="--dfa-selfcheck with --spec my"):
+        script.prepare(["--spec", "my.module", "my_spec", "--dfa-selfcheck"])
 
 
 def test_every_rank_is_told_the_outcome_before_training_starts() -> None:
