@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import TypeVar, cast
 
 import torch
@@ -44,7 +45,7 @@ class Failure:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class World:
     """The default group, and a gloo group beside it on which the host may wait whatever the device does."""
 
@@ -52,7 +53,11 @@ class World:
     size: int
     device: torch.device
     side: dist.ProcessGroup
-    board: Board
+
+    @cached_property
+    def board(self) -> Board:
+        """On which ranks tell each other of failures."""
+        return Board.of_group(self.side)
 
     @property
     def cuda(self) -> bool:
@@ -104,7 +109,7 @@ def join(device: str) -> World:
         backend, own = ("cpu:gloo,cuda:nccl", where) if device == "cuda" else ("gloo", None)
         dist.init_process_group(backend, device_id=own, timeout=patience)
     side = dist.new_group(backend="gloo", timeout=patience)
-    world = World(dist.get_rank(), dist.get_world_size(), where, side, Board.of_group(side))
+    world = World(dist.get_rank(), dist.get_world_size(), where, side)
     dist.all_reduce(torch.zeros(1, device=where))  # communicators are made before anything is measured
     return world
 

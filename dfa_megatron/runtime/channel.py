@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,7 +105,7 @@ class Channel:
         self._collectives: dict[str, Communicator] = {}
         self._transports: dict[tuple[str, str], Transport] = {}
         self._parts: dict[tuple[int, ...], Channel] = {}
-        self._backward, self.on_cpu = -1, True
+        self._backward, self.on_cpu, self._name = -1, True, ""
         board.interrupted = self.calls.check
         everyone = self.exchange({"host": host(), **process()}, "make contact for the first time")
         self.hosts = len({facts["host"] for facts in everyone})
@@ -284,6 +285,13 @@ class Channel:
         if key not in self._parts:
             self._parts[key] = Channel(self.board.part(key), self._timeout, self.guard, self._alive, self)
         return self._parts[key]
+
+    def symmetric_name(self) -> str:
+        """The name by which PyTorch's symmetric memory finds these ranks; the first call is collective."""
+        if not self._name:
+            self._name = self.exchange({"name": f"dfa_megatron {uuid.uuid4().hex}"}, "name the group")[0]["name"]
+            self.collectives(torch.device("cpu")).give_name(self._name)
+        return self._name
 
     def _communicator(self, device: torch.device) -> Communicator:
         with self.calls.waiting("opens connections"):

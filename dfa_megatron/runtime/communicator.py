@@ -40,17 +40,20 @@ class Communicator:
     """
 
     def __init__(self, board: Board, device: torch.device, timeout: timedelta | None) -> None:
-        store, self.device, self.timeout = board.fresh_store(), device, timeout
-        self._group = dist.ProcessGroup(store, board.rank, board.size)
+        self._store, self.device, self.timeout = board.fresh_store(), device, timeout
+        self._name: Any = ""
+        self._group = dist.ProcessGroup(self._store, board.rank, board.size)
         if device.type == "cpu":
             kind = dist.ProcessGroup.BackendType.GLOO
-            self._backend: Any = dist.ProcessGroupGloo(store, board.rank, board.size, timeout=timeout or _PATIENCE)
+            self._backend: Any = dist.ProcessGroupGloo(
+                self._store, board.rank, board.size, timeout=timeout or _PATIENCE
+            )
         else:
             kind = dist.ProcessGroup.BackendType.NCCL
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             if timeout is not None:
                 options._timeout = timeout
-            self._backend = dist.ProcessGroupNCCL(store, board.rank, board.size, options)
+            self._backend = dist.ProcessGroupNCCL(self._store, board.rank, board.size, options)
         self._group._register_backend(torch.device(device.type), kind, self._backend)
         if device.type != "cpu":
             # Connected now, by all ranks together: the first batch of a plan may leave some out.
@@ -78,8 +81,19 @@ class Communicator:
         """Part i of the packet goes to rank i, and part i of what lands came from it; parts along dimension 0."""
         return self._group.alltoall_base(landed, packet, [], [], dist.AllToAllOptions())
 
+    def give_name(self, name: Any) -> None:
+        """Let PyTorch's symmetric memory find these ranks by a name; collective, with a name that nobody else has."""
+        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+
+        self._group._set_group_name(name)
+        _register_process_group(name, self._group)
+        _SymmetricMemory.set_group_info(name, self._group.rank(), self._group.size(), self._store)
+        self._name = name
+
     def close(self, *, abort: bool) -> None:
         """Let go of the connections. abort: without waiting for what is under way."""
+        if self._name:
+            torch._C._distributed_c10d._unregister_process_group(self._name)
         if self.device.type != "cpu":
             if abort:
                 self._backend.abort()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -244,13 +243,7 @@ def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _mapped(memory: torch.Tensor, over: Channel) -> list[int]:
-    """The addresses at which this rank reaches every rank's memory; collective.
-
-    PyTorch finds the ranks by the name of a group: this one is nobody else's.
-    """
+    """The addresses at which this rank reaches every rank's memory; collective."""
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    store = over.board.fresh_store()
-    name = over.exchange({"name": f"dfa_megatron {uuid.uuid4().hex}"}, _SUBJECT)[0]["name"]
-    _SymmetricMemory.set_group_info(name, over.rank, over.size, store)
-    return list(_SymmetricMemory.rendezvous(memory, name).buffer_ptrs)
+    return list(_SymmetricMemory.rendezvous(memory, over.symmetric_name()).buffer_ptrs)

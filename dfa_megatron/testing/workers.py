@@ -34,7 +34,7 @@ _DESTROYS = version("torch").split(".")[:2] != ["2", "6"]
 """With PyTorch 2.6 a rank was seen to hang in destroying a gloo group, about every second time: there it just ends."""
 
 _GRACE = 3.0
-"""Seconds that the other ranks are given to report, after one has failed."""
+"""Seconds that the other ranks are given to report, after one has failed, and that a process is given to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,19 @@ def preload(*modules: str) -> None:
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, cuda: bool = False
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    cuda: bool = False,
+    grace: float = _GRACE,
 ) -> list[Any]:
     """Call function(rank, world_size, *args) on every rank of a new default group, one process and CPU thread each.
 
     Args:
         function: defined at the top level of a module. Workers see the environment variables and sys.path of now.
         timeout: seconds until all processes are killed.
+        grace: seconds that the other ranks are given to report, after one has failed.
         cuda: give each rank a GPU as its current device, and NCCL for tensors there. CPU tensors always go by gloo.
 
     Returns:
@@ -81,7 +87,7 @@ def run_ranks(
         try:
             for job in _jobs(world_size, function, args, timeout, cuda, folder):
                 workers.append(_Worker(job, folder))
-            _collect(workers, time.monotonic() + timeout)
+            _collect(workers, time.monotonic() + timeout, grace)
             _assert_all_well(workers, timeout)
         finally:
             for worker in workers:
@@ -158,7 +164,7 @@ class _Worker:
         self.pipe.close()
 
 
-def _collect(workers: list[_Worker], deadline: float) -> None:
+def _collect(workers: list[_Worker], deadline: float, grace: float) -> None:
     """Receive until every rank has answered or the deadline has passed; a failure brings the deadline near."""
     while pending := [worker for worker in workers if not worker.done]:
         ready = wait([worker.pipe for worker in pending], max(0.0, deadline - time.monotonic()))
@@ -168,7 +174,7 @@ def _collect(workers: list[_Worker], deadline: float) -> None:
             if worker.pipe in ready:
                 worker.receive()
                 if worker.failure is not None:
-                    deadline = min(deadline, time.monotonic() + _GRACE)
+                    deadline = min(deadline, time.monotonic() + grace)
 
 
 def _assert_all_well(workers: list[_Worker], timeout: float) -> None:
