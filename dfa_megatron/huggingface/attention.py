@@ -12,6 +12,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.documents import KEYWORD, Documents
 from dfa_megatron.huggingface.windows import WindowMask, window_of
+from dfa_megatron.runtime.calls import at_layer
 
 NAME = "dfa"
 """As in `model.set_attn_implementation(NAME)`. A name with "flash" in it would change how models build their inputs."""
@@ -111,7 +112,9 @@ def attention(
         **context.options.keywords(),
     }
     q, k, v = (x.transpose(1, 2) for x in _autocast(query, key, value))
-    with torch.autocast(query.device.type, enabled=False):  # within, kernels choose their precision themselves
+    number = int(getattr(module, "layer_idx", None) or 0) + 1
+    # Without autocast, for kernels choose their precision themselves.
+    with torch.autocast(query.device.type, enabled=False), at_layer(number):
         return _run(q, k, v, _documents(module, context, others), asked), None
 
 

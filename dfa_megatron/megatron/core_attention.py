@@ -83,6 +83,7 @@ class DistributedCoreAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attention of this rank's rows over all rows before them, of their own document if there are several."""
         from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
+        from dfa_megatron.runtime.calls import at_layer
 
         check_call(attention_mask, attention_bias)
         _check_pack(packed_seq_params, query)
@@ -103,14 +104,14 @@ class DistributedCoreAttention(torch.nn.Module):
             **self.keywords,
         }
         out: Any
-        if packed_seq_params is None:
-            out = dist_flash_attn_func(q, k, v, group=self.cp_group, causal=True, **asked)
-        else:
-            documents = packed_seq_params.offsets
-            q, k, v = (x.squeeze(0) for x in (q, k, v))
-            out = dist_flash_attn_varlen_func(q, k, v, documents, group=self.cp_group, causal=True, **asked).unsqueeze(
-                0
-            )
+        with at_layer(self.layer_number):
+            if packed_seq_params is None:
+                out = dist_flash_attn_func(q, k, v, group=self.cp_group, causal=True, **asked)
+            else:
+                q, k, v = (x.squeeze(0) for x in (q, k, v))
+                offsets = packed_seq_params.offsets
+                out = dist_flash_attn_varlen_func(q, k, v, offsets, group=self.cp_group, causal=True, **asked)
+                out = out.unsqueeze(0)
         rows: torch.Tensor = out.transpose(0, 1).flatten(2)
         return rows
 

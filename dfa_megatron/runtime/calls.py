@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,9 +57,16 @@ class _Layer(threading.local):
 _LAYER = _Layer()
 
 
+def at_layer(number: int) -> AbstractContextManager[None]:
+    """Attentions called inside belong to that layer of a model, so that ranks tell equal layers apart.
+
+    number: from 1 on. Under torch.compile layers are not told apart.
+    """
+    return nullcontext() if torch.compiler.is_compiling() else _at_layer(number)
+
+
 @contextmanager
-def at_layer(number: int) -> Iterator[None]:
-    """Attentions called inside belong to that layer of a model, so that ranks tell equal layers apart."""
+def _at_layer(number: int) -> Iterator[None]:
     before, _LAYER.number = _LAYER.number, number
     try:
         yield
@@ -94,29 +101,37 @@ class Calls:
 
     def add(self, kind: Kind, layer: int = 0) -> Call:
         """Count a call of that kind. Where the group is lost, raise what lost it."""
-        self.check()
+        if self.lost is not None:
+            self.check()
         digest = kind.digest ^ (layer * _ODD & _MASK)
         if digest not in self._texts:
             self._texts[digest] = kind.text + (f", layer {layer}" if layer else "")
-        number, _, chain = self.last
-        call = Call(number + 1, digest, ((chain ^ digest) * _ODD + 1) & _MASK)
+        last = self.last
+        call = Call(last.number + 1, digest, ((last.chain ^ digest) * _ODD + 1) & _MASK)
         self._log[call.number % KEPT] = call
         self.last = call
         return call
 
-    @contextmanager
-    def running(self, kind: Kind, layer: int = 0) -> Iterator[Call]:
-        """Around one call. Whatever goes wrong inside loses the group: the other ranks are in the same call."""
+    def begin(self, kind: Kind, layer: int = 0) -> Call:
+        """A call begins; `end` or `fail` follows."""
         self.enter(kind.text)
         try:
-            yield self.add(kind, layer)
-            self.issued()
-        except BaseException as error:
-            self.lose(error, told=True)
-            raise
-        finally:
+            return self.add(kind, layer)
+        except BaseException:
             self.doing = ""
-        self.check()
+            raise
+
+    def end(self) -> None:
+        """The call has been issued to its end. Where the group was lost meanwhile, its result is not given out."""
+        self.issued()
+        self.doing = ""
+        if self.lost is not None:
+            self.check()
+
+    def fail(self, error: BaseException) -> None:
+        """The call has failed: the group is lost, as the other ranks are in the same call."""
+        self.lose(error, told=True)
+        self.doing = ""
 
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:

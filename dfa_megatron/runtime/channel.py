@@ -10,8 +10,8 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -151,14 +151,10 @@ class Channel:
         space, pid = self._processes[rank]
         return space == self._processes[self.rank][0] and has_ended(pid)
 
-    @contextmanager
-    def running(self, kind: Kind, device: torch.device) -> Iterator[None]:
+    def running(self, kind: Kind, device: torch.device) -> AbstractContextManager[None]:
         """Around one call, on tensors of that device: count it, and compare it with the others' where that is cheap."""
         self.on_cpu = device.type == "cpu"
-        with self.calls.running(kind, current_layer()):
-            if self.on_cpu:
-                self._meet()
-            yield
+        return _Running(self, kind)
 
     def _meet(self) -> None:
         """Compare the call that has just begun with the others' at once: for messages that the host waits for.
@@ -297,6 +293,31 @@ class Channel:
         with self.calls.waiting("opens connections"):
             self._made.append(Communicator(self.board, device, self._timeout))
         return self._made[-1]
+
+
+class _Running:
+    """Around one call: a class, for a generator costs the host twice the time."""
+
+    __slots__ = ("_kind", "_over")
+
+    def __init__(self, over: Channel, kind: Kind) -> None:
+        self._over, self._kind = over, kind
+
+    def __enter__(self) -> None:
+        over = self._over
+        over.calls.begin(self._kind, current_layer())
+        if over.on_cpu:
+            try:
+                over._meet()
+            except BaseException as error:
+                over.calls.fail(error)
+                raise
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._over.calls.end()
+        else:
+            self._over.calls.fail(error)
 
 
 _channels: dict[str, tuple[weakref.ref[dist.ProcessGroup], Channel]] = {}
