@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import json
+import math
+import multiprocessing
 import shlex
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,7 @@ import pytest
 import torch
 
 from dfa_megatron.kernels.reference import ReferenceKernel
+from dfa_megatron.testing.fuzz import jobs
 from dfa_megatron.testing.fuzz.__main__ import main
 from dfa_megatron.testing.fuzz.attempt import attempt
 from dfa_megatron.testing.fuzz.draw import GPU_CLASSES, draw
@@ -84,6 +90,46 @@ def test_a_planted_fault_is_found_and_its_line_finds_it_again(
         assert main(again) == 1
         assert "wrong, in units of the tolerance" in capsys.readouterr().out
     assert main(again) == 0, "without the fault it is right"
+
+
+_PLANTS = """
+import multiprocessing, os, time
+from dfa_megatron.testing.fuzz.draw import draw
+
+def drawn(number):
+    case = draw(0, number, "together")
+    if multiprocessing.parent_process() and number == 2:
+        os._exit(9)
+    if multiprocessing.parent_process() and number == 5:
+        object.__setattr__(case, "offsets", Hangs())
+    return case
+
+class Hangs:
+    def __getitem__(self, at): time.sleep(3600)
+"""
+"""Case 2 ends its process, and case 5 hangs."""
+
+
+def test_a_process_that_dies_or_hangs_loses_one_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plants.py").write_text(_PLANTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    drawn = importlib.import_module("plants").drawn
+    verdicts = {case.number: verdict for case, verdict in jobs.run_jobs(drawn, range(6), 2, limit=8, deadline=math.inf)}
+    assert sorted(verdicts) == list(range(6))
+    assert [number for number, verdict in verdicts.items() if verdict.kind == "failed"] == [2, 5]
+    assert "the process ended with 9" in verdicts[2].reason
+    assert "no end within 8 s: python -m dfa_megatron.testing.fuzz --seed 0 --case 5" in verdicts[5].reason
+    assert "__getitem__" in verdicts[5].reason, "the stack is told"
+
+
+def test_no_process_goes_on_when_the_time_of_a_run_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "GRACE", 0.0)
+    began = time.monotonic()
+    cases = functools.partial(draw, 0, over="together")
+    found = [verdict.kind for _, verdict in jobs.run_jobs(cases, range(10**6), 2, limit=60, deadline=began)]
+    assert found == ["unfinished"] * 2
+    assert time.monotonic() - began < 60
+    assert not multiprocessing.active_children()
 
 
 def test_a_line_says_all_of_a_case() -> None:

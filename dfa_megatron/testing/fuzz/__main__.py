@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import logging
 import math
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,48 +15,64 @@ from pathlib import Path
 import torch
 
 from dfa_megatron.testing.fuzz.attempt import Verdict, attempt
-from dfa_megatron.testing.fuzz.draw import MOST_RANKS, Case, draw
+from dfa_megatron.testing.fuzz.draw import GPU_CLASSES, MOST_RANKS, Case, draw
 from dfa_megatron.testing.fuzz.groups import run_groups
-from dfa_megatron.testing.fuzz.summary import Summary
+from dfa_megatron.testing.fuzz.jobs import run_jobs
+from dfa_megatron.testing.fuzz.summary import TOLD, Summary
 from dfa_megatron.testing.fuzz.watch import within
+
+TELL = 5.0
+"""Seconds between two lines of progress, and between two writings of the report."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases that the arguments name; 1 if one of them failed."""
     asked = _parser().parse_args(arguments)
-    numbers = [asked.case] if asked.case is not None else range(asked.first, asked.first + asked.cases)
-    began = time.monotonic()
-    deadline = began + (asked.seconds or math.inf)
+    about = {"seed": asked.seed, "first": asked.first, "over": asked.over, "device": asked.device}
+    began = told = time.monotonic()
     summary = Summary()
+
+    def write() -> None:
+        summary.seconds = time.monotonic() - began
+        if asked.out:
+            summary.write(asked.out, **about, torch=torch.__version__)
+
     try:
         for over in asked.over:
-            cases = (draw(asked.seed, number, over, asked.device, asked.ranks) for number in numbers)
-            for case, verdict in _run(over, cases, asked.limit, deadline):
+            for case, verdict in _run(over, asked, began + (asked.seconds or math.inf)):
+                summary.add(case, verdict)
                 if asked.case is not None:
                     print(case)
-                if verdict.kind == "failed":
+                if verdict.kind == "failed" and len(summary.failures) <= TOLD:
                     print(f"FAILED {case.line}\n{verdict.reason}", flush=True)
-                summary.add(case, verdict)
+                if time.monotonic() > told + TELL:
+                    told = time.monotonic()
+                    write()
+                    print(summary.head(), flush=True)
     except KeyboardInterrupt:
         print("interrupted; what has been counted so far:")
-    summary.seconds = time.monotonic() - began
+    write()
     print(summary.text())
-    if asked.out:
-        about = {"seed": asked.seed, "first": asked.first, "over": asked.over, "device": asked.device}
-        summary.write(asked.out, **about, torch=torch.__version__)
     return 1 if summary.failures or not summary.kinds["right"] + summary.kinds["refused"] else 0
 
 
-def _run(over: str, cases: Iterator[Case], limit: float, deadline: float) -> Iterator[tuple[Case, Verdict]]:
+def _run(over: str, asked: argparse.Namespace, deadline: float) -> Iterator[tuple[Case, Verdict]]:
+    numbers = range(asked.first, asked.first + asked.cases) if asked.case is None else range(asked.case, asked.case + 1)
+    limit = asked.limit or (120.0 if asked.device == "cpu" else 300.0)
+    jobs = asked.jobs if asked.jobs is not None else 0 if asked.device == "cpu" else len(GPU_CLASSES)
+    drawn = functools.partial(draw, asked.seed, over=over, device=asked.device, ranks=asked.ranks)
     if over != "together":
-        yield from run_groups(list(cases), limit, deadline)
-        return
-    for case in cases:
-        if time.monotonic() > deadline:
-            return
-        with within(limit, case.line):
-            verdict = attempt(case)
-        yield case, verdict
+        yield from run_groups([drawn(number) for number in numbers], limit, deadline)
+    elif jobs and asked.case is None:
+        yield from run_jobs(drawn, numbers, jobs, limit, deadline)
+    else:
+        for number in numbers:
+            if time.monotonic() > deadline:
+                return
+            case = drawn(number)
+            with within(limit, case.line):
+                verdict = attempt(case)
+            yield case, verdict
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,11 +87,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: one GPU plays all ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[], help=f"numbers to draw from; all to {MOST_RANKS}")
     parser.add_argument("--seconds", type=float, default=0.0, help="begin no case after so many; 0 for no end")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a case has failed to end")
+    about = "seconds after which a case has failed to end; 120, and on a GPU, where kernels are compiled, 300"
+    parser.add_argument("--limit", type=float, help=about)
+    about = "processes for `together`; 0, the default on CPU: this one; on a GPU as many as there are shapes"
+    parser.add_argument("--jobs", type=int, help=about)
     parser.add_argument("--out", type=Path, help="write the counts and the failures as JSON")
     return parser
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its counts are told as after ^C
+    if "--case" not in sys.argv:
+        logging.getLogger("dfa_megatron").setLevel(logging.ERROR)  # a line for each kernel that is chosen
     sys.exit(main())

@@ -32,8 +32,8 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 class Verdict:
     """What became of a case, on one rank or in all.
 
-    kind: "right", "refused" or "failed". reason: of a refusal, or what is wrong. worst: the largest distance from the
-    truth, as a share of what is tolerated.
+    kind: "right", "refused", "failed", or "unfinished" where a run's time was over. reason: of a refusal, or what is
+    wrong. worst: the largest distance from the truth, as a share of what is tolerated.
     """
 
     number: int

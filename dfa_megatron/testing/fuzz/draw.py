@@ -50,7 +50,7 @@ GPU_CLASSES = (
     ShapeClass("float16", 4, 4, 64, 64),
     ShapeClass("float32", 4, 2, 64, 64),
 )
-"""The shapes of a run on a GPU."""
+"""The shapes of a run on a GPU, by the number of a case: as many jobs as shapes each compile for one of them alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +138,10 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
     public = over != "together" or some == 1
     packed = dice.random() < 0.5
     layout = dice.choice(list(LAYOUTS) if packed else ["contiguous", "contiguous", "zigzag"])
-    local = dice.choice([16, 33, 64, 130, 256] if on_gpu else [1, 1, 2, 3, 5, 7, 12, 20, 33])
-    tokens = some * local * (2 if layout == "zigzag" else 1)
-    shape = dice.choice(GPU_CLASSES) if on_gpu else _shape(dice)
+    zigzag = layout == "zigzag"
+    local = dice.choice([16, 33, 64, 130, 130 if zigzag else 256] if on_gpu else [1, 1, 2, 3, 5, 7, 12, 20, 33])
+    tokens = some * local * (2 if zigzag else 1)
+    shape = GPU_CLASSES[number % len(GPU_CLASSES)] if on_gpu else _shape(dice)
     softcap = shape.softcap
     return Case(
         seed=seed,
@@ -148,7 +149,7 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
         over=over,
         device=device,
         ranks=some,
-        batch=1 if packed else dice.choice([1, 1, 2, 3]),
+        batch=1 if packed or (on_gpu and tokens > 1024) else dice.choice([1, 1, 2, 3]),
         packed=packed,
         offsets=_offsets(tokens, dice) if packed else (0, tokens),
         dtype=shape.dtype,
@@ -193,13 +194,13 @@ def _shape(dice: random.Random) -> ShapeClass:
 
 
 def _degree(dice: random.Random, ranks: int, heads: int) -> int:
-    """Most often none; else one that divides ranks and heads, or 0 for the cheapest, or any."""
+    """Most often none; else one that divides ranks and heads, or 0 for the cheapest; once in fifty cases any."""
+    if ranks == 1:
+        return dice.choice([1, 1, 1, 0])
+    if dice.random() < 0.02:
+        return dice.choice([2, 3])
     degrees = [degree for degree in range(2, ranks + 1) if ranks % degree == 0 and heads % degree == 0]
-    return (
-        dice.choice([1, 1, dice.choice([0, *degrees, *degrees]), dice.choice([1, 1, 1, 2, 3])])
-        if ranks > 1
-        else dice.choice([1, 1, 1, 0])
-    )
+    return dice.choice([1, 1, dice.choice([0, *degrees, *degrees])])
 
 
 def _offsets(tokens: int, dice: random.Random) -> tuple[int, ...]:

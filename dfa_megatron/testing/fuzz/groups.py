@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 import time
 from collections import defaultdict
@@ -77,6 +78,7 @@ def _read(path: Path) -> dict[int, Verdict]:
 
 def _serve(rank: int, ranks: int, cases: list[Case], folder: str, limit: float) -> None:
     """What every rank does: the cases in order, each verdict a line of a file, until one has lost the group."""
+    logging.getLogger("dfa_megatron").setLevel(logging.ERROR)  # a line for each kernel that is chosen
     with Path(folder, f"rank-{rank}").open("w", encoding="utf-8", buffering=1) as report:
         for case in cases:
             with within(limit, case.line):

@@ -11,6 +11,9 @@ from typing import Any
 from dfa_megatron.testing.fuzz.attempt import Verdict
 from dfa_megatron.testing.fuzz.draw import Case
 
+TOLD = 20
+"""Failures that are printed; the file has all of them."""
+
 
 @dataclass(slots=True)
 class Summary:
@@ -30,21 +33,26 @@ class Summary:
             self.failures.append((case.line, verdict.reason))
         elif verdict.kind == "refused":
             self.refusals[verdict.reason] += 1
-        else:
+        elif verdict.kind == "right":
             self.features.update(case.features())
             self.worst[case.dtype] = max(self.worst.get(case.dtype, 0.0), verdict.worst)
 
+    def head(self) -> str:
+        """The counts in one line."""
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.kinds.items(), reverse=True))
+        return f"{sum(self.kinds.values()):,} cases in {self.seconds:.0f} s: {counts}"
+
     def text(self) -> str:
         """For people."""
-        counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.kinds.items(), reverse=True))
-        lines = [f"{sum(self.kinds.values()):,} cases in {self.seconds:.0f} s: {counts}"]
+        lines = [self.head()]
         lines += [f"  refused, {count:>6,}: {reason}" for reason, count in self.refusals.most_common()]
         lines += ["right, by feature:"]
         lines += [f"  {count:>8,} {name}" for name, count in sorted(self.features.items())]
         shares = ", ".join(f"{dtype} {share:.2g}" for dtype, share in sorted(self.worst.items()))
         lines += [f"largest error, in units of the tolerance: {shares}"]
-        for line, reason in self.failures:
-            lines += [f"FAILED {line}", *(f"    {part}" for part in reason.splitlines()[-12:])]
+        for line, reason in self.failures[:TOLD]:
+            lines += [f"FAILED {line}", *(f"    {part}" for part in reason.splitlines()[-3:])]
+        lines += [f"and {len(self.failures) - TOLD} more failures"] if len(self.failures) > TOLD else []
         return "\n".join(lines)
 
     def write(self, path: Path, **about: Any) -> None:
@@ -52,4 +60,6 @@ class Summary:
         counts = {"kinds": self.kinds, "refusals": self.refusals, "features": self.features, "worst": self.worst}
         failures = [{"line": line, "reason": reason} for line, reason in self.failures]
         report = {**about, "seconds": round(self.seconds, 1), **counts, "failures": failures}
-        path.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        part.replace(path)  # whoever ends the run leaves a whole report
