@@ -16,6 +16,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.flags import add_dfa_arguments, check_args
 from dfa_megatron.megatron.refusals import check_config
 from dfa_megatron.megatron.script import LAUNCH_REFUSALS
+from dfa_megatron.megatron.selfcheck.names import FUSED_OFF, NO_PART
 
 _TO_CONFIG: dict[str, dict[str, Any]] = {
     "apply_layernorm_1p": {"layernorm_zero_centered_gamma": True},
@@ -26,7 +27,13 @@ _TO_CONFIG: dict[str, dict[str, Any]] = {
 }
 """Flags without a value that set fields of TransformerConfig of other names."""
 
-_RENAMED = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts"}
+_RENAMED = {
+    "fp4_format": "fp4",
+    "fp8_format": "fp8",
+    "norm_epsilon": "layernorm_epsilon",
+    "num_experts": "num_moe_experts",
+    "te_rng_tracker": "use_te_rng_tracker",
+}
 """Flags with a value whose field of TransformerConfig has another name."""
 
 _MODEL: dict[str, Any] = {
@@ -49,12 +56,18 @@ _TRAINING: dict[str, Any] = {
     "group_query_attention": False,
     "spec": None,
     "yaml_cfg": None,
+    "global_batch_size": None,
     "optimizer": "adam",
+    "lr": None,
+    "adam_eps": 1e-8,
     "weight_decay": 0.01,
     "clip_grad": 1.0,
     "adam_beta1": 0.9,
     "adam_beta2": 0.999,
     "sgd_momentum": 0.9,
+    "ddp_bucket_size": None,
+    "grad_reduce_in_bf16": False,
+    "accumulate_allreduce_grads_in_fp32": False,
     "use_distributed_optimizer": False,
     "overlap_grad_reduce": False,
     "overlap_param_gather": False,
@@ -64,7 +77,6 @@ _TRAINING: dict[str, Any] = {
     "reset_position_ids": False,
     "reset_attention_mask": False,
     "dataloader_inter_document_masking": False,
-    "eod_mask_loss": False,
     "create_attention_mask_in_dataloader": True,
     "use_torch_fsdp2": False,
     "use_megatron_fsdp": False,
@@ -74,18 +86,6 @@ _TRAINING: dict[str, Any] = {
     "fp16": False,
 }
 """Flags that say how the model is trained, with Megatron's defaults."""
-
-_NO_PART = (
-    "accumulate_allreduce_grads_in_fp32", "adam_eps", "async_save", "attention_softmax_in_fp32", "ckpt_", "data_",
-    "ddp_bucket_size", "ddp_num_buckets", "distributed_", "empty_unused", "eval_", "exit_", "global_batch_size",
-    "init_method", "load", "log_", "lr", "make_vocab_size_divisible_by", "manual_gc", "merge_file", "min_lr",
-    "mock_data", "no_bias", "no_gradient_accumulation_fusion", "no_load", "no_masked_softmax_fusion",
-    "no_persist_layer_norm", "no_rope_fusion", "no_save", "null_tokenizer", "num_dataset", "num_workers",
-    "one_logger", "override_", "profile", "rerun_", "save", "seed", "split", "tensorboard", "test_", "timing_",
-    "tokenizer_", "train_", "transformer_impl", "use_checkpoint", "use_cpu_initialization", "use_dist_ckpt",
-    "use_flash_attn", "use_mcore", "valid_", "vocab_file", "wandb", "weight_decay_",
-)  # fmt: skip
-"""Beginnings of flags that say where data come from, what is logged and how fast it is, or what a CPU decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,8 @@ class Asked:
     model: Mapping[str, Any]
     training: Mapping[str, Any]
     options: DistAttentionConfig
+    off: tuple[str, ...]
+    """Flags that switch something off: "no_rope_fusion"."""
     unknown: tuple[str, ...]
     """Flags that nobody here knows."""
 
@@ -115,7 +117,7 @@ def read(words: Sequence[str]) -> Asked:
     options = DistAttentionConfig.from_args(parsed)
     kinds = {spec.name: str(spec.type) for spec in fields(MLATransformerConfig)}
     config: dict[str, Any] = {}
-    model, training, unknown = dict(_MODEL), dict(_TRAINING), []
+    model, training, off, unknown = dict(_MODEL), dict(_TRAINING), [], []
     for name, values in _flags(rest):
         field = _RENAMED.get(name, name)
         negative = name.removeprefix("no_") if name.startswith("no_") else ""
@@ -131,7 +133,10 @@ def read(words: Sequence[str]) -> Asked:
             config[field] = _field(field, kinds[field], values)
         elif negative in kinds:
             config[negative] = False
-        elif name not in model and name not in training and negative not in training and not name.startswith(_NO_PART):
+            off.append(name)
+        elif name in FUSED_OFF:
+            off.append(name)
+        elif name not in model and name not in training and negative not in training and name not in NO_PART:
             unknown.append("--" + name.replace("_", "-"))
     if not training["group_query_attention"] and not config.get("multi_latent_attention"):
         config.pop("num_query_groups", None)
@@ -141,7 +146,7 @@ def read(words: Sequence[str]) -> Asked:
         }
     if model["use_rotary_position_embeddings"]:
         model["position_embedding_type"] = "rope"
-    asked = Asked(config, model, training, options, tuple(unknown))
+    asked = Asked(config, model, training, options, tuple(off), tuple(unknown))
     _check(asked, kinds)
     return asked
 

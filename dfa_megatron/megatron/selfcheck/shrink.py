@@ -8,30 +8,16 @@ from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.selfcheck.flags import Asked, read
+from dfa_megatron.megatron.selfcheck.switched_off import steps, switch_off
 from dfa_megatron.selfcheck.case import Case, Reduction, Section
 
-MOST_RANKS = 16
+SECONDS_OF_A_RANK = 30.0
+"""Allowed for each rank, because all of them may share one core."""
+MOST_RANKS, MOST_CP = 16, 32
+"""Processes at most; more than that only as context-parallel ranks, whose number is never reduced."""
+
 ROWS, HEAD, HIDDEN, FFN, VOCABULARY, LAYERS = 16, 16, 64, 96, 96, 8
 """Tokens of a rank, head dimension, width, width of the MLP, vocabulary and layers, where the user's are larger."""
-
-_FUSED = (
-    "apply_rope_fusion", "bf16", "bias_activation_fusion", "bias_dropout_fusion", "cpu_offloading",
-    "cross_entropy_loss_fusion", "disable_parameter_transpose_cache", "fp16", "gradient_accumulation_fusion",
-    "masked_softmax_fusion", "memory_efficient_layer_norm", "moe_grouped_gemm", "moe_permute_fusion",
-    "moe_router_fusion", "persist_layer_norm", "tp_comm_overlap", "use_te_rng_tracker",
-)  # fmt: skip
-_GPU_ONLY: dict[str, Any] = dict.fromkeys(_FUSED, False) | {"fp8": None, "fp4": None, "transformer_impl": "local"}
-"""Fields of TransformerConfig that need a GPU, and what a CPU runs in their place; none changes what is computed."""
-
-_OFF: dict[str, str] = {
-    "hidden_dropout": "random numbers differ between rank counts",
-    "mtp_num_layers": "Megatron divides its loss by each rank's own tokens",
-    "moe_aux_loss_coeff": "Megatron computes it from each rank's own tokens",
-    "moe_z_loss_coeff": "Megatron computes it from each rank's own tokens",
-    "moe_expert_capacity_factor": "which tokens are dropped depends on each rank's own tokens",
-    "moe_input_jitter_eps": "random numbers differ between rank counts",
-}
-"""Fields with which Megatron's own result depends on how many ranks there are."""
 
 _LAYOUT_OF_STAGES = (
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
@@ -72,6 +58,7 @@ def case_of(flags: Sequence[str]) -> Case:
         reduced=tuple(reduced),
         unseen=tuple(_unseen(asked)),
         facts={"context-parallel ranks of each attention": str(parallel["cp"])},
+        timeout=max(300.0, SECONDS_OF_A_RANK * ranks),
     )
 
 
@@ -103,11 +90,11 @@ def _parallel(asked: Asked, reduced: list[Reduction]) -> dict[str, Any]:
         "tp": c.get("tensor_model_parallel_size", 1),
         "pp": c.get("pipeline_model_parallel_size", 1),
     }
-    if sizes["cp"] > MOST_RANKS:
+    if sizes["cp"] > MOST_CP:
         raise UnsupportedError(
             f"--context-parallel-size {sizes['cp']} in a self-check",
-            f"it runs at most {MOST_RANKS} processes, and this size is never reduced",
-            f"the same flags with --context-parallel-size {MOST_RANKS}",
+            f"it runs at most {MOST_CP} processes, and this size is never reduced",
+            f"the same flags with --context-parallel-size {MOST_CP}",
         )
     run = {name: size if name == "cp" else min(size, 2) for name, size in sizes.items()}
     for name in ("pp", "tp"):
@@ -116,7 +103,13 @@ def _parallel(asked: Asked, reduced: list[Reduction]) -> dict[str, Any]:
     for name, flag in (("tp", "--tensor-model-parallel-size"), ("pp", "--pipeline-model-parallel-size")):
         if run[name] != sizes[name]:
             reduced.append(Reduction(flag, str(sizes[name]), str(run[name])))
-    interleaved = t["num_layers_per_virtual_pipeline_stage"] or t["num_virtual_stages_per_pipeline_rank"]
+    if c.get("sequence_parallel") and run["tp"] == 1 < sizes["tp"]:
+        reduced.append(Reduction("--sequence-parallel", "on", "off: one tensor-parallel rank"))
+    layers, chunks = t["num_layers_per_virtual_pipeline_stage"], t["num_virtual_stages_per_pipeline_rank"]
+    interleaved = layers or chunks
+    if interleaved and (chunks != 2 or run["pp"] == 1):
+        said = f"{layers} layers each" if layers else str(chunks)
+        reduced.append(Reduction("virtual stages of a pipeline rank", said, "2" if run["pp"] > 1 else "none"))
     if (experts := c.get("expert_model_parallel_size", 1)) > 1:
         reduced.append(Reduction("--expert-model-parallel-size", str(experts), "1"))
     return {**run, "vp": 2 if interleaved and run["pp"] > 1 else None}
@@ -124,21 +117,7 @@ def _parallel(asked: Asked, reduced: list[Reduction]) -> dict[str, Any]:
 
 def _config(asked: Asked, parallel: Mapping[str, Any], reduced: list[Reduction]) -> dict[str, Any]:
     c = dict(asked.config)
-    for name, value in _GPU_ONLY.items():
-        if name in c:
-            c[name] = value
-    dtype = "bf16" if asked.config.get("bf16") else "fp16" if asked.config.get("fp16") else ""
-    if dtype:
-        reduced.append(Reduction("dtype", dtype, "float32"))
-    if asked.config.get("transformer_impl") != "local":
-        reduced.append(Reduction("modules", "Transformer Engine's", "Megatron's own"))
-    for name in _OFF:
-        if name == "hidden_dropout":
-            if c.get(name, 0.1):
-                reduced.append(Reduction(name, str(c.get(name, 0.1)), f"0: {_OFF[name]}"))
-            c[name] = 0.0
-        elif c.pop(name, None):
-            reduced.append(Reduction(name, str(asked.config[name]), f"off: {_OFF[name]}"))
+    switch_off(asked, c, reduced)
     for name in (*_LAYOUT_OF_STAGES, "expert_model_parallel_size", "expert_tensor_parallel_size"):
         if name in c:
             value = c.pop(name)
@@ -227,8 +206,8 @@ def _training(
             reduced.append(
                 Reduction("window", str(window[0]), f"{config['window_size'][0]}, the same part of the tokens")
             )
-    if (words := t["vocab_size"] or VOCABULARY) > VOCABULARY:
-        reduced.append(Reduction("vocabulary", str(words), str(VOCABULARY)))
+    if (words := t["vocab_size"]) != VOCABULARY:
+        reduced.append(Reduction("vocabulary", str(words or "the tokenizer's"), str(VOCABULARY)))
     if t["optimizer"] not in ("adam", "sgd"):
         raise UnsupportedError(f"--optimizer {t['optimizer']} in a self-check", "it was not tried", "adam or sgd")
     if t["sft"] or t["dataloader_inter_document_masking"]:
@@ -236,18 +215,7 @@ def _training(
     for name in ("use_torch_fsdp2", "use_megatron_fsdp"):
         if t[name]:
             reduced.append(Reduction("--" + name.replace("_", "-"), "yes", "Megatron's DDP"))
-    kept = (
-        "adam_beta1", "adam_beta2", "clip_grad", "optimizer", "overlap_grad_reduce", "overlap_param_gather",
-        "sgd_momentum", "use_distributed_optimizer", "weight_decay",
-    )  # fmt: skip
-    micro = min(2, t["micro_batch_size"])
-    return {
-        **{name: t[name] for name in kept},
-        "tokens": short,
-        "vocabulary": VOCABULARY,
-        "micro_batch_size": micro,
-        "micro_batches": 2 * (parallel["pp"] if parallel["vp"] else 1),
-    }
+    return {**steps(t, parallel, reduced), "tokens": short, "vocabulary": VOCABULARY}
 
 
 def _options(asked: Asked, reduced: list[Reduction]) -> dict[str, Any]:
@@ -265,7 +233,10 @@ def _options(asked: Asked, reduced: list[Reduction]) -> dict[str, Any]:
 
 
 def _unseen(asked: Asked) -> list[str]:
-    lines = ["GPU kernels and transports: `dfa-megatron doctor` compares kernels on the GPUs themselves"]
+    lines = [
+        "GPU kernels and transports: `dfa-megatron doctor` compares kernels on the GPUs themselves",
+        "your data and weights: tokens and initial weights are random, the same on every rank",
+    ]
     if asked.options.schedule == "auto" or asked.options.ulysses_degree == 0:
         lines.append("the schedule of auto at your sizes, where it is another than at these: name it to check it")
     if asked.unknown:

@@ -16,9 +16,7 @@ from dfa_megatron.megatron.selfcheck.model import Parallel, build, config_of, gl
 from dfa_megatron.megatron.selfcheck.watch import tokens_of, watch
 from dfa_megatron.selfcheck.record import Recorder
 
-LEARNING_RATE, ADAM_EPS, STEPS = {"adam": 1e-2, "sgd": 1.0}, 1e-3, 3
-"""Steps that are large beside the rounding of weights. Adam divides by its eps where a gradient is small: with this one
-rounding errors stay what they are."""
+STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ def _make(settings: Mapping[str, Any], parallel: Parallel, recorder: Recorder, *
         use_distributed_optimizer=as_asked and training["use_distributed_optimizer"],
         overlap_grad_reduce=as_asked and training["overlap_grad_reduce"],
         overlap_param_gather=as_asked and training["use_distributed_optimizer"] and training["overlap_param_gather"],
-        bucket_size=4096,
+        bucket_size=training["bucket_size"],
     )
     models = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
     config.finalize_model_grads_func = finalize_model_grads
@@ -145,12 +143,12 @@ def _optimizer(run: Run) -> Any:
     training = run.settings["training"]
     chosen = OptimizerConfig(
         optimizer=training["optimizer"],
-        lr=LEARNING_RATE[training["optimizer"]],
-        min_lr=LEARNING_RATE[training["optimizer"]],
+        lr=training["lr"],
+        min_lr=training["lr"],
         weight_decay=training["weight_decay"],
         adam_beta1=training["adam_beta1"],
         adam_beta2=training["adam_beta2"],
-        adam_eps=ADAM_EPS,
+        adam_eps=training["adam_eps"],
         sgd_momentum=training["sgd_momentum"],
         clip_grad=training["clip_grad"],
         use_distributed_optimizer=training["use_distributed_optimizer"],
