@@ -117,10 +117,13 @@ def _state(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
 
 
 def _random() -> dict[str, torch.Tensor]:
-    """The states of the generators: PyTorch's for CPU and GPU, and Megatron's by name."""
+    """The states of the generators: PyTorch's for CPU and GPU, and Megatron's by name.
+
+    Copies, for loading writes into them: `_set_random` alone changes what is drawn next.
+    """
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state()} | {
-        f"megatron.{name}": state for name, state in tracker.items()
+        f"megatron.{name}": state.clone() for name, state in tracker.items()
     }
 
 
