@@ -11,6 +11,7 @@ from dfa_megatron.argument_file import expand
 from dfa_megatron.errors import UnsupportedError
 
 _FRAMEWORKS = {
+    "attention": ("dfa_megatron.cli.attention_check", "the functions alone, with shapes and options; --help has them"),
     "megatron": ("dfa_megatron.megatron.selfcheck", "the flags of a Megatron script; @FILE or FILE holds some of them"),
 }
 """Each module has `case_of(words)`, which makes a `dfa_megatron.selfcheck.case.Case` of the words of a command line."""
@@ -18,6 +19,7 @@ _FRAMEWORKS = {
 _EPILOG = """
   dfa-megatron selfcheck megatron configs/megatron/qwen3-8b-128k.args
   dfa-megatron selfcheck megatron @train.args --context-parallel-size 4
+  dfa-megatron selfcheck attention --ranks 5 --heads 6 --kv-heads 2 --window-size 40 0 --schedule balanced
 
 The model is made small; the context-parallel size, the ratio of heads, window, layout and options stay. Exit status: 0
 where all that the ranks compute is as on one rank, 1 where something differs, 2 for what cannot be checked.
@@ -43,10 +45,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Check, and print the table."""
     words = list(args.words)
-    if words[:1] in ([], ["-h"], ["--help"]):
+    has_parser = args.framework == "attention"  # its flags are ours; it has its own help and defaults
+    if words[:1] in ([], ["-h"], ["--help"]) and not has_parser:
         print(_EPILOG)
         return 0 if words else 2
-    if not words[0].startswith(("-", "@")) and Path(words[0]).suffix != ".json":
+    if not has_parser and not words[0].startswith(("-", "@")) and Path(words[0]).suffix != ".json":
         words[0] = "@" + words[0]
     try:
         from dfa_megatron.selfcheck.check import check
