@@ -165,7 +165,7 @@ def _first_absent(rank: int, ranks: int, absent: int) -> tuple[str, str, float]:
     return told(lambda: dfa_megatron.dist_flash_attn_func(*tensors(), agreement_timeout=2.0))
 
 
-@pytest.mark.parametrize("absent", [0, 1, 2])
+@pytest.mark.parametrize("absent", [0, 2])
 def test_whoever_is_absent_at_the_first_attention_is_named_by_every_other_rank(absent: int) -> None:
     reports = run_ranks(3, _first_absent, absent, timeout=40)
     for rank, (name, text, seconds) in enumerate(reports):
