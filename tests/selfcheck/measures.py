@@ -13,11 +13,26 @@ import torch.distributed as dist
 
 from dfa_megatron.selfcheck.record import Recorder
 
+WRONG: list[str] = []
+"""What goes wrong on rank 1, where the settings do not say it: several worlds then share one start."""
+
+
+def a_number_is_nan() -> None:
+    WRONG.append("nan")
+
+
+def a_number_is_missing() -> None:
+    WRONG.append("missing")
+
+
+def a_name_is_another() -> None:
+    WRONG.append("elsewhere")
+
 
 def halves(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, recorder: Recorder) -> None:
     """Each of two ranks holds half of ten numbers; settings say what goes wrong on rank 1."""
     recorder.section = sections[0]
-    rank, wrong = dist.get_rank(), None if whole else settings["wrong"]
+    rank, wrong = dist.get_rank(), None if whole else "".join(WRONG) or settings["wrong"]
     places = torch.arange(10) if whole else torch.arange(10).chunk(2)[rank]
     values = places.double() + 1
     if rank == 1 and wrong == "sleeps":

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the rank processes import tests.selfcheck.measures by name
+
 from dfa_megatron.selfcheck.case import Case, Section
-from dfa_megatron.selfcheck.check import DIFFERS, RIGHT, check
+from dfa_megatron.selfcheck.check import DIFFERS, RIGHT, check, check_planted
 from dfa_megatron.selfcheck.table import text
+from tests.selfcheck import measures
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # the rank processes import tests.selfcheck.measures by name
 
 
 def case(folder: Path, wrong: str, timeout: float = 60.0) -> Case:
@@ -30,21 +32,17 @@ def case(folder: Path, wrong: str, timeout: float = 60.0) -> Case:
     )
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ("", "2 ranks compute what one rank computes"),
-        ("nan", "count, numbers: count on rank 1, token 7: nan, on one rank 8"),
-        ("missing", "count: 1 of 10 entries were computed by no rank"),
-        ("elsewhere", "another name was computed only where there are several ranks"),
-    ],
-)
-def test_a_value_that_is_no_number_and_one_that_is_missing_are_differences(
-    tmp_path: Path, wrong: str, said: str
-) -> None:
-    report = check(case(tmp_path, wrong))
-    assert report.status == (DIFFERS if wrong else RIGHT)
-    assert said in "\n".join([text(report), *(difference.what for difference in report.comparison.differences)])
+def test_a_value_that_is_no_number_and_one_that_is_missing_are_differences(tmp_path: Path) -> None:
+    said = {
+        None: "2 ranks compute what one rank computes",
+        measures.a_number_is_nan: "count, numbers: count on rank 1, token 7: nan, on one rank 8",
+        measures.a_number_is_missing: "count: 1 of 10 entries were computed by no rank",
+        measures.a_name_is_another: "another name was computed only where there are several ranks",
+    }
+    reports = check_planted(case(tmp_path, ""), [[fault] if fault else [] for fault in said])
+    for (fault, words), report in zip(said.items(), reports, strict=True):
+        assert report.status == (DIFFERS if fault else RIGHT)
+        assert words in "\n".join([text(report), *(difference.what for difference in report.comparison.differences)])
 
 
 def alive(pid: int) -> bool:

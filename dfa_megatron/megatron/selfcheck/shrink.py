@@ -211,7 +211,11 @@ def _training(
     if t["optimizer"] not in ("adam", "sgd"):
         raise UnsupportedError(f"--optimizer {t['optimizer']} in a self-check", "it was not tried", "adam or sgd")
     if t["sft"] or t["dataloader_inter_document_masking"]:
-        raise UnsupportedError("packed documents in a self-check", "it was not tried", "flags without packing")
+        raise UnsupportedError(
+            "packed documents in a self-check",
+            "Megatron's attention for CPUs takes none, so there is nothing to compare with",
+            "flags without packing, and `dfa-megatron selfcheck attention --cu-seqlens` for the functions",
+        )
     for name in ("use_torch_fsdp2", "use_megatron_fsdp"):
         if t[name]:
             reduced.append(Reduction("--" + name.replace("_", "-"), "yes", "Megatron's DDP"))
