@@ -1,4 +1,4 @@
-"""Settings of every test run, the fixtures that any test may ask for, and `--support-report` for docs/support.md."""
+"""Settings of every test run, the fixtures that any test may ask for, and `--support-report` for tables."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ PACKAGES = ("torch", "triton", "flash-attn-4", "megatron-core", "deepspeed", "tr
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--support-report", type=Path, metavar="FILE", help="results for docs/update_support.py")
+    parser.addoption(
+        "--support-report", type=Path, metavar="FILE", help="results for docs/update_support.py and update_trust.py"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     megatron = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
     workers.preload("dfa_megatron.attention", *(("megatron.core.parallel_state",) if megatron else ()))
+    config.addinivalue_line("markers", "fault: injects a fault, and records what happened for docs/trust.md")
     config.addinivalue_line("markers", "on_gpu: computes on a GPU; `-m on_gpu` takes all of these, and no other test")
     if config.option.support_report and not hasattr(config, "workerinput"):  # under xdist the controller writes
         config.pluginmanager.register(SupportReport(config.option.support_report))
@@ -74,13 +77,15 @@ class SupportReport:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items if session.config.option.collectonly else ():
-            self.write(id=item.nodeid, outcome="collected", gpu=on_gpu(item))
+            fault = item.get_closest_marker("fault") is not None
+            self.write(id=item.nodeid, outcome="collected", gpu=on_gpu(item), fault=fault)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
-            gpu = ("gpu", True) in map(tuple, report.user_properties)
-            self.write(id=report.nodeid, outcome=report.outcome, gpu=gpu, reason=reason)
+            noted = {name: value for name, value in report.user_properties if name in ("gpu", "fault")}
+            line = {"gpu": False, **noted, "reason": reason}
+            self.write(id=report.nodeid, outcome=report.outcome, **line)
 
     def pytest_sessionfinish(self) -> None:
         self.file.close()

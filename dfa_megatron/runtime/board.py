@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,9 +12,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dfa_megatron.errors import AbsentError, DistAttentionError
+from dfa_megatron.runtime.waiter import bounded
 
 logger = logging.getLogger(__name__)
 
+_MARGIN = 1.0
+"""Seconds beyond its timeout that a round may take where the store answers slowly."""
 _SHORTEST, _LONGEST = 2e-4, 2e-2
 """Seconds between two looks at the board: short at first, for ranks that come together, then longer."""
 
@@ -25,7 +29,8 @@ def _nothing_lost() -> None:
 class Board:
     """Notes of the ranks of one group.
 
-    Nothing here blocks in the store: a rank that never comes is known by name, and on every rank that waits for it.
+    Coming together never blocks in the store: a rank that never comes is known by name, and on every rank that waits
+    for it. The store itself may stop answering, with the process that keeps it.
 
     Args:
         store: shared by the ranks of the group, and used by nothing else under this prefix.
@@ -34,21 +39,32 @@ class Board:
 
     Attributes:
         interrupted: called while this rank waits; it raises where waiting has become pointless.
+        keeper: the rank whose process keeps the store, if another rank of the group does.
     """
 
     def __init__(self, store: Store, rank: int, members: Sequence[int]) -> None:
         self.rank, self.members = rank, tuple(members)
         self.size = len(self.members)
         self.interrupted: Callable[[], None] = _nothing_lost
+        self.keeper = _keeper(self.members, rank)
         # A group may be made again under the name of one that was destroyed: its notes must not be taken for new ones.
         self._store = PrefixStore(f"life {store.add(f'lives of {rank}', 1)}", store)
         self._round = self._stores = 0
 
     @classmethod
-    def of_group(cls, group: dist.ProcessGroup) -> Board:
-        """The board of a process group; every rank makes its own, and none waits for another."""
-        store = PrefixStore("dfa_megatron", _own_client(distributed_c10d._world.pg_map[group][1]))
-        return cls(store, group.rank(), dist.get_process_group_ranks(group))
+    def of_group(cls, group: dist.ProcessGroup, timeout: float = 120.0) -> Board:
+        """The board of a process group; every rank makes its own, and none waits for another.
+
+        Raises:
+            AbsentError: the store did not answer within that many seconds.
+        """
+        members, rank = dist.get_process_group_ranks(group), group.rank()
+        whole = distributed_c10d._world.pg_map[group][1]
+
+        def make() -> Board:
+            return cls(PrefixStore("dfa_megatron", _own_client(whole)), rank, members)
+
+        return bounded(make, timeout, _nothing_lost, lambda: _no_answer(members, _keeper(members, rank), timeout))
 
     def fresh_store(self) -> Store:
         """A store that these ranks share for one purpose; collective, in that all ranks ask for them in one order."""
@@ -87,39 +103,64 @@ class Board:
             AbsentError: names the ranks that did not come in time.
         """
         key, self._round = f"round {self._round}", self._round + 1
-        self.put(key, note)
-        self._await(key, timeout, subject)
+        given_up: list[bool] = []
+
+        def meet() -> list[str]:
+            started = time.monotonic()
+            try:
+                self.put(key, note)
+                self._await(key, timeout, subject, given_up)
+                return self._taken(key)
+            except DistAttentionError:
+                raise
+            except RuntimeError as error:  # the process that keeps the store has ended
+                raise self._store_gone(subject, time.monotonic() - started, error) from error
+
+        try:
+            overdue = timeout + _MARGIN
+            return bounded(meet, overdue, self.interrupted, lambda: _no_answer(self.members, self.keeper, overdue))
+        finally:
+            given_up.append(True)
+
+    def _await(self, key: str, timeout: float, subject: str, given_up: Sequence[bool]) -> None:
+        everyone = [f"{key}/{rank}" for rank in range(self.size)]
+        started, pause = time.monotonic(), _SHORTEST
+        while not given_up and not self._store.check(everyone):
+            if time.monotonic() - started > timeout:
+                if missing := [rank for rank in range(self.size) if not self.has(key, rank)]:
+                    raise AbsentError(_absent(self, missing, timeout, subject))
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+
+    def _taken(self, key: str) -> list[str]:
         notes = self.read(key)
         if self._round > 2:  # who has left a note in the round before has read those of the round before that
             self._store.delete_key(f"round {self._round - 3}/{self.rank}")
         return notes
 
-    def _await(self, key: str, timeout: float, subject: str) -> None:
-        everyone = [f"{key}/{rank}" for rank in range(self.size)]
-        started, pause, missing = time.monotonic(), _SHORTEST, list(range(self.size))
-        looked = started
-        try:
-            while not self._store.check(everyone):
-                self.interrupted()
-                now = time.monotonic()
-                if now - looked > min(0.5, timeout / 4):
-                    missing, looked = [rank for rank in missing if not self.has(key, rank)], now
-                if now - started > timeout:
-                    missing = [rank for rank in missing if not self.has(key, rank)]
-                    if not missing:
-                        return
-                    raise AbsentError(_absent(self, missing, timeout, subject))
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST)
-        except DistAttentionError:
-            raise
-        except RuntimeError as error:  # the process that keeps the store has ended
-            who = _absent(self, missing, time.monotonic() - started, subject) if missing else subject
-            raise AbsentError(f"{who}. Then the store of the group was gone: {error}") from error
+    def _store_gone(self, subject: str, seconds: float, error: RuntimeError) -> AbsentError:
+        keeper = f"{named(self.members, [self.keeper])}, which kept it," if self.keeper is not None else "who kept it"
+        return AbsentError(
+            f"the store of the group is gone, after {seconds:.0f} s of coming together to {subject}: {keeper} has ended"
+            f" ({error})"
+        )
 
 
 def _absent(board: Board, missing: Sequence[int], seconds: float, subject: str) -> str:
     return f"{named(board.members, missing)} did not come within {seconds:.0f} s to {subject}"
+
+
+def _no_answer(members: Sequence[int], keeper: int | None, seconds: float) -> AbsentError:
+    who = f"{named(members, [keeper])}, which keeps it," if keeper is not None else "the process that keeps it"
+    return AbsentError(f"the store of the group does not answer within {seconds:.0f} s: {who} gives no sign of life")
+
+
+def _keeper(members: Sequence[int], rank: int) -> int | None:
+    """The other rank that keeps the store of the group, if one does: global rank 0, unless the launcher does."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or 0 not in members or members[rank] == 0:
+        return None
+    return list(members).index(0)
 
 
 def named(members: Sequence[int], ranks: Sequence[int]) -> str:

@@ -337,7 +337,9 @@ def channel(name: str, guard: Guard | None = None) -> Channel:
         _end_with_the_process()
         before_destroying(_close)
         reference = weakref.ref(group)
-        made = Channel(Board.of_group(group), timeout_of(group), guard or Guard(), lambda: is_known(reference()))
+        guard = guard or Guard()
+        board = Board.of_group(group, guard.agreement_timeout)
+        made = Channel(board, timeout_of(group), guard, lambda: is_known(reference()))
         known = _channels[name] = (reference, made)
     elif guard is not None and guard != known[1].guard:
         known[1].look_after(guard)

@@ -6,6 +6,7 @@ and destroyed as often as its owner likes, and the processes need not be in equa
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
@@ -99,4 +100,9 @@ class Communicator:
                 self._backend.abort()
             else:
                 self._backend.shutdown()
+        elif abort:
+            # Gloo's destructor joins threads that wait for a rank which never answers, until the group's timeout: the
+            # process would not end. So these are kept, and go with it.
+            for kept in (self._group, self._backend):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         del self._group, self._backend

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _PERIOD = 0.05
 """Seconds between two looks whether waiting has become pointless."""
@@ -55,3 +59,23 @@ class Waiter:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task.run()
+
+
+def bounded(action: Callable[[], T], seconds: float, check: Callable[[], None], overdue: Callable[[], Exception]) -> T:
+    """What an action returns that may block for ever: then, after some seconds, raise; its thread stays where it is.
+
+    check: called meanwhile; it raises where waiting has become pointless. overdue: makes the error.
+    """
+    deadline, found = time.monotonic() + seconds, list[T]()
+
+    def look() -> None:
+        check()
+        if time.monotonic() > deadline:
+            raise overdue()
+
+    waiter = Waiter(look)
+    try:
+        waiter.wait(lambda: found.append(action()))
+    finally:
+        waiter.stop()
+    return found[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -41,7 +42,10 @@ class Sign(NamedTuple):
 
 
 class Watch:
-    """Looks after one group from a thread of its own; it starts with `start` and ends with `stop` or with the group.
+    """Looks after one group from threads of its own, which start with `start` and end with `stop` or with the group.
+
+    One of them writes and reads signs of life. The other judges them, and goes on where the first is stuck in a store
+    that no longer answers.
 
     Args:
         board: of the group.
@@ -65,26 +69,27 @@ class Watch:
         self.stall, self.patience = stall, patience
         self._beat, self._process = 0, os.getpid()
         self._signs: list[Sign | None] = [None] * board.size
-        self._seen = [time.monotonic()] * board.size
+        self._heard = time.monotonic()
+        self._seen = [self._heard] * board.size
         self._since, self._at, self._warned = time.monotonic(), (0, "", -1), False
-        self._stopped = threading.Event()
+        self._stopped, self._news = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="dfa_megatron watcher", daemon=True)
+        self._signs_thread = threading.Thread(target=self._exchange, name="dfa_megatron signs", daemon=True)
 
     def start(self) -> None:
         """Start; the ranks of the group need not do so together."""
-        self.sign()
+        self._news.set()
+        self._signs_thread.start()
         self._thread.start()
 
     def stop(self) -> None:
         """Give a last sign and end."""
         if not self._stopped.is_set() and os.getpid() == self._process:  # and not in a fork of it
             self._stopped.set()
-            if self._thread is not threading.current_thread() and self._thread.ident is not None:
-                self._thread.join(2 * PERIOD)
-            try:
-                self.sign(ended=True)
-            except RuntimeError as error:
-                logger.debug("no last sign: %s", error)
+            self._news.set()
+            for thread in (self._signs_thread, self._thread):
+                if thread is not threading.current_thread() and thread.ident is not None:
+                    thread.join(2 * PERIOD)
 
     def sign(self, ended: bool = False) -> None:
         """Leave a sign of life."""
@@ -128,40 +133,60 @@ class Watch:
 
     def silent(self) -> list[int]:
         """The ranks that have stopped: none of their signs came for a while, or their processes are gone."""
-        now = time.monotonic()
-        others = (rank for rank in range(self.board.size) if rank != self.board.rank)
-        return [rank for rank in others if self._ended(rank) or now - self._seen[rank] > SILENT]
+        now, heard = time.monotonic(), self._heard
+        others = [rank for rank in range(self.board.size) if rank != self.board.rank]
+        if now - heard <= SILENT:
+            return [rank for rank in others if self._ended(rank) or now - self._seen[rank] > SILENT]
+        # The store does not answer any more: what was not read since says nothing of who may have written it.
+        known = [rank for rank in others if self._ended(rank) or heard - self._seen[rank] > SILENT]
+        keeper = [rank for rank in others if rank == self.board.keeper and rank not in known]
+        return known + keeper or others
 
     def suspects(self) -> str:
         """Who may be behind a connection that broke, after a moment in which each rank could give a sign."""
-        deadline = time.monotonic() + SILENT + PERIOD
+        deadline, heard = time.monotonic() + SILENT + PERIOD, math.inf
         while time.monotonic() < deadline:
             failed = [r for r, sign in enumerate(self._signs) if sign is not None and sign.lost]
             if failed:
                 return f"rank {failed[0]} of the group failed: {self._signs[failed[0]].lost}"  # type: ignore[union-attr]
             if any(self._ended(rank) for rank in range(self.board.size)):
-                break
-            time.sleep(0.05)
+                if self._heard > heard:
+                    break  # its last sign has been read, too
+                heard = min(heard, self._heard)
+                deadline = min(deadline, time.monotonic() + PERIOD)
+                self._news.set()
+            time.sleep(0.02)
         return "; ".join(self._state(rank) for rank in self.silent())
 
     def _ended(self, rank: int) -> bool:
         sign = self._signs[rank]
         return rank != self.board.rank and ((sign is not None and sign.doing == "has ended") or self.gone(rank))
 
+    def _exchange(self) -> None:
+        """Write and read signs, until the end or until the store is gone."""
+        try:
+            while self.alive() and not self._stopped.is_set():
+                self.sign()
+                self.look()
+                self._heard = time.monotonic()
+                self._news.wait(PERIOD)
+                self._news.clear()
+            self.sign(ended=True)
+        except RuntimeError as error:
+            # Ranks end at different times, and the store with one of them: only who still waits is concerned.
+            logger.debug("the store of the group is gone: %s", error)
+
     def _run(self) -> None:
         _allow_captures()
-        store_is_there = True
+        looked = time.monotonic()
         while not self._stopped.wait(PERIOD):
             if not self.alive():
                 return
-            try:
-                if store_is_there:
-                    self.sign()
-                    self.look()
-            except RuntimeError as error:
-                # Ranks end at different times, and the store with one of them: only who still waits is concerned.
-                store_is_there = False
-                logger.debug("the store of the group is gone: %s", error)
+            now = time.monotonic()
+            if now - looked > SILENT:  # this process was stopped itself, maybe with all others: nobody is silent yet
+                self._since = self._heard = now
+                self._seen = [now] * self.board.size
+            looked = now
             found = None if self.calls.lost is not None else self.compare() or self.stalled()
             if found is not None:
                 self._lose(found)
@@ -180,7 +205,7 @@ class Watch:
         waited, silent = time.monotonic() - self._since, self.silent()
         ended = [rank for rank in silent if self._ended(rank)]
         if ended and waited > SILENT:
-            return AbsentError(self._waits(waited, awaited, ended))
+            return AbsentError(self._waits(waited, awaited, silent))
         if self.stall == 0 or waited < self.stall:
             return None
         if silent or waited > self.patience:
@@ -202,7 +227,7 @@ class Watch:
 
     def _state(self, rank: int) -> str:
         sign, who = self._signs[rank], named(self.board.members, [rank])
-        place = f"after {sign.number} calls" if sign is not None else "before its first call"
+        place = f"after {sign.number} calls" if sign is not None else "before its first sign"
         if self._ended(rank):
             return f"{who} has ended, {place}"
         age = time.monotonic() - self._seen[rank]
@@ -214,10 +239,7 @@ class Watch:
     def _lose(self, error: DistAttentionError) -> None:
         """Have the error raised where attention is called; if nothing is called, end the process."""
         self.calls.lose(error, told=False)
-        try:
-            self.sign()
-        except RuntimeError as gone:
-            logger.debug("the others are not told: %s", gone)
+        self._news.set()
         logger.error("%s", error)
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline:

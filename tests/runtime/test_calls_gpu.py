@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,19 @@ def _parts(rank: int, ranks: int, transport: str, report: str) -> None:
     os._exit(0)  # the device may wait for ever
 
 
+def fault(name: str, where: str, happens: str, seconds: float, transport: str) -> dict[str, object]:
+    """What docs/trust.md says of a test."""
+    shown = {"p2p": "NCCL", "copy_engine": "copy engines"}[transport]
+    return {"fault": name, "where": where, "rank": 1, "happens": happens, "seconds": seconds, "transport": shown}
+
+
+@pytest.mark.fault
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_calls_that_part_on_gpus_are_told_within_seconds(transport: str, tmp_path: Path) -> None:
+def test_calls_that_part_on_gpus_are_told_within_seconds(
+    transport: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    longest = 0.0
     with pytest.raises(AssertionError):  # no rank answers the test
         run_ranks(2, _parts, transport, f"{tmp_path}/", timeout=90, cuda=True)
     for rank in range(2):
@@ -60,6 +71,9 @@ def test_calls_that_part_on_gpus_are_told_within_seconds(transport: str, tmp_pat
         assert "run different attentions, after " in "\n".join(text), text
         assert "softmax_scale=0.1" in "\n".join(text)
         assert float(seconds) < 4
+        longest = max(longest, float(seconds))
+    happens = "`DisagreementError`: run different attentions"
+    record_property("fault", fault("two calls swapped", "forward", happens, round(longest, 1), transport))
 
 
 def _ends(rank: int, ranks: int, transport: str, how: int, report: str) -> None:
@@ -78,11 +92,16 @@ def _ends(rank: int, ranks: int, transport: str, how: int, report: str) -> None:
         Path(report).write_text(f"came back after {time.monotonic() - start}")
 
 
+@pytest.mark.fault
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_ends_does_not_leave_the_others_waiting_on_their_device(
-    transport: str, how: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    transport: str,
+    how: signal.Signals,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
 ) -> None:
     report = tmp_path / "report"
     with pytest.raises(AssertionError) as raised:
@@ -102,3 +121,6 @@ def test_a_rank_that_ends_does_not_leave_the_others_waiting_on_their_device(
     assert "dfa_megatron ends this process" in told
     assert ("gives no sign of life" if how == signal.SIGSTOP else "has ended") in told
     assert seconds < 15
+    name, word = ("SIGSTOP", "gives no sign of life") if how == signal.SIGSTOP else ("kill -9", "has ended")
+    happens = f"exit status {EXIT_STATUS}: {word}"
+    record_property("fault", fault(name, "between two calls", happens, round(seconds, 1), transport))

@@ -1,0 +1,70 @@
+"""A rank that comes back in time, or is out of memory where no other rank takes part, goes on exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.faults.harness import Run, run
+from tests.faults.training import PAUSE, RANKS, WRITING, Fault
+
+PAUSED = "SIGSTOP, SIGCONT"
+RUNS = {
+    "pauses": (
+        Fault(PAUSED, "agreement", 0, step=0),
+        Fault(PAUSED, "forward", 1, step=1),
+        Fault(PAUSED, "backward", 2, step=2),
+        Fault(PAUSED, "optimizer", 0, step=3),
+        Fault(PAUSED, "checkpoint", 1, step=4),
+        Fault("slow", "checkpoint", 2, step=6),
+    ),
+    "memory": (
+        Fault("out of memory", "agreement", 2, step=0),
+        Fault("out of memory", "optimizer", 1, step=1),
+        Fault("out of memory", "checkpoint", 0, step=2),
+    ),
+}
+TEXTS = {
+    PAUSED: (f"SIGSTOP, and SIGCONT after {PAUSE:g} s", "goes on exactly"),
+    "slow": (f"takes {WRITING:g} s, longer than `stall_timeout`", "goes on exactly: a living rank is waited for"),
+    "out of memory": ("out of memory, caught, and tried again", "goes on exactly"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Run]:
+    return {}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("fault", [f for faults in RUNS.values() for f in faults], ids=str)
+def test_a_rank_that_comes_back_goes_on_exactly(fault: Fault, runs: dict[str, Run], record_property: Any) -> None:
+    name = next(name for name, faults in RUNS.items() if fault in faults)
+    if name not in runs:
+        runs[name] = run(RUNS[name], steps=8, together=True)
+    found = runs[name]
+    assert str(fault) in found.struck, [seen.lines for seen in found.ranks]
+    struck = found.struck[str(fault)]
+    went_on = []
+    for rank in range(RANKS):
+        seen = found.ranks[rank]
+        assert (seen.error, seen.status) == ("", 0)
+        assert [line["step"] for line in seen.steps] == list(range(8))
+        assert all(line["exact"] for line in seen.steps)
+        went_on.append(next(line["at"] for line in seen.steps if line["at"] > struck))
+        if (fault.kind, fault.where) == ("out of memory", "agreement"):
+            told = next(line["caught"] for line in seen.lines if "caught" in line)
+            assert "out of memory in this test" in told, "every rank is told, so that all may try again"
+    injected, happens = TEXTS[fault.kind]
+    record_property(
+        "fault",
+        {
+            "fault": injected,
+            "where": fault.where,
+            "rank": fault.rank,
+            "happens": happens + (" where all ranks try again" if "caught" in injected and not fault.step else ""),
+            "seconds": round(max(went_on) - struck, 1),
+            "transport": "gloo",
+        },
+    )

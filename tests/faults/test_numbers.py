@@ -1,0 +1,161 @@
+"""NaN and infinity come out where they must and nowhere else, and ranks that see nothing of others stay exact."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import dfa_megatron
+from dfa_megatron.testing.compare import dense_attention
+from dfa_megatron.testing.workers import run_ranks
+
+RANKS, LOCAL, HEADS, DIM = 3, 8, 2, 8
+LENGTH = RANKS * LOCAL
+NUMBERS = {"NaN": math.nan, "inf": math.inf}
+CASES = {
+    f"{number} in {name} on {rank}": (number, name, rank)
+    for at, number in enumerate(NUMBERS)
+    for of, name in enumerate("qkv")
+    for rank in ((at + of) % RANKS,)
+} | {"NaN in v on 0": ("NaN", "v", 0), "inf in k on 1": ("inf", "k", 1)}
+PACKS = {
+    "a document for each rank": (0, 8, 16, 24),
+    "documents of one token": tuple(range(LENGTH + 1)),
+    "a document of the first rank, one of the others": (0, 8, 24),
+}
+WINDOWS = {"only itself": (0, 0), "one token before": (1, 0)}
+
+
+def inputs() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(1, LENGTH, HEADS, DIM, generator=generator, dtype=torch.float64) for _ in range(4)]
+
+
+def row_by_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention in which a row reads no key that it does not see: so that a NaN cannot spread by a zero."""
+    rows = [dense_attention(q[:, i : i + 1], k[:, : i + 1], v[:, : i + 1])[0] for i in range(q.shape[1])]
+    return torch.cat(rows, 1)
+
+
+def dirty(case: str) -> tuple[list[torch.Tensor], int]:
+    """q, k, v and dout with one number in the middle of a rank's tokens, and its token."""
+    number, name, rank = CASES[case]
+    tensors, token = inputs(), rank * LOCAL + 3
+    tensors["qkv".index(name)][0, token, 1, 2] = NUMBERS[number]
+    return tensors, token
+
+
+def wrong(found: torch.Tensor, expected: torch.Tensor, *, infinite: bool = False) -> list[int]:
+    """Tokens at which they differ; NaN is equal to NaN, and to infinity if asked: inf - inf depends on the order."""
+    same = torch.isclose(found, expected, rtol=1e-10, atol=1e-10, equal_nan=True)
+    if infinite:
+        same |= ~found.isfinite() & ~expected.isfinite()
+    return (~same).flatten(2).any(-1)[0].nonzero().flatten().tolist()
+
+
+def _numbers(rank: int, ranks: int) -> dict[str, list[torch.Tensor]]:
+    mine, found = slice(LOCAL * rank, LOCAL * (rank + 1)), {}
+    for case in CASES:
+        for schedule in ("ring", "balanced"):
+            *leaves, dout = (x[:, mine].clone() for x in dirty(case)[0])
+            for leaf in leaves:
+                leaf.requires_grad_()
+            out: Any = dfa_megatron.dist_flash_attn_func(*leaves, causal=True, schedule=schedule)
+            out.backward(dout)
+            found[f"{case}, {schedule}"] = [out.detach(), *(leaf.grad for leaf in leaves)]
+    return found
+
+
+def _few(rank: int, ranks: int) -> dict[str, list[torch.Tensor]]:
+    mine, found = slice(LOCAL * rank, LOCAL * (rank + 1)), {}
+    for case in (*PACKS, *WINDOWS):
+        *leaves, dout = (x[:, mine].clone() for x in inputs())
+        for leaf in leaves:
+            leaf.requires_grad_()
+        if case in PACKS:
+            given = [leaf[0] for leaf in leaves]
+            out: Any = dfa_megatron.dist_flash_attn_varlen_func(*given, PACKS[case], causal=True)[None]
+        else:
+            out = dfa_megatron.dist_flash_attn_func(*leaves, causal=True, window_size=WINDOWS[case])
+        out.backward(dout)
+        found[case] = [out.detach(), *(leaf.grad for leaf in leaves)]
+    return found
+
+
+def whole(shards: list[dict[str, list[torch.Tensor]]], case: str) -> list[torch.Tensor]:
+    return [torch.cat(parts, 1) for parts in zip(*(shard[case] for shard in shards), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def numbers() -> list[dict[str, list[torch.Tensor]]]:
+    return run_ranks(RANKS, _numbers, timeout=120)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("schedule", ["ring", "balanced"])
+@pytest.mark.parametrize("case", CASES)
+def test_nan_and_infinity_come_out_where_they_must_and_nowhere_else(
+    numbers: Any, case: str, schedule: str, record_property: Any
+) -> None:
+    (q, k, v, dout), token = dirty(case)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    expected = row_by_row(*leaves)
+    gradients = torch.autograd.grad(expected, leaves, dout)
+    out, dq, dk, dv = whole(numbers, f"{case}, {schedule}")
+    number, name, rank = CASES[case]
+    # A kernel multiplies a whole block: a weight of 0 times v's NaN spreads it among the rows of the token's own rank.
+    spread = range(LOCAL * rank, LOCAL * (rank + 1))
+    allowed = {"v": {token: spread}}.get(name, {})
+    assert set(wrong(out, expected.detach())) <= set(allowed.get(token, ())), "out"
+    assert not torch.isfinite(expected[0, token]).all() or name == "k", "the number does come out"
+    for label, found, exact in zip(("dq", "dk", "dv"), (dq, dk, dv), gradients, strict=True):
+        elsewhere = set(wrong(found, exact, infinite=True)) - set(spread)
+        assert not elsewhere, (label, sorted(elsewhere))
+    record_property(
+        "fault",
+        {
+            "fault": f"{number} in {name}",
+            "where": "one token",
+            "rank": rank,
+            "happens": "comes out in the rows that see it; the rows of earlier ranks are exact" if name != "q"
+            else "comes out in its row; all other rows are exact",
+            "seconds": None,
+            "transport": "gloo",
+        },
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def few() -> list[dict[str, list[torch.Tensor]]]:
+    return run_ranks(RANKS, _few, timeout=60)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("case", [*PACKS, *WINDOWS])
+def test_ranks_that_see_nothing_of_others_are_exact(few: Any, case: str, record_property: Any) -> None:
+    *leaves, dout = inputs()
+    q, k, v = (x.requires_grad_() for x in leaves)
+    if case in PACKS:
+        bounds = torch.tensor(PACKS[case])
+        document = torch.searchsorted(bounds, torch.arange(LENGTH), right=True)
+        expected, _ = dense_attention(q, k, v, causal=True, visible=document[:, None] == document)
+    else:
+        expected, _ = dense_attention(q, k, v, causal=True, window_size=WINDOWS[case])
+    exact = [expected.detach(), *torch.autograd.grad(expected, (q, k, v), dout)]
+    for found, right in zip(whole(few, case), exact, strict=True):
+        assert not wrong(found, right)
+    kind = "pack" if case in PACKS else "window"
+    record_property(
+        "fault",
+        {
+            "fault": "ranks that see nothing of others",
+            "where": f"{kind}: {case}",
+            "rank": None,
+            "happens": "out and gradients are exact",
+            "seconds": None,
+            "transport": "gloo",
+        },
+    )

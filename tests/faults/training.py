@@ -1,0 +1,245 @@
+"""A small training over gloo ranks in which one rank meets a fault; every rank writes down what it sees.
+
+The same steps in dense float64, over the whole sequence, say on every rank whether a step of it is exact.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dfa_megatron
+from dfa_megatron import kernels
+from dfa_megatron.errors import DisagreementError
+from dfa_megatron.runtime import prepare
+from dfa_megatron.runtime.calls import at_layer
+from dfa_megatron.testing.compare import dense_attention
+
+RANKS, LOCAL, HEADS, DIM, LAYERS = 3, 8, 2, 8, 2
+WIDTH = HEADS * DIM
+STRUCK = 2
+"""The step in which a fault strikes, but for those of the first agreement: all plans are known then."""
+AGREEMENT, STALL, GROUP = 2.0, 2.0, 30.0
+"""agreement_timeout, stall_timeout, and the timeout of the process group, in seconds."""
+PAUSE, WRITING = 1.0, 4.5
+"""Seconds that a paused rank stands still, and that a checkpoint takes: less and more than the stall timeout."""
+
+Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, where, and to which rank."""
+
+    kind: str
+    where: str
+    rank: int
+    step: int = STRUCK
+
+    def __str__(self) -> str:
+        return f"{self.kind} in {self.where} on {self.rank}"
+
+
+class Training:
+    """Two layers of attention with a residual, trained by gradient descent on a sum of squares.
+
+    passing: called in each layer, forward ("layer forward") and backward ("layer backward").
+    """
+
+    def __init__(self, rows: slice, attention: Attention, passing: Callable[[str], None]) -> None:
+        generator = torch.Generator().manual_seed(3)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        whole = random(RANKS * LOCAL, WIDTH), random(RANKS * LOCAL, WIDTH)
+        self.x, self.target = (x[rows] for x in whole)
+        self.weights = [(random(WIDTH, 4 * WIDTH) / WIDTH**0.5).requires_grad_() for _ in range(LAYERS)]
+        self.attention, self.passing = attention, passing
+
+    def gradients(self) -> None:
+        """Forward and backward of these rows."""
+        x = self.x
+        for layer, weight in enumerate(self.weights):
+            q, k, v, rest = (x @ weight).view(1, -1, 4, HEADS, DIM).unbind(2)
+            x = x + self.attention(layer, q, k, v).reshape(x.shape) * rest.reshape(x.shape)
+            if layer == 0:
+                self.passing("layer forward")
+                x.register_hook(lambda gradient: self.passing("layer backward"))
+        (x - self.target).square().sum().backward()
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        with torch.no_grad():
+            for weight in self.weights:
+                assert weight.grad is not None
+                weight -= 1e-4 * weight.grad
+                weight.grad = None
+
+    def forget(self) -> None:
+        """Give up the gradients of a step that failed."""
+        for weight in self.weights:
+            weight.grad = None
+
+    def state(self) -> torch.Tensor:
+        """All weights, copied."""
+        return torch.stack([weight.detach().clone() for weight in self.weights])
+
+
+def expected(steps: int) -> list[torch.Tensor]:
+    """The weights after each step, by dense attention in float64 over the whole sequence."""
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return dense_attention(q, k, v, causal=True)[0]
+
+    training, states = Training(slice(None), attend, lambda where: None), []
+    for _ in range(steps):
+        training.gradients()
+        training.update()
+        states.append(training.state())
+    return states
+
+
+class Rank:
+    """One rank's run, with the faults that are meant for it.
+
+    exhausted: it is out of memory. together: all ranks try the first agreement again when one of them refuses.
+    """
+
+    def __init__(self, rank: int, faults: tuple[Fault, ...], steps: int, folder: str, together: bool) -> None:
+        self.rank, self.steps, self.folder, self.step = rank, steps, Path(folder), 0
+        self.exhausted, self.together = False, together
+        self.faults = [fault for fault in faults if fault.rank == rank]
+        rows = slice(LOCAL * rank, LOCAL * (rank + 1))
+        self.training, self.states = Training(rows, self.attend, self.meet), expected(steps)
+        for name in ("cpu", "reference"):
+            for method in ("forward", "backward"):
+                _before(type(kernels.get(name)), method, lambda method=method: self.meet(method))
+        _before(prepare, "build", lambda: self.meet("agreement"))
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with at_layer(layer + 1):
+            out = dfa_megatron.dist_flash_attn_func(
+                q, k, v, causal=True, schedule="balanced", agreement_timeout=AGREEMENT, stall_timeout=STALL
+            )
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def write(self, **line: Any) -> None:
+        with (self.folder / f"rank{self.rank}").open("a") as file:
+            print(json.dumps({"at": time.time(), **line}), file=file, flush=True)
+
+    def meet(self, where: str) -> None:
+        """Meet the fault of this place and step, once."""
+        for fault in self.faults:
+            if (fault.where, fault.step) == (where, self.step):
+                self.faults.remove(fault)
+                self.write(fault=str(fault))
+                self.exhausted = fault.kind == "out of memory"
+                strike(fault.kind)
+                return
+
+    def run(self) -> None:
+        """All steps. A rank that is out of memory gives its batch up, or tries again where no other rank takes part."""
+        while self.step < self.steps:
+            try:
+                self.training.gradients()
+            except Exception as error:
+                if not self.exhausted and not (self.together and isinstance(error, DisagreementError)):
+                    raise
+                self.write(caught=str(error))
+                self.exhausted = False
+                self.training.forget()
+                self.step += self.step != 0
+                continue
+            for weight in self.training.weights:
+                dist.all_reduce(weight.grad)
+            self.retried("optimizer")
+            self.training.update()
+            self.retried("checkpoint")
+            difference = (self.training.state() - self.states[self.step]).abs().max().item()
+            self.write(step=self.step, exact=difference < 1e-12)
+            self.step += 1
+
+    def retried(self, where: str) -> None:
+        try:
+            self.meet(where)
+        except torch.OutOfMemoryError as error:
+            self.write(caught=str(error))
+            self.exhausted = False
+
+
+def _before(owner: Any, name: str, action: Callable[[], None]) -> None:
+    """Have a function of a class or module do something first."""
+    function = getattr(owner, name)
+
+    def changed(*args: Any, **options: Any) -> Any:
+        action()
+        return function(*args, **options)
+
+    setattr(owner, name, changed)
+
+
+def strike(kind: str) -> None:
+    """Let a fault happen to this process."""
+    pid = os.getpid()
+    if kind == "kill -9":
+        os.kill(pid, signal.SIGKILL)
+    elif kind == "SIGSTOP":
+        os.kill(pid, signal.SIGSTOP)
+    elif kind == "SIGSTOP, SIGCONT":
+        with subprocess.Popen(["/bin/sh", "-c", f"sleep {PAUSE}; kill -CONT {pid}"]):
+            os.kill(pid, signal.SIGSTOP)
+    elif kind == "exception":
+        raise RuntimeError("an accident of this test")
+    elif kind == "out of memory":
+        raise torch.OutOfMemoryError("out of memory in this test")
+    elif kind == "slow":
+        time.sleep(WRITING)
+    else:
+        raise ValueError(kind)
+
+
+def store_of(rank: int, folder: Path) -> dist.TCPStore:
+    """The store of the group. Rank 0 says through a file at which port, so that runs side by side do not take one."""
+    note, timeout = folder / "port", timedelta(seconds=GROUP)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, RANKS, True, timeout=timeout, wait_for_workers=False)
+        (folder / "new").write_text(str(store.port))
+        (folder / "new").rename(note)
+        return store
+    while not note.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(note.read_text()), RANKS, False, timeout=timeout)
+
+
+def train(rank: int, ranks: int, faults: tuple[Fault, ...], steps: int, folder: str, together: bool) -> None:
+    """The body of a rank: the store of the group is in rank 0, as without torchrun, and goes or stops with it."""
+    dist.barrier()  # whoever destroys a group early can keep others from making theirs
+    dist.destroy_process_group()
+    store = store_of(rank, Path(folder))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=GROUP))
+    run = Rank(rank, faults, steps, folder, together)
+    run.write(pid=os.getpid())
+    try:
+        run.run()
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException as error:
+        run.write(error=type(error).__name__, text=str(error))
+        raise
+    finally:
+        atexit._run_exitfuncs()  # as a script does when it ends, with or without an exception
+    run.write(end=True)
