@@ -13,6 +13,7 @@ from dfa_megatron.errors import UnsupportedError
 _FRAMEWORKS = {
     "attention": ("dfa_megatron.cli.attention_check", "the functions alone, with shapes and options; --help has them"),
     "megatron": ("dfa_megatron.megatron.selfcheck", "the flags of a Megatron script; @FILE or FILE holds some of them"),
+    "huggingface": ("dfa_megatron.huggingface.selfcheck", "a config.json of transformers, and --ranks"),
 }
 """Each module has `case_of(words)`, which makes a `dfa_megatron.selfcheck.case.Case` of the words of a command line."""
 
@@ -20,6 +21,7 @@ _EPILOG = """
   dfa-megatron selfcheck megatron configs/megatron/qwen3-8b-128k.args
   dfa-megatron selfcheck megatron @train.args --context-parallel-size 4
   dfa-megatron selfcheck attention --ranks 5 --heads 6 --kv-heads 2 --window-size 40 0 --schedule balanced
+  dfa-megatron selfcheck huggingface config.json --ranks 8 --checkpoint remat
 
 The model is made small; the context-parallel size, the ratio of heads, window, layout and options stay. Exit status: 0
 where all that the ranks compute is as on one rank, 1 where something differs, 2 for what cannot be checked.
@@ -45,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Check, and print the table."""
     words = list(args.words)
-    has_parser = args.framework == "attention"  # its flags are ours; it has its own help and defaults
+    has_parser = args.framework != "megatron"  # then its flags are ours, with their own help and defaults
     if words[:1] in ([], ["-h"], ["--help"]) and not has_parser:
         print(_EPILOG)
         return 0 if words else 2

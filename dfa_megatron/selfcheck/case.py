@@ -47,6 +47,8 @@ class Case:
     """What the check does not look at, one line each."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """What every rank of the distributed run must record with `Recorder.fact`, beside tensors."""
+    imports: tuple[str, ...] = ()
+    """Modules that the rank processes need and that take long to import: they are imported once for all."""
     tolerance: float = 1e-4
     """Of |difference| to the largest entry of the whole tensor."""
     timeout: float = 300.0

@@ -64,7 +64,7 @@ def compare(case: Case, whole: Recording, ranks: Sequence[Recording]) -> Compari
                 found.differences.append(Difference(section.name, kind, f"{name} was computed {where}"))
                 row.different, row.largest = row.different + 1, math.inf
                 continue
-            distance, what = _against(name, wanted[key].values, got[key], case.tolerance)
+            distance, what = _against(name, wanted[key], got[key], case.tolerance)
             row.largest = max(row.largest, distance)
             if what:
                 row.different += 1
@@ -81,10 +81,11 @@ def _facts(case: Case, ranks: Sequence[Recording]) -> Iterable[Difference]:
                 break
 
 
-def _against(name: str, whole: torch.Tensor, pieces: list[tuple[int, Piece]], limit: float) -> tuple[float, str]:
+def _against(name: str, one: Piece, pieces: list[tuple[int, Piece]], limit: float) -> tuple[float, str]:
     """The largest relative difference of all pieces, and what to say where it is above the limit."""
+    whole = one.values
     wanted = whole.double()
-    scale = wanted.abs().max().item() if wanted.numel() else 0.0
+    scale = max(one.least, wanted.abs().max().item() if wanted.numel() else 0.0)
     covered = torch.zeros(whole.shape, dtype=torch.bool)
     largest, said = 0.0, ""
     for rank, piece in pieces:

@@ -72,6 +72,7 @@ def run(case: Case, worlds: Sequence[World]) -> dict[str, Outcome]:
         job: dict[str, Any] = {
             "path": sys.path,
             "measure": case.measure,
+            "imports": case.imports,
             "settings": dict(case.settings),
             "timeout": case.timeout,
             "worlds": [asdict(world) for world in worlds],

@@ -40,6 +40,8 @@ def main(folder: Path) -> int:
 
     torch.set_num_threads(1)
     function_of(job["measure"])
+    for module in job["imports"]:
+        importlib.import_module(module)
     for world in job["worlds"]:
         _run(folder, job, world)
     return 0

@@ -21,6 +21,8 @@ class Piece:
         values: this rank's part, on CPU.
         places: for each dimension that is cut, the global indices of this rank's entries. Other dimensions are whole.
         axes: names of the dimensions, for messages: ("token", "sample", "head", "channel").
+        least: differences are compared with the largest entry of the whole tensor, or with this if it is larger. It is
+            for tensors that would be 0 but for rounding, as the gradient of a bias that all keys have.
     """
 
     section: str
@@ -29,6 +31,7 @@ class Piece:
     values: torch.Tensor
     places: dict[int, torch.Tensor]
     axes: tuple[str, ...]
+    least: float = 0.0
 
     @property
     def key(self) -> tuple[str, str]:
@@ -61,12 +64,13 @@ class Recorder:
         values: torch.Tensor,
         axes: tuple[str, ...] = (),
         places: Mapping[int, torch.Tensor] | None = None,
+        least: float = 0.0,
     ) -> None:
         """Record a part of a tensor in the section that runs (`self.section`); the latest of a name counts."""
         held = values.detach().cpu().clone()
         key = (self.section, kind, name)
         self._pieces.pop(key, None)
-        self._pieces[key] = Piece(self.section, kind, name, held, dict(places or {}), axes)
+        self._pieces[key] = Piece(self.section, kind, name, held, dict(places or {}), axes, least)
 
     def fact(self, name: str, value: str) -> None:
         """Record something beside tensors that must be as the case expects it."""

@@ -10,11 +10,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.selfcheck.flags import Asked, read
 from dfa_megatron.megatron.selfcheck.switched_off import steps, switch_off
 from dfa_megatron.selfcheck.case import Case, Reduction, Section
-
-SECONDS_OF_A_RANK = 30.0
-"""Allowed for each rank, because all of them may share one core."""
-MOST_RANKS, MOST_CP = 16, 32
-"""Processes at most; more than that only as context-parallel ranks, whose number is never reduced."""
+from dfa_megatron.selfcheck.options import MOST_RANKS, MOST_SEQUENCE_RANKS, SECONDS_OF_A_RANK, on_cpu, unseen
 
 ROWS, HEAD, HIDDEN, FFN, VOCABULARY, LAYERS = 16, 16, 64, 96, 96, 8
 """Tokens of a rank, head dimension, width, width of the MLP, vocabulary and layers, where the user's are larger."""
@@ -37,7 +33,7 @@ def case_of(flags: Sequence[str]) -> Case:
     parallel = _parallel(asked, reduced)
     config = _config(asked, parallel, reduced)
     training = _training(asked, parallel, config, reduced)
-    options = _options(asked, reduced)
+    options = on_cpu(asked.options, "--dfa-", reduced)
     recompute = {name: config.pop(name, None) for name in ("recompute_method", "recompute_num_layers")}
     settings = {
         "config": config,
@@ -90,11 +86,11 @@ def _parallel(asked: Asked, reduced: list[Reduction]) -> dict[str, Any]:
         "tp": c.get("tensor_model_parallel_size", 1),
         "pp": c.get("pipeline_model_parallel_size", 1),
     }
-    if sizes["cp"] > MOST_CP:
+    if sizes["cp"] > MOST_SEQUENCE_RANKS:
         raise UnsupportedError(
             f"--context-parallel-size {sizes['cp']} in a self-check",
-            f"it runs at most {MOST_CP} processes, and this size is never reduced",
-            f"the same flags with --context-parallel-size {MOST_CP}",
+            f"it runs at most {MOST_SEQUENCE_RANKS} processes, and this size is never reduced",
+            f"the same flags with --context-parallel-size {MOST_SEQUENCE_RANKS}",
         )
     run = {name: size if name == "cp" else min(size, 2) for name, size in sizes.items()}
     for name in ("pp", "tp"):
@@ -222,27 +218,8 @@ def _training(
     return {**steps(t, parallel, reduced), "tokens": short, "vocabulary": VOCABULARY}
 
 
-def _options(asked: Asked, reduced: list[Reduction]) -> dict[str, Any]:
-    """What of our options a CPU cannot run."""
-    o = asked.options
-    values: dict[str, Any] = {name: getattr(o, name) for name in o.__dataclass_fields__}
-    for name, on_cpu in (("transport", "auto"), ("cuda_graph", False), ("remat_offload", False)):
-        if values[name] != on_cpu:
-            reduced.append(Reduction(f"--dfa-{name.replace('_', '-')}", str(values[name]), f"{on_cpu}, on a CPU"))
-            values[name] = on_cpu
-    if values["kernel"] not in ("auto", "reference", "cpu"):
-        reduced.append(Reduction("--dfa-kernel", values["kernel"], "auto, on a CPU"))
-        values["kernel"] = "auto"
-    return values
-
-
 def _unseen(asked: Asked) -> list[str]:
-    lines = [
-        "GPU kernels and transports: `dfa-megatron doctor` compares kernels on the GPUs themselves",
-        "your data and weights: tokens and initial weights are random, the same on every rank",
-    ]
-    if asked.options.schedule == "auto" or asked.options.ulysses_degree == 0:
-        lines.append("the schedule of auto at your sizes, where it is another than at these: name it to check it")
+    lines = unseen(asked.options)
     if asked.unknown:
         lines.append("flags without a part in the check: " + " ".join(asked.unknown))
     return lines

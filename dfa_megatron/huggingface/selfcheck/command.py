@@ -1,0 +1,132 @@
+"""`dfa-megatron selfcheck huggingface CONFIG`: the words of the command line, and the case that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checkpointing import CHECKPOINTS, check_checkpoint
+from dfa_megatron.huggingface.refusals import check_options
+from dfa_megatron.huggingface.selfcheck.shrink import shrink
+from dfa_megatron.selfcheck.case import Case, Reduction, Section
+from dfa_megatron.selfcheck.options import MOST_RANKS, on_cpu, unseen
+
+UNSEEN = ("your data, packed documents among them, and adapters: tokens are random, and each row is one document",)
+
+
+class Words(argparse.ArgumentParser):
+    """A parser whose errors are refusals, as everywhere in this package."""
+
+    def error(self, message: str) -> Any:
+        """Refuse.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError("this command line", message, self.format_usage().strip())
+
+
+def case_of(words: Sequence[str]) -> Case:
+    """The self-check of a transformers config.
+
+    Raises:
+        UnsupportedError: it is no config of a decoder that this package takes, or an option is refused.
+    """
+    parser = Words(prog="dfa-megatron selfcheck huggingface", allow_abbrev=False)
+    parser.add_argument("config", metavar="CONFIG", help="a config.json of transformers, or its folder")
+    parser.add_argument("--ranks", type=int, default=2, help="that share a sequence (2)")
+    parser.add_argument("--tokens", type=int, help="of your sequences, which a window is a part of")
+    parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="none", help="as in distribute_attention")
+    parser.add_argument("--reentrant", action="store_true", help="as in distribute_attention")
+    args = DistAttentionConfig.add_arguments(parser).parse_args(list(words))
+    options = DistAttentionConfig.from_args(args)
+    check_options(options)
+    check_checkpoint(args.checkpoint, reentrant=args.reentrant, offload=options.remat_offload)
+    check_ranks(args.ranks, "--ranks")
+    config = read_config(Path(args.config))
+    reduced: list[Reduction] = []
+    small = shrink(config, args.ranks, options.ulysses_degree, args.tokens, reduced)
+    settings = {
+        "config": small,
+        "ranks": args.ranks,
+        "options": on_cpu(options, "--dfa-", reduced),
+        "checkpoint": args.checkpoint,
+        "reentrant": args.reentrant,
+    }
+    sections = [Section("plain", "plain"), Section("three steps", "three steps")]
+    lines = [*unseen(options), *UNSEEN]
+    if (model := class_of(config)).supports_gradient_checkpointing:
+        sections.insert(1, Section("rematerialized", "plain"))
+    else:
+        lines.append("rematerialization: transformers does not checkpoint these layers")
+    return Case(
+        title=f"{versions()}, {config.model_type}, schedule {options.schedule}, checkpoint {args.checkpoint}",
+        ranks=args.ranks,
+        measure="dfa_megatron.huggingface.selfcheck.train:measure",
+        settings=settings,
+        sections=tuple(sections),
+        reduced=tuple(reduced),
+        unseen=tuple(lines),
+        facts={"ranks of each attention": str(args.ranks)},
+        imports=(model.__module__,),
+    )
+
+
+def versions() -> str:
+    """Of transformers, in words."""
+    import transformers
+
+    return f"transformers {transformers.__version__}"
+
+
+def check_ranks(ranks: int, name: str) -> None:
+    """Refuse more ranks than a check runs; their number is never reduced."""
+    if not 1 <= ranks <= MOST_RANKS:
+        raise UnsupportedError(
+            f"{name} {ranks} in a self-check",
+            f"it runs at most {MOST_RANKS} processes, and the ranks of a sequence are never reduced",
+            f"a number from 1 to {MOST_RANKS}",
+        )
+
+
+def read_config(path: Path) -> Any:
+    """The configuration in a file or folder; nothing is fetched, and no code beside it runs.
+
+    Raises:
+        OSError: it cannot be read.
+        UnsupportedError: it is not a configuration of a type that transformers has, or one of several parts.
+    """
+    from transformers import CONFIG_MAPPING
+
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        kind = values.get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise UnsupportedError(f"{path}", f"it is no JSON object: {error}", "a config.json of transformers") from error
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"{path} with model_type {kind!r}", f"{versions()} has no such type", "a config of one that it has"
+        )
+    return CONFIG_MAPPING[kind].from_dict(values)
+
+
+def class_of(config: Any) -> Any:
+    """The class of transformers' causal language model for a configuration.
+
+    Raises:
+        UnsupportedError: there is none, or the configuration has several parts.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = f"a {config.model_type} model"
+    if config.get_text_config() is not config:
+        raise UnsupportedError(f"{kind} with several parts", "only text is distributed", "its text_config in a file")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedError(kind, "transformers has no causal language model of it", "a decoder-only model")
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

@@ -1,0 +1,170 @@
+"""Makes a transformers config small enough for a laptop, without changing what attention has to do."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.selfcheck.case import Reduction
+
+ROWS, HEAD, HIDDEN, FFN, VOCABULARY, LAYERS, EXPERTS, LEAST_WINDOW = 16, 16, 64, 96, 96, 8, 8, 5
+"""Tokens of a rank, head dimension, width, width of MLPs, vocabulary, layers, experts; a window is no shorter."""
+
+_WIDTHS = (
+    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp", "ffn_dim",
+    "n_inner", "ffn_hidden_size", "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank",
+)  # fmt: skip
+_HEADS = ("head_dim", "global_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_topk")
+_INDICES = ("mlp_only_layers", "moe_layers")
+"""Lists of layers, where other lists have an entry for each layer."""
+_STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "moe_layer_interval")
+"""Every so many layers is of another kind."""
+_LEFT_OUT = ("quantization_config", "auto_map", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
+_OTHER_ATTENTIONS = re.compile(r"attn|attention")
+"""Dropout of attention is refused by the package, and so is not taken away here."""
+
+
+class Small:
+    """A config as a dictionary whose entries go by their common names, and the list of what was reduced."""
+
+    def __init__(self, config: Any, reduced: list[Reduction]) -> None:
+        self.values: dict[str, Any] = config.to_dict()
+        self.names: dict[str, str] = dict(type(config).attribute_map)
+        self.reduced = reduced
+
+    def get(self, name: str) -> Any:
+        """The entry, or None."""
+        return self.values.get(self.names.get(name, name))
+
+    def set(self, name: str, value: Any) -> None:
+        """Change an entry that is there, and list it."""
+        key = self.names.get(name, name)
+        if key in self.values and self.values[key] != value:
+            self.reduced.append(Reduction(key, str(self.values[key]), str(value)))
+            self.values[key] = value
+
+    def most(self, name: str, most: int) -> None:
+        """Bound a number."""
+        if type(given := self.get(name)) is int and given > most:
+            self.set(name, most)
+
+
+def shrink(config: Any, ranks: int, degree: int, tokens: int | None, reduced: list[Reduction]) -> dict[str, Any]:
+    """The config of the small model, as its class takes it.
+
+    Args:
+        ranks: that share a sequence.
+        degree: of Ulysses, which must divide the heads.
+        tokens: of the user's sequences; None for the longest that the config names.
+        reduced: takes what was reduced.
+    """
+    small = Small(config, reduced)
+    if (dtype := small.get("dtype") or "float32") != "float32":
+        reduced.append(Reduction("dtype", str(dtype), "float32"))
+    if small.get("quantization_config"):
+        reduced.append(Reduction("quantization_config", "yes", "no"))
+    small.values = {key: value for key, value in small.values.items() if key not in _LEFT_OUT}
+    _heads(small, max(1, degree))
+    for name in _WIDTHS:
+        small.most(name, FFN)
+    _experts(small)
+    _layers(small)
+    _words(small)
+    _window(small, ranks * ROWS, tokens)
+    for name, value in small.values.items():
+        noise = "drop" in name or name.endswith("_noise")
+        if noise and isinstance(value, float) and value and not _OTHER_ATTENTIONS.search(name):
+            reduced.append(Reduction(name, str(value), "0: random numbers differ between rank counts"))
+            small.values[name] = 0.0
+    return small.values
+
+
+def _heads(small: Small, degree: int) -> None:
+    """As few key/value heads as are needed, at the ratio of the user's."""
+    heads = small.get("num_attention_heads")
+    if type(heads) is not int:
+        raise UnsupportedError("a config without num_attention_heads", "it does not say its heads", "a decoder's")
+    groups = small.get("num_key_value_heads") or heads
+    ratio = heads // groups
+    enough = (n for n in range(1, groups + 1) if n >= min(2, groups) and n * ratio % degree == 0)
+    few = next(enough, groups)
+    width = small.get("head_dim")
+    axes = (small.get("rope_parameters") or small.get("rope_scaling") or {}).get("mrope_section")
+    head = HEAD if not axes else 2 * sum(axes)
+    if width:
+        small.set("hidden_size", min(small.get("hidden_size"), few * ratio * max(1, HIDDEN // (few * ratio))))
+    else:
+        small.set("hidden_size", few * ratio * min(head, small.get("hidden_size") // heads))
+    small.set("num_attention_heads", few * ratio)
+    small.set("num_key_value_heads", few)
+    small.most("num_global_key_value_heads", few)
+    for name in _HEADS:
+        small.most(name, head)
+    small.most("rotary_dim", head)
+    if small.get("word_embed_proj_dim"):
+        small.set("word_embed_proj_dim", small.get("hidden_size"))
+
+
+def _experts(small: Small) -> None:
+    chosen = max((small.get(name) or 0 for name in _CHOSEN), default=0)
+    few = max(EXPERTS, chosen, 2 * (small.get("n_group") or 0))
+    for name in _EXPERTS:
+        small.most(name, few)
+
+
+def _layers(small: Small) -> None:
+    """One period of the kinds of layers; the first of each kind where the period is long."""
+    count: int = small.get("num_hidden_layers")
+    values = small.values
+    lists = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, list) and len(value) == count and name not in _INDICES
+    }
+    own = {int(key): value for key, value in (values.get("per_layer_config") or {}).items()}
+
+    def kind(layer: int) -> tuple[str, ...]:
+        members = (str(layer in (values.get(name) or ())) for name in _INDICES)
+        return (*(str(entries[layer]) for entries in lists.values()), *members, str(own.get(layer)))
+
+    first: dict[tuple[str, ...], int] = {}
+    for layer in range(count):
+        first.setdefault(kind(layer), layer)
+    steps = [small.get(name) for name in _STEPS]
+    counted = [step for step in steps if type(step) is int] + [1 + (small.get("first_k_dense_replace") or 0)]
+    needed = max(2, 1 + max(first.values()), *counted)
+    chosen = list(range(min(count, needed))) if needed <= LAYERS else sorted({0, 1, *first.values()})
+    if small.get("num_kv_shared_layers"):
+        small.set("num_kv_shared_layers", len(chosen))
+        chosen = 2 * chosen
+    for name, entries in lists.items():
+        values[name] = [entries[layer] for layer in chosen]
+    for name in _INDICES:
+        if values.get(name):
+            values[name] = [new for new, layer in enumerate(chosen) if layer in values[name]]
+    if own:
+        bounded = {k: {n: min(v, 2 * HEAD) if n == "head_dim" else v for n, v in e.items()} for k, e in own.items()}
+        values["per_layer_config"] = {f"{i:02d}": bounded[layer] for i, layer in enumerate(chosen) if layer in own}
+    small.set("num_hidden_layers", len(chosen))
+
+
+def _words(small: Small) -> None:
+    for name in ("vocab_size", "vocab_size_per_layer_input"):
+        small.most(name, VOCABULARY)
+    words = small.get("vocab_size")
+    for name, value in small.values.items():
+        if name.endswith("_token_id") and value is not None:
+            small.values[name] = value if type(value) is int and value < words else words - 1
+
+
+def _window(small: Small, length: int, tokens: int | None) -> None:
+    """The same part of the tokens, and no shorter than a few."""
+    whole = tokens or small.get("max_position_embeddings") or length
+    small.reduced.append(Reduction("tokens", str(whole), str(length)))
+    if type(window := small.get("sliding_window")) is not int or window < 1:
+        return
+    part = round(window * length / whole) if window < whole else length
+    small.set("sliding_window", min(window, max(LEAST_WINDOW, part)))

@@ -1,0 +1,76 @@
+"""Records q, k, v, output and gradients of every attention, where transformers calls its attention functions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.huggingface.attention import CONTEXT, NAME, attention
+from dfa_megatron.runtime.groups import resolve
+from dfa_megatron.selfcheck.record import Recorder
+
+_EAGER = "eager_attention_forward"
+"""The name under which every modelling file of transformers has its eager attention."""
+_HEADS_FIRST = ("sample", "head", "token", "channel")
+_AXES = ("sample", "token", "head", "channel")
+FACT = "ranks of each attention"
+
+
+class Watch:
+    """Records while `on`, in training.
+
+    tokens: the global indices of this rank's tokens.
+    scale: what gradients are multiplied by, to be those of the mean loss.
+    """
+
+    def __init__(self, recorder: Recorder, tokens: torch.Tensor, scale: float) -> None:
+        self.recorder, self.tokens, self.scale, self.on = recorder, tokens, scale, True
+        self._sizes: set[int] = set()
+
+    def of_ours(self) -> None:
+        """Watch the attention implementation of this package; call it after `distribute_attention`."""
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(NAME, self._wrapped(attention))
+
+    def of_theirs(self, model: torch.nn.Module) -> None:
+        """Watch the eager attention of the model's own file; without one nothing is recorded of attention."""
+        for name in {type(module).__module__ for module in model.modules() if hasattr(module, "layer_idx")}:
+            names = vars(sys.modules[name])
+            if _EAGER in names:
+                names[_EAGER] = self._wrapped(names[_EAGER])
+
+    def _wrapped(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(
+            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            result = real(module, query, key, value, *args, **kwargs)
+            if self.on and module.training:
+                self._record(module, {"q": query, "k": key, "v": value}, result[0])
+            return result
+
+        return recorded
+
+    def _record(self, module: Any, given: dict[str, torch.Tensor], out: torch.Tensor) -> None:
+        layer = f"layer {module.layer_idx}"
+        for name, x in given.items():
+            self.recorder.add("q, k, v", f"{layer} {name}", x, _HEADS_FIRST, {2: self.tokens})
+            if x.requires_grad:
+                x.register_hook(self._gradient(f"{layer} d{name}"))
+        self.recorder.add("output of attention", layer, out, _AXES, {1: self.tokens})
+        context = getattr(module, CONTEXT, None)
+        if context is not None:
+            self._sizes.add(dist.get_world_size(resolve(context.group)) if context.group else 1)
+            self.recorder.fact(FACT, ", ".join(str(size) for size in sorted(self._sizes)))
+
+    def _gradient(self, name: str) -> Callable[[torch.Tensor], None]:
+        def take(gradient: torch.Tensor) -> None:
+            if self.on:
+                scaled = gradient * self.scale
+                self.recorder.add("gradients of q, k, v", name, scaled, _HEADS_FIRST, {2: self.tokens})
+
+        return take
