@@ -14,6 +14,7 @@ _FRAMEWORKS = {
     "attention": ("dfa_megatron.cli.attention_check", "the functions alone, with shapes and options; --help has them"),
     "megatron": ("dfa_megatron.megatron.selfcheck", "the flags of a Megatron script; @FILE or FILE holds some of them"),
     "huggingface": ("dfa_megatron.huggingface.selfcheck", "a config.json of transformers, and --ranks"),
+    "deepspeed": ("dfa_megatron.deepspeed.selfcheck", "DeepSpeed's JSON with our block, and --model CONFIG"),
 }
 """Each module has `case_of(words)`, which makes a `dfa_megatron.selfcheck.case.Case` of the words of a command line."""
 
@@ -22,6 +23,7 @@ _EPILOG = """
   dfa-megatron selfcheck megatron @train.args --context-parallel-size 4
   dfa-megatron selfcheck attention --ranks 5 --heads 6 --kv-heads 2 --window-size 40 0 --schedule balanced
   dfa-megatron selfcheck huggingface config.json --ranks 8 --checkpoint remat
+  dfa-megatron selfcheck deepspeed configs/deepspeed/zero3.json --model config.json
 
 The model is made small; the context-parallel size, the ratio of heads, window, layout and options stay. Exit status: 0
 where all that the ranks compute is as on one rank, 1 where something differs, 2 for what cannot be checked.

@@ -15,7 +15,7 @@ from dfa_megatron.huggingface.checkpointing import CHECKPOINTS, check_checkpoint
 KEY = "dist_flash_attention"
 """The top-level key of the block."""
 
-_OWN = ("enabled", "size", "checkpoint", "reentrant")
+_OWN = ("enabled", "size", "checkpoint", "reentrant", "selfcheck")
 _OPTIONS = tuple(spec.name for spec in fields(DistAttentionConfig) if spec.name != "remat")
 
 _HELP = {
@@ -26,6 +26,8 @@ _HELP = {
     "attention runs and sends twice. remat: attention's output and lse are kept, so that it runs and sends once.",
     "reentrant": "Checkpoint a Hugging Face model's layers with PyTorch's re-entrant form. activation_checkpointing's "
     "cpu_checkpointing, which keeps their inputs on the host, always does.",
+    "selfcheck": "Before the engine is made, compare many ranks with one on rank 0's CPU, with a small model of this "
+    "configuration; a difference ends the run with a table.",
 }
 
 
@@ -41,6 +43,7 @@ class Block:
     size: int | None = None
     checkpoint: str = "none"
     reentrant: bool = False
+    selfcheck: bool = False
     options: DistAttentionConfig = field(default_factory=DistAttentionConfig)
 
     def __post_init__(self) -> None:
@@ -54,8 +57,9 @@ class Block:
                 "there is no such value",
                 _nearest(str(self.checkpoint), CHECKPOINTS),
             )
-        if type(self.reentrant) is not bool:
-            raise UnsupportedError(f"{KEY}.reentrant={self.reentrant!r}", "it must be of type bool", "true or false")
+        for name in ("reentrant", "selfcheck"):
+            if type(value := getattr(self, name)) is not bool:
+                raise UnsupportedError(f"{KEY}.{name}={value!r}", "it must be of type bool", "true or false")
         check_checkpoint(self.checkpoint, reentrant=self.reentrant, offload=self.options.remat_offload)
         if self.options.layout != "contiguous":
             raise UnsupportedError(
@@ -100,6 +104,7 @@ class Block:
                 "enum": list(CHECKPOINTS),
             },
             "reentrant": {"type": "boolean", "default": False, "description": _HELP["reentrant"]},
+            "selfcheck": {"type": "boolean", "default": False, "description": _HELP["selfcheck"]},
         }
         block = {"type": "object", "additionalProperties": False, "properties": {**own, **properties}}
         return {

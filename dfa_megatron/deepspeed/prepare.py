@@ -15,6 +15,7 @@ from dfa_megatron.deepspeed.block import KEY, Block
 from dfa_megatron.deepspeed.checkpointing import deepspeeds_function
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, remember
 from dfa_megatron.deepspeed.refusals import check_batch_sizes, check_call, check_engine, check_settings
+from dfa_megatron.deepspeed.selfcheck import at_start
 from dfa_megatron.deepspeed.sequence_groups import SequenceGroups, publish
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
@@ -78,6 +79,9 @@ def prepare(
     else:
         mesh = groups.mesh
     check_batch_sizes(settings, mesh)
+    if block.selfcheck and _own_attention(model):
+        at_start.refuse("a model of your own")
+    at_start.check_if_asked(model, settings, block, mesh)
     if not _set_group(_own_attention(model), mesh, block):
         _distribute(model, settings, mesh, block, accelerate=groups is not None)
 
@@ -92,6 +96,8 @@ def prepare(
 def _pipelined(
     module: torch.nn.Module, settings: dict[str, Any], block: Block, size: int | None
 ) -> tuple[dict[str, Any], Finish]:
+    if block.selfcheck:
+        at_start.refuse("a pipeline")
     mesh = pipeline.pipeline_mesh(module, size)
     _set_group(_own_attention(module), mesh, block)  # a stage may have none
 

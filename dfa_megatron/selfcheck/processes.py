@@ -118,4 +118,6 @@ def _outcome(folder: Path, world: World) -> Outcome:
             failures.append((said["at"], Failure(rank, said["kind"], said["text"])))
         else:
             recordings.append(load(recorded))
-    return Outcome(tuple(recordings), tuple(failure for _, failure in sorted(failures, key=lambda pair: pair[0])))
+    # A rank that died raised nothing itself; the errors of its peers follow from that, whichever was seen first.
+    failures.sort(key=lambda pair: (pair[1].kind != "died", pair[0]))
+    return Outcome(tuple(recordings), tuple(failure for _, failure in failures))

@@ -139,4 +139,4 @@ def _steps(run: Run) -> None:
         optimizer.step()
         for name, parameter in run.model.named_parameters():
             change = parameter.detach() - initial[name]
-            recorder.add("change of parameters", f"step {step} {name}", change, least=0.01 * LEARNING_RATE)
+            recorder.add("change of parameters", f"step {step} {name}", change, least=0.1 * LEARNING_RATE)

@@ -49,6 +49,7 @@ class Watch:
             module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
         ) -> Any:
             result = real(module, query, key, value, *args, **kwargs)
+            self._count(module)
             if self.on and module.training:
                 self._record(module, {"q": query, "k": key, "v": value}, result[0])
             return result
@@ -62,6 +63,9 @@ class Watch:
             if x.requires_grad:
                 x.register_hook(self._gradient(f"{layer} d{name}"))
         self.recorder.add("output of attention", layer, out, _AXES, {1: self.tokens})
+
+    def _count(self, module: Any) -> None:
+        """Over how many ranks the attentions that have run are spread."""
         context = getattr(module, CONTEXT, None)
         if context is not None:
             self._sizes.add(dist.get_world_size(resolve(context.group)) if context.group else 1)

@@ -1,0 +1,110 @@
+"""Makes DeepSpeed's JSON run on a CPU: the ZeRO stage, clipping and the block stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dfa_megatron.deepspeed.block import KEY, Block
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.selfcheck.case import Reduction
+from dfa_megatron.selfcheck.options import on_cpu
+
+LEARNING_RATE, ADAM_EPS, MOST = {"adam": 1e-2, "adamw": 1e-2, "sgd": 0.1}, 1e-3, 2
+"""As in the self-check of transformers. MOST: micro-batches of a step, and sequences of a micro-batch."""
+
+_NAMES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
+_OF_OPTIMIZERS = ("betas", "weight_decay", "adam_w_mode", "momentum", "nesterov")
+_BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "sub_group_size")
+_BUCKET = 100_000
+_READ = (
+    KEY, "activation_checkpointing", "bf16", "bfloat16", "fp16", "gradient_accumulation_steps", "gradient_clipping",
+    "gradient_predivide_factor", "optimizer", "prescale_gradients", "sequence_parallel_size",
+    "train_micro_batch_size_per_gpu", "zero_optimization",
+)  # fmt: skip
+_NO_PART = (
+    "$schema", "aio", "checkpoint", "comms_logger", "comet", "communication_data_type", "csv_monitor", "data_types",
+    "dump_state", "flops_profiler", "gradient_allreduce_op", "memory_breakdown", "scheduler", "steps_per_print",
+    "tensorboard", "train_batch_size", "wall_clock_breakdown", "wandb", "zero_allow_untested_optimizer",
+)  # fmt: skip
+"""Keys that say what is logged, stored or follows from others, or of which dtype gradients of bfloat16 are."""
+
+
+def engine_settings(
+    settings: Mapping[str, Any], block: Block, size: int, reduced: list[Reduction]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON of the engine that runs, and its optimizer as PyTorch's: the class's name and its arguments.
+
+    Raises:
+        UnsupportedError: an optimizer that was not tried.
+    """
+    for name in ("bf16", "bfloat16", "fp16"):
+        if (settings.get(name) or {}).get("enabled"):
+            reduced.append(Reduction(name, "enabled", "float32"))
+    optimizer, arguments = _optimizer(settings, reduced)
+    made: dict[str, Any] = {
+        "optimizer": optimizer,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": _zero(settings, reduced),
+        "gradient_clipping": _number(settings, "gradient_clipping", 0.0, 1.0),
+        KEY: {"enabled": True, "size": size, "checkpoint": block.checkpoint, "reentrant": block.reentrant},
+    }
+    options = on_cpu(block.options, f"{KEY}.", reduced)
+    made[KEY] |= {name: value for name, value in options.items() if name != "remat"}
+    for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        asked = _number(settings, name, 1, MOST)
+        made[name] = min(MOST, asked)
+        if asked > MOST:
+            reduced.append(Reduction(name, str(asked), str(MOST)))
+    for name in ("prescale_gradients", "gradient_predivide_factor"):
+        if name in settings:
+            made[name] = settings[name]
+    section = dict(settings.get("activation_checkpointing") or {})
+    if section.pop("cpu_checkpointing", False):
+        reduced.append(Reduction("activation_checkpointing.cpu_checkpointing", "true", "false, on a CPU"))
+    return made | ({"activation_checkpointing": section} if section else {}), arguments
+
+
+def unseen_keys(settings: Mapping[str, Any]) -> list[str]:
+    """A line that names the keys that have no part in the check, if there are any."""
+    others = sorted(set(settings) - {*_READ, *_NO_PART})
+    return ["keys without a part in the check: " + ", ".join(others)] if others else []
+
+
+def _number(settings: Mapping[str, Any], name: str, missing: Any, auto: Any) -> Any:
+    """A number of the JSON; `auto`, which HF Trainer fills in, becomes one."""
+    value = settings.get(name, missing)
+    return auto if value == "auto" else value
+
+
+def _zero(settings: Mapping[str, Any], reduced: list[Reduction]) -> dict[str, Any]:
+    kept: dict[str, Any] = {"stage": 0}
+    for name, value in (settings.get("zero_optimization") or {}).items():
+        path = f"zero_optimization.{name}"
+        if name.startswith(("offload_", "cpu_offload")):
+            device = value.get("device", "none") if isinstance(value, Mapping) else value
+            if device and device != "none":
+                reduced.append(Reduction(path, str(device), "none, on a CPU"))
+        elif name in _BUCKETS:
+            kept[name] = min(value, _BUCKET) if isinstance(value, int) else _BUCKET
+        elif value != "auto":
+            kept[name] = value
+    if kept["stage"] == 3:  # so that the small parameters are sharded as large ones are
+        kept["stage3_param_persistence_threshold"] = 64
+    return kept
+
+
+def _optimizer(settings: Mapping[str, Any], reduced: list[Reduction]) -> tuple[dict[str, Any], dict[str, Any]]:
+    given = settings.get("optimizer")
+    if given is None:
+        reduced.append(Reduction("optimizer", "of your script", "AdamW"))
+    kind = str((given or {}).get("type", "AdamW")).lower()
+    if kind not in _NAMES:
+        raise UnsupportedError(f"optimizer.type {kind!r} in a self-check", "it was not tried", "Adam, AdamW or SGD")
+    params = (given or {}).get("params") or {}
+    numbers = {name: params[name] for name in _OF_OPTIMIZERS if params.get(name, "auto") != "auto"}
+    numbers |= {"lr": LEARNING_RATE[kind]} | ({} if kind == "sgd" else {"eps": ADAM_EPS})
+    arguments = {name: value for name, value in numbers.items() if name != "adam_w_mode"}
+    decoupled = kind == "adamw" or (kind == "adam" and numbers.get("adam_w_mode", True))
+    engine = {"type": _NAMES[kind], "params": numbers | ({} if kind == "sgd" else {"torch_adam": True})}
+    return engine, {"type": "AdamW" if decoupled else _NAMES[kind], "params": arguments}
