@@ -122,7 +122,7 @@ def test_an_engine_made_without_the_block_has_no_mesh() -> None:
 def test_the_schema_names_every_key_that_is_read() -> None:
     properties = Block.json_schema()["properties"][KEY]["properties"]
     shared = set(DistAttentionConfig.json_schema()["properties"]) - {"remat"}
-    assert set(properties) == {"enabled", "size", "checkpoint", "reentrant"} | shared
+    assert set(properties) == {"enabled", "size", "checkpoint", "reentrant", "selfcheck"} | shared
     for name, entry in properties.items():
         if "default" in entry:
             Block.from_mapping({name: entry["default"]})

@@ -113,7 +113,7 @@ def test_a_model_is_made_small_and_keeps_its_heads_windows_pattern_rope_and_cap(
     ("changes", "words", "said"),
     [
         ({"model_type": "no-such-type"}, [], "no such type"),
-        ({}, ["--ranks", "17"], "at most 16"),
+        ({}, ["--ranks", "33"], "at most 32"),
         ({}, ["--dfa-layout", "zigzag"], "layout"),
         ({}, ["--rank", "2"], "unrecognized arguments: --rank 2"),
         ({}, ["--dfa-remat-offload"], "remat_offload"),

@@ -14,7 +14,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.selfcheck.command import UNSEEN, Words, check_ranks, class_of, read_config
 from dfa_megatron.huggingface.selfcheck.shrink import shrink
 from dfa_megatron.selfcheck.case import Case, Reduction, Section
-from dfa_megatron.selfcheck.options import MOST_RANKS, unseen
+from dfa_megatron.selfcheck.options import MOST_RANKS, SECONDS_OF_A_RANK, unseen
 
 
 def case_of(words: Sequence[str]) -> Case:
@@ -70,6 +70,7 @@ def make_case(
     reduced: list[Reduction] = []
     small = shrink(config, size, block.options.ulysses_degree, tokens, reduced)
     data_size = min(2, data_size) if 2 * size <= MOST_RANKS else 1
+    reduced.append(Reduction("sequences at a time", "as the launch says", str(data_size)))
     engine, optimizer = engine_settings(settings, block, size, reduced)
     stage = engine["zero_optimization"]["stage"]
     sections = [Section("three steps", "three steps")]
@@ -86,4 +87,5 @@ def make_case(
         unseen=(*unseen(block.options), *UNSEEN, *unseen_keys(settings)),
         facts={"ranks of each attention": str(size)},
         imports=(model.__module__,),
+        timeout=max(300.0, SECONDS_OF_A_RANK * size * data_size),
     )

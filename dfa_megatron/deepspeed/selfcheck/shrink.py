@@ -87,10 +87,13 @@ def _zero(settings: Mapping[str, Any], reduced: list[Reduction]) -> dict[str, An
                 reduced.append(Reduction(path, str(device), "none, on a CPU"))
         elif name in _BUCKETS:
             kept[name] = min(value, _BUCKET) if isinstance(value, int) else _BUCKET
+            reduced.append(Reduction(path, str(value), str(kept[name])))
         elif value != "auto":
             kept[name] = value
     if kept["stage"] == 3:  # so that the small parameters are sharded as large ones are
-        kept["stage3_param_persistence_threshold"] = 64
+        name = "stage3_param_persistence_threshold"
+        reduced.append(Reduction(f"zero_optimization.{name}", str(kept.get(name, "the default")), "64"))
+        kept[name] = 64
     return kept
 
 
@@ -103,6 +106,10 @@ def _optimizer(settings: Mapping[str, Any], reduced: list[Reduction]) -> tuple[d
         raise UnsupportedError(f"optimizer.type {kind!r} in a self-check", "it was not tried", "Adam, AdamW or SGD")
     params = (given or {}).get("params") or {}
     numbers = {name: params[name] for name in _OF_OPTIMIZERS if params.get(name, "auto") != "auto"}
+    asked = f"{params.get('lr', 'the default')}" + (", its schedule" if "scheduler" in settings else "")
+    reduced.append(Reduction("learning rate", asked, f"{LEARNING_RATE[kind]} in each step"))
+    if kind != "sgd":
+        reduced.append(Reduction("eps of Adam", str(params.get("eps", 1e-8)), str(ADAM_EPS)))
     numbers |= {"lr": LEARNING_RATE[kind]} | ({} if kind == "sgd" else {"eps": ADAM_EPS})
     arguments = {name: value for name, value in numbers.items() if name != "adam_w_mode"}
     decoupled = kind == "adamw" or (kind == "adam" and numbers.get("adam_w_mode", True))

@@ -14,9 +14,9 @@ from dfa_megatron.huggingface.checkpointing import CHECKPOINTS, check_checkpoint
 from dfa_megatron.huggingface.refusals import check_options
 from dfa_megatron.huggingface.selfcheck.shrink import shrink
 from dfa_megatron.selfcheck.case import Case, Reduction, Section
-from dfa_megatron.selfcheck.options import MOST_RANKS, on_cpu, unseen
+from dfa_megatron.selfcheck.options import MOST_SEQUENCE_RANKS, SECONDS_OF_A_RANK, on_cpu, unseen
 
-UNSEEN = ("your data, packed documents among them, and adapters: tokens are random, and each row is one document",)
+UNSEEN = ("packed documents, padding and adapters: each row is one document",)
 
 
 class Words(argparse.ArgumentParser):
@@ -74,6 +74,7 @@ def case_of(words: Sequence[str]) -> Case:
         unseen=tuple(lines),
         facts={"ranks of each attention": str(args.ranks)},
         imports=(model.__module__,),
+        timeout=max(300.0, SECONDS_OF_A_RANK * args.ranks),
     )
 
 
@@ -86,11 +87,11 @@ def versions() -> str:
 
 def check_ranks(ranks: int, name: str) -> None:
     """Refuse more ranks than a check runs; their number is never reduced."""
-    if not 1 <= ranks <= MOST_RANKS:
+    if not 1 <= ranks <= MOST_SEQUENCE_RANKS:
         raise UnsupportedError(
             f"{name} {ranks} in a self-check",
-            f"it runs at most {MOST_RANKS} processes, and the ranks of a sequence are never reduced",
-            f"a number from 1 to {MOST_RANKS}",
+            f"it runs at most {MOST_SEQUENCE_RANKS} processes, and the ranks of a sequence are never reduced",
+            f"a number from 1 to {MOST_SEQUENCE_RANKS}",
         )
 
 
