@@ -175,7 +175,7 @@ def plans_in_use() -> tuple[AttentionPlan, ...]:
 def prepare(
     text: str, group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None = None
 ) -> Prepared:
-    """The prepared attention of a request over a named group; ranks compare theirs the first time, or always if asked.
+    """The prepared attention of a request over a named group; ranks compare theirs the first time.
 
     slopes: of ALiBi, compared with the rest.
 
