@@ -162,15 +162,17 @@ def _group_backward(
 def _packed(group: Group, table: Table, softmax_scale: float) -> dict[str, Any]:
     """What forward and backward of a group share; q, k and v are (rows, heads, head_dim).
 
-    A longest length of 1 would take its path for decoding, whose lse lies otherwise. A right bound that is no less than
-    the longest kv_len is taken for none (see `cut_tall`), so the longest is said to be longer than the bound.
+    max_k = 1 selects PyTorch's decoding path, which returns lse in another layout, so pass at least 2. A right bound of
+    max_k or more is read as none, and no right bound beside a left one as a bound of max_k (flash_api.cpp). Both are
+    wrong where rows outnumber columns, so pass more than the bound, and at least the longest q_len.
     """
     window = group.window
+    right = window.right + 1 if window.right >= 0 else group.max_q if window.left >= 0 else 0
     return {
         "cum_seq_q": table.cu_q,
         "cum_seq_k": table.cu_kv,
         "max_q": max(group.max_q, 2),
-        "max_k": max(group.max_kv, 2, window.right + 1),
+        "max_k": max(group.max_kv, 2, right),
         **_windowed(window, softmax_scale),
     }
 
