@@ -12,9 +12,12 @@ from dfa_megatron.errors import UnsupportedError
 
 _FRAMEWORKS = {
     "attention": ("dfa_megatron.cli.attention_check", "the functions alone, with shapes and options; --help has them"),
-    "megatron": ("dfa_megatron.megatron.selfcheck", "the flags of a Megatron script; @FILE or FILE holds some of them"),
-    "huggingface": ("dfa_megatron.huggingface.selfcheck", "a config.json of transformers, and --ranks"),
-    "deepspeed": ("dfa_megatron.deepspeed.selfcheck", "DeepSpeed's JSON with our block, and --model CONFIG"),
+    "megatron": (
+        "dfa_megatron.megatron.selfcheck.shrink",
+        "the flags of a Megatron script; @FILE or FILE has some of them",
+    ),
+    "huggingface": ("dfa_megatron.huggingface.selfcheck.command", "a config.json of transformers, and --ranks"),
+    "deepspeed": ("dfa_megatron.deepspeed.selfcheck.command", "DeepSpeed's JSON with our block, and --model CONFIG"),
 }
 """Each module has `case_of(words)`, which makes a `dfa_megatron.selfcheck.case.Case` of the words of a command line."""
 

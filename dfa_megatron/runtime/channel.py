@@ -56,9 +56,12 @@ class Guard:
     @classmethod
     def of(cls, verify: object, agreement_timeout: object, stall_timeout: object) -> Guard:
         """From options that nobody has checked yet: whoever refuses one has to tell the other ranks in some time."""
-        patience = _time(agreement_timeout, cls().agreement_timeout)
-        stall = 0.0 if stall_timeout == 0 else _time(stall_timeout, cls().stall_timeout)
+        patience = _time(agreement_timeout, _DEFAULT.agreement_timeout)
+        stall = 0.0 if stall_timeout == 0 else _time(stall_timeout, _DEFAULT.stall_timeout)
         return cls(verify != "off", patience, stall)
+
+
+_DEFAULT = Guard()
 
 
 def _time(value: object, default: float) -> float:

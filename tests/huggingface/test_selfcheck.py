@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.selfcheck import case_of
+from dfa_megatron.huggingface.selfcheck.command import case_of
 from dfa_megatron.selfcheck.check import DIFFERS, RIGHT, Report, check_planted
 from dfa_megatron.selfcheck.table import text
 from tests.huggingface import plants

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from dfa_megatron.argument_file import read_arguments
 from dfa_megatron.cli.main import main
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.selfcheck import case_of
 from dfa_megatron.megatron.selfcheck.flags import read
+from dfa_megatron.megatron.selfcheck.shrink import case_of
 from tests.selfcheck.test_megatron import FLAGS
 
 ROOT = Path(__file__).parents[2]

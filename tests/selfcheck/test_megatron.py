@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("megatron.core")
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the rank processes import tests.selfcheck.plants by name
 
-from dfa_megatron.megatron.selfcheck import case_of
+from dfa_megatron.megatron.selfcheck.shrink import case_of
 from dfa_megatron.selfcheck.check import DIFFERS, RIGHT, Report, check_planted
 from dfa_megatron.selfcheck.table import text
 from tests.selfcheck import plants
