@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from dfa_megatron import kernels
-from dfa_megatron.plan.choose import best, candidates
-from dfa_megatron.plan.cost import AttentionShape, simulate
-from dfa_megatron.plan.hardware import H200_NVLINK, H200_SLOW_LINK, Hardware, computing_with
-from dfa_megatron.plan.mask import causal
+from dfa_megatron.plan.cost.choose import best, candidates
+from dfa_megatron.plan.cost.hardware import H200_NVLINK, H200_SLOW_LINK, Hardware, computing_with
+from dfa_megatron.plan.cost.simulate import simulate
+from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.schedules import SCHEDULES, plan_named
 
 RESULTS = Path(__file__).parent / "results"

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 
 from dfa_megatron import kernels
-from dfa_megatron.kernels import triton_attention
-from dfa_megatron.kernels.trial import Trial, errors, passes, stopwatch, wrong
-from dfa_megatron.plan.geometry import CAUSAL, FULL
+from dfa_megatron.doctor.kernel_trial import Trial, errors, passes, stopwatch, wrong
+from dfa_megatron.kernels.triton import adapter as triton_attention
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL
 
 MASKS = {"causal": CAUSAL, "full": FULL}
 PACKAGES = ("torch", "triton", "flash-attn-4", "flash_attn_3", "flash-attn", "nvidia-cutlass-dsl", "quack-kernels")
@@ -137,8 +137,10 @@ def _described(shape: Trial, mask: str) -> dict[str, Any]:
 
 def _launches(shape: Trial) -> Callable[[str, Sizes], tuple[torch.Tensor, ...]]:
     """A function that runs one part of the triton kernel under some sizes."""
-    from dfa_megatron.kernels import triton_backward, triton_call, triton_forward
-    from dfa_megatron.kernels.triton_support import Diagonals
+    from dfa_megatron.kernels.triton import backward as triton_backward
+    from dfa_megatron.kernels.triton import call as triton_call
+    from dfa_megatron.kernels.triton import forward as triton_forward
+    from dfa_megatron.kernels.triton.support import Diagonals
 
     q, k, v, dout = shape.inputs(shape.q_len)
     diagonals, scale = Diagonals.of(shape.band, shape.q_len, shape.kv_len), shape.softmax_scale

@@ -108,7 +108,7 @@ def join(tensor: int) -> torch.device:
     if cuda:
         torch.cuda.set_device(device)
     else:
-        from dfa_megatron.megatron.cpu import use_cpu
+        from dfa_megatron.megatron.start.cpu import use_cpu
 
         use_cpu()
     from megatron.core import parallel_state

@@ -29,12 +29,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.attention.baselines import flash_attn_shim
+from benchmarks.attention.clock import Timer, take_turns
 from dfa_megatron import dist_flash_attn_varlen_func, shard_sequence
-from dfa_megatron.bench.clock import Timer, take_turns
-from dfa_megatron.bench.peers import flash_attn_shim
-from dfa_megatron.bench.world import Failure, World, join, together
+from dfa_megatron.doctor.world import Failure, World, join, together
 from dfa_megatron.runtime.prepare import plans_in_use
-from dfa_megatron.testing.compare import dense_attention
+from dfa_megatron.testing.dense import dense_attention
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Offsets = tuple[int, ...]
@@ -82,7 +82,7 @@ def peer_methods(world: World, kv_heads: int, causal: bool) -> list[Method]:
     except PackageNotFoundError:
         return []
     flash_attn_shim.install(world.device.type)
-    from dfa_megatron.bench.peers import ring_flash_attn
+    from benchmarks.attention.baselines import ring_flash_attn
 
     package, stride = ring_flash_attn._package(), max(n for n in (1, 2, 3, 4) if kv_heads % n == 0)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import dfa_megatron
 from dfa_megatron import kernels
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.compare import assert_close, dense_attention
+from dfa_megatron.testing.dense import assert_close, dense_attention
 
 PAYLOADS = ("delta", "out")
 

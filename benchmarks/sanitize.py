@@ -20,10 +20,11 @@ import time
 import torch
 
 from dfa_megatron import kernels
-from dfa_megatron.kernels import fold, trial
-from dfa_megatron.kernels.reference import ReferenceKernel
-from dfa_megatron.kernels.triton_support import interpreted
-from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
+from dfa_megatron.doctor import kernel_trial as trial
+from dfa_megatron.kernels import merge as fold
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
+from dfa_megatron.kernels.triton.support import interpreted
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 
 TOOLS = {
     "memcheck": ["--padding", "512"],  # a little beyond a tensor is nobody's, not the next tensor's

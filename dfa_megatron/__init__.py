@@ -13,27 +13,27 @@ __version__ = "0.1.0"
 _HOME = {
     "DistAttentionConfig": "dfa_megatron.config",
     "DistFlashAttention": "dfa_megatron.attention",
-    "PackPlanner": "dfa_megatron.ahead",
-    "check_plan": "dfa_megatron.plan.check",
+    "PackPlanner": "dfa_megatron.pack_planner",
+    "check_plan": "dfa_megatron.plan.proof.check",
     "dist_flash_attn_func": "dfa_megatron.attention",
     "dist_flash_attn_varlen_func": "dfa_megatron.attention",
     "draw": "dfa_megatron.plan.draw",
-    "local_positions": "dfa_megatron.packing",
-    "make_plan": "dfa_megatron.plan.choose",
-    "shard_sequence": "dfa_megatron.packing",
-    "simulate": "dfa_megatron.plan.cost",
-    "unshard_sequence": "dfa_megatron.packing",
+    "local_positions": "dfa_megatron.sharding",
+    "make_plan": "dfa_megatron.plan.cost.choose",
+    "shard_sequence": "dfa_megatron.sharding",
+    "simulate": "dfa_megatron.plan.cost.simulate",
+    "unshard_sequence": "dfa_megatron.sharding",
 }
 
 if TYPE_CHECKING:
-    from dfa_megatron.ahead import PackPlanner
     from dfa_megatron.attention import DistFlashAttention, dist_flash_attn_func, dist_flash_attn_varlen_func
     from dfa_megatron.config import DistAttentionConfig
-    from dfa_megatron.packing import local_positions, shard_sequence, unshard_sequence
-    from dfa_megatron.plan.check import check_plan
-    from dfa_megatron.plan.choose import make_plan
-    from dfa_megatron.plan.cost import simulate
+    from dfa_megatron.pack_planner import PackPlanner
+    from dfa_megatron.plan.cost.choose import make_plan
+    from dfa_megatron.plan.cost.simulate import simulate
     from dfa_megatron.plan.draw import draw
+    from dfa_megatron.plan.proof.check import check_plan
+    from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
 
 __all__ = [
     "DistAttentionConfig",

@@ -11,9 +11,9 @@ from torch import nn
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.remat import active_frame
-from dfa_megatron.runtime.channel import Guard
-from dfa_megatron.runtime.documents import check_offsets, offsets_of
-from dfa_megatron.runtime.groups import Group, group_name
+from dfa_megatron.runtime.comm.channel import Guard
+from dfa_megatron.runtime.comm.groups import Group, group_name
+from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
 from dfa_megatron.runtime.op import Replay, attend
 from dfa_megatron.runtime.prepare import refuse
 from dfa_megatron.runtime.request import Request

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dfa_megatron.plan.cost import AttentionShape
-from dfa_megatron.plan.hardware import H200_NIC_400G
-from dfa_megatron.plan.lower import lower_all
-from dfa_megatron.plan.mask import causal
-from dfa_megatron.plan.outline import Outline, estimate, outline
+from dfa_megatron.plan.cost.hardware import H200_NIC_400G
+from dfa_megatron.plan.cost.outline import Outline, estimate, outline
+from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.schedules import AttentionPlan, plan_named
 
 DOCS = Path(__file__).parent

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from dfa_megatron.plan.choose import imbalance, make_plan
-from dfa_megatron.plan.cost import AttentionShape, bytes_sent, simulate
+from dfa_megatron.plan.cost.choose import imbalance, make_plan
+from dfa_megatron.plan.cost.hardware import H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK
+from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
 from dfa_megatron.plan.draw import draw
-from dfa_megatron.plan.hardware import H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK
-from dfa_megatron.plan.ir import Plan
-from dfa_megatron.plan.lower import lower_all
-from dfa_megatron.plan.mask import Mask, causal, documents
+from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.plan.language.mask import Mask, causal, documents
+from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.schedules import SCHEDULES, plan_named
 
 DOCS = Path(__file__).parent

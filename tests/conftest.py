@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.testing import memory, workers
+from dfa_megatron.testing import nan_memory as memory
+from dfa_megatron.testing import workers
 
 SWITCHES = ("TRITON_INTERPRET", "DFA_STRESS", "CUDA_VISIBLE_DEVICES")
 """Variables of the environment that choose tests."""

@@ -17,66 +17,63 @@ PACKAGE = Path(dfa_megatron.__file__).parent
 GROUND = {"config", "errors"}
 """Importable by all; they import the standard library only."""
 
+ROOMS = {"plan", "runtime", "kernels"}
+"""Parts whose folders are rooms with a row of their own."""
+
+LANGUAGE = {"plan.language"}
+PLAN = {"plan", "plan.language", "plan.schedules", "plan.lowering", "plan.proof", "plan.cost", "plan.draw"}
+KERNELS = PLAN | {"kernels", "kernels.adapters", "kernels.triton"}
+RUNTIME = KERNELS | {"runtime", "runtime.agreement", "runtime.comm", "runtime.execute"}
+FUNCTIONS = RUNTIME | {"remat", "attention", "sharding"}
+FRAMEWORKS = {"megatron", "huggingface", "deepspeed"}
+
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": set(),
-    "plan": set(),
-    "kernels": {"plan"},
-    "runtime": {"kernels", "plan"},
-    "kept": set(),
-    "remat": {"kept", "runtime", "kernels", "plan"},
-    "attention": {"remat", "runtime", "kernels", "plan"},
-    "packing": {"runtime", "kernels", "plan"},
-    "ahead": {"runtime", "kernels", "plan"},
+    # A plan: the language, then what writes plans, lowers, proves, times and draws them. The loop is `plan.interpret`.
+    "plan.language": set(),
+    "plan.schedules": LANGUAGE,
+    "plan.lowering": LANGUAGE,
+    "plan.proof": LANGUAGE | {"plan", "plan.schedules", "plan.lowering"},
+    "plan.cost": LANGUAGE | {"plan", "plan.schedules", "plan.lowering"},
+    "plan.draw": LANGUAGE | {"plan.schedules", "plan.cost"},
+    "plan": PLAN,
+    "kernels": PLAN | {"kernels.adapters", "kernels.triton"},
+    "kernels.adapters": LANGUAGE | {"kernels"},
+    "kernels.triton": LANGUAGE | {"kernels", "kernels.adapters"},
+    "runtime.agreement": {"runtime"},
+    "runtime.comm": {"runtime", "runtime.agreement"},
+    "runtime.execute": KERNELS | {"runtime", "runtime.comm"},
+    "runtime": RUNTIME,
+    "remat": RUNTIME,
+    "attention": RUNTIME | {"remat"},
+    "sharding": RUNTIME,
+    "pack_planner": RUNTIME,
     "selfcheck": set(),
-    "megatron": {"selfcheck", "attention", "packing", "remat", "runtime", "kernels", "plan"},
-    "huggingface": {"selfcheck", "attention", "packing", "remat", "runtime", "kernels", "plan"},
-    "deepspeed": {"selfcheck", "huggingface", "attention", "packing", "remat", "runtime", "kernels", "plan"},
+    "megatron": FUNCTIONS | {"selfcheck"},
+    "huggingface": FUNCTIONS | {"selfcheck"},
+    "deepspeed": FUNCTIONS | {"selfcheck", "huggingface"},
     "argument_file": set(),
-    "bench": {"attention", "packing", "runtime", "kernels", "plan"},
     "launch": {"megatron", "argument_file"},
-    "cli": {
-        "argument_file",
-        "bench",
-        "selfcheck",
-        "deepspeed",
-        "huggingface",
-        "megatron",
-        "attention",
-        "packing",
-        "remat",
-        "runtime",
-        "kernels",
-        "plan",
-    },
+    "doctor": FUNCTIONS,
+    "cli": FUNCTIONS | FRAMEWORKS | {"argument_file", "selfcheck", "doctor"},
 }
 """What each part may import of this package, beside itself, the ground and the package's own lazy names."""
 
 OUTSIDE: dict[str, set[str]] = {
-    "errors": set(),
-    "config": set(),
-    "plan": set(),
-    "cli": set(),
-    "launch": set(),
-    "argument_file": set(),
-    "bench": {
-        "torch",
-        "rich",
-        "matplotlib",
-        "deepspeed",
-        "flash_attn",
-        "ring_flash_attn",
-        "yunchang",
-        "transformer_engine",
-    },
-    "kernels": {"torch", "triton", "flash_attn", "flash_attn_interface", "cutlass"},
+    "kernels": {"torch", "triton"},
+    "kernels.adapters": {"torch", "flash_attn", "flash_attn_interface", "cutlass"},
+    "kernels.triton": {"torch", "triton"},
     "runtime": {"torch"},
-    "kept": {"torch"},
+    "runtime.agreement": {"torch"},
+    "runtime.comm": {"torch"},
+    "runtime.execute": {"torch"},
     "remat": {"torch"},
     "attention": {"torch"},
-    "packing": {"torch"},
+    "sharding": {"torch"},
+    "pack_planner": {"torch"},
     "selfcheck": {"torch"},
-    "ahead": {"torch"},
+    "doctor": {"torch"},
     "megatron": {"torch", "megatron", "packaging", "transformer_engine"},
     "huggingface": {"torch", "transformers"},
     "deepspeed": {"torch", "deepspeed", "transformers", "accelerate"},
@@ -91,7 +88,7 @@ NOWHERE = {"testing"}
 
 
 def part_of(module: str) -> str:
-    """`dfa_megatron.plan.ir` belongs to `plan`; the package itself is the part ''."""
+    """`dfa_megatron.plan.language.ir` belongs to `plan`; the package itself is the part ''."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -157,12 +154,12 @@ def test_a_module_imports_only_what_its_part_may(module: str, path: Path) -> Non
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("dfa_megatron.plan.ir", "import torch"),
-        ("dfa_megatron.plan.ir", "from dfa_megatron.runtime.counters import COUNTERS"),
-        ("dfa_megatron.runtime.wire", "from dfa_megatron.attention import dist_flash_attn_func"),
-        ("dfa_megatron.runtime.wire", "from dfa_megatron import testing"),
+        ("dfa_megatron.plan.language.ir", "import torch"),
+        ("dfa_megatron.plan.language.ir", "from dfa_megatron.runtime.counters import COUNTERS"),
+        ("dfa_megatron.runtime.execute.wire_format", "from dfa_megatron.attention import dist_flash_attn_func"),
+        ("dfa_megatron.runtime.execute.wire_format", "from dfa_megatron import testing"),
         ("dfa_megatron.attention", "def f():\n    import megatron.core"),
-        ("dfa_megatron.config", "from dfa_megatron.plan.geometry import Span"),
+        ("dfa_megatron.config", "from dfa_megatron.plan.language.geometry import Span"),
         ("dfa_megatron.errors", "from dfa_megatron.config import DistAttentionConfig"),
         ("dfa_megatron.cli.plan", "import torch"),
     ],
@@ -180,7 +177,7 @@ def run(code: str) -> str:
 
 
 def test_planning_leaves_torch_unloaded() -> None:
-    names = [name for name, _ in modules() if part_of(name) == "plan" or part_of(name) in GROUND]
+    names = [name for name, _ in modules() if part_of(name).split(".")[0] == "plan" or part_of(name) in GROUND]
     listed = ", ".join(names)
     assert run(f"import sys, {listed}; print('torch' in sys.modules, 'numpy' in sys.modules)") == "False False"
 

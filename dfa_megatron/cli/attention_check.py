@@ -95,7 +95,7 @@ def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, r
     import torch
     import torch.distributed as dist
 
-    from dfa_megatron.packing import layout_of_tokens, positions_of
+    from dfa_megatron.sharding import layout_of_tokens, positions_of
 
     recorder.section = sections[0]
     batch, tokens, heads, kv_heads, width = settings["shape"]

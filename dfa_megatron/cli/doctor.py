@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from dfa_megatron import __version__
 
 if TYPE_CHECKING:
-    from dfa_megatron.kernels.examine import Verdict
-    from dfa_megatron.kernels.trial import Trial
+    from dfa_megatron.doctor.kernel_survey import Verdict
+    from dfa_megatron.doctor.kernel_trial import Trial
 
 PACKAGES = (
     "torch", "triton", "flash-attn-4", "flash_attn_3", "flash-attn", "transformer-engine",
@@ -57,10 +57,10 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve the parsed arguments; returns the exit status."""
     if args.profile is not None:
-        from dfa_megatron.cli.profile import measure_and_save
+        from dfa_megatron.doctor.measure_profile import measure_and_save
 
-        return measure_and_save(args)
-    from dfa_megatron.kernels.examine import automatic, examine
+        return measure_and_save(args, shape_of(args))
+    from dfa_megatron.doctor.kernel_survey import automatic, examine
 
     shape = shape_of(args)
     machine = {"versions": versions(), "devices": devices(), "peers": peers()}
@@ -93,9 +93,9 @@ def shape_of(args: argparse.Namespace) -> Trial:
     """
     import torch
 
+    from dfa_megatron.doctor.kernel_trial import Trial
     from dfa_megatron.errors import UnsupportedError
-    from dfa_megatron.kernels.trial import Trial
-    from dfa_megatron.plan.geometry import CAUSAL, FULL
+    from dfa_megatron.plan.language.geometry import CAUSAL, FULL
 
     present = torch.cuda.is_available()
     if args.device == "cuda" and not present:

@@ -12,7 +12,6 @@ from dfa_megatron.errors import DistAttentionError
 
 _COMMANDS = {
     "plan": "dfa_megatron.cli.plan",
-    "bench": "dfa_megatron.cli.bench",
     "doctor": "dfa_megatron.cli.doctor",
     "selfcheck": "dfa_megatron.cli.selfcheck",
     "trace": "dfa_megatron.cli.trace",
@@ -22,7 +21,7 @@ _COMMANDS = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every sub-command."""
-    parser = argparse.ArgumentParser(prog="dfa-megatron", description="Distributed attention: on paper and timed.")
+    parser = argparse.ArgumentParser(prog="dfa-megatron", description="See schedules, check machines.")
     parser.add_argument("--version", action="version", version=f"dfa-megatron {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in _COMMANDS.values():

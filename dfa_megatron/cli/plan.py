@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from dfa_megatron.argument_file import read_arguments
-from dfa_megatron.cli import model as models
+from dfa_megatron.cli import memory_estimate as models
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan import mask as masks
-from dfa_megatron.plan.choose import TOKEN_LAYOUTS, Candidate, candidates, cheapest_degree, explain, make_plan
-from dfa_megatron.plan.cost import AttentionShape, bytes_of, phases_of, simulate
+from dfa_megatron.plan.cost.choose import TOKEN_LAYOUTS, Candidate, candidates, cheapest_degree, explain, make_plan
+from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, Link
+from dfa_megatron.plan.cost.profile import profile_named
+from dfa_megatron.plan.cost.simulate import phases_of, simulate
 from dfa_megatron.plan.draw import draw
-from dfa_megatron.plan.hardware import PROFILES, Hardware, Link
-from dfa_megatron.plan.heads import HeadSplit, split_heads, split_tokens
-from dfa_megatron.plan.ir import PHASES, Plan, to_text
-from dfa_megatron.plan.lower import lower_all
-from dfa_megatron.plan.mask import Mask
-from dfa_megatron.plan.profile import profile_named
+from dfa_megatron.plan.language import mask as masks
+from dfa_megatron.plan.language.heads import HeadSplit, split_heads, split_tokens
+from dfa_megatron.plan.language.ir import PHASES, Plan, to_text
+from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
+from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.schedules import SCHEDULES, AttentionPlan
 
 MASKS: dict[str, Callable[[argparse.Namespace], Mask]] = {

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if not has_parser and not words[0].startswith(("-", "@")) and Path(words[0]).suffix != ".json":
         words[0] = "@" + words[0]
     try:
-        from dfa_megatron.selfcheck.check import check
+        from dfa_megatron.selfcheck.run_case import check
         from dfa_megatron.selfcheck.table import text
 
         with warnings.catch_warnings():

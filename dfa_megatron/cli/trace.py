@@ -39,17 +39,17 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks, or be one; returns the exit status."""
-    from dfa_megatron.bench import launch
+    from dfa_megatron.doctor.start_ranks import device_of, start
 
-    device = launch.device_of(args.device)
+    device = device_of(args.device)
     if "RANK" not in os.environ:
-        return launch.start(args.ranks, device, args.argv)
+        return start("dfa_megatron.cli.main", args.argv, args.ranks, device)
     return _rank(args, device)
 
 
 def _rank(args: argparse.Namespace, device: str) -> int:
-    from dfa_megatron.bench.world import join
-    from dfa_megatron.plan.trace import trace
+    from dfa_megatron.doctor.world import join
+    from dfa_megatron.plan.draw.chrome import trace
 
     world = join(device)
     simulated, measured = _both(args, device)
@@ -73,12 +73,12 @@ def _both(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
     import torch.distributed as dist
 
     from dfa_megatron import dist_flash_attn_func
-    from dfa_megatron.plan.cost import simulate
+    from dfa_megatron.doctor.recording import gathered, record
+    from dfa_megatron.plan.cost.simulate import simulate
     from dfa_megatron.plan.schedules import SCHEDULES as KNOWN
     from dfa_megatron.runtime.inputs import shape_of
     from dfa_megatron.runtime.machine import profile_of
     from dfa_megatron.runtime.prepare import in_use
-    from dfa_megatron.runtime.timeline import gathered, record
 
     layout = KNOWN[args.schedule].layout if args.schedule in KNOWN else "contiguous"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

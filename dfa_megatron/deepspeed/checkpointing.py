@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dfa_megatron import remat
-from dfa_megatron.deepspeed.block import KEY
+from dfa_megatron.deepspeed.json_block import KEY
 from dfa_megatron.errors import UnsupportedError
 
 

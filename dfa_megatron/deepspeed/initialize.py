@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dfa_megatron.deepspeed.block import Block
-from dfa_megatron.deepspeed.prepare import prepare
+from dfa_megatron.deepspeed.engine import prepare
+from dfa_megatron.deepspeed.json_block import Block
 from dfa_megatron.deepspeed.refusals import check_call, check_settings
 from dfa_megatron.deepspeed.sequence_groups import unpublished
 

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dfa_megatron.deepspeed.block import Block
+from dfa_megatron.deepspeed.json_block import Block
 from dfa_megatron.deepspeed.mesh import make_mesh
 from dfa_megatron.deepspeed.refusals import check_sizes
 from dfa_megatron.deepspeed.sequence_groups import SequenceGroups, publish

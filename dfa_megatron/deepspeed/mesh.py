@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.groups import timeout_of
+from dfa_megatron.runtime.comm.groups import timeout_of
 
 _ATTRIBUTE = "_dfa_mesh"
 

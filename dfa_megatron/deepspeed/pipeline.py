@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from dfa_megatron import remat
-from dfa_megatron.deepspeed.block import Block
+from dfa_megatron.deepspeed.json_block import Block
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh
 from dfa_megatron.errors import UnsupportedError
 

@@ -7,10 +7,10 @@ batch = dfa_hf.shard_batch({"input_ids": ids, "labels": ids}, group=group)
 model(**batch).loss.backward()              # then average the gradients over all ranks
 """
 
-from dfa_megatron.huggingface.attention import NAME
+from dfa_megatron.huggingface.attention_function import NAME
 from dfa_megatron.huggingface.batch import shard_batch
 from dfa_megatron.huggingface.checkpointing import CHECKPOINTS
+from dfa_megatron.huggingface.distribute import distribute_attention, local_attention
 from dfa_megatron.huggingface.loss import causal_lm_loss
-from dfa_megatron.huggingface.model import distribute_attention, local_attention
 
 __all__ = ["CHECKPOINTS", "NAME", "causal_lm_loss", "distribute_attention", "local_attention", "shard_batch"]

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface import documents as packed
+from dfa_megatron.huggingface import document_starts as packed
 from dfa_megatron.huggingface.padding import IGNORED, check_right, check_unlabelled
-from dfa_megatron.packing import local_positions, shard_sequence
-from dfa_megatron.runtime.groups import Group, group_name, group_size
+from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
+from dfa_megatron.sharding import local_positions, shard_sequence
 
 _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", *packed.FLASH_KEYS)
 

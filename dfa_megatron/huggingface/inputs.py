@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface import documents as packed
-from dfa_megatron.huggingface.attention import CONTEXT, NAME, LayerContext, nothing_hidden
+from dfa_megatron.huggingface import document_starts as packed
+from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, LayerContext, nothing_hidden
 from dfa_megatron.huggingface.padding import check_right, check_unlabelled
 from dfa_megatron.huggingface.positions import after_padding, padding_of, places
 from dfa_megatron.huggingface.refusals import check_router
-from dfa_megatron.packing import local_positions, shard_sequence
+from dfa_megatron.sharding import local_positions, shard_sequence
 
 _HELD = "_dfa_attention_held"
 """The attribute of a model that is set while `local_attention` is in force."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.huggingface.padding import IGNORED
-from dfa_megatron.runtime.groups import Group, group_name, group_size, resolve
+from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, resolve
 
 
 def causal_lm_loss(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.groups import resolve
+from dfa_megatron.runtime.comm.groups import resolve
 
 IGNORED = -100
 """The label of a token that has no loss, as everywhere in transformers."""

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface import documents as packed
-from dfa_megatron.packing import shard_sequence
-from dfa_megatron.runtime.groups import resolve
+from dfa_megatron.huggingface import document_starts as packed
+from dfa_megatron.runtime.comm.groups import resolve
+from dfa_megatron.sharding import shard_sequence
 
 _SECTIONS = "mrope_section"
 """Where a config, or a rotary module, says how a head is divided among the axes."""

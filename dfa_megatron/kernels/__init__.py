@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.adapters.aten import AtenFlashKernel
+from dfa_megatron.kernels.adapters.cpu import CpuKernel
+from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
+from dfa_megatron.kernels.adapters.flash2 import Flash2Kernel
+from dfa_megatron.kernels.adapters.flash3 import Flash3Kernel
+from dfa_megatron.kernels.adapters.flash4 import Flash4Kernel
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.alibi import Biasing
 from dfa_megatron.kernels.api import BlockKernel, Capping, Need
-from dfa_megatron.kernels.aten import AtenFlashKernel
-from dfa_megatron.kernels.cpu import CpuKernel
-from dfa_megatron.kernels.cudnn import CudnnKernel
-from dfa_megatron.kernels.flash2 import Flash2Kernel
-from dfa_megatron.kernels.flash3 import Flash3Kernel
-from dfa_megatron.kernels.flash4 import Flash4Kernel
-from dfa_megatron.kernels.reference import ReferenceKernel
-from dfa_megatron.kernels.triton_attention import TritonKernel
+from dfa_megatron.kernels.triton.adapter import TritonKernel
 
 logger = logging.getLogger(__name__)
 

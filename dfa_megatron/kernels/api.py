@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
 
 import torch
 
-from dfa_megatron.plan.geometry import Band
+from dfa_megatron.plan.language.geometry import Band
 
 if TYPE_CHECKING:
     from dfa_megatron.kernels.segments import Segments

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from dfa_megatron.kernels.api import Saved, accumulator_dtype
-from dfa_megatron.plan.geometry import UNBOUNDED, Band, Span, Tile
+from dfa_megatron.plan.language.geometry import UNBOUNDED, Band, Span, Tile
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Band], tuple[torch.Tensor, torch.Tensor]]
 """(q, k, v, band) -> (out, lse) of one piece."""

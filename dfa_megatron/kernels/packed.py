@@ -11,7 +11,7 @@ import torch
 from dfa_megatron.kernels.alibi import Biasing
 from dfa_megatron.kernels.api import BlockKernel, Saved, VarlenKernel, accumulator_dtype
 from dfa_megatron.kernels.segments import Group, Segments, Table
-from dfa_megatron.plan.geometry import Span
+from dfa_megatron.plan.language.geometry import Span
 
 Results = tuple[torch.Tensor, ...]
 

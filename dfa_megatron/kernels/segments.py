@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.plan.geometry import Band, Segment, Span
+from dfa_megatron.plan.language.geometry import Band, Segment, Span
 
 
 @dataclass(frozen=True, slots=True)

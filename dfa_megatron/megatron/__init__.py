@@ -20,12 +20,12 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("meg
     )
 
 if TYPE_CHECKING:
-    from dfa_megatron.megatron.batch import declare_batch_layout, shard_batch
-    from dfa_megatron.megatron.core_attention import DistributedCoreAttention
-    from dfa_megatron.megatron.flags import add_dfa_arguments, options_of
-    from dfa_megatron.megatron.layer import DistributedAttentionLayer
-    from dfa_megatron.megatron.packed import packed_seq_params
+    from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
+    from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
     from dfa_megatron.megatron.spec import dfa_ify
+    from dfa_megatron.megatron.start.flags import add_dfa_arguments, options_of
+    from dfa_megatron.megatron.tokens.batch import declare_batch_layout, shard_batch
+    from dfa_megatron.megatron.tokens.packed_documents import packed_seq_params
 
     SPEC: Any
     hybrid_stack_spec: Any
@@ -45,14 +45,14 @@ __all__ = [
 ]
 
 _HOME = {
-    "DistributedAttentionLayer": "layer",
-    "DistributedCoreAttention": "core_attention",
-    "add_dfa_arguments": "flags",
-    "declare_batch_layout": "batch",
+    "DistributedAttentionLayer": "layers.layer",
+    "DistributedCoreAttention": "layers.core_attention",
+    "add_dfa_arguments": "start.flags",
+    "declare_batch_layout": "tokens.batch",
     "dfa_ify": "spec",
-    "options_of": "flags",
-    "packed_seq_params": "packed",
-    "shard_batch": "batch",
+    "options_of": "start.flags",
+    "packed_seq_params": "tokens.packed_documents",
+    "shard_batch": "tokens.batch",
 }
 
 _SPECS = {"SPEC": "spec_from_args", "hybrid_stack_spec": "hybrid_stack_spec"}

@@ -14,14 +14,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.context import AttentionContext
-from dfa_megatron.megatron.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.flags import global_args, options_of
-from dfa_megatron.megatron.hybrid import ATTENTION_SLOTS, default_stack_spec, is_stack, recomputed_class
-from dfa_megatron.megatron.layer import layer_class
-from dfa_megatron.megatron.norm import SequenceParallelNorm
+from dfa_megatron.megatron.layers.context import AttentionContext
+from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
+from dfa_megatron.megatron.layers.hybrid import ATTENTION_SLOTS, default_stack_spec, is_stack, recomputed_class
+from dfa_megatron.megatron.layers.layer import layer_class
+from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
 from dfa_megatron.megatron.refusals import check_config
 from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
+from dfa_megatron.megatron.start.flags import global_args, options_of
 
 _NORMS = ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm")
 _ATTENTION_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")

@@ -1,13 +1,12 @@
 """Who computes what, when, and what moves: plans of distributed attention as pure data, without PyTorch."""
 
-from dfa_megatron.plan.check import check_plan
-from dfa_megatron.plan.choose import candidates, explain, make_plan
-from dfa_megatron.plan.cost import AttentionShape, Timeline, bytes_received, bytes_sent, simulate
-from dfa_megatron.plan.deal import layout_of
+from dfa_megatron.plan.cost.choose import candidates, explain, make_plan
+from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, Link
+from dfa_megatron.plan.cost.profile import profile_named
+from dfa_megatron.plan.cost.simulate import Timeline, bytes_received, bytes_sent, simulate
 from dfa_megatron.plan.draw import draw
-from dfa_megatron.plan.hardware import PROFILES, Hardware, Link
-from dfa_megatron.plan.ir import BACKWARD, FORWARD, Plan, from_text, to_text
-from dfa_megatron.plan.mask import (
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Plan, from_text, to_text
+from dfa_megatron.plan.language.mask import (
     Mask,
     block_causal_documents,
     causal,
@@ -21,8 +20,10 @@ from dfa_megatron.plan.mask import (
     sliding_window,
     union,
 )
-from dfa_megatron.plan.profile import profile_named
+from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.proof.check import check_plan
 from dfa_megatron.plan.schedules import SCHEDULES, AttentionPlan
+from dfa_megatron.plan.schedules.load_balanced import layout_of
 
 __all__ = [
     "BACKWARD",

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.program import Call, Fold, Message, Program, Step
+from dfa_megatron.plan.language.program import Call, Fold, Message, Program, Step
 
 
 class Algebra(Protocol):

@@ -6,7 +6,7 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
-from dfa_megatron.plan.cost import AttentionShape
+from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.runtime.request import Request
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from functools import lru_cache
 
-from dfa_megatron.plan.hardware import (
+from dfa_megatron.plan.cost.hardware import (
     CPU_LOOPBACK,
     H200_NIC_400G,
     H200_NVLINK,
@@ -14,8 +14,8 @@ from dfa_megatron.plan.hardware import (
     Hardware,
     computing_with,
 )
-from dfa_megatron.plan.profile import profile_named
-from dfa_megatron.runtime.channel import Channel
+from dfa_megatron.plan.cost.profile import profile_named
+from dfa_megatron.runtime.comm.channel import Channel
 
 _named = lru_cache(maxsize=8)(profile_named)
 

@@ -9,14 +9,14 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.kernels.api import accumulator_dtype
-from dfa_megatron.runtime.alibi import slopes_error
-from dfa_megatron.runtime.calls import at_layer, current_layer
+from dfa_megatron.runtime.agreement.calls import at_layer, current_layer
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.execute.alibi_positions import slopes_error
+from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_error, sinks_gradient
+from dfa_megatron.runtime.execute.ulysses import HeadExchange
 from dfa_megatron.runtime.prepare import prepare, refuse
 from dfa_megatron.runtime.request import from_text
 from dfa_megatron.runtime.run import read_backward, run_backward, run_forward
-from dfa_megatron.runtime.sinks import merge_sinks, sinks_error, sinks_gradient
-from dfa_megatron.runtime.ulysses import HeadExchange
 
 Kept = tuple[HeadExchange, torch.Tensor, torch.Tensor, torch.Tensor]
 """An exchange of heads, and the q, k and v that it made of the caller's."""

@@ -14,23 +14,23 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel, Form
-from dfa_megatron.plan.grid import grid
-from dfa_megatron.plan.heads import HeadSplit, TokenSplit, split_heads, split_tokens
+from dfa_megatron.plan.language.grid import grid
+from dfa_megatron.plan.language.heads import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.plan.schedules import AttentionPlan
-from dfa_megatron.runtime import alibi
-from dfa_megatron.runtime.agree import Facts
-from dfa_megatron.runtime.calls import Kind
-from dfa_megatron.runtime.channel import Channel, Guard, channel
-from dfa_megatron.runtime.documents import describe
-from dfa_megatron.runtime.graph import Captured
-from dfa_megatron.runtime.groups import before_destroying, group_name, group_size
+from dfa_megatron.runtime.agreement.agree import Facts
+from dfa_megatron.runtime.agreement.calls import Kind
+from dfa_megatron.runtime.comm.channel import Channel, Guard, channel
+from dfa_megatron.runtime.comm.groups import before_destroying, group_name, group_size
+from dfa_megatron.runtime.cu_seqlens import describe
+from dfa_megatron.runtime.execute import alibi_positions as alibi
+from dfa_megatron.runtime.execute.cuda_graph import Captured
+from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
+from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
+from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.inputs import refuse_tensors
-from dfa_megatron.runtime.memory import MemoryPlan
 from dfa_megatron.runtime.problem import degree_of, format_of, kernel_of, problem_of
 from dfa_megatron.runtime.rank_plan import RankPlan, rank_plan
 from dfa_megatron.runtime.request import Request, from_text
-from dfa_megatron.runtime.ulysses import HeadExchange, stand_ins
-from dfa_megatron.runtime.wire import Format
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Prepared:
     kernel: BlockKernel
     channel: Channel | None
     exchange: HeadExchange | None = None
-    graphs: dict[tuple[str, int, str], Captured] = field(default_factory=dict, compare=False, repr=False)
+    graphs: dict[tuple[str | int, ...], Captured] = field(default_factory=dict, compare=False, repr=False)
     whole: Channel | None = None
     kinds: tuple[Kind, Kind] | None = None
 

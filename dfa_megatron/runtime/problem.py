@@ -8,15 +8,15 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.kernels.api import BlockKernel, Form, Need
-from dfa_megatron.plan.choose import cheapest_degree
-from dfa_megatron.plan.cost import AttentionShape
-from dfa_megatron.plan.hardware import Hardware
-from dfa_megatron.runtime.channel import Channel
+from dfa_megatron.plan.cost.choose import cheapest_degree
+from dfa_megatron.plan.cost.hardware import Hardware
+from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.inputs import shape_of, wire_dtype
 from dfa_megatron.runtime.machine import profile_of
 from dfa_megatron.runtime.rank_plan import Problem
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.runtime.wire import Format
 
 
 def problem_of(

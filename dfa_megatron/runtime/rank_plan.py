@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dfa_megatron.kernels.api import Form, form_of
-from dfa_megatron.plan.check import check
-from dfa_megatron.plan.choose import make_plan
-from dfa_megatron.plan.cost import AttentionShape
-from dfa_megatron.plan.hardware import Hardware
-from dfa_megatron.plan.positions import Tokens, tokens
-from dfa_megatron.plan.program import Program
+from dfa_megatron.plan.cost.choose import make_plan
+from dfa_megatron.plan.cost.hardware import Hardware
+from dfa_megatron.plan.language.program import Program
+from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.lowering.positions import Tokens, tokens
+from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import AttentionPlan
-from dfa_megatron.runtime.memory import MemoryPlan, plan_memory
+from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
+from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.runtime.wire import Format
 
 logger = logging.getLogger(__name__)
 

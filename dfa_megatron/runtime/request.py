@@ -11,9 +11,9 @@ from typing import Any
 
 from dfa_megatron.config import check_options
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.mask import Mask, of_window
-from dfa_megatron.runtime.channel import Guard
-from dfa_megatron.runtime.documents import Offsets, dealt_mask, mask_of
+from dfa_megatron.plan.language.mask import Mask, of_window
+from dfa_megatron.runtime.comm.channel import Guard
+from dfa_megatron.runtime.cu_seqlens import Offsets, dealt_mask, mask_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.kernels.fold import row_dot
-from dfa_megatron.runtime.ablation import ablated, active_ablation
-from dfa_megatron.runtime.accumulators import Fields
-from dfa_megatron.runtime.alibi import GlobalBias
-from dfa_megatron.runtime.communicator import Parcel
+from dfa_megatron.kernels.merge import row_dot
+from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.comm.communicator import Parcel
+from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.execute import execute
-from dfa_megatron.runtime.graph import Captured
-from dfa_megatron.runtime.memory import Arena, MemoryPlan
+from dfa_megatron.runtime.execute.accumulators import Fields
+from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
+from dfa_megatron.runtime.execute.cuda_graph import Captured
+from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
+from dfa_megatron.runtime.execute.steps import execute
+from dfa_megatron.runtime.execute.tensors import Tensors
+from dfa_megatron.runtime.hooks import active_hooks
 from dfa_megatron.runtime.prepare import Prepared
-from dfa_megatron.runtime.tensors import Tensors
-from dfa_megatron.runtime.timeline import RecordedTensors, RecordedTransport, active
-from dfa_megatron.runtime.transport import Transport
 
 
 def forward_algebra(
@@ -117,7 +117,11 @@ def _captured_or_not(prepared: Prepared, memory: MemoryPlan, run: Callable[..., 
     if not prepared.request.cuda_graph or torch.cuda.is_current_stream_capturing():
         return run(prepared, *inputs)
     # An arena that has grown lies elsewhere.
-    key = memory.program.phase.name, _way(prepared, memory, inputs[0].device)[0].generation, active_ablation()
+    key: tuple[str | int, ...] = (
+        memory.program.phase.name,
+        _way(prepared, memory, inputs[0].device)[0].generation,
+        *[hook.name for hook in active_hooks()],
+    )
     if key not in prepared.graphs:
         for stale in [other for other in prepared.graphs if other[0] == key[0]]:
             del prepared.graphs[stale]
@@ -128,15 +132,12 @@ def _captured_or_not(prepared: Prepared, memory: MemoryPlan, run: Callable[..., 
 def _algebra(
     prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], slopes: torch.Tensor | None, arena: Arena
 ) -> Tensors:
-    request, recording = prepared.request, active()
+    request = prepared.request
     options: dict[str, Any] = {"softmax_scale": request.softmax_scale, "deterministic": request.deterministic}
     forward = memory is prepared.forward
     if slopes is not None:
         options["bias"] = GlobalBias(slopes, memory, prepared.rank_plan.tokens[0 if forward else 1])
-    if recording is None:
-        return Tensors(memory, prepared.kernel, home, arena, **options)
-    plan = prepared.plan.forward if forward else prepared.plan.backward
-    return RecordedTensors(memory, prepared.kernel, home, arena, plan=plan, recording=recording, **options)
+    return Tensors(memory, prepared.kernel, home, arena, **options)
 
 
 def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, Arena]:
@@ -145,14 +146,16 @@ def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[
     if channel is None:
         transport: Transport = _Nobody()
     else:
-        own = channel.transport(device, prepared.transport)
-        channel.calls.where, transport = own.where, ablated(own)
+        transport = channel.transport(device, prepared.transport)
+        channel.calls.where = transport.where
     return transport, transport.arena(memory.arena_bytes, device)
 
 
 def _execute(prepared: Prepared, algebra: Tensors, transport: Transport) -> None:
-    if isinstance(algebra, RecordedTensors):
-        transport = RecordedTransport(transport, algebra)
+    for hook in active_hooks():
+        phases = prepared.plan
+        algebra = hook.algebra(algebra, phases.forward if algebra.forward else phases.backward)
+        transport = hook.transport(transport, algebra)
     execute(algebra, transport, lambda step: prepared.picture(algebra.program.phase.name, step))
 
 

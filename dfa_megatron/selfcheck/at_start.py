@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import DistAttentionError, SelfCheckError, UnsupportedError
 from dfa_megatron.selfcheck.case import Case
-from dfa_megatron.selfcheck.check import DIFFERS, RIGHT, UNCHECKED, check
+from dfa_megatron.selfcheck.run_case import DIFFERS, RIGHT, UNCHECKED, check
 from dfa_megatron.selfcheck.table import text
 
 logger = logging.getLogger("dfa_megatron.selfcheck")

@@ -80,7 +80,7 @@ def run(case: Case, worlds: Sequence[World]) -> dict[str, Outcome]:
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         with (folder / "output").open("w+", encoding="utf-8") as output:
             started = subprocess.Popen(  # noqa: S603 (this interpreter, with a folder of ours)
-                [sys.executable, "-W", "ignore", "-m", "dfa_megatron.selfcheck.rank", str(folder)],
+                [sys.executable, "-W", "ignore", "-m", "dfa_megatron.selfcheck.rank_process", str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dfa_megatron.selfcheck.check import Report
+from dfa_megatron.selfcheck.run_case import Report
 
 
 def text(report: Report) -> str:

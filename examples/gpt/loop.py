@@ -31,7 +31,7 @@ def join(sizes: Sizes) -> torch.device:
     if cuda:
         torch.cuda.set_device(device)
     else:
-        from dfa_megatron.megatron.cpu import use_cpu
+        from dfa_megatron.megatron.start.cpu import use_cpu
 
         use_cpu()
     from megatron.core import parallel_state

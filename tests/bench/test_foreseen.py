@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron.plan.choose import cheapest_degree
-from dfa_megatron.plan.mask import causal
+from dfa_megatron.plan.cost.choose import cheapest_degree
+from dfa_megatron.plan.language.mask import causal
 
 
 @pytest.fixture

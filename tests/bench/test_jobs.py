@@ -7,12 +7,12 @@ import itertools
 
 import pytest
 
-from dfa_megatron.bench.clock import repetitions
-from dfa_megatron.bench.job import ABLATIONS, PRESETS, Job, Problem, head_pairs
-from dfa_megatron.cli.bench import job_of
+from benchmarks.attention.__main__ import job_of
+from benchmarks.attention.clock import repetitions
+from benchmarks.attention.job import ABLATIONS, PRESETS, Job, Problem, head_pairs
 from dfa_megatron.cli.main import build_parser, main
+from dfa_megatron.doctor import ablation
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime import ablation
 
 
 def parsed(*flags: str) -> argparse.Namespace:

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.bench import check
-from dfa_megatron.bench.job import Job, Problem
-from dfa_megatron.bench.method import contiguous, our_methods, zigzag
-from dfa_megatron.bench.peers import peer_methods, transformer_engine
-from dfa_megatron.bench.world import World
+from benchmarks.attention import correctness as check
+from benchmarks.attention.baselines import peer_methods, transformer_engine
+from benchmarks.attention.job import Job, Problem
+from benchmarks.attention.method import contiguous, our_methods, zigzag
+from dfa_megatron.doctor.world import World
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.packing import shard_sequence
-from dfa_megatron.testing.compare import assert_close, dense_attention
+from dfa_megatron.sharding import shard_sequence
+from dfa_megatron.testing.dense import assert_close, dense_attention
 from dfa_megatron.testing.workers import run_ranks
 
 JOB = Job(seq_length=(64,), heads=((4, 4),), head_dim=16, dtype="bfloat16", kernel=("cpu",))
@@ -124,7 +124,7 @@ def test_transformer_engine_is_not_asked_to_divide_what_it_cannot(
 
 
 def test_the_shim_leaves_other_modules_of_the_package_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dfa_megatron.bench.peers import flash_attn_shim
+    from benchmarks.attention.baselines import flash_attn_shim
 
     for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
         monkeypatch.delitem(sys.modules, name)

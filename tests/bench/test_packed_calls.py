@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dfa_megatron.bench.peers import flash_attn_shim
-from dfa_megatron.testing.compare import assert_close, dense_attention
+from benchmarks.attention.baselines import flash_attn_shim
+from dfa_megatron.testing.dense import assert_close, dense_attention
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dfa_megatron.bench.progress import line, short
-from dfa_megatron.bench.record import Row
-from dfa_megatron.bench.report import tables, text_of
+from benchmarks.attention.progress import line, short
+from benchmarks.attention.report import tables, text_of
+from benchmarks.attention.rows import Row
 
 
 def row(method: str, kind: str, length: int, both: float, **more: Any) -> Row:

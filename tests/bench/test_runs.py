@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.bench.job import Job, Problem
-from dfa_megatron.bench.launch import STUCK_STATUS, measure
-from dfa_megatron.bench.local import local_attention
-from dfa_megatron.bench.method import Attention, Method, kernel_methods, our_methods
-from dfa_megatron.bench.world import World
+from benchmarks.attention.job import Job, Problem
+from benchmarks.attention.launch_ranks import STUCK_STATUS, measure
+from benchmarks.attention.local import local_attention
+from benchmarks.attention.method import Attention, Method, kernel_methods, our_methods
+from dfa_megatron.doctor.world import World
 from dfa_megatron.errors import ExecutionError, UnsupportedError
 from dfa_megatron.testing.workers import run_ranks
 

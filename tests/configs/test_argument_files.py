@@ -10,7 +10,7 @@ import pytest
 from dfa_megatron import launch
 from dfa_megatron.argument_file import expand, read_arguments
 from dfa_megatron.cli.main import main
-from dfa_megatron.cli.model import GIB, Model, memory, model_of
+from dfa_megatron.cli.memory_estimate import GIB, Model, memory, model_of
 from dfa_megatron.errors import UnsupportedError
 
 ROOT = Path(__file__).parents[2]

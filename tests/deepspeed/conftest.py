@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the worker processes import tests.deepspeed.harness by name
 
 from dfa_megatron.testing.workers import preload
 

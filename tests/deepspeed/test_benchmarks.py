@@ -75,7 +75,6 @@ def master_weights(engine: Any) -> list[torch.Tensor]:
 
 def wrong(rank: int, world_size: int) -> None:
     harness.prepare_worker(rank)
-    sys.path.insert(0, str(BENCHMARKS))
     import deepspeed_common as common
     import deepspeed_methods as methods
 

@@ -14,7 +14,7 @@ import torch
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.deepspeed.block import KEY, Block
+from dfa_megatron.deepspeed.json_block import KEY, Block
 from dfa_megatron.deepspeed.refusals import check_settings
 from dfa_megatron.errors import UnsupportedError
 
@@ -132,7 +132,7 @@ def test_the_schema_names_every_key_that_is_read() -> None:
 def test_every_shipped_configuration_is_one_that_is_read(path: Path) -> None:
     settings = json.loads(path.read_text())
     if path.name.endswith("schema.json"):
-        assert settings == Block.json_schema(), f"python -m dfa_megatron.deepspeed.block > {path}"
+        assert settings == Block.json_schema(), f"python -m dfa_megatron.deepspeed.json_block > {path}"
         return
     block = Block.from_mapping(settings[KEY])
     assert block.enabled

@@ -14,7 +14,7 @@ from dfa_megatron import DistFlashAttention
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.huggingface.models import LAYERS, build, text

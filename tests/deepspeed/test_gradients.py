@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dfa_megatron import deepspeed as dfa_ds
-from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.huggingface.models import build

@@ -9,7 +9,7 @@ import torch
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.deepspeed.test_trainer import history, json, parallelism, trainer

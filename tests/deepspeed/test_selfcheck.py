@@ -11,13 +11,13 @@ import torch
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.cli.main import main
-from dfa_megatron.deepspeed.block import KEY, Block
+from dfa_megatron.deepspeed.json_block import KEY, Block
 from dfa_megatron.deepspeed.selfcheck.command import case_of, make_case
 from dfa_megatron.errors import SelfCheckError, UnsupportedError
 from dfa_megatron.huggingface.selfcheck.command import read_config
 from dfa_megatron.selfcheck import at_start
-from dfa_megatron.selfcheck.check import DIFFERS, RIGHT, Report, check_planted
 from dfa_megatron.selfcheck.compare import Comparison, Difference
+from dfa_megatron.selfcheck.run_case import DIFFERS, RIGHT, Report, check_planted
 from dfa_megatron.selfcheck.table import text
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness

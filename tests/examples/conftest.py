@@ -12,8 +12,6 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-sys.path.insert(0, str(EXAMPLES))
-
 
 @pytest.fixture
 def script() -> Path:

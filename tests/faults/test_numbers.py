@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dfa_megatron
-from dfa_megatron.testing.compare import dense_attention
+from dfa_megatron.testing.dense import dense_attention
 from dfa_megatron.testing.workers import run_ranks
 
 RANKS, LOCAL, HEADS, DIM = 3, 8, 2, 8

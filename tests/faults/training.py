@@ -24,8 +24,8 @@ import dfa_megatron
 from dfa_megatron import kernels
 from dfa_megatron.errors import DisagreementError
 from dfa_megatron.runtime import prepare
-from dfa_megatron.runtime.calls import at_layer
-from dfa_megatron.testing.compare import dense_attention
+from dfa_megatron.runtime.agreement.calls import at_layer
+from dfa_megatron.testing.dense import dense_attention
 
 RANKS, LOCAL, HEADS, DIM, LAYERS = 3, 8, 2, 8, 2
 WIDTH = HEADS * DIM

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the worker processes import tests.huggingface.models by name
 
 from dfa_megatron.testing.workers import preload
 

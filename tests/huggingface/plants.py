@@ -12,7 +12,7 @@ from tests.selfcheck.plants import vars_of
 
 def _calls_with(**changed: Any) -> None:
     """Every distributed attention is called with other arguments."""
-    from dfa_megatron.huggingface import attention
+    from dfa_megatron.huggingface import attention_function as attention
 
     real = attention.dist_flash_attn_func
 
@@ -39,7 +39,7 @@ def _batches_with(change: Any) -> None:
 def attention_is_not_distributed() -> None:
     """The model goes back to attention of its own part after it was prepared."""
     from dfa_megatron import huggingface
-    from dfa_megatron.deepspeed import prepare
+    from dfa_megatron.deepspeed import engine as prepare
 
     real = huggingface.distribute_attention
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.huggingface.attention import attention
-from dfa_megatron.packing import shard_sequence
+from dfa_megatron.huggingface.attention_function import attention
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.sharding import shard_sequence
+from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.models import LAYERS, build, gradients, text
 

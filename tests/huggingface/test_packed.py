@@ -12,10 +12,10 @@ import torch.distributed as dist
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface import documents as packed
-from dfa_megatron.packing import shard_sequence
+from dfa_megatron.huggingface import document_starts as packed
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.sharding import shard_sequence
+from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.models import LAYERS, build, gradients, text
 from tests.huggingface.test_parity import MODELS, NEWER

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.packing import local_positions, shard_sequence
-from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.sharding import local_positions, shard_sequence
+from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.models import VOCABULARY, text
 from tests.huggingface.test_packed import check, one_by_one, pack

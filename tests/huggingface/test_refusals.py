@@ -12,7 +12,7 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.attention import CONTEXT, LayerContext
+from dfa_megatron.huggingface.attention_function import CONTEXT, LayerContext
 from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.models import build, text
 from tests.huggingface.test_parity import NEWER

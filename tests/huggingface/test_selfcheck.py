@@ -10,7 +10,7 @@ import pytest
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.selfcheck.command import case_of
-from dfa_megatron.selfcheck.check import DIFFERS, RIGHT, Report, check_planted
+from dfa_megatron.selfcheck.run_case import DIFFERS, RIGHT, Report, check_planted
 from dfa_megatron.selfcheck.table import text
 from tests.huggingface import plants
 from tests.selfcheck import plants as of_kernels

@@ -11,7 +11,7 @@ import torch
 import torch.utils.deterministic
 
 from dfa_megatron.kernels.bands import tile_of
-from dfa_megatron.testing import memory
+from dfa_megatron.testing import nan_memory as memory
 
 SLOW_TO_COMPILE = ("flash4", "triton")
 """Their tests go first, so that no worker is left with one at the end."""

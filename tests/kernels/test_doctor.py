@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from dfa_megatron import kernels
-from dfa_megatron.cli import doctor, profile
+from dfa_megatron.cli import doctor
 from dfa_megatron.cli.main import build_parser, main
-from dfa_megatron.kernels import examine
-from dfa_megatron.kernels.reference import ReferenceKernel
-from dfa_megatron.plan import profile as profiles
-from dfa_megatron.plan.hardware import Hardware
-from dfa_megatron.runtime.probe import fit, neighbours
+from dfa_megatron.doctor import kernel_survey as examine
+from dfa_megatron.doctor import measure_profile as profile
+from dfa_megatron.doctor.link_probe import fit, neighbours
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
+from dfa_megatron.plan.cost import profile as profiles
+from dfa_megatron.plan.cost.hardware import Hardware
 from dfa_megatron.testing.workers import run_ranks
 
 TINY = ["doctor", "--device", "cpu", "--length", "32", "--heads", "4", "--head-dim", "16", "--repetitions", "1"]

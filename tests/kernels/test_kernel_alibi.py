@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import zlib
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,15 +14,22 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels import packed
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.alibi import Alibi, Biasing
 from dfa_megatron.kernels.api import Need, accumulator_dtype
-from dfa_megatron.kernels.reference import ReferenceKernel
 from dfa_megatron.kernels.segments import Segments
-from dfa_megatron.plan.geometry import CAUSAL, FULL, Band, Segment
-from dfa_megatron.testing.compare import assert_close, dense_attention
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_kernel_conformance import COARSE, ROUND_ONCE, TARGETS, TOLERANCE, Case, every_dtype, saved_for, usable
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
+from dfa_megatron.testing.dense import assert_close, dense_attention
+from tests.kernels.test_kernel_conformance import (
+    COARSE,
+    ROUND_ONCE,
+    TARGETS,
+    TOLERANCE,
+    Case,
+    every_dtype,
+    saved_for,
+    usable,
+)
 
 BIASING = [(name, device) for name, device in TARGETS if isinstance(kernels.get(name), Biasing)]
 every_biasing = pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from dfa_megatron import kernels
 from dfa_megatron.kernels.api import Saved
 from dfa_megatron.kernels.bands import cut_rows, cut_tall, tile_of, visible
-from dfa_megatron.plan.geometry import Band, Tile
-from dfa_megatron.testing.compare import assert_close, band_mask, dense_attention
+from dfa_megatron.plan.language.geometry import Band, Tile
+from dfa_megatron.testing.dense import assert_close, band_mask, dense_attention
 
 bounds = st.one_of(st.just(-1), st.integers(0, 60))
 bands = st.builds(Band, left=bounds, right=bounds)

@@ -15,12 +15,13 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.config import KERNELS as CONFIG_NAMES
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels import cudnn, flash2, flash3, flash4, gpu, operators, triton_attention
+from dfa_megatron.kernels.adapters import cudnn, flash2, flash3, flash4, gpu, operators
+from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
+from dfa_megatron.kernels.adapters.operators import Operator, Package
+from dfa_megatron.kernels.adapters.strides import dense, vectorised
 from dfa_megatron.kernels.api import BlockKernel, Need, Saved
-from dfa_megatron.kernels.cudnn import CudnnKernel
-from dfa_megatron.kernels.operators import Operator, Package
-from dfa_megatron.kernels.strides import dense, vectorised
-from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
+from dfa_megatron.kernels.triton import adapter as triton_attention
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 
 ON_CPU = Need(
     device="cpu",

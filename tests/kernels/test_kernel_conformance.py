@@ -12,10 +12,10 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.kernels.api import BlockKernel, Form, Need, Saved, accumulator_dtype, form_of
-from dfa_megatron.kernels.fold import identity_, merge
-from dfa_megatron.kernels.triton_support import interpreted
-from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
-from dfa_megatron.testing.compare import assert_close, dense_attention
+from dfa_megatron.kernels.merge import identity_, merge
+from dfa_megatron.kernels.triton.support import interpreted
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
+from dfa_megatron.testing.dense import assert_close, dense_attention
 
 TARGETS = [
     ("reference", "cpu"),

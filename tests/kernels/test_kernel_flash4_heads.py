@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dfa_megatron import kernels
-from dfa_megatron.kernels import flash4
+from dfa_megatron.kernels.adapters import flash4
 from dfa_megatron.kernels.api import Need, Saved
-from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
-from dfa_megatron.testing.compare import assert_close, dense_attention
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
+from dfa_megatron.testing.dense import assert_close, dense_attention
 
 
 def skip_unless_flash4_serves() -> None:

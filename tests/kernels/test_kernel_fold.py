@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.kernels import fold as folding
-from dfa_megatron.kernels.fold import add, identity_, row_dot
-from dfa_megatron.kernels.triton_support import interpreted, triton_refusal
-from dfa_megatron.testing.compare import assert_close, dense_attention
+from dfa_megatron.kernels import merge as folding
+from dfa_megatron.kernels.merge import add, identity_, row_dot
+from dfa_megatron.kernels.triton.support import interpreted, triton_refusal
+from dfa_megatron.testing.dense import assert_close, dense_attention
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 
@@ -149,7 +149,7 @@ def parts_with_every_case(dtype: torch.dtype, device: str) -> tuple[Partial, Par
 
 
 def triton_fold() -> Any:
-    from dfa_megatron.kernels import triton_fold
+    from dfa_megatron.kernels.triton import merge as triton_fold
 
     return triton_fold
 

@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.kernels import aten, cudnn, flash2, flash3, flash4, packed
+from dfa_megatron.kernels import packed
+from dfa_megatron.kernels.adapters import aten, cudnn, flash2, flash3, flash4
+from dfa_megatron.kernels.adapters.aten import AtenFlashKernel
+from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
+from dfa_megatron.kernels.adapters.flash2 import Flash2Kernel
+from dfa_megatron.kernels.adapters.flash3 import Flash3Kernel
+from dfa_megatron.kernels.adapters.flash4 import Flash4Kernel
+from dfa_megatron.kernels.adapters.operators import Operator
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockKernel, Saved
-from dfa_megatron.kernels.aten import AtenFlashKernel
-from dfa_megatron.kernels.cudnn import CudnnKernel
-from dfa_megatron.kernels.flash2 import Flash2Kernel
-from dfa_megatron.kernels.flash3 import Flash3Kernel
-from dfa_megatron.kernels.flash4 import Flash4Kernel
-from dfa_megatron.kernels.operators import Operator
-from dfa_megatron.kernels.reference import ReferenceKernel
 from dfa_megatron.kernels.segments import Segments
-from dfa_megatron.plan.geometry import CAUSAL, FULL, Band, Segment
-from dfa_megatron.testing.compare import assert_close, dense_attention
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
+from dfa_megatron.testing.dense import assert_close, dense_attention
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import random
-import sys
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
 from dfa_megatron.kernels import packed
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import Saved, VarlenKernel, form_of
-from dfa_megatron.kernels.reference import ReferenceKernel
 from dfa_megatron.kernels.segments import Segments
-from dfa_megatron.plan.geometry import CAUSAL, FULL, Band, Segment
-from dfa_megatron.testing.compare import dense_attention
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_kernel_conformance import Case, check, every_dtype, every_target, saved_for, usable
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
+from dfa_megatron.testing.dense import dense_attention
+from tests.kernels.test_kernel_conformance import Case, check, every_dtype, every_target, saved_for, usable
 
 Options = dict[str, object]
 

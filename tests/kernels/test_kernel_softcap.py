@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 import zlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +12,12 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels import flash4
+from dfa_megatron.kernels.adapters import flash4
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockKernel, Capping, Need, Saved
-from dfa_megatron.kernels.reference import ReferenceKernel
-from dfa_megatron.plan.geometry import CAUSAL, Band
-from dfa_megatron.testing.compare import assert_close, dense_attention
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_kernel_conformance import TARGETS, Case, check, every_dtype, saved_for, usable
+from dfa_megatron.plan.language.geometry import CAUSAL, Band
+from dfa_megatron.testing.dense import assert_close, dense_attention
+from tests.kernels.test_kernel_conformance import TARGETS, Case, check, every_dtype, saved_for, usable
 
 CAPPING = [(name, device) for name, device in TARGETS if isinstance(kernels.get(name), Capping)]
 CASES = {

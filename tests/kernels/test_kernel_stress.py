@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from dfa_megatron import kernels
-from dfa_megatron.kernels import trial
+from dfa_megatron.doctor import kernel_trial as trial
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockKernel
-from dfa_megatron.kernels.reference import ReferenceKernel
-from dfa_megatron.kernels.triton_support import interpreted
-from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
+from dfa_megatron.kernels.triton.support import interpreted
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 
 ITERATIONS = int(os.environ.get("DFA_STRESS", "0"))
 SEED = int(os.environ.get("DFA_STRESS_SEED", "0"))

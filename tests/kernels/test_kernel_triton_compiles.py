@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron.kernels.triton_attention import LARGE, SMALL
-from dfa_megatron.kernels.triton_support import triton_refusal
+from dfa_megatron.kernels.triton.adapter import LARGE, SMALL
+from dfa_megatron.kernels.triton.support import triton_refusal
 
 pytestmark = pytest.mark.skipif(triton_refusal() is not None, reason=str(triton_refusal()))
 
@@ -44,7 +44,8 @@ def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], 
     ],
 )
 def test_attention_compiles(name: str, packed: bool, cap: float, alibi: bool, bounded: bool, capability: int) -> None:
-    from dfa_megatron.kernels import triton_backward, triton_forward
+    from dfa_megatron.kernels.triton import backward as triton_backward
+    from dfa_megatron.kernels.triton import forward as triton_forward
 
     sizes = (LARGE if capability >= 90 else SMALL)[2][128]
     block_m, block_n, warps, stages = getattr(sizes, {"_forward": "forward", "_dk_dv": "dk_dv", "_dq": "dq"}[name])
@@ -62,7 +63,7 @@ def test_attention_compiles(name: str, packed: bool, cap: float, alibi: bool, bo
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_folds_compile(count: int) -> None:
-    from dfa_megatron.kernels import triton_fold
+    from dfa_megatron.kernels.triton import merge as triton_fold
 
     types = dict.fromkeys(("out0", "out1", "out2", "out3", "into_out", "x0", "x1", "x2", "x3", "into"), "*bf16")
     types |= dict.fromkeys(("lse0", "lse1", "lse2", "lse3", "into_lse"), "*fp32")

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from dfa_megatron import kernels
-from dfa_megatron.kernels import examine, trial
+from dfa_megatron.doctor import kernel_survey as examine
+from dfa_megatron.doctor import kernel_trial as trial
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockKernel
-from dfa_megatron.kernels.reference import ReferenceKernel
-from dfa_megatron.plan.geometry import CAUSAL, FULL, Band
-from dfa_megatron.testing.compare import dense_attention
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
+from dfa_megatron.testing.dense import dense_attention
 
 SMALL = trial.Trial(
     q_len=37, kv_len=29, band=Band(9, 4), heads=4, kv_heads=2, head_dim=24, head_dim_v=24,

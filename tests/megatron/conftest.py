@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("megatron.core")
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the worker processes import tests.megatron.harness by name
 
 from dfa_megatron.testing.workers import preload, run_ranks
 from tests.megatron import harness

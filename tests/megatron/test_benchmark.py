@@ -18,7 +18,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def bench(rank: int, world_size: int, arguments: list[str]) -> None:
-    sys.path.insert(0, str(BENCHMARKS))
     import megatron_layers
 
     assert megatron_layers.main(arguments) == 0
@@ -62,7 +61,6 @@ def test_losses_of_all_ranks_together_are_those_of_one(tmp_path: Path) -> None:
 
 
 def losses_module() -> Any:
-    sys.path.insert(0, str(BENCHMARKS))
     return importlib.import_module("megatron_loss")
 
 

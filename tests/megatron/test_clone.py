@@ -11,7 +11,8 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron import DistributedAttentionLayer, clone, flags
+from dfa_megatron.megatron import DistributedAttentionLayer
+from dfa_megatron.megatron.start import clone, flags
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Topology, case, make_config, megatrons_spec

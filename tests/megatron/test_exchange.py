@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.exchange import Relayout, TableCache, plan_exchange, positions
+from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, plan_exchange, positions
 from dfa_megatron.testing.workers import run_ranks
 
 SHAPES = [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (3, 2), (2, 4), (4, 3)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.exchange import positions
+from dfa_megatron.megatron.tokens.exchange import positions
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
@@ -190,7 +190,7 @@ def test_megatrons_spec_flag_finds_the_stack_spec_or_says_what_is_missing(monkey
 
     import dfa_megatron.megatron as package
     from dfa_megatron.megatron import spec as spec_module
-    from dfa_megatron.megatron.hybrid import default_stack_spec, is_stack
+    from dfa_megatron.megatron.layers.hybrid import default_stack_spec, is_stack
 
     with contextlib.suppress(UnsupportedError):
         assert is_stack(default_stack_spec())

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from dfa_megatron import launch
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron import script, versions
+from dfa_megatron.megatron import versions
+from dfa_megatron.megatron.start import script
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 
@@ -102,7 +103,7 @@ def slice_through_a_script(rank: int, world_size: int, script_path: str, layout:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from dfa_megatron.megatron import DistributedAttentionLayer, dfa_ify  # noqa: F401
-    from dfa_megatron.megatron.batch import check_declared
+    from dfa_megatron.megatron.tokens.batch import check_declared
 
     for _ in range(2):  # the second time replaces nothing
         assert launch.main([script_path, *SPEC, "--dfa-layout", layout, "--dfa-schedule", "ring"]) == 0

@@ -60,7 +60,7 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
     from megatron.core import parallel_state
 
     from dfa_megatron.megatron import shard_batch
-    from dfa_megatron.megatron.exchange import positions
+    from dfa_megatron.megatron.tokens.exchange import positions
 
     batch = {**harness.micro_batch(0, 0), "position_ids": places()}
     harness.start(Topology(dp=ranks))

@@ -23,7 +23,7 @@ def mine(whole: torch.Tensor, topology: Topology) -> torch.Tensor:
     """This rank's rows of a tensor (sequence, ...), as Megatron has them: zigzag, then cut over tensor parallelism."""
     from megatron.core import parallel_state
 
-    from dfa_megatron.megatron.exchange import positions
+    from dfa_megatron.megatron.tokens.exchange import positions
 
     here = whole[positions("zigzag", SEQUENCE, topology.cp, parallel_state.get_context_parallel_rank())]
     return here.chunk(topology.tp)[parallel_state.get_tensor_model_parallel_rank()]

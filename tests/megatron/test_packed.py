@@ -67,7 +67,7 @@ def test_packs_train_with_the_schedule_for_documents_and_with_heads_exchanged(re
 
 
 def test_a_routers_loss_of_each_sample_is_refused_for_several_in_a_pack() -> None:
-    from dfa_megatron.megatron.packed import PlacedPack, check_samples
+    from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples
 
     pack = PlacedPack(qkv_format="sbhd", offsets=(0, 30, 48, 96))
     for kinds, sample, refused in (

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from dfa_megatron import launch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron import script
 from dfa_megatron.megatron.refusals import PACK_REFUSALS, check_packable
+from dfa_megatron.megatron.start import script
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology
@@ -233,7 +233,7 @@ def test_packs_that_megatron_may_have_sliced_one_by_one_are_refused() -> None:
 
 def stage_without_documents(rank: int, world_size: int) -> None:
     harness.start(Topology())
-    from dfa_megatron.megatron import flags
+    from dfa_megatron.megatron.start import flags
 
     flags.global_args = lambda: SimpleNamespace(sft=True)
     options = DistAttentionConfig(layout="contiguous")

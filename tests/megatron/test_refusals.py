@@ -11,10 +11,10 @@ import pytest
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.core_attention import DistributedCoreAttention, check_call
-from dfa_megatron.megatron.flags import FLAG_REFUSALS, add_dfa_arguments, check_args, options_of
+from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention, check_call
 from dfa_megatron.megatron.refusals import PACK_REFUSALS, REFUSALS, check_config, markdown_table
-from dfa_megatron.megatron.script import LAUNCH_REFUSALS
+from dfa_megatron.megatron.start.flags import FLAG_REFUSALS, add_dfa_arguments, check_args, options_of
+from dfa_megatron.megatron.start.script import LAUNCH_REFUSALS
 from tests.megatron.harness import Case, Topology, case, make_config
 
 OPTIONS = DistAttentionConfig(layout="boundary")

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron import kept, remat
+from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.kept import Kept
+from dfa_megatron.remat import saved as kept
+from dfa_megatron.remat.saved import Kept
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness

@@ -13,10 +13,10 @@ import pytest
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, dfa_ify
-from dfa_megatron.megatron.context import AttentionContext
-from dfa_megatron.megatron.layer import layer_class
-from dfa_megatron.megatron.norm import SequenceParallelNorm
-from dfa_megatron.megatron.recompute import take_over
+from dfa_megatron.megatron.layers.context import AttentionContext
+from dfa_megatron.megatron.layers.layer import layer_class
+from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
+from dfa_megatron.megatron.layers.recompute import take_over
 from tests.megatron.harness import Topology, case, make_config
 
 OPTIONS = DistAttentionConfig(layout="boundary")

@@ -9,11 +9,12 @@ from itertools import pairwise
 import pytest
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.choose import TIE, best, candidates, cheapest_degree, make_plan
-from dfa_megatron.plan.cost import AttentionShape, bytes_sent, simulate
-from dfa_megatron.plan.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK, Hardware, Link
-from dfa_megatron.plan.heads import split_tokens
-from dfa_megatron.plan.mask import Mask, causal, documents, full, sliding_window
+from dfa_megatron.plan.cost.choose import TIE, best, candidates, cheapest_degree, make_plan
+from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK, Hardware, Link
+from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
+from dfa_megatron.plan.language.heads import split_tokens
+from dfa_megatron.plan.language.mask import Mask, causal, documents, full, sliding_window
+from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.schedules import SCHEDULES
 
 

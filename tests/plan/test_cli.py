@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 from dfa_megatron.cli.main import main
-from dfa_megatron.plan.hardware import H200_NIC_400G
-from dfa_megatron.plan.ir import from_text
-from dfa_megatron.plan.mask import causal
-from dfa_megatron.plan.profile import save
+from dfa_megatron.plan.cost.hardware import H200_NIC_400G
+from dfa_megatron.plan.cost.profile import save
+from dfa_megatron.plan.language.ir import from_text
+from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.schedules import plan_named
 
 

@@ -8,10 +8,11 @@ from itertools import pairwise
 import pytest
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.cost import AttentionShape, Timeline, bytes_of, bytes_received, bytes_sent, simulate
-from dfa_megatron.plan.hardware import CPU_LOOPBACK, H200_SLOW_LINK, IDEAL_LINK, Hardware, Link, flat
-from dfa_megatron.plan.ir import Plan
-from dfa_megatron.plan.mask import causal, full
+from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_SLOW_LINK, IDEAL_LINK, Hardware, Link, flat
+from dfa_megatron.plan.cost.simulate import Timeline, bytes_received, bytes_sent, simulate
+from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.plan.language.mask import causal, full
+from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.schedules import SCHEDULES, plan_named
 
 TOKENS = 16

@@ -10,11 +10,12 @@ from xml.etree import ElementTree
 import pytest
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.cost import AttentionShape, simulate
+from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, IDEAL_LINK
+from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.draw import draw
-from dfa_megatron.plan.grid import grid
-from dfa_megatron.plan.hardware import CPU_LOOPBACK, IDEAL_LINK
-from dfa_megatron.plan.mask import causal, sliding_window
+from dfa_megatron.plan.language.grid import grid
+from dfa_megatron.plan.language.mask import causal, sliding_window
+from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.schedules import SCHEDULES, plan_named
 
 GOLDEN = Path(__file__).parent.parent / "golden"

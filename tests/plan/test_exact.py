@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from dfa_megatron.plan.check import check
+from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import SCHEDULES, plan_named
-from tests.plan import oracle
-from tests.plan.cases import every_mask, heterogeneous_masks, plans
-from tests.plan.dense import reference
+from tests.support import oracle
+from tests.support.plan_cases import every_mask, heterogeneous_masks, plans
+from tests.support.plan_dense import reference
 
 
 @pytest.mark.parametrize("ranks", [*range(1, 12), 13, 16, 17])

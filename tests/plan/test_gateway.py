@@ -8,14 +8,14 @@ from collections import Counter
 import pytest
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.check import check
-from dfa_megatron.plan.ir import Plan
-from dfa_megatron.plan.lower import lower_all
-from dfa_megatron.plan.mask import causal
+from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.lowering.lower import lower_all
+from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import SCHEDULES, plan_named
-from tests.plan import oracle
-from tests.plan.cases import every_mask, heterogeneous_masks
-from tests.plan.dense import reference
+from tests.support import oracle
+from tests.support.plan_cases import every_mask, heterogeneous_masks
+from tests.support.plan_dense import reference
 
 ROUTED = ("balanced", "balanced_shared", "zigzag", "dealt", "greedy")
 

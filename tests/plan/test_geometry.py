@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dfa_megatron.plan.geometry import CAUSAL, FULL, UNBOUNDED, Band, Span, Tile, covers
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, UNBOUNDED, Band, Span, Tile, covers
 
 Pairs = set[tuple[int, int]]
 

@@ -9,17 +9,18 @@ from collections import defaultdict
 import pytest
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan import mask as masks
-from dfa_megatron.plan.check import check
-from dfa_megatron.plan.components import components
-from dfa_megatron.plan.cost import AttentionShape, bytes_sent
-from dfa_megatron.plan.deal import Prices, dealt, layout_of
-from dfa_megatron.plan.geometry import Span
-from dfa_megatron.plan.ir import FORWARD, Plan
-from dfa_megatron.plan.layout import Layout
-from dfa_megatron.plan.mask import Mask, documents
+from dfa_megatron.plan.cost.simulate import bytes_sent
+from dfa_megatron.plan.language import mask as masks
+from dfa_megatron.plan.language.components import components
+from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.plan.language.ir import FORWARD, Plan
+from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.mask import Mask, documents
+from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import SCHEDULES, plan_named
-from tests.plan.cases import every_mask, heterogeneous_masks
+from dfa_megatron.plan.schedules.load_balanced import Prices, dealt, layout_of
+from tests.support.plan_cases import every_mask, heterogeneous_masks
 
 LOCAL = 8192
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.cost import simulate
-from dfa_megatron.plan.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, PROFILES, Hardware, Link, flat
-from dfa_megatron.plan.mask import causal
-from dfa_megatron.plan.network import Network, Wire
-from dfa_megatron.plan.profile import from_json, load, profile_named, save, to_json
+from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, PROFILES, Hardware, Link, flat
+from dfa_megatron.plan.cost.network import Network, Wire
+from dfa_megatron.plan.cost.profile import from_json, load, profile_named, save, to_json
+from dfa_megatron.plan.cost.simulate import simulate
+from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.schedules import plan_named
 
 

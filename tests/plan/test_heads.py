@@ -9,9 +9,9 @@ import pytest
 
 from dfa_megatron.cli.main import main
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan import layout as layouts
-from dfa_megatron.plan.cost import AttentionShape
-from dfa_megatron.plan.heads import check_degree, split_heads, split_tokens
+from dfa_megatron.plan.language import layout as layouts
+from dfa_megatron.plan.language.heads import check_degree, split_heads, split_tokens
+from dfa_megatron.plan.language.shape import AttentionShape
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 6])

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.check import check
-from dfa_megatron.plan.geometry import Span
-from dfa_megatron.plan.ir import BACKWARD, FORWARD, Block, Plan, Transfer, from_text, to_text
-from dfa_megatron.plan.layout import Layout, contiguous
-from dfa_megatron.plan.mask import causal
+from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Block, Plan, Transfer, from_text, to_text
+from dfa_megatron.plan.language.layout import Layout, contiguous
+from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import SCHEDULES, plan_named
-from tests.plan.cases import every_mask, plans
-from tests.plan.mutants import mutate
+from tests.support.mutants import mutate
+from tests.support.plan_cases import every_mask, plans
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

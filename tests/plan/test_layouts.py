@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.layout import LAYOUTS, Layout, by_name, contiguous, halves, zigzag
+from dfa_megatron.plan.language.layout import LAYOUTS, Layout, by_name, contiguous, halves, zigzag
 
 
 def tokens(layout: Layout, rank: int) -> list[int]:

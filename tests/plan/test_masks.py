@@ -9,10 +9,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dfa_megatron.plan import mask as masks
-from dfa_megatron.plan.geometry import Span, Tile
-from dfa_megatron.plan.mask import Mask
-from tests.plan.cases import every_mask, heterogeneous_masks, of_union
+from dfa_megatron.plan.language import mask as masks
+from dfa_megatron.plan.language.geometry import Span, Tile
+from dfa_megatron.plan.language.mask import Mask
+from tests.support.plan_cases import every_mask, heterogeneous_masks, of_union
 
 
 def counts(mask: Mask) -> np.ndarray:

@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.check import check
-from dfa_megatron.plan.ir import Plan
-from tests.plan import mutants, oracle
-from tests.plan.cases import every_mask, plans
-from tests.plan.dense import reference
+from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.plan.proof.check import check
+from tests.support import mutants, oracle
+from tests.support.plan_cases import every_mask, plans
+from tests.support.plan_dense import reference
 
 
 def accepts(plan: Plan) -> bool:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dfa_megatron.plan.cost import AttentionShape, simulate
-from dfa_megatron.plan.hardware import H200_NIC_400G, H200_SLOW_LINK, IDEAL_LINK, Hardware
-from dfa_megatron.plan.mask import causal
-from dfa_megatron.plan.outline import estimate, outline
+from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_SLOW_LINK, IDEAL_LINK, Hardware
+from dfa_megatron.plan.cost.outline import estimate, outline
+from dfa_megatron.plan.cost.simulate import simulate
+from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.schedules import plan_named
 
 DOCS = Path(__file__).parents[2] / "docs"

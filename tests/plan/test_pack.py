@@ -9,17 +9,17 @@ from itertools import accumulate
 import pytest
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.check import check, check_programs
-from dfa_megatron.plan.geometry import CAUSAL, FULL, Segment, Span, Tile
-from dfa_megatron.plan.greedy import own_rows
-from dfa_megatron.plan.ir import BACKWARD, FORWARD, Phase, Plan
-from dfa_megatron.plan.layout import contiguous
-from dfa_megatron.plan.lower import lower_all
-from dfa_megatron.plan.mask import causal, documents
-from dfa_megatron.plan.pack import GAP, packs, segments_of
-from dfa_megatron.plan.route import direct
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Segment, Span, Tile
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Phase, Plan
+from dfa_megatron.plan.language.layout import contiguous
+from dfa_megatron.plan.language.mask import causal, documents
+from dfa_megatron.plan.lowering.lower import lower_all
+from dfa_megatron.plan.lowering.messages import shares
+from dfa_megatron.plan.lowering.pack import GAP, packs, segments_of
+from dfa_megatron.plan.proof.check import check, check_programs
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.plan.share import shares
+from dfa_megatron.plan.schedules.greedy import own_rows
+from dfa_megatron.plan.schedules.route import direct
 
 
 def square(lo: int, hi: int) -> Tile:

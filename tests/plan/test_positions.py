@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from dfa_megatron.plan.check import check
-from dfa_megatron.plan.geometry import Span
 from dfa_megatron.plan.interpret import run_together
-from dfa_megatron.plan.ir import Plan
-from dfa_megatron.plan.positions import tokens
-from dfa_megatron.plan.program import Call, Program, Region
+from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.plan.language.program import Call, Program, Region
+from dfa_megatron.plan.lowering.positions import tokens
+from dfa_megatron.plan.proof.check import check
+from dfa_megatron.plan.proof.sets import Sets
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.plan.sets import Sets
-from tests.plan.cases import every_mask, heterogeneous_masks, plans
+from tests.support.plan_cases import every_mask, heterogeneous_masks, plans
 
 
 class Compared(Sets):

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.check import check, check_plan, check_programs
-from dfa_megatron.plan.geometry import Band
-from dfa_megatron.plan.lower import lower, lower_all
-from dfa_megatron.plan.mask import causal
-from dfa_megatron.plan.program import Call, Program, Region, Step
+from dfa_megatron.plan.language.geometry import Band
+from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.language.program import Call, Program, Region, Step
+from dfa_megatron.plan.lowering.lower import lower, lower_all
+from dfa_megatron.plan.proof.check import check, check_plan, check_programs
 from dfa_megatron.plan.schedules import plan_named
-from tests.plan import arrays
-from tests.plan.cases import every_mask, plans
-from tests.plan.dense import reference
+from tests.support import arrays
+from tests.support.plan_cases import every_mask, plans
+from tests.support.plan_dense import reference
 
 ORDERS = ("eager", "lazy", "random")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dfa_megatron.plan.cost import AttentionShape, bytes_of
-from dfa_megatron.runtime.wire import Format
+from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
+from dfa_megatron.runtime.execute.wire_format import Format
 
 
 @pytest.mark.parametrize("name", ["q", "kv", "out", "qdo", "dq", "dkv"])

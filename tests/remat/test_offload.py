@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from dfa_megatron import dist_flash_attn_func, kept, remat
+from dfa_megatron import dist_flash_attn_func, remat
 from dfa_megatron.errors import RematError, UnsupportedError
-from dfa_megatron.kept import HostKept, Kept
+from dfa_megatron.remat import saved as kept
+from dfa_megatron.remat.saved import HostKept, Kept
 
 
 @pytest.fixture

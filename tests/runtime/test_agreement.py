@@ -12,8 +12,8 @@ import torch
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, DistAttentionError, ExecutionError, UnsupportedError
-from dfa_megatron.plan.route import direct
 from dfa_megatron.plan.schedules import SCHEDULES
+from dfa_megatron.plan.schedules.route import direct
 from dfa_megatron.testing.workers import run_ranks
 
 

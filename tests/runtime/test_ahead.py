@@ -6,10 +6,8 @@ import logging
 import multiprocessing
 import pickle
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,16 +15,14 @@ import torch
 from torch.utils.data import DataLoader
 
 import dfa_megatron
-from dfa_megatron.ahead import PackPlan, PackPlanner
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.pack_planner import PackPlan, PackPlanner
 from dfa_megatron.runtime import rank_plan
-from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import TOLERANCE
-from packs import pack, random_offsets, tokens_of
+from tests.support.cases import TOLERANCE
+from tests.support.packs import pack, random_offsets, tokens_of
 
 SHAPE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 32, "device": "cpu"}
 TOKENS = 24

@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,20 +17,18 @@ from torch.utils.checkpoint import checkpoint
 
 import dfa_megatron
 from dfa_megatron import remat
-from dfa_megatron.ahead import PackPlanner
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.kernels.triton_support import interpreted
+from dfa_megatron.kernels.triton.support import interpreted
+from dfa_megatron.pack_planner import PackPlanner
 from dfa_megatron.runtime import rank_plan
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.runtime.together import backward_together, forward_together, prepare_together
-from dfa_megatron.testing.compare import assert_close, dense_attention
-from dfa_megatron.testing.memory import nan_memory
+from dfa_megatron.testing.dense import assert_close, dense_attention
+from dfa_megatron.testing.nan_memory import nan_memory
+from dfa_megatron.testing.together import backward_together, forward_together, prepare_together
 from dfa_megatron.testing.workers import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import TOLERANCE, Tensors, positions
-from packs import random_offsets, tokens_of
+from tests.support.cases import TOLERANCE, Tensors, positions
+from tests.support.packs import random_offsets, tokens_of
 
 KERNEL = "triton" if interpreted() else "reference"
 """What computes with all ranks in one process: the file is run again in Triton's interpreter."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import dfa_megatron
 from dfa_megatron.errors import DistAttentionError
-from dfa_megatron.runtime.calls import Calls, Kind, at_layer
+from dfa_megatron.runtime.agreement.calls import Calls, Kind, at_layer
 from dfa_megatron.testing.workers import run_ranks
 
 KNOWN = ({"softmax_scale": 0.25}, {"softmax_scale": 0.5}, {"window_size": (3, 0)}, {"causal": False})
@@ -249,7 +249,7 @@ def test_a_group_that_failed_refuses_at_once_and_names_the_error_that_lost_it() 
 
 
 def _value_error(rank: int, ranks: int) -> tuple[str, str, float]:
-    from dfa_megatron.plan import mask
+    from dfa_megatron.plan.language import mask
 
     def impossible(*args: object) -> None:
         raise ValueError("an impossible window")

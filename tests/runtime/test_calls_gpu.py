@@ -13,7 +13,7 @@ import torch
 
 import dfa_megatron
 from dfa_megatron.errors import DistAttentionError
-from dfa_megatron.runtime.watch import EXIT_STATUS
+from dfa_megatron.runtime.agreement.watcher import EXIT_STATUS
 from dfa_megatron.testing.workers import run_ranks
 
 TRANSPORTS = ["p2p", "copy_engine"]

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.kernels.reference import ReferenceKernel
-from dfa_megatron.testing.fuzz import jobs
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
+from dfa_megatron.testing.fuzz import in_one_process as jobs
 from dfa_megatron.testing.fuzz.__main__ import main
 from dfa_megatron.testing.fuzz.attempt import attempt
-from dfa_megatron.testing.fuzz.draw import GPU_CLASSES, draw
+from dfa_megatron.testing.fuzz.random_case import GPU_CLASSES, draw
 
 
 def fuzz(folder: Path, *arguments: str) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def test_a_planted_fault_is_found_and_its_line_finds_it_again(
 
 _PLANTS = """
 import multiprocessing, os, time
-from dfa_megatron.testing.fuzz.draw import draw
+from dfa_megatron.testing.fuzz.random_case import draw
 
 def drawn(number):
     case = draw(0, number, "together")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ from dfa_megatron import remat
 from dfa_megatron.errors import RematError
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.workers import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import case, positions
+from tests.support.cases import case, positions
 
 
 class Layer(torch.nn.Module):

@@ -18,17 +18,17 @@ import pytest
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.check import check
 from dfa_megatron.plan.interpret import rank_loop
-from dfa_megatron.plan.mask import causal, documents, full
-from dfa_megatron.plan.program import Call, Fold, Program
+from dfa_megatron.plan.language.mask import causal, documents, full
+from dfa_megatron.plan.language.program import Call, Fold, Program
+from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.runtime import channel, copy_engine
-from dfa_megatron.runtime.calls import Calls, Kind
-from dfa_megatron.runtime.communicator import Parcel
-from dfa_megatron.runtime.copy_engine import CopyEngineTransport
-from dfa_megatron.runtime.memory import MemoryPlan, plan_memory
-from dfa_megatron.runtime.wire import Format
+from dfa_megatron.runtime.agreement.calls import Calls, Kind
+from dfa_megatron.runtime.comm import channel, copy_engine
+from dfa_megatron.runtime.comm.communicator import Parcel
+from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
+from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
+from dfa_megatron.runtime.execute.wire_format import Format
 
 Operation = Callable[[], bool]
 """Does it and says True, or says False where it has to wait."""

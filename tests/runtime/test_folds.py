@@ -8,15 +8,16 @@ import random
 import pytest
 import torch
 
-from dfa_megatron.plan.check import check
-from dfa_megatron.plan.mask import causal
-from dfa_megatron.plan.program import Region, Write
+from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.language.program import Region, Write
+from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.runtime.accumulators import Accumulator
-from dfa_megatron.runtime.folds import MOST_PARTS, Place, _buffer_folds
-from dfa_megatron.runtime.memory import Arena, plan_memory
-from dfa_megatron.runtime.wire import Field, Format
-from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.execute.accumulators import Accumulator
+from dfa_megatron.runtime.execute.memory_plan import plan_memory
+from dfa_megatron.runtime.execute.merge_plan import MOST_PARTS, Place, _buffer_folds
+from dfa_megatron.runtime.execute.wire_format import Field, Format
+from dfa_megatron.testing.dense import assert_close
 
 ROWS = 12
 

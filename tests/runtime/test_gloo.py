@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import dfa_megatron
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.compare import assert_close
-from dfa_megatron.testing.memory import nan_memory
+from dfa_megatron.testing.dense import assert_close
+from dfa_megatron.testing.nan_memory import nan_memory
 from dfa_megatron.testing.workers import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import TOLERANCE, Case, case, positions
+from tests.support.cases import TOLERANCE, Case, case, positions
 
 
 def attend_and_compare(whole: Case, rank: int, ranks: int, group: object = None, **options: object) -> None:
@@ -168,8 +163,8 @@ def test_torchs_own_switch_asks_for_determinism() -> None:
 
 
 def _communicators(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.channel import channel
-    from dfa_megatron.runtime.groups import group_name
+    from dfa_megatron.runtime.comm.channel import channel
+    from dfa_megatron.runtime.comm.groups import group_name
 
     attend_and_compare(case(ranks * 8), rank, ranks)
     made = len(channel(group_name(None))._made)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +11,11 @@ import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.compare import assert_close
-from dfa_megatron.testing.memory import nan_memory
+from dfa_megatron.testing.dense import assert_close
+from dfa_megatron.testing.nan_memory import nan_memory
 from dfa_megatron.testing.workers import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import TOLERANCE, Case
-from packs import pack, random_offsets, tokens_of
+from tests.support.cases import TOLERANCE, Case
+from tests.support.packs import pack, random_offsets, tokens_of
 
 MASKS = ((True, (-1, -1)), (False, (-1, -1)), (True, (3, 0)), (False, (4, 2)))
 

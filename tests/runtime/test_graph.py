@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from dfa_megatron.runtime import graph
+from dfa_megatron.runtime.execute import cuda_graph as graph
 
 
 def test_a_graph_that_an_evaluation_captured_serves_training(monkeypatch: pytest.MonkeyPatch) -> None:

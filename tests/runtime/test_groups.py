@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import dfa_megatron
-from dfa_megatron.runtime.channel import channel
-from dfa_megatron.runtime.groups import before_destroying, group_name
+from dfa_megatron.runtime.comm.channel import channel
+from dfa_megatron.runtime.comm.groups import before_destroying, group_name
 from dfa_megatron.testing.workers import run_ranks
 
 

@@ -11,8 +11,8 @@ import torch
 
 import dfa_megatron
 from dfa_megatron.errors import DistAttentionError
-from dfa_megatron.plan.hardware import CPU_LOOPBACK, H200_NVLINK, H200_SLOW_LINK, computing_with
-from dfa_megatron.plan.profile import save
+from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_NVLINK, H200_SLOW_LINK, computing_with
+from dfa_megatron.plan.cost.profile import save
 from dfa_megatron.runtime.machine import profile_of
 from dfa_megatron.runtime.prepare import build
 from dfa_megatron.runtime.problem import problem_of

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +11,9 @@ import torch
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import Case, case, positions
+from tests.support.cases import Case, case, positions
 
 TOLERANCE = 1e-2
 """bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""

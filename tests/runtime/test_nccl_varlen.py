@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,10 @@ import torch
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import Case
-from packs import pack, random_offsets, served, skip_unless_it_serves_this_gpu, tokens_of
+from tests.support.cases import Case
+from tests.support.packs import pack, random_offsets, served, skip_unless_it_serves_this_gpu, tokens_of
 
 TOLERANCE = 1e-2
 """bfloat16 inputs and outputs: 2 to 4e-3 is usual for attention and its gradients."""

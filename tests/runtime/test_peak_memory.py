@@ -10,17 +10,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dfa_megatron.kernels import flash4
-from dfa_megatron.kernels.flash4 import Flash4Kernel
-from dfa_megatron.plan.check import check
+from dfa_megatron.kernels.adapters import flash4
+from dfa_megatron.kernels.adapters.flash4 import Flash4Kernel
 from dfa_megatron.plan.interpret import rank_loop
-from dfa_megatron.plan.ir import Plan
-from dfa_megatron.plan.mask import causal
+from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.runtime import accumulators
-from dfa_megatron.runtime.memory import Arena, plan_memory
-from dfa_megatron.runtime.tensors import Tensors
-from dfa_megatron.runtime.wire import Format
+from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.execute import accumulators
+from dfa_megatron.runtime.execute.memory_plan import plan_memory
+from dfa_megatron.runtime.execute.tensors import Tensors
+from dfa_megatron.runtime.execute.wire_format import Format
 
 RANKS, LENGTH, DIM = 4, 131072, 128
 LOCAL = LENGTH // RANKS

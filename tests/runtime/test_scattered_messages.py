@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from dfa_megatron.plan.check import check
-from dfa_megatron.plan.ir import BACKWARD, FORWARD, Block, Phase, Plan
-from dfa_megatron.plan.layout import Layout, cut
-from dfa_megatron.plan.mask import causal
-from dfa_megatron.plan.route import direct
-from dfa_megatron.runtime.memory import plan_memory
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Block, Phase, Plan
+from dfa_megatron.plan.language.layout import Layout, cut
+from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.proof.check import check
+from dfa_megatron.plan.schedules.route import direct
+from dfa_megatron.runtime.execute.memory_plan import plan_memory
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.runtime.together import backward_together, forward_together, prepare_together
-from dfa_megatron.testing.compare import assert_close
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import case
+from dfa_megatron.testing.dense import assert_close
+from dfa_megatron.testing.together import backward_together, forward_together, prepare_together
+from tests.support.cases import case
 
 LENGTH = 30
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +15,10 @@ import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.compare import assert_close, dense_attention
-from dfa_megatron.testing.memory import nan_memory
+from dfa_megatron.testing.dense import assert_close, dense_attention
+from dfa_megatron.testing.nan_memory import nan_memory
 from dfa_megatron.testing.workers import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import TOLERANCE, Tensors, positions
+from tests.support.cases import TOLERANCE, Tensors, positions
 
 
 def inputs(length: int, heads: int, dtype: torch.dtype, seed: int, head_dim: int = 8) -> tuple[Tensors, torch.Tensor]:
@@ -112,7 +108,7 @@ def test_packed_documents_have_sinks_too() -> None:
 
 
 def test_a_row_that_sees_nothing_gives_all_its_probability_to_the_sink() -> None:
-    from dfa_megatron.runtime.sinks import merge_sinks, sinks_gradient
+    from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 
     out, lse = torch.zeros(1, 3, 2, 4), torch.full((1, 2, 3), -math.inf)
     out[0, 2], lse[0, :, 2] = 1.0, 0.5

@@ -13,14 +13,12 @@ import pytest
 import torch
 
 import dfa_megatron
+from dfa_megatron.doctor import recording as timeline
+from dfa_megatron.doctor.ablation import ablation
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime import timeline
-from dfa_megatron.runtime.ablation import ablation
-from dfa_megatron.testing.compare import assert_close
+from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import case
+from tests.support.cases import case
 
 
 def test_what_was_recorded_is_what_was_simulated(tmp_path: Path) -> None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.runtime.together import backward_together, forward_together, prepare_together
-from dfa_megatron.testing.compare import assert_close
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import TOLERANCE, Case, case, positions
+from dfa_megatron.testing.dense import assert_close
+from dfa_megatron.testing.together import backward_together, forward_together, prepare_together
+from tests.support.cases import TOLERANCE, Case, case, positions
 
 SCHEDULES = (
     ("ring", "contiguous"),

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dfa_megatron.runtime.request import Request
-
-sys.path.insert(0, str(Path(__file__).parent))
-from packs import pack, random_offsets, served, skip_unless_it_serves_this_gpu
-from test_together_varlen import run
+from tests.runtime.test_together_varlen import run
+from tests.support.packs import pack, random_offsets, served, skip_unless_it_serves_this_gpu
 
 SHAPE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
 SCHEDULES = (("balanced_shared", "contiguous"), ("greedy", "contiguous"), ("zigzag", "zigzag"), ("dealt", "dealt"))

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from dfa_megatron.runtime.request import Request
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import case
-from test_together import MASKS, run
+from tests.runtime.test_together import MASKS, run
+from tests.support.cases import case
 
 
 @pytest.mark.usefixtures("nan_memory")

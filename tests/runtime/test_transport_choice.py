@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import dfa_megatron
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime import copy_engine, prepare
-from dfa_megatron.runtime.channel import Channel, channel
-from dfa_megatron.runtime.groups import group_name
-from dfa_megatron.runtime.memory import Arena
-from dfa_megatron.runtime.transport import Transport
+from dfa_megatron.runtime import prepare
+from dfa_megatron.runtime.comm import copy_engine
+from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.comm.channel import Channel, channel
+from dfa_megatron.runtime.comm.groups import group_name
+from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.testing.workers import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import case, positions
+from tests.support.cases import case, positions
 
 
 def _asked_for(rank: int, ranks: int) -> list[set[str]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -16,18 +14,16 @@ from torch.utils.checkpoint import checkpoint
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.plan.cost import AttentionShape
-from dfa_megatron.plan.heads import split_heads
-from dfa_megatron.runtime.board import Board
-from dfa_megatron.runtime.channel import Channel, Guard
+from dfa_megatron.plan.language.heads import split_heads
+from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.runtime.agreement.board import Board
+from dfa_megatron.runtime.comm.channel import Channel, Guard
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.testing.compare import assert_close, dense_attention
-from dfa_megatron.testing.memory import nan_memory
+from dfa_megatron.testing.dense import assert_close, dense_attention
+from dfa_megatron.testing.nan_memory import nan_memory
 from dfa_megatron.testing.workers import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import Case, case, positions
-from test_gloo import attend_and_compare
+from tests.runtime.test_gloo import attend_and_compare
+from tests.support.cases import Case, case, positions
 
 HEADS = ((4, 4), (8, 2), (8, 1), (12, 4), (12, 6), (12, 12))
 """(heads, kv_heads): multi-head, grouped, multi-query; 12 and 6 on 4 ranks give ranks unlike shares of kv heads."""
@@ -124,8 +120,8 @@ def test_groups_of_other_than_all_ranks_exchange_among_themselves() -> None:
 
 
 def _communicators(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.channel import channel
-    from dfa_megatron.runtime.groups import group_name
+    from dfa_megatron.runtime.comm.channel import channel
+    from dfa_megatron.runtime.comm.groups import group_name
     from dfa_megatron.runtime.prepare import in_use
 
     def count() -> int:
@@ -204,7 +200,7 @@ def test_gradients_of_copied_kv_heads_are_equal_to_the_bit_from_run_to_run() -> 
 
 def _cheapest(rank: int, ranks: int) -> dict[str, int]:
     """As if nothing but bytes cost anything: the rank that a schedule lets send most sends more than an all-to-all."""
-    from dfa_megatron.plan.hardware import IDEAL_LINK, Link
+    from dfa_megatron.plan.cost.hardware import IDEAL_LINK, Link
     from dfa_megatron.runtime import problem
 
     problem.profile_of = lambda hardware, cuda, over, kernel: dataclasses.replace(IDEAL_LINK, links=(Link("p2p", 1e6),))
@@ -323,7 +319,7 @@ def test_compilers_trace_through_it_without_a_break() -> None:
 
 
 def _opcheck(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.groups import group_name
+    from dfa_megatron.runtime.comm.groups import group_name
     from dfa_megatron.runtime.op import attention
     from dfa_megatron.runtime.request import Request
 

@@ -23,7 +23,7 @@ def _calls_with(**changed: Any) -> None:
 
 def context_parallelism_is_not_active() -> None:
     """Each rank attends to its own tokens alone."""
-    from dfa_megatron.megatron.core_attention import DistributedCoreAttention
+    from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 
     real = DistributedCoreAttention.__init__
 
@@ -88,8 +88,8 @@ def one_rank_has_another_plan() -> None:
 
 
 def a_kernel_ignores_the_window() -> None:
-    from dfa_megatron.kernels.cpu import CpuKernel
-    from dfa_megatron.plan.geometry import Band
+    from dfa_megatron.kernels.adapters.cpu import CpuKernel
+    from dfa_megatron.plan.language.geometry import Band
 
     for name in ("forward", "backward"):
         vars_of(CpuKernel, name, _with_band(getattr(CpuKernel, name), Band))
@@ -104,7 +104,7 @@ def _with_band(real: Any, band_class: Any) -> Any:
 
 def the_backward_has_stale_keys() -> None:
     """It computes with the keys of the first call of that shape."""
-    from dfa_megatron.kernels.cpu import CpuKernel
+    from dfa_megatron.kernels.adapters.cpu import CpuKernel
 
     real, first = CpuKernel.backward, {}  # type: ignore[var-annotated]
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("megatron.core")
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the rank processes import tests.selfcheck by name
 
 from dfa_megatron.errors import SelfCheckError, UnsupportedError
-from dfa_megatron.megatron import script
 from dfa_megatron.megatron.selfcheck import at_start as of_megatron
-from dfa_megatron.selfcheck import at_start, check
+from dfa_megatron.megatron.start import script
+from dfa_megatron.selfcheck import at_start
+from dfa_megatron.selfcheck import run_case as check
 from dfa_megatron.testing.workers import run_ranks
 from tests.selfcheck.plants import the_loss_is_scaled_by_the_ranks
 from tests.selfcheck.test_megatron import FLAGS

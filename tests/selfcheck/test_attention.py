@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the rank processes import tests.selfcheck.plants by name
 
 from dfa_megatron.cli.attention_check import case_of
 from dfa_megatron.cli.main import main
-from dfa_megatron.selfcheck.check import DIFFERS, RIGHT, check_planted
+from dfa_megatron.selfcheck.run_case import DIFFERS, RIGHT, check_planted
 from dfa_megatron.selfcheck.table import text
 from tests.selfcheck import plants
 

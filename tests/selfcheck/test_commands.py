@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.core")
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from dfa_megatron.argument_file import read_arguments
 from dfa_megatron.cli.main import main

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.core")
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the rank processes import tests.selfcheck.plants by name
 
 from dfa_megatron.megatron.selfcheck.shrink import case_of
-from dfa_megatron.selfcheck.check import DIFFERS, RIGHT, Report, check_planted
+from dfa_megatron.selfcheck.run_case import DIFFERS, RIGHT, Report, check_planted
 from dfa_megatron.selfcheck.table import text
 from tests.selfcheck import plants
 

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the rank processes import tests.selfcheck.measures by name
-
 from dfa_megatron.selfcheck.case import Case, Section
-from dfa_megatron.selfcheck.check import DIFFERS, RIGHT, check, check_planted
+from dfa_megatron.selfcheck.run_case import DIFFERS, RIGHT, check, check_planted
 from dfa_megatron.selfcheck.table import text
 from tests.selfcheck import measures
 
@@ -65,7 +63,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_ended(tmp_path: Path) -> 
 def test_no_rank_outlives_a_check_that_was_killed(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from tests.selfcheck.test_processes import case; "
-        f"from dfa_megatron.selfcheck.check import check; check(case(Path({str(tmp_path)!r}), 'sleeps', 120.0))"
+        f"from dfa_megatron.selfcheck.run_case import check; check(case(Path({str(tmp_path)!r}), 'sleeps', 120.0))"
     )
     started = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     path, deadline = tmp_path / "pid", time.monotonic() + 90

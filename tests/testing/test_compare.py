@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dfa_megatron.testing.compare import assert_close, band_mask, dense_attention
+from dfa_megatron.testing.dense import assert_close, band_mask, dense_attention
 
 
 def inputs(seed: int, heads: int, kv_heads: int, q_len: int = 7, kv_len: int = 7) -> list[torch.Tensor]:

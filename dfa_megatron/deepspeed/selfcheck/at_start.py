@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.deepspeed.block import KEY, Block
+from dfa_megatron.deepspeed.json_block import KEY, Block
 from dfa_megatron.deepspeed.mesh import Mesh
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.model import transformers_model
+from dfa_megatron.huggingface.distribute import transformers_model
 
 _DONE: list[tuple[str, str]] = []
 """What this process has checked: the JSON and the model's config. A second engine of the same is not checked again."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dfa_megatron.deepspeed.block import KEY, Block
+from dfa_megatron.deepspeed.json_block import KEY, Block
 from dfa_megatron.deepspeed.refusals import check_settings, check_sizes
 from dfa_megatron.deepspeed.selfcheck.shrink import engine_settings, unseen_keys
 from dfa_megatron.errors import UnsupportedError

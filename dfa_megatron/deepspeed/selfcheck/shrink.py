@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dfa_megatron.deepspeed.block import KEY, Block
+from dfa_megatron.deepspeed.json_block import KEY, Block
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.selfcheck.case import Reduction
 from dfa_megatron.selfcheck.options import on_cpu

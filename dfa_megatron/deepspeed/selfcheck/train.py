@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import deepspeed as dfa_ds
-from dfa_megatron.deepspeed.block import KEY
+from dfa_megatron.deepspeed.json_block import KEY
 from dfa_megatron.deepspeed.mesh import Mesh
 from dfa_megatron.huggingface.refusals import check_model
 from dfa_megatron.huggingface.selfcheck.model import batch_of, build, loss_of_each_token, shifted

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.huggingface.attention import CONTEXT, NAME, attention
-from dfa_megatron.runtime.groups import resolve
+from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, attention
+from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.selfcheck.record import Recorder
 
 _EAGER = "eager_attention_forward"

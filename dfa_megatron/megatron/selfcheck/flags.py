@@ -13,10 +13,10 @@ from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.flags import add_dfa_arguments, check_args
 from dfa_megatron.megatron.refusals import check_config
-from dfa_megatron.megatron.script import LAUNCH_REFUSALS
 from dfa_megatron.megatron.selfcheck.names import FUSED_OFF, NO_PART
+from dfa_megatron.megatron.start.flags import add_dfa_arguments, check_args
+from dfa_megatron.megatron.start.script import LAUNCH_REFUSALS
 
 _TO_CONFIG: dict[str, dict[str, Any]] = {
     "apply_layernorm_1p": {"layernorm_zero_centered_gamma": True},

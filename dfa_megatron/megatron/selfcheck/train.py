@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.megatron.cpu import use_cpu
 from dfa_megatron.megatron.selfcheck.model import Parallel, build, config_of, global_name, places_of, start
 from dfa_megatron.megatron.selfcheck.watch import tokens_of, watch
+from dfa_megatron.megatron.start.cpu import use_cpu
 from dfa_megatron.selfcheck.record import Recorder
 
 STEPS = 3
@@ -174,7 +174,7 @@ def _slice(run: Run, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """This rank's part, by the function that a script with these flags would use."""
     import megatron.core.utils
 
-    from dfa_megatron.megatron.batch import shard_batch
+    from dfa_megatron.megatron.tokens.batch import shard_batch
 
     if run.parallel.options is not None and run.parallel.options.layout == "contiguous":
         return dict(shard_batch(batch, run.cp_group, run.parallel.options))

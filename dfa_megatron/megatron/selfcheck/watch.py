@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.megatron.core_attention import DistributedCoreAttention
+from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.selfcheck.model import Parallel
 from dfa_megatron.selfcheck.record import Recorder
 

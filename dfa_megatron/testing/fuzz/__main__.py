@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from dfa_megatron.testing.fuzz.attempt import Verdict, attempt
-from dfa_megatron.testing.fuzz.draw import GPU_CLASSES, MOST_RANKS, Case, draw
-from dfa_megatron.testing.fuzz.groups import run_groups
-from dfa_megatron.testing.fuzz.jobs import run_jobs
+from dfa_megatron.testing.fuzz.deadline import within
+from dfa_megatron.testing.fuzz.in_one_process import run_jobs
+from dfa_megatron.testing.fuzz.over_ranks import run_groups
+from dfa_megatron.testing.fuzz.random_case import GPU_CLASSES, MOST_RANKS, Case, draw
 from dfa_megatron.testing.fuzz.summary import TOLD, Summary
-from dfa_megatron.testing.fuzz.watch import within
 
 TELL = 5.0
 """Seconds between two lines of progress, and between two writings of the report."""

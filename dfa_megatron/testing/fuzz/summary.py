@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dfa_megatron.testing.fuzz.attempt import Verdict
-from dfa_megatron.testing.fuzz.draw import Case
+from dfa_megatron.testing.fuzz.random_case import Case
 
 TOLD = 20
 """Failures that are printed; the file has all of them."""

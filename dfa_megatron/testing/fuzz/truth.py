@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import torch
 
-from dfa_megatron.packing import layout_of_tokens, positions_of
-from dfa_megatron.testing.compare import dense_attention
-from dfa_megatron.testing.fuzz.draw import Case
+from dfa_megatron.sharding import layout_of_tokens, positions_of
+from dfa_megatron.testing.dense import dense_attention
+from dfa_megatron.testing.fuzz.random_case import Case
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 """Of the norm of the error of a whole output, beside that of the output; four times that for gradients."""

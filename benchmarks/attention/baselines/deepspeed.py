@@ -1,0 +1,54 @@
+"""DeepSpeed's Ulysses: its DistributedAttention around one of our block kernels, as it wraps any local attention."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.attention.baselines import version_of
+from benchmarks.attention.baselines.ulysses import refuse_heads
+from benchmarks.attention.job import Job, Problem
+from benchmarks.attention.local import local_attention
+from benchmarks.attention.method import Attention, Method
+from dfa_megatron.doctor.world import World
+from dfa_megatron.errors import UnsupportedError
+
+
+def methods(job: Job) -> list[Method]:
+    """One per kernel of the job.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    version_of("deepspeed")
+    return [_with_kernel(kernel) for kernel in job.kernel]
+
+
+def _with_kernel(kernel: str) -> Method:
+    def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
+        refuse_heads(problem, world.size)
+        if problem.kv_heads % world.size:
+            raise UnsupportedError(
+                f"DistributedAttention of {problem.kv_heads} kv_heads over {world.size} ranks",
+                "it does not give one head to several ranks",
+                "a multiple of the number of ranks",
+            )
+        import deepspeed
+        from deepspeed.sequence.layer import DistributedAttention
+
+        if not world.cuda:  # otherwise it compiles an extension first, for minutes
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if not deepspeed.comm.is_initialized():
+            deepspeed.init_distributed("nccl" if world.cuda else "gloo", auto_mpi_discovery=False)
+        local = local_attention(kernel, problem, world.device, share=world.size)
+        ulysses = DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = ulysses(q, k, v, 0)
+            return out
+
+        return attend
+
+    return Method(f"deepspeed ulysses {kernel}", "peer", start, note="DistributedAttention around this block kernel")

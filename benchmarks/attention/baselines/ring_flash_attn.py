@@ -1,0 +1,92 @@
+"""ring-flash-attn: its ring, its zigzag ring and its Llama-3 all-gather, on FlashAttention-2."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.attention.baselines import flash_attn_shim, refuse_windows, version_of
+from benchmarks.attention.job import Job, Problem
+from benchmarks.attention.method import Attention, Method, zigzag
+from dfa_megatron.doctor.world import World
+from dfa_megatron.errors import UnsupportedError
+
+
+def methods(job: Job) -> list[Method]:
+    """One per algorithm of the package.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    version_of("ring-flash-attn")
+    note = flash_attn_shim.install(job.device)
+    return [
+        Method("ring-flash-attn ring", "peer", _start(_ring), note=note),
+        Method("ring-flash-attn zigzag", "peer", _start(_zigzag), zigzag, note),
+        Method("ring-flash-attn llama3", "peer", _start(_llama3), note=note),
+    ]
+
+
+Algorithm = Callable[[Any, Problem, int, World], Attention]
+
+
+def _start(algorithm: Algorithm) -> Callable[[Problem, int, World, ExitStack], Attention]:
+    def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
+        refuse_windows(problem, "ring-flash-attn")
+        return algorithm(_package(), problem, local_seq, world)
+
+    return start
+
+
+@functools.cache
+def _package() -> ModuleType:
+    # Its adapters for Hugging Face want names that only some versions of transformers have, and serve nothing here.
+    adapters: Any = ModuleType("ring_flash_attn.adapters")
+    adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None
+    sys.modules.setdefault(adapters.__name__, adapters)
+    import ring_flash_attn
+
+    package: ModuleType = ring_flash_attn
+    return package
+
+
+def _ring(package: Any, problem: Problem, local_seq: int, world: World) -> Attention:
+    return functools.partial(package.ring_flash_attn_func, causal=problem.causal)
+
+
+def _zigzag(package: Any, problem: Problem, local_seq: int, world: World) -> Attention:
+    if not problem.causal:
+        raise UnsupportedError("zigzag of a full mask", "the package asserts causal=True", "its ring")
+    return functools.partial(package.zigzag_ring_flash_attn_func, causal=True)
+
+
+def _llama3(package: Any, problem: Problem, local_seq: int, world: World) -> Attention:
+    whole = torch.tensor([0, world.size * local_seq], dtype=torch.int32, device=world.device)
+    prepared = package.llama3_flash_attn_prepare_cu_seqlens(whole, problem.causal, world.rank, world.size)
+    stride = max(count for count in (1, 2, 3, 4) if problem.kv_heads % count == 0)  # 4 in the package's own benchmark
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice = prepared
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = package.llama3_flash_attn_varlen_func(
+            q[0],
+            k[0],
+            v[0],
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            heads_k_stride=stride,
+            local_k_slice=local_k_slice,
+            causal=problem.causal,
+            group=dist.group.WORLD,
+        )
+        return out[None]
+
+    return attend

@@ -1,0 +1,73 @@
+"""TransformerEngine's context parallelism, Megatron-Core's own: p2p ring, all-gather, all-to-all, and both nested."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.attention.baselines import version_of
+from benchmarks.attention.job import Job, Problem
+from benchmarks.attention.method import Attention, Method, zigzag
+from dfa_megatron.doctor.world import World
+from dfa_megatron.errors import UnsupportedError
+
+
+def methods(job: Job) -> list[Method]:
+    """One per cp_comm_type; TransformerEngine chooses its kernel itself (NVTE_FUSED_ATTN, NVTE_FLASH_ATTN).
+
+    Raises:
+        UnsupportedError: it is not installed, or not on GPUs.
+    """
+    version_of("transformer-engine")
+    if job.device != "cuda":
+        raise UnsupportedError("TransformerEngine on a CPU", "its kernels are CUDA", "GPUs")
+    return [_communicating(kind) for kind in ("p2p", "all_gather", "a2a", "a2a+p2p")]
+
+
+def _communicating(kind: str) -> Method:
+    def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
+        if problem.mask == "window" and kind in ("p2p", "a2a+p2p"):
+            raise UnsupportedError(f"{kind} of a sliding window", "its ring splits none", "all_gather, a2a")
+        if kind == "a2a+p2p" and (world.size % 2 or world.size == 2):
+            raise UnsupportedError(f"a2a+p2p over {world.size} ranks", "pairs in a ring take 4, 6, ...", "p2p or a2a")
+        among = {"a2a": world.size, "a2a+p2p": 2}.get(kind, 1)
+        if problem.heads % among or problem.kv_heads % among:
+            what = f"{kind} over {world.size} ranks of {problem.heads} heads and {problem.kv_heads} kv_heads"
+            raise UnsupportedError(what, f"it divides both among {among} ranks", "p2p or all_gather")
+        from transformer_engine.pytorch import DotProductAttention
+
+        attention = DotProductAttention(
+            problem.heads,
+            problem.head_dim,
+            num_gqa_groups=problem.kv_heads,
+            attention_dropout=0.0,
+            qkv_format="bshd",
+            attn_mask_type="causal" if problem.causal else "no_mask",
+            window_size=problem.window_size if problem.mask == "window" else None,
+        )
+        groups, stream = _communicators(kind, world)
+        attention.set_context_parallel_group(groups, list(range(world.size)), stream, kind)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = attention(q, k, v)
+            return out.view(q.shape)
+
+        return attend
+
+    return Method(f"transformer_engine {kind}", "peer", start, zigzag)
+
+
+@functools.cache
+def _communicators(kind: str, world: World) -> tuple[Any, torch.cuda.Stream]:
+    """The group, or for pairs in a ring the pair's and the ring's; and the second stream of its ring."""
+    stream = torch.cuda.Stream()
+    if kind != "a2a+p2p":
+        return dist.new_group(backend="nccl"), stream
+    pairs = [list(range(first, first + 2)) for first in range(0, world.size, 2)]
+    rings = [list(range(first, world.size, 2)) for first in range(2)]
+    made = [(ranks, dist.new_group(ranks, backend="nccl")) for ranks in (*pairs, *rings)]
+    return [group for ranks, group in made if world.rank in ranks], stream

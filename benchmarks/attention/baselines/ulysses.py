@@ -1,0 +1,88 @@
+"""Ulysses as in its paper (2309.14509): an all-to-all turns a part of the sequence into a part of the heads."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.attention.job import Job, Problem
+from benchmarks.attention.local import local_attention
+from benchmarks.attention.method import Attention, Method
+from dfa_megatron.doctor.world import World
+from dfa_megatron.errors import UnsupportedError
+
+
+def methods(job: Job) -> list[Method]:
+    """One per kernel of the job."""
+    return [_with_kernel(kernel) for kernel in job.kernel]
+
+
+def refuse_heads(problem: Problem, ranks: int) -> None:
+    """Heads are what is divided among the ranks.
+
+    Raises:
+        UnsupportedError: there are too few, or they do not divide.
+    """
+    heads, kv_heads = problem.heads, problem.kv_heads
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise UnsupportedError(
+            f"all-to-all over {ranks} ranks of {heads} heads and {kv_heads} kv_heads",
+            "it divides the heads among the ranks",
+            "multiples of the number of ranks; fewer kv_heads if they divide it",
+        )
+
+
+def _with_kernel(kernel: str) -> Method:
+    def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
+        refuse_heads(problem, world.size)
+        local = local_attention(kernel, problem, world.device, share=world.size)
+        copies = max(1, world.size // problem.kv_heads)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if copies > 1:  # every rank needs a key/value head
+                k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
+            return _to_sequence(local(*(_to_heads(x) for x in (q, k, v))))
+
+        return attend
+
+    return Method(f"ulysses {kernel}", "peer", start, note="reference over torch.distributed.all_to_all_single")
+
+
+class _Exchange(torch.autograd.Function):
+    """(ranks, ...) -> (ranks, ...): the r-th part goes to rank r. Its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, gradient.contiguous())
+        return received
+
+
+def _exchange(parts: torch.Tensor) -> torch.Tensor:
+    received: torch.Tensor = _Exchange.apply(parts.contiguous())  # type: ignore[no-untyped-call]
+    return received
+
+
+def _to_heads(x: torch.Tensor) -> torch.Tensor:
+    """(batch, local_seq, heads, dim) -> (batch, seq, heads of this rank, dim)."""
+    batch, rows, heads, dim = x.shape
+    ranks = dist.get_world_size()
+    parts = _exchange(x.view(batch, rows, ranks, heads // ranks, dim).permute(2, 0, 1, 3, 4))
+    return parts.transpose(0, 1).reshape(batch, ranks * rows, heads // ranks, dim)
+
+
+def _to_sequence(x: torch.Tensor) -> torch.Tensor:
+    """(batch, seq, heads of this rank, dim) -> (batch, local_seq, heads, dim)."""
+    batch, rows, heads, dim = x.shape
+    ranks = dist.get_world_size()
+    parts = _exchange(x.view(batch, ranks, rows // ranks, heads, dim).transpose(0, 1))
+    return parts.permute(1, 2, 0, 3, 4).reshape(batch, rows // ranks, ranks * heads, dim)

@@ -1,0 +1,141 @@
+"""Timing: methods take turns, ranks start together, and a time is that of the slowest rank."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.doctor.world import StuckError, World
+
+logger = logging.getLogger(__name__)
+
+LONG = 1.0
+"""Seconds from which on a call is repeated three times at least, whatever --repetitions says."""
+_MOST = 50
+
+
+@dataclass(slots=True)
+class Timer:
+    """One pass of one method: what to run, and the milliseconds of each repetition, on this rank until `slowest`."""
+
+    run: Callable[[], object]
+    repetitions: int
+    milliseconds: list[float] = field(default_factory=list)
+    """From the start, at the same time on every rank, until the device has done it."""
+    host: list[float] = field(default_factory=list)
+    """Until the call has returned to Python."""
+
+    @property
+    def median(self) -> float:
+        """Milliseconds."""
+        return statistics.median(self.milliseconds)
+
+    @property
+    def host_median(self) -> float:
+        """Milliseconds."""
+        return statistics.median(self.host)
+
+
+def once(world: World, run: Callable[[], object]) -> tuple[float, float]:
+    """(milliseconds, host milliseconds) of one call that all ranks start together.
+
+    Raises:
+        StuckError: a rank failed at what it has done before; the others may wait for it on their devices.
+    """
+    failed = 0.0
+    clock = _Events() if world.cuda else _HostClock()
+    dist.barrier(None if world.cuda else world.side)
+    clock.start()
+    begin = time.perf_counter()
+    try:
+        run()
+    except Exception:  # whatever it is, the others have to hear of it before they wait for their devices
+        logger.exception("a repetition failed")
+        failed = 1.0
+    host = 1e3 * (time.perf_counter() - begin)
+    clock.stop()
+    if world.slowest([failed])[0]:
+        raise StuckError("a repetition failed after the same call had gone well")
+    return clock.milliseconds(), host
+
+
+class _HostClock:
+    def start(self) -> None:
+        self.begin = time.perf_counter()
+
+    def stop(self) -> None:
+        self.end = time.perf_counter()
+
+    def milliseconds(self) -> float:
+        return 1e3 * (self.end - self.begin)
+
+
+class _Events:
+    def __init__(self) -> None:
+        self.begin, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def start(self) -> None:
+        torch.cuda.synchronize()
+        self.begin.record()
+
+    def stop(self) -> None:
+        self.end.record()
+
+    def milliseconds(self) -> float:
+        self.end.synchronize()
+        return float(self.begin.elapsed_time(self.end))
+
+
+def repetitions(milliseconds: float, least: int, seconds: float) -> int:
+    """How often to repeat a call that takes so long: until `seconds` are spent, `least` times at least."""
+    if milliseconds > 1e3 * LONG:
+        least = min(least, 3)
+    return max(least, min(_MOST, math.ceil(1e3 * seconds / milliseconds)))
+
+
+def take_turns(world: World, timers: Sequence[Timer]) -> None:
+    """Fill the timers, one repetition of each in turn, so that a slow moment of the machine hits all of them."""
+    for turn in range(max((timer.repetitions for timer in timers), default=0)):
+        for timer in timers:
+            if turn < timer.repetitions:
+                milliseconds, host = once(world, timer.run)
+                timer.milliseconds.append(milliseconds)
+                timer.host.append(host)
+    for timer in timers:
+        timer.milliseconds = world.slowest(timer.milliseconds)
+        timer.host = world.slowest(timer.host)
+
+
+class Memory:
+    """Bytes of this rank's device since it was made; 0 on a CPU, where nobody counts them.
+
+    peak: most that PyTorch's allocator held at once, beside what was there before.
+    outside: what was taken past PyTorch's allocator and kept: communicators, symmetric memory, libraries' workspaces.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.peak = self.outside = 0
+        self._cuda = world.cuda
+        if self._cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before, self._outside = torch.cuda.memory_allocated(), _outside()
+
+    def read(self) -> None:
+        """Wait for the device and count."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            self.peak = torch.cuda.max_memory_allocated() - self._before
+            self.outside = max(0, _outside() - self._outside)
+
+
+def _outside() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()

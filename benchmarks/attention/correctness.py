@@ -1,0 +1,91 @@
+"""The check that comes before any timing: a method's out, dq, dk and dv against dense attention in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from contextlib import ExitStack
+
+import torch
+
+from benchmarks.attention.job import Problem
+from benchmarks.attention.method import Attention, Method
+from dfa_megatron.doctor.world import World
+
+TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
+"""Largest |got - exact| / |exact| (Frobenius norms over the whole sequence)."""
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Truth:
+    """A short sequence's q, k, v, dout and the exact out, dq, dk, dv, whole on every rank."""
+
+    problem: Problem
+    inputs: tuple[torch.Tensor, ...]
+    wanted: tuple[torch.Tensor, ...]
+
+
+def truth(problem: Problem, world: World) -> Truth:
+    """Draw a sequence of 256 tokens a rank (32 on a CPU) and compute its attention as the definition says."""
+    length = world.size * (256 if world.cuda else 32)
+    short = dataclasses.replace(problem, window=min(problem.window, length // 3))
+    generator = torch.Generator(world.device).manual_seed(length + 100 * problem.heads + problem.kv_heads)
+    drawn = tuple(
+        torch.randn(
+            (1, length, count, problem.head_dim),
+            generator=generator,
+            device=world.device,
+            dtype=getattr(torch, problem.dtype),
+        )
+        for count in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
+    )
+    exact = [x.double().requires_grad_() for x in drawn[:3]]
+    out = dense(short, *exact)
+    gradients = torch.autograd.grad(out, exact, drawn[3].double())
+    return Truth(short, drawn, (out.detach(), *gradients))
+
+
+def dense(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention with all scores in memory; shapes as everywhere, any dtype."""
+    k, v = (x.repeat_interleave(problem.heads // problem.kv_heads, dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * problem.head_dim**-0.5
+    if problem.causal:
+        rows = torch.arange(q.shape[1], device=q.device)
+        behind = rows[:, None] - rows[None, :]
+        hidden = behind < 0
+        if problem.mask == "window":
+            hidden |= behind > problem.window
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+
+def squares(method: Method, exact: Truth, world: World) -> torch.Tensor:
+    """This rank's share of the squared relative error of out, dq, dk and dv (4,), without waiting for the device.
+
+    Raises:
+        Exception: whatever the method raises.
+    """
+    inputs = [method.split(x, world).detach().contiguous() for x in exact.inputs]
+    q, k, v = (x.requires_grad_() for x in inputs[:3])
+    with ExitStack() as stack:
+        attend: Attention = method.start(exact.problem, q.shape[1], world, stack)
+        with method.around():
+            out = attend(q, k, v)
+            if out.shape != q.shape:
+                raise ValueError(f"out has shape {tuple(out.shape)}, not {tuple(q.shape)}")
+            got = (out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3]))
+    found = []
+    for mine, whole in zip(got, exact.wanted, strict=True):
+        difference = mine.double() - method.split(whole, world)
+        found.append((difference.norm() / whole.norm()) ** 2)
+    return torch.stack(found)
+
+
+def verdict(squared: list[float], dtype: str) -> tuple[float, str]:
+    """The largest relative error, given the sums over all ranks, and why it is too large, or "" (0 if it is NaN)."""
+    found = dict(zip(NAMES, (total**0.5 for total in squared), strict=True))
+    wrong = [f"{name} is off by {error:.1e}" for name, error in found.items() if not error <= TOLERANCE[dtype]]
+    largest = max((error for error in found.values() if math.isfinite(error)), default=0.0)
+    return largest, f"{', '.join(wrong)} (at most {TOLERANCE[dtype]:.0e})" if wrong else ""

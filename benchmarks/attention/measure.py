@@ -1,0 +1,232 @@
+"""A benchmark on one rank: for every cell check each method, time them in turns, and keep the rows."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks.attention import correctness as check
+from benchmarks.attention.clock import LONG, Memory, Timer, once, repetitions, take_turns
+from benchmarks.attention.job import FLOPS_OF, Job, Problem
+from benchmarks.attention.method import Attention, Method
+from benchmarks.attention.rows import Record, Row
+from dfa_megatron.doctor.world import OUT_OF_MEMORY, REFUSED, Failure, StuckError, World, together
+from dfa_megatron.runtime.counters import COUNTERS
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+_GUESS = {"cuda": 4e14, "cpu": 1e10}
+"""Floating-point operations per second of a rank, for a first guess at how long a cell takes."""
+
+
+def benchmark(job: Job, world: World, methods: Sequence[Method], record: Record) -> None:
+    """Measure all cells; what cannot be measured is a row as well, and files are written after every cell.
+
+    Raises:
+        StuckError: a rank failed where others wait for it; rows until then are kept, and name what was left out.
+    """
+    run = _Run(job, world, methods, record)
+    for number, (problem, length) in enumerate(job.cells):
+        try:
+            run.cell(problem, length)
+        except StuckError as error:
+            for left in job.cells[number:]:
+                run.drop(*left, f"the benchmark ended early: {error}")
+            record.cell_done(0.0)
+            raise
+        record.cell_done(run.work_left(number + 1))
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A method in one cell."""
+
+    method: Method
+    row: Row
+    timers: dict[str, Timer] = field(default_factory=dict)
+
+
+class _Run:
+    """The state of a benchmark between cells; the same on every rank."""
+
+    def __init__(self, job: Job, world: World, methods: Sequence[Method], record: Record) -> None:
+        self.job, self.world, self.methods, self.record = job, world, methods, record
+        self.began = time.monotonic()
+        self.rate = 1.0
+        """Seconds that the last cell took once its methods were checked, in guesses."""
+        self.answers: dict[tuple[str, Problem], tuple[float, str, str]] = {}
+        """(error, state, why) of a method that was checked."""
+        self.full: dict[tuple[str, Problem], int] = {}
+        """The length at which a method ran out of memory."""
+
+    def cell(self, problem: Problem, length: int) -> None:
+        """Check and time every method on one attention at one length."""
+        if self._over_budget(problem, length):
+            self.drop(problem, length, f"the budget of {self.job.budget:g} s would be exceeded")
+            return
+        entries = [_Entry(method, self._row(method, problem, length)) for method in self.methods]
+        for entry in entries:
+            self._admit(entry, problem, length)
+        begin = time.monotonic()
+        with ExitStack() as stack:
+            inputs = self._inputs(entries, problem, length)
+            for entry in entries:
+                if inputs is not None and entry.row.state == "":
+                    self._try(entry, problem, inputs, stack)
+            racing = [entry for entry in entries if entry.timers]
+            take_turns(self.world, [timer for entry in racing for timer in entry.timers.values()])
+        for entry in racing:
+            _fill(entry, problem, length, self.world.size)
+        for entry in entries:
+            self.record.add(entry.row)
+        if racing:
+            self.rate = (time.monotonic() - begin) / self._guess(problem, length, len(racing))
+
+    def drop(self, problem: Problem, length: int, why: str) -> None:
+        """Say that a cell was left out."""
+        for method in self.methods:
+            row = self._row(method, problem, length)
+            row.state, row.why = "dropped", why
+            self.record.add(row)
+
+    def work_left(self, first: int) -> float:
+        """Seconds that the cells from `first` on may take."""
+        return sum(self._predicted(*cell) for cell in self.job.cells[first:])
+
+    def _row(self, method: Method, problem: Problem, length: int) -> Row:
+        return Row(
+            method=method.name,
+            kind=method.kind,
+            ranks=self.world.size,
+            heads=problem.heads,
+            kv_heads=problem.kv_heads,
+            head_dim=problem.head_dim,
+            mask=problem.mask,
+            window=problem.window if problem.mask == "window" else 0,
+            dtype=problem.dtype,
+            seq_length=length,
+            note=method.note,
+        )
+
+    def _guess(self, problem: Problem, length: int, methods: int) -> float:
+        call = FLOPS_OF["both"] * problem.flops(length) / self.world.size / _GUESS[self.world.device.type]
+        return methods * (0.5 + max(2.5 * self.job.seconds, (self.job.repetitions + 1) * 1.3 * call))
+
+    def _predicted(self, problem: Problem, length: int) -> float:
+        return self.rate * self._guess(problem, length, len(self.methods))
+
+    def _over_budget(self, problem: Problem, length: int) -> bool:
+        if not self.job.budget:
+            return False
+        end = time.monotonic() - self.began + self._predicted(problem, length)
+        return self.world.from_first(end) > self.job.budget
+
+    def _admit(self, entry: _Entry, problem: Problem, length: int) -> None:
+        """Give the row a state if the method need not be tried: it is wrong, refused, or cannot fit."""
+        row, key = entry.row, (entry.method.name, problem)
+        if length % (2 * self.world.size):
+            row.state, row.why = REFUSED, f"{length} tokens do not divide into 2 parts on each of {row.ranks} ranks"
+        elif key in self.full:
+            row.state, row.why = OUT_OF_MEMORY, f"it ran out of memory at {self.full[key]} tokens"
+        elif entry.method.exact:
+            if key not in self.answers:
+                self.answers[key] = self._check(entry.method, problem)
+            row.error, row.state, row.why = self.answers[key]
+
+    def _check(self, method: Method, problem: Problem) -> tuple[float, str, str]:
+        exact = _truth(problem, self.world)
+        shares = together(self.world, functools.partial(check.squares, method, exact, self.world))
+        if isinstance(shares, Failure):
+            return 0.0, shares.state, shares.why
+        error, why = check.verdict(self.world.sums(shares.tolist()), problem.dtype)
+        return error, "wrong" if why else "", why
+
+    def _inputs(self, entries: Sequence[_Entry], problem: Problem, length: int) -> Inputs | None:
+        """q, k, v and dout of a rank, for all methods."""
+        inputs = together(self.world, functools.partial(_draw, problem, length // self.world.size, self.world))
+        if not isinstance(inputs, Failure):
+            return inputs
+        for entry in entries:
+            if entry.row.state == "":
+                entry.row.state, entry.row.why = inputs.state, f"the inputs alone: {inputs.why}"
+        return None
+
+    def _try(self, entry: _Entry, problem: Problem, inputs: Inputs, stack: ExitStack) -> None:
+        """The first call, which may compile, run out of memory or fail; then one more of each pass to know its time."""
+        method, row = entry.method, entry.row
+        local_seq = inputs[0].shape[1]
+        row.inputs_gib = sum(x.numel() * x.element_size() for x in inputs) / 2**30
+        memory, sent = Memory(self.world), _sent()
+
+        def first() -> dict[str, Callable[[], object]]:
+            passes = _passes(method, method.start(problem, local_seq, self.world, stack), inputs)
+            passes[self.job.passes[-1]]()
+            return passes
+
+        passes = together(self.world, first)
+        if isinstance(passes, Failure):
+            row.state, row.why = passes.state, passes.why
+            if passes.state == OUT_OF_MEMORY:
+                self.full[method.name, problem] = row.seq_length
+            return
+        memory.read()
+        row.took = method.took()
+        largest = self.world.slowest([memory.peak + method.held(), memory.outside, _sent() - sent])
+        row.beyond_gib, row.outside_gib, row.sent_mib = largest[0] / 2**30, largest[1] / 2**30, largest[2] / 2**20
+        row.peak_gib = row.inputs_gib + row.beyond_gib
+        for name in self.job.passes:
+            milliseconds, host = self.world.slowest(once(self.world, passes[name]))
+            times = repetitions(milliseconds, self.job.repetitions, self.job.seconds)
+            timer = entry.timers[name] = Timer(passes[name], times)
+            if milliseconds > 1e3 * LONG:  # too dear to throw away
+                timer.milliseconds.append(milliseconds)
+                timer.host.append(host)
+
+
+@functools.lru_cache(maxsize=1)
+def _truth(problem: Problem, world: World) -> check.Truth:
+    return check.truth(problem, world)
+
+
+def _draw(problem: Problem, local_seq: int, world: World) -> Inputs:
+    def draw(heads: int) -> torch.Tensor:
+        shape = (1, local_seq, heads, problem.head_dim)
+        return torch.randn(shape, device=world.device, dtype=getattr(torch, problem.dtype))
+
+    q, k, v = (draw(heads).requires_grad_() for heads in (problem.heads, problem.kv_heads, problem.kv_heads))
+    return q, k, v, draw(problem.heads)
+
+
+def _passes(method: Method, attend: Attention, inputs: Inputs) -> dict[str, Callable[[], object]]:
+    q, k, v, dout = inputs
+
+    def forward() -> None:
+        with method.around(), torch.no_grad():
+            attend(q, k, v)
+
+    def both() -> None:
+        with method.around():
+            torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
+
+    return {"forward": forward, "both": both}
+
+
+def _sent() -> int:
+    c = COUNTERS
+    return c.forward_bytes + c.backward_bytes + c.ulysses_forward_bytes + c.ulysses_backward_bytes
+
+
+def _fill(entry: _Entry, problem: Problem, length: int, ranks: int) -> None:
+    row = entry.row
+    row.state = "timed"
+    for name, timer in entry.timers.items():
+        flops = FLOPS_OF[name] * problem.flops(length) / ranks
+        setattr(row, f"{name}_ms", timer.median)
+        setattr(row, f"{name}_tflops", flops / timer.median / 1e9)
+        setattr(row, f"{name}_host_ms", timer.host_median)
+        row.times[name] = [round(one, 4) for one in timer.milliseconds]

@@ -1,0 +1,130 @@
+"""What a benchmark compares: a method takes a rank's q, k, v and gives its out; ours and the bare kernels are here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.attention.job import Job, Problem
+from benchmarks.attention.local import local_attention
+from dfa_megatron.attention import dist_flash_attn_func
+from dfa_megatron.doctor.ablation import Ablation
+from dfa_megatron.doctor.ablation import ablation as ablated
+from dfa_megatron.doctor.world import World
+from dfa_megatron.plan.schedules import SCHEDULES
+from dfa_megatron.runtime.prepare import in_use, plans_in_use
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(batch, local_seq, heads, head_dim) and kv_heads of k and v -> out like q; differentiable."""
+
+Start = Callable[[Problem, int, World, ExitStack], Attention]
+"""(problem, local_seq, world, stack) -> the attention; what it enters in the stack is left when the cell is done.
+
+It raises UnsupportedError, or whatever the package raises, where the method does not serve the problem.
+"""
+
+
+Split = Callable[[torch.Tensor, World], torch.Tensor]
+"""(batch, seq, ...) of all ranks -> (batch, local_seq, ...) of this one."""
+
+
+def contiguous(x: torch.Tensor, world: World) -> torch.Tensor:
+    """The rank's slice, in order."""
+    return x.chunk(world.size, dim=1)[world.rank]
+
+
+def zigzag(x: torch.Tensor, world: World, together: int = 1) -> torch.Tensor:
+    """Chunks r and 2R-1-r of 2R for each of R sets of neighbours, who divide them in order."""
+    sets, position = world.size // together, world.rank // together
+    chunks = x.chunk(2 * sets, dim=1)
+    pair = torch.cat((chunks[position], chunks[2 * sets - 1 - position]), dim=1)
+    return pair.chunk(together, dim=1)[world.rank % together]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One competitor.
+
+    kind: "ours"; "peer"; "kernel", the bare kernel on one GPU; or "ablation", which shows what a part of ours costs.
+    split: the tokens a rank holds.
+    note: what the table says beside the name.
+    exact: False where a wrong answer is intended; it is timed without a check, and no result of the project.
+    around: entered around each forward and its backward, outside the clock.
+    took: after a call, what "auto" came to, or "".
+    held: after a call, bytes of the device that it needs past PyTorch's allocator.
+    """
+
+    name: str
+    kind: Literal["ours", "peer", "kernel", "ablation"]
+    start: Start
+    split: Split = contiguous
+    note: str = ""
+    exact: bool = True
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    took: Callable[[], str] = str
+    held: Callable[[], int] = int
+
+
+def our_methods(job: Job) -> list[Method]:
+    """Every combination of the flags that describe our attention."""
+    many = itertools.product(job.schedule, job.kernel, job.transport, job.ulysses_degree, job.cuda_graph, job.ablation)
+    return [_ours(*one) for one in many]
+
+
+def _ours(
+    schedule: str, kernel: str, transport: str, ulysses_degree: int, cuda_graph: bool, ablation: Ablation
+) -> Method:
+    layout = SCHEDULES[schedule].layout if schedule in SCHEDULES else "contiguous"
+    options: dict[str, Any] = {"schedule": schedule, "kernel": kernel, "layout": layout}
+    words = ["dfa", schedule, kernel]
+    if transport != "auto":
+        options["transport"] = transport
+        words.append(transport)
+    if ulysses_degree != 1:
+        options["ulysses_degree"] = ulysses_degree
+        words.append(f"ulysses{ulysses_degree}")
+    if cuda_graph:
+        options["cuda_graph"] = True
+        words.append("graph")
+    if ablation != "none":
+        words.append(ablation)
+
+    def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out = dist_flash_attn_func(q, k, v, causal=problem.causal, window_size=problem.window_size, **options)
+            assert isinstance(out, torch.Tensor)
+            return out
+
+        return attend
+
+    def around() -> AbstractContextManager[object]:
+        return ablated(ablation)
+
+    return Method(
+        name=" ".join(words),
+        kind="ours" if ablation == "none" else "ablation",
+        start=start,
+        split=zigzag if layout == "zigzag" else contiguous,
+        note="not checked: its answer is meant to be wrong" if ablation == "no_communication" else "",
+        exact=ablation != "no_communication",
+        around=nullcontext if ablation == "none" else around,
+        took=(lambda: plans_in_use()[-1].schedule) if schedule == "auto" else str,
+        held=lambda: in_use()[-1].symmetric_bytes,
+    )
+
+
+def kernel_methods(job: Job) -> list[Method]:
+    """The bare kernels, with which an attention on one GPU is compared."""
+    return [_bare(name) for name in job.kernel]
+
+
+def _bare(kernel: str) -> Method:
+    def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
+        return local_attention(kernel, problem, world.device)
+
+    return Method(f"kernel {kernel}", "kernel", start)

@@ -1,0 +1,200 @@
+"""What happens to model and configuration before DeepSpeed makes its engine, and to the engine after."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.attention import DistFlashAttention
+from dfa_megatron.deepspeed import pipeline
+from dfa_megatron.deepspeed.checkpointing import deepspeeds_function
+from dfa_megatron.deepspeed.json_block import KEY, Block
+from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, remember
+from dfa_megatron.deepspeed.refusals import check_batch_sizes, check_call, check_engine, check_settings
+from dfa_megatron.deepspeed.selfcheck import at_start
+from dfa_megatron.deepspeed.sequence_groups import SequenceGroups, publish
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checkpointing import set_checkpointing
+from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
+from dfa_megatron.runtime.comm.groups import group_name, resolve
+
+logger = logging.getLogger(__name__)
+
+Finish = Callable[[Any], None]
+"""What to call with the engine."""
+
+
+def before_initialize(
+    model: torch.nn.Module, config: dict[str, Any], mpu: Any = None, mesh_param: Any = None, training_data: Any = None
+) -> tuple[dict[str, Any], Any, Finish]:
+    """What a patched `deepspeed.initialize` calls, with arguments of its own, for a configuration with the block.
+
+    Args:
+        config: DeepSpeed's configuration; it is not changed.
+
+    Returns:
+        The configuration and the mpu to go on with, and what to call with the engine.
+
+    Raises:
+        UnsupportedError: as `initialize` does.
+    """
+    block = Block.enabled_in(config)
+    if block is None:
+        return config, mpu, _nothing
+    check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
+    config, finish = prepare(model, config, block, mpu)
+    return config, None, finish
+
+
+def _nothing(engine: Any) -> None:
+    """For an engine without distributed attention."""
+
+
+def prepare(
+    model: torch.nn.Module, settings: dict[str, Any], block: Block, mpu: Any = None
+) -> tuple[dict[str, Any], Finish]:
+    """Distribute the model's attention.
+
+    Args:
+        settings: DeepSpeed's configuration with the block in it; it is not changed.
+        block: that block, which is enabled.
+        mpu: None, or the `SequenceGroups` that accelerate was given.
+
+    Returns:
+        The configuration for DeepSpeed, which takes no mpu then, and what to call with the engine.
+    """
+    groups = mpu if isinstance(mpu, SequenceGroups) else None
+    size = block.size if groups is None else groups.mesh.size
+    check_settings(settings, size)
+    size = size or settings.get("sequence_parallel_size")
+    if pipeline.is_pipeline(model):
+        return _pipelined(model, settings, block, size)
+    if groups is None:
+        _check_own(model, block)
+        mesh = make_mesh(size)
+    else:
+        mesh = groups.mesh
+    check_batch_sizes(settings, mesh)
+    if block.selfcheck and _own_attention(model):
+        at_start.refuse("a model of your own")
+    at_start.check_if_asked(model, settings, block, mesh)
+    if not _set_group(_own_attention(model), mesh, block):
+        _distribute(model, settings, mesh, block, accelerate=groups is not None)
+
+    def finish(engine: Any) -> None:
+        _accept(engine, mesh)
+        if groups is not None:
+            publish(groups)
+
+    return {**_common(settings), "sequence_parallel_size": mesh.size}, finish
+
+
+def _pipelined(
+    module: torch.nn.Module, settings: dict[str, Any], block: Block, size: int | None
+) -> tuple[dict[str, Any], Finish]:
+    if block.selfcheck:
+        at_start.refuse("a pipeline")
+    mesh = pipeline.pipeline_mesh(module, size)
+    _set_group(_own_attention(module), mesh, block)  # a stage may have none
+
+    def finish(engine: Any) -> None:
+        _accept(engine, mesh)
+        if block.checkpoint == "remat":
+            pipeline.set_remat(engine, offload=block.options.remat_offload)
+
+    return pipeline.settings_for(_common(settings), module, block), finish
+
+
+def _common(settings: dict[str, Any]) -> dict[str, Any]:
+    """A copy without the block, and with gradients in a dtype that bears their sum over the ranks of a sequence.
+
+    `sequence_parallel_size` without an mpu divides the number of ranks in DeepSpeed's batch arithmetic and does nothing
+    else: gradients are averaged over all ranks at every ZeRO stage.
+    """
+    settings = {key: value for key, value in settings.items() if key != KEY}
+    if settings.get("bf16", settings.get("bfloat16", {})).get("enabled"):
+        settings.setdefault("communication_data_type", "fp32")  # in bfloat16 small shares would be lost
+    return settings
+
+
+def _accept(engine: Any, mesh: Mesh) -> None:
+    """Check the engine, and remember whose sequences it has."""
+    check_engine(engine, mesh.size * mesh.data_size)
+    engine.compile = _refuse_compile
+    engine.deepspeed_io = _refuse_loader
+    remember(engine, mesh)
+    if dist.get_rank() == 0:
+        logger.info("attention over sequences on %d ranks, %d sequences at a time", mesh.size, mesh.data_size)
+
+
+def _refuse_compile(*args: Any, **kwargs: Any) -> None:
+    """In the place of `DeepSpeedEngine.compile`."""
+    raise UnsupportedError(
+        "engine.compile with distributed attention",
+        "transformers then asks for masks that are not planned, and ZeRO's gathers have not been compared in it",
+        "the engine without compile",
+    )
+
+
+def _refuse_loader(*args: Any, **kwargs: Any) -> None:
+    """In the place of `DeepSpeedEngine.deepspeed_io`, which DeepSpeed itself calls for `training_data` alone."""
+    raise UnsupportedError(
+        "engine.deepspeed_io with distributed attention",
+        "DeepSpeed's loader would give the ranks of one sequence different samples",
+        "a DataLoader of your own whose sampler takes data_rank and data_size of mesh_of(engine), and shard_batch",
+    )
+
+
+def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: Block) -> bool:
+    """Tell attention modules the group of their sequence; whether there are any. What they say themselves stays.
+
+    Raises:
+        UnsupportedError: a module was made with a group of other ranks.
+    """
+    wanted = dist.get_process_group_ranks(mesh.group)
+    for module in attention:
+        if module.group_name:
+            found = dist.get_process_group_ranks(resolve(module.group_name))
+            if found != wanted:
+                raise UnsupportedError(
+                    f"a DistFlashAttention over ranks {found}",
+                    f"the sequences of this engine are on ranks {wanted}",
+                    "DistFlashAttention without a group, or the block's size for its group",
+                )
+        elif module.group_name is None:
+            module.group_name = group_name(mesh.group)
+        module.options = {**block.options.keywords(), **module.options}
+    return bool(attention)
+
+
+def _distribute(model: torch.nn.Module, settings: dict[str, Any], mesh: Mesh, block: Block, accelerate: bool) -> None:
+    function = deepspeeds_function(settings, block.checkpoint)
+    distribute_attention(
+        model,
+        group=mesh.group,
+        options=block.options,
+        checkpoint=block.checkpoint,
+        reentrant=block.reentrant or function is not None,
+        accelerate=accelerate,
+    )
+    if function is not None:
+        offload = block.options.remat_offload
+        set_checkpointing(transformers_model(model), block.checkpoint, offload=offload, function=function)
+
+
+def _own_attention(model: torch.nn.Module) -> list[DistFlashAttention]:
+    """The attention modules of a model that is not a transformers model."""
+    return [module for module in model.modules() if isinstance(module, DistFlashAttention)]
+
+
+def _check_own(model: torch.nn.Module, block: Block) -> None:
+    if block.checkpoint != "none" and _own_attention(model):
+        raise UnsupportedError(
+            f"{KEY}.checkpoint={block.checkpoint!r} for a model of your own",
+            "its layers are not known",
+            "checkpoint 'none', and dfa_megatron.deepspeed.checkpoint or dfa_megatron.remat.context_fn in the model",
+        )

@@ -1,0 +1,185 @@
+"""Trying a kernel on one attention: how far it is from float64, and how fast it is."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
+from dfa_megatron.kernels.api import BlockKernel, Need, Saved, accumulator_dtype, form_of
+from dfa_megatron.kernels.bands import tile_of
+from dfa_megatron.plan.language.geometry import Band
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+LIMITS: Mapping[torch.dtype, tuple[float, float, float]] = MappingProxyType(
+    {
+        torch.float64: (1e-12, 1e-12, 1e-12),
+        torch.float32: (4e-6, 1e-5, 4e-6),
+        torch.bfloat16: (5e-3, 1e-5, 1.2e-2),
+        torch.float16: (7e-4, 1e-5, 1.6e-3),
+    }
+)
+"""Errors of out, of lse and of gradients above which a kernel is wrong: those of the conformance suite."""
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""q, k, v, dout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One attention; sizes as in `kernels.api`."""
+
+    q_len: int
+    kv_len: int
+    band: Band
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    device: str
+    batch: int = 1
+
+    def need(self, *, deterministic: bool = False) -> Need:
+        """What it asks of a kernel."""
+        cuda = torch.device(self.device).type == "cuda"
+        return Need(
+            self.device, self.dtype, self.heads, self.kv_heads, self.head_dim, self.head_dim_v,
+            frozenset({form_of(self.band, self.q_len, self.kv_len)}), deterministic,
+            torch.cuda.get_device_capability(self.device) if cuda else None,
+        )  # fmt: skip
+
+    def inputs(self, seed: int = 0) -> Inputs:
+        """Fresh normal values."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+
+        def draw(length: int, heads: int, head_dim: int) -> torch.Tensor:
+            shape = (self.batch, length, heads, head_dim)
+            wide = torch.float32 if self.dtype.itemsize < 4 else self.dtype
+            return torch.randn(shape, generator=generator, device=self.device, dtype=wide).to(self.dtype)
+
+        q, k = draw(self.q_len, self.heads, self.head_dim), draw(self.kv_len, self.kv_heads, self.head_dim)
+        return (
+            q, k, draw(self.kv_len, self.kv_heads, self.head_dim_v), draw(self.q_len, self.heads, self.head_dim_v),
+        )  # fmt: skip
+
+    @property
+    def softmax_scale(self) -> float:
+        """The usual one."""
+        return 1 / math.sqrt(self.head_dim)
+
+    def operations(self, phase: str) -> float:
+        """Floating-point operations of the pairs that the band shows; the backward's are 2.5 times the forward's."""
+        tile = tile_of(self.band, self.q_len, self.kv_len)
+        pairs = 0 if tile is None else tile.area
+        forward = 2.0 * self.batch * self.heads * pairs * (self.head_dim + self.head_dim_v)
+        return forward if phase == "forward" else 2.5 * forward
+
+
+def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Saved:
+    """What the kernel's backward reads of a forward, and nothing else."""
+    if kernel.reads == "out":
+        return Saved(lse, out=out)
+    wide = accumulator_dtype(out.dtype)
+    return Saved(lse, delta=(dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).contiguous())
+
+
+def run(kernel: BlockKernel, trial: Trial, inputs: Inputs, *, deterministic: bool = False) -> tuple[torch.Tensor, ...]:
+    """(out, lse, dq, dk, dv) by the kernel."""
+    q, k, v, dout = inputs
+    out, lse = kernel.forward(q, k, v, band=trial.band, softmax_scale=trial.softmax_scale)
+    gradients = kernel.backward(
+        dout, q, k, v, saved_for(kernel, dout, out, lse),
+        band=trial.band, softmax_scale=trial.softmax_scale, deterministic=deterministic,
+    )  # fmt: skip
+    return out, lse, *gradients
+
+
+def errors(kernel: BlockKernel, trial: Trial, seed: int = 0) -> dict[str, float]:
+    """How far each result is from what the reference makes of the same inputs in float64, relative to its norm.
+
+    Infinite where a value is NaN, or an infinity is not where it should be.
+    """
+    inputs = trial.inputs(seed)
+    got = run(kernel, trial, inputs)
+    q, k, v, dout = (x.double() for x in inputs)
+    want = run(ReferenceKernel(), replace(trial, dtype=torch.float64), (q, k, v, dout))
+    # Where rows see one key, dq and dk are 0, and nothing but rounding is left: compare with what they usually are.
+    usual = 0.05 * float(dout.norm()) / math.sqrt(trial.kv_len)
+    least = {"out": 0.0, "lse": 0.0, "dq": usual, "dk": usual, "dv": 0.0}
+    return {name: _distance(g, w, least[name]) for name, g, w in zip(RESULTS, got, want, strict=True)}
+
+
+def wrong(found: Mapping[str, float], dtype: torch.dtype) -> list[str]:
+    """The results whose error is above the limit."""
+    out, lse, gradients = LIMITS[dtype]
+    limits = {"out": out, "lse": lse, "dq": gradients, "dk": gradients, "dv": gradients}
+    return [name for name, error in found.items() if not error <= limits[name]]
+
+
+def seconds(kernel: BlockKernel, trial: Trial, repetitions: int = 7) -> dict[str, float]:
+    """Median seconds of a forward and of a backward, after two to warm up (and compile) each."""
+    device = torch.device(trial.device)
+    return {
+        phase: statistics.median([stopwatch(call, device) for _ in range(2 + repetitions)][2:])
+        for phase, call in passes(kernel, trial).items()
+    }
+
+
+def passes(kernel: BlockKernel, trial: Trial, inputs: Inputs | None = None) -> dict[str, Callable[[], object]]:
+    """A forward and a backward, ready to be called again and again."""
+    q, k, v, dout = trial.inputs() if inputs is None else inputs
+    forward = functools.partial(kernel.forward, q, k, v, band=trial.band, softmax_scale=trial.softmax_scale)
+    backward = functools.partial(
+        kernel.backward, dout, q, k, v, saved_for(kernel, dout, *forward()),
+        band=trial.band, softmax_scale=trial.softmax_scale, deterministic=False,
+    )  # fmt: skip
+    return {"forward": forward, "backward": backward}
+
+
+def stopwatch(
+    call: Callable[[], object], device: torch.device, *, times: int = 1, behind: bool = False, before: int = 1
+) -> float:
+    """Seconds of a call, by the device's clock, the mean of several in a row.
+
+    behind: let the device pause until the host has queued all calls, so that only the device's part is counted. So many
+    calls go `before` those that count: ranks which wait for one another start together, and a GPU that has rested takes
+    a tenth of a second to fall from a clock that it cannot keep.
+    """
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        return (time.perf_counter() - start) / times
+    stream = torch.cuda.current_stream(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if behind:
+        torch.cuda._sleep(int(2e6) * (before + times))  # clock cycles, about 1 ms a call
+        for _ in range(before):
+            call()
+    begin.record(stream)
+    for _ in range(times):
+        call()
+    end.record(stream)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / times
+
+
+def _distance(got: torch.Tensor, want: torch.Tensor, least: float) -> float:
+    """|got - want| over |want|, or over `least` where |want| is smaller."""
+    if got.shape != want.shape:
+        return math.inf
+    got = got.double()
+    if bool(got.isnan().any()) or bool(((got != want) & (got.isinf() | want.isinf())).any()):
+        return math.inf
+    finite = want.isfinite()
+    error = torch.where(finite, got - want, 0.0).norm()
+    return float(error) / (max(float(torch.where(finite, want, 0.0).norm()), least) or 1.0)

@@ -1,0 +1,174 @@
+"""The ranks of a benchmark: joining them, and running something on all so that a failure on one is known to all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.errors import DisagreementError, DistAttentionError, UnsupportedError
+from dfa_megatron.runtime.agreement.agree import exchange
+from dfa_megatron.runtime.agreement.board import Board
+from dfa_megatron.runtime.comm.channel import renew
+from dfa_megatron.runtime.comm.groups import group_name
+
+T = TypeVar("T")
+
+OUT_OF_MEMORY = "out of memory"
+REFUSED = "refused"
+FAILED = "failed"
+PATIENCE = 300.0
+"""Seconds that a rank waits for another: some kernels compile at their first call."""
+_FAILED_PATIENCE = 60.0
+"""The same for a rank that has failed: whoever does not come by then is held up by its failure."""
+_IDLE_PATIENCE = 20.0
+_LONGEST = 300
+"""Characters of a reason."""
+
+
+class StuckError(DistAttentionError, RuntimeError):
+    """After a failure some rank still waits for a message that will not come; nothing more can be run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong on the first rank on which something did; `state` is one of the three above."""
+
+    state: str
+    why: str
+
+
+@dataclass(frozen=True)
+class World:
+    """The default group, and a gloo group beside it on which the host may wait whatever the device does."""
+
+    rank: int
+    size: int
+    device: torch.device
+    side: dist.ProcessGroup
+
+    @cached_property
+    def board(self) -> Board:
+        """On which ranks tell each other of failures."""
+        return Board.of_group(self.side)
+
+    @property
+    def cuda(self) -> bool:
+        """Whether tensors are on GPUs."""
+        return self.device.type == "cuda"
+
+    def sums(self, values: Iterable[float]) -> list[float]:
+        """The sum over the ranks of each value."""
+        total = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(total, group=self.side)
+        return [float(value) for value in total]
+
+    def slowest(self, values: Iterable[float]) -> list[float]:
+        """The largest over the ranks of each value."""
+        largest = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.side)
+        return [float(value) for value in largest]
+
+    def from_first(self, value: float) -> float:
+        """Rank 0's value, on every rank."""
+        told = torch.tensor([value], dtype=torch.float64)
+        dist.broadcast(told, 0, group=self.side)
+        return float(told)
+
+    def leave(self) -> None:
+        """End the process groups once every rank is here: to leave early would tear down connections still in use."""
+        dist.barrier(group=self.side)
+        dist.destroy_process_group()
+
+
+def join(device: str) -> World:
+    """Join the ranks that torchrun (or whoever set its environment variables) has started.
+
+    Raises:
+        UnsupportedError: a rank has no GPU of its own.
+    """
+    patience = timedelta(seconds=PATIENCE)
+    if device == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise UnsupportedError(
+                f"local rank {local}", f"this machine has {torch.cuda.device_count()} GPUs", "one rank per GPU"
+            )
+        where = torch.device("cuda", local)
+        torch.cuda.set_device(where)
+    else:
+        where = torch.device("cpu")
+    if not dist.is_initialized():
+        backend, own = ("cpu:gloo,cuda:nccl", where) if device == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, device_id=own, timeout=patience)
+    side = dist.new_group(backend="gloo", timeout=patience)
+    world = World(dist.get_rank(), dist.get_world_size(), where, side)
+    dist.all_reduce(torch.zeros(1, device=where))  # communicators are made before anything is measured
+    return world
+
+
+def together(world: World, action: Callable[[], T]) -> T | Failure:
+    """Run an action on every rank: what it returned if it went well on all, else the failure.
+
+    The action should leave waiting for the device to the caller: a rank that waits in it cannot be told of a failure.
+
+    Raises:
+        StuckError: ranks failed at different places, and one still waits for a message from another.
+    """
+    value, mine = None, Failure("", "")
+    try:
+        value = action()
+    except Exception as error:  # noqa: BLE001 -- other people's packages raise anything, and a row says what
+        mine = _failure(error)
+    patience = _FAILED_PATIENCE if mine.state else PATIENCE
+    everyone = _told(world, {"state": mine.state, "why": mine.why}, patience)
+    failures = [(rank, facts) for rank, facts in enumerate(everyone) if facts["state"]]
+    if not failures:
+        return cast(T, value)
+    rank, facts = failures[0]
+    idle = _idle(world, len(failures))
+    if any(facts["busy"] for facts in _told(world, {"busy": "" if idle else "yes"})):
+        raise StuckError(f"rank {rank} failed ({facts['why']}) and another waits for its messages")
+    renew(group_name(None))  # an attention that failed has lost the group
+    if world.cuda:
+        torch.cuda.empty_cache()
+    return Failure(facts["state"], facts["why"])
+
+
+def _failure(error: Exception) -> Failure:
+    """What a row says of an exception: its first line, and whether memory is behind it."""
+    if isinstance(error, UnsupportedError):
+        return Failure(REFUSED, f"{error.what}: {error.why}" if error.why else str(error))
+    text = (str(error).strip() or type(error).__name__).splitlines()[0][:_LONGEST]
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.OutOfMemoryError) or "out of memory" in str(cause).lower():
+            return Failure(OUT_OF_MEMORY, text)
+        cause = cause.__cause__
+    return Failure(FAILED, f"{type(error).__name__}: {text}")
+
+
+def _told(world: World, facts: dict[str, str], patience: float = PATIENCE) -> list[dict[str, str]]:
+    """What every rank says, in rank order."""
+    try:
+        return exchange(facts, world.board, patience)
+    except DisagreementError as error:
+        why = facts.get("why") or "this rank did not fail"
+        raise StuckError(f"not every rank came back within {patience:g} s ({why})") from error
+
+
+def _idle(world: World, failed: int) -> bool:
+    """Whether nothing is under way on this rank after a failure; on a CPU that is so if every rank has failed."""
+    if not world.cuda:
+        return failed == world.size
+    waiter = threading.Thread(target=torch.cuda.synchronize, args=(world.device,), daemon=True)
+    waiter.start()
+    waiter.join(_IDLE_PATIENCE)
+    return not waiter.is_alive()

@@ -1,0 +1,246 @@
+"""The attention implementation `dfa` of transformers: what a layer calls, and what stands in for its mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.document_starts import KEYWORD, Documents
+from dfa_megatron.huggingface.windows import WindowMask, window_of
+from dfa_megatron.runtime.agreement.calls import at_layer
+
+NAME = "dfa"
+"""As in `model.set_attn_implementation(NAME)`. A name with "flash" in it would change how models build their inputs."""
+
+CONTEXT = "_dfa_attention"
+"""The attribute of a module that holds its `LayerContext`."""
+
+_CHECKED = "_dfa_checked"
+"""The attribute of a mask that need not be read."""
+
+_INSTEAD = "causal self-attention over whole, unpadded sequences"
+
+_REFUSED = {
+    "position_bias": "the block kernels take no bias",
+    "head_mask": "the block kernels mask no heads",
+}
+"""Arguments that models hand to their attention and that must be None, with the reason."""
+
+
+@dataclass(slots=True)
+class Packed:
+    """Whether the batch that the model is given now is of packed documents, for layers that are not told which."""
+
+    now: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """What an attention layer needs to know beside its tensors; plain values, so that a model can be copied.
+
+    group: name of the process group that shares the sequence, "" for a single process.
+    before: the attention implementation that the model had.
+    packed: what the batch of the last forward was.
+    accelerate: batches come from accelerate: in evaluation every rank has whole sequences of its own, and the loss of
+        this rank's tokens is weighed by who called the model.
+    """
+
+    group: str
+    size: int
+    options: DistAttentionConfig
+    before: str
+    accelerate: bool = False
+    packed: Packed = field(default_factory=Packed)
+
+
+def register() -> None:
+    """Make `dfa` known to transformers; may be called again."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | WindowMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of this rank's queries over the whole sequence, as transformers calls it; autocast is honoured.
+
+    Args:
+        module: the attention layer; `distribute_attention` has put a context on it.
+        query: (batch, heads, local_seq, head_dim), any strides.
+        key, value: (batch, kv_heads, local_seq, head_dim); grouped heads stay as few as they are.
+        attention_mask: what `mask` returned.
+        scaling: of the scores; head_dim ** -0.5 if None.
+        sliding_window: tokens that a token sees, itself among them; None where the mask alone tells.
+        softcap: scores become softcap * tanh(scores / softcap); None for no cap.
+        s_aux: (heads,), the layer's attention sinks.
+
+    Returns:
+        out (batch, local_seq, heads, head_dim), and None for the weights.
+
+    Raises:
+        UnsupportedError: the layer asks for what would not be honoured.
+    """
+    context = _context(module)
+    _check_call(module, query, key, dropout, is_causal, others)
+    _check_given(module, {"attn_logit_softcapping": softcap, "sinks": s_aux})
+    window = window_of(module, _window_mask(attention_mask), sliding_window, query.shape[2] * context.size)
+    asked: dict[str, Any] = {
+        "group": context.group,
+        "causal": True,
+        "softmax_scale": scaling,
+        "window_size": window,
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+        **context.options.keywords(),
+    }
+    q, k, v = (x.transpose(1, 2) for x in _autocast(query, key, value))
+    number = int(getattr(module, "layer_idx", None) or 0) + 1
+    # Without autocast, for kernels choose their precision themselves.
+    with torch.autocast(query.device.type, enabled=False), at_layer(number):
+        return _run(q, k, v, _documents(module, context, others), asked), None
+
+
+def _context(module: torch.nn.Module) -> LayerContext:
+    context: LayerContext | None = getattr(module, CONTEXT, None)
+    if context is None:
+        raise UnsupportedError(
+            f"attention implementation {NAME!r} on a model that was not prepared",
+            "the layer does not know the process group",
+            "dfa_megatron.huggingface.distribute_attention(model, group=...)",
+        )
+    return context
+
+
+def _run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents | None, asked: dict[str, Any]
+) -> torch.Tensor:
+    """Attention of whole sequences, or row by row of the documents in them."""
+    out: Any
+    if documents is None:
+        out = dist_flash_attn_func(q, k, v, **asked)
+    else:
+        out = [dist_flash_attn_varlen_func(*row, **asked) for row in zip(q, k, v, documents, strict=True)]
+        out = out[0][None] if len(out) == 1 else torch.stack(out)
+    whole: torch.Tensor = out
+    return whole
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What autocast makes of attention's inputs: there rotary embeddings leave q and k in float32, but not v."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x if x.dtype is torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in tensors)
+
+
+def nothing_hidden(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """A mask that hides nothing: with one, transformers does not look for documents in this rank's positions."""
+    everything = torch.ones(batch, length, dtype=torch.bool, device=device)
+    setattr(everything, _CHECKED, True)
+    return everything
+
+
+def mask(
+    *,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    **others: Any,
+) -> WindowMask | None:
+    """No mask tensor: the plan knows of causality, and of the window it is told. Once per forward, not per layer.
+
+    attention_mask: (batch, local_seq) as the user gave it, or `nothing_hidden`.
+    local_size: the sliding window of the layers that this mask is for; None for those without. (For chunks of a
+        sequence too, but a model with such layers has been refused.)
+
+    Raises:
+        UnsupportedError: it hides a token, or the model masks more than what is causal and in the window.
+    """
+    hides = attention_mask is not None and not hasattr(attention_mask, _CHECKED) and not bool(attention_mask.all())
+    if hides:
+        raise UnsupportedError(
+            "an attention_mask with padding",
+            "padded tokens would be attended to",
+            "padding on the right, which is checked and left out before it comes here",
+        )
+    if not allow_is_causal_skip:
+        raise UnsupportedError(
+            "a mask beyond causal and sliding window",
+            "prefixes and blocks are not planned, and packed documents go unseen with verify='off'; under "
+            "torch.compile transformers asks for one whatever the batch",
+            _INSTEAD + ", in a model that is not compiled",
+        )
+    return None if local_size is None else WindowMask(local_size)
+
+
+def _window_mask(given: torch.Tensor | WindowMask | None) -> WindowMask | None:
+    """What `mask` returned, and nothing that a model or its user made."""
+    if given is None or isinstance(given, WindowMask):
+        return given
+    raise UnsupportedError("a ready-made attention mask", "attention is causal by construction", _INSTEAD)
+
+
+def _documents(module: torch.nn.Module, context: LayerContext, others: dict[str, Any]) -> Documents | None:
+    """The documents of every row, None for one in each."""
+    documents: Documents | None = others.get(KEYWORD)
+    if documents is None and KEYWORD not in others and context.packed.now:
+        raise UnsupportedError(
+            f"packed documents in a layer of type {type(module).__name__}",
+            "its model does not hand keyword arguments on to attention, which would not stop at their ends",
+            "one document a sequence",
+        )
+    return documents
+
+
+def _check_call(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    dropout: float,
+    is_causal: bool | None,
+    others: dict[str, Any],
+) -> None:
+    if dropout:
+        raise UnsupportedError(
+            f"attention dropout {dropout}", "the block kernels drop nothing", "config.attention_dropout=0.0"
+        )
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedError("attention that is not causal", "models are distributed with a causal mask", _INSTEAD)
+    if query.shape[2] != key.shape[2]:
+        raise UnsupportedError(
+            f"attention of {query.shape[2]} tokens over {key.shape[2]}",
+            "there is no key cache: every rank holds as many queries as keys",
+            "with dfa_megatron.huggingface.local_attention(model), on whole sequences",
+        )
+    for name, why in _REFUSED.items():
+        if others.get(name) is not None:
+            raise UnsupportedError(f"{name} in a layer of type {type(module).__name__}", why, _INSTEAD)
+
+
+def _check_given(module: torch.nn.Module, given: dict[str, Any]) -> None:
+    """What a layer has, it hands over: a layer that applies its own in another way would lose it here."""
+    for name, value in given.items():
+        if getattr(module, name, None) is not None and value is None:
+            raise UnsupportedError(
+                f"{name} in a layer of type {type(module).__name__}",
+                "the layer does not hand it to its attention implementation",
+                "a layer that passes softcap and s_aux, as those of Gemma 2 and GPT-OSS do",
+            )

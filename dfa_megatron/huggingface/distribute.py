@@ -1,0 +1,161 @@
+"""Turns a transformers model into one whose attention is distributed, for the sequence that a group of ranks shares."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface import attention_function as attention
+from dfa_megatron.huggingface import inputs
+from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, LayerContext
+from dfa_megatron.huggingface.checkpointing import check_checkpoint, check_layers, set_checkpointing
+from dfa_megatron.huggingface.positions import check_padding
+from dfa_megatron.huggingface.refusals import check_model, check_options
+from dfa_megatron.plan.language.heads import check_degree
+from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
+
+logger = logging.getLogger(__name__)
+
+TESTED = (
+    "camembert", "data2vec-text", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "llama", "llama4_text",
+    "mistral", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "roberta",
+    "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+"""Model types whose logits and gradients are compared with eager attention in this project's tests."""
+
+
+def distribute_attention(
+    model: torch.nn.Module,
+    *,
+    group: Group = None,
+    options: DistAttentionConfig | None = None,
+    checkpoint: str = "none",
+    reentrant: bool = False,
+    accelerate: bool = False,
+) -> torch.nn.Module:
+    """Give a causal language model distributed attention; it then takes this rank's part of each sequence.
+
+    Attention is distributed in training and evaluation alike. For whole sequences on one rank, generation among them,
+    see `local_attention`. The call may be repeated, with another group or other options.
+
+    Args:
+        model: a transformers model, or a module that holds one (PEFT).
+        group: the ranks that share a sequence, in the order of their tokens; None is the default group.
+        options: schedule, kernel and the like.
+        checkpoint: one of `CHECKPOINTS`.
+        reentrant: checkpoint with PyTorch's re-entrant form; see `set_checkpointing`.
+        accelerate: batches come from HF Trainer or accelerate. In evaluation, every rank then has whole sequences of
+            its own and attention is local; in training, whoever called the model weighs the loss of this rank's tokens.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedError: the model computes what would not be honoured; the message names it.
+    """
+    options = options or DistAttentionConfig()
+    check_options(options)
+    check_checkpoint(checkpoint, reentrant=reentrant, offload=options.remat_offload)
+    inner = transformers_model(model)
+    layers = check_model(inner)
+    check_layers(inner, checkpoint, reentrant=reentrant)
+    if accelerate:
+        check_padding(inner.get_decoder(), f"a {inner.config.model_type} model")
+    _note_untested(inner.config.model_type)
+    attention.register()
+    name = group_name(group)
+    if options.ulysses_degree:  # 0 takes one that divides
+        check_degree(options.ulysses_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
+    known: LayerContext | None = getattr(inner, CONTEXT, None)
+    before = known.before if known is not None else inner.config._attn_implementation
+    _take_attention(inner)
+    context = LayerContext(group=name, size=group_size(name), options=options, before=before, accelerate=accelerate)
+    decoder = inner.get_decoder()
+    if known is None:
+        inner.register_forward_pre_hook(inputs.follow_mode, with_kwargs=True)
+        if inner is not decoder:
+            inner.register_forward_pre_hook(inputs.check_loss, with_kwargs=True)
+        decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
+    for module in {inner, decoder, *layers}:
+        setattr(module, CONTEXT, context)
+    set_checkpointing(inner, checkpoint, reentrant=reentrant, offload=options.remat_offload)
+    return model
+
+
+def _take_attention(inner: Any) -> None:
+    """Have the layers call ours; of models that compute attention in code of their own transformers only warns."""
+    inner.set_attn_implementation(NAME)
+    if inner.config._attn_implementation != NAME:
+        raise UnsupportedError(
+            f"a {inner.config.model_type} model",
+            "its layers compute attention in code of their own, whatever implementation is set",
+            "a model whose layers take attention implementations",
+        )
+
+
+@contextmanager
+def local_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Within it, the model has the attention it had before: whole sequences on one rank, caches, generation."""
+    inner = transformers_model(model)
+    context: LayerContext | None = getattr(inner, CONTEXT, None)
+    if context is None:
+        yield
+        return
+    with inputs.held(inner):
+        inner.set_attn_implementation(context.before)
+        try:
+            yield
+        finally:
+            inner.set_attn_implementation(NAME)
+
+
+def transformers_model(model: torch.nn.Module) -> Any:
+    """The transformers model that `model` is or holds.
+
+    Raises:
+        UnsupportedError: there is none, or more than one.
+    """
+    found = list(dict.fromkeys(_outermost(model)))
+    if not found:
+        raise UnsupportedError(
+            f"a model of type {type(model).__name__}",
+            "no transformers model was found in it",
+            "a transformers causal language model; elsewhere, dfa_megatron.DistFlashAttention",
+        )
+    if len(found) > 1:
+        kinds = ", ".join(type(each).__name__ for each in found)
+        raise UnsupportedError(
+            f"several transformers models in one module, a {type(model).__name__} with {kinds}",
+            "only one would have distributed attention, and the others would take its part of a sequence for a whole",
+            "an engine for each, or all but one of them outside the module that is given",
+        )
+    return found[0]
+
+
+def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The transformers models in a module that lie in no other one."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+@functools.cache
+def _note_untested(model_type: str) -> None:
+    if model_type not in TESTED:
+        logger.warning(
+            "models of type %r pass the checks of distribute_attention, but their gradients have not been compared "
+            "with eager attention; tested are %s",
+            model_type,
+            ", ".join(TESTED),
+        )

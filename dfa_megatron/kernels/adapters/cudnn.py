@@ -1,0 +1,193 @@
+"""The cuDNN kernel: cuDNN's fused attention as PyTorch wraps it, for full and square causal blocks."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Literal
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.adapters.gpu import build_refusal, capability_text, gpu_refusal
+from dfa_megatron.kernels.adapters.operators import Operator
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
+from dfa_megatron.kernels.adapters.strides import dense
+from dfa_megatron.kernels.api import Need, Saved, accumulator_dtype, form_of
+from dfa_megatron.plan.language.geometry import Band
+
+_INPUTS = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal", "scale")
+_FORWARD = Operator(
+    "aten::_scaled_dot_product_cudnn_attention", (*_INPUTS, "compute_log_sumexp", "return_debug_mask"), results=2
+)
+_BACKWARD = Operator(
+    "aten::_scaled_dot_product_cudnn_attention_backward",
+    (
+        *_INPUTS, "grad_out", "out", "logsumexp",
+        "philox_seed", "philox_offset", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
+    ),
+    results=3,
+)  # fmt: skip
+_OLDEST = 91501
+"""cuDNN before 9.15.1 reads and writes out of bounds where a length is no multiple of 128 (pytorch issue 169849)."""
+
+
+class CudnnKernel:
+    """bfloat16 and float16 on CUDA; grouped heads natively; gradients differ in the last bits from run to run.
+
+    Everything is passed dense in (batch, length, heads, head_dim) order, since PyTorch keys its cache of compiled cuDNN
+    graphs by the strides of q, k and v only (ATen/native/cudnn/MHA.cpp): an out, dout or lse laid out otherwise than at
+    the graph's first use would be misread without an error. It is also one graph to compile per shape, not several.
+    """
+
+    name = "cudnn"
+    reads: Literal["delta", "out"] = "out"
+
+    def refusal(self, need: Need) -> str | None:
+        """See `BlockKernel.refusal`; the limits are those of PyTorch's own check for training (sdp_utils.cpp)."""
+        if why := gpu_refusal(need):
+            return why
+        if "band" in need.forms:
+            return "it has no sliding window through PyTorch: full and square causal blocks only"
+        if need.deterministic or torch.get_deterministic_debug_mode() == 2:
+            return "its backward is not deterministic: PyTorch does not ask cuDNN for the deterministic algorithm"
+        if why := _head_dim_refusal(need):
+            return why
+        if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1":
+            return "TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 makes PyTorch expect an lse in another layout; unset it"
+        return build_refusal() or _version_refusal() or _FORWARD.refusal() or _BACKWARD.refusal()
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Band, softmax_scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `BlockKernel.forward`."""
+        causal = _is_causal(band, q, k)
+        if _is_vector(q, k):
+            return _VECTOR_KERNEL.forward(q, k, v, band=band, softmax_scale=softmax_scale)
+        results = _FORWARD(
+            query=dense(q).transpose(1, 2),
+            key=dense(k).transpose(1, 2),
+            value=dense(v).transpose(1, 2),
+            attn_bias=None,
+            compute_log_sumexp=True,
+            dropout_p=0.0,
+            is_causal=causal,
+            return_debug_mask=False,
+            scale=softmax_scale,
+        )
+        out, lse = results[0], results[1]
+        return out.transpose(1, 2), lse.reshape(lse.shape[:3])
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        saved: Saved,
+        *,
+        band: Band,
+        softmax_scale: float,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `BlockKernel.backward`; reads `saved.out`.
+
+        Raises:
+            UnsupportedError: deterministic is asked for, or the band is neither full nor square causal.
+        """
+        assert saved.out is not None, "the cudnn kernel reads out"
+        causal = _is_causal(band, q, k)
+        if deterministic:
+            raise UnsupportedError("kernel='cudnn' with deterministic=True", "it is not deterministic", "kernel='aten'")
+        if _is_vector(q, k):
+            return _vector_backward(dout, q, k, v, saved, band, softmax_scale)
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # the dropout's random state
+        lse = dense(saved.lse)
+        dq, dk, dv = _BACKWARD(
+            grad_out=dense(dout).transpose(1, 2),
+            query=dense(q).transpose(1, 2),
+            key=dense(k).transpose(1, 2),
+            value=dense(v).transpose(1, 2),
+            out=dense(saved.out).transpose(1, 2),
+            logsumexp=lse.unsqueeze(-1) if _lse_dimensions() == 4 else lse,
+            philox_seed=unused,
+            philox_offset=unused,
+            attn_bias=None,
+            cum_seq_q=None,
+            cum_seq_k=None,
+            max_q=q.shape[1],
+            max_k=k.shape[1],
+            dropout_p=0.0,
+            is_causal=causal,
+            scale=softmax_scale,
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+_VECTOR_KERNEL = ReferenceKernel()
+
+
+def _head_dim_refusal(need: Need) -> str | None:
+    head_dims = (need.head_dim, need.head_dim_v)
+    if max(head_dims) <= 128:
+        return None
+    hopper_or_newer = need.capability is not None and need.capability in ((9, 0), (10, 0), (10, 3))
+    if head_dims == (192, 128) and hopper_or_newer:
+        return None
+    return (
+        f"head_dim {need.head_dim} and head_dim_v {need.head_dim_v} are over 128 on compute capability "
+        f"{capability_text(need)} (192 and 128 together work on 9.0, 10.0 and 10.3)"
+    )
+
+
+def _version_refusal() -> str | None:
+    found: int | None = torch.backends.cudnn.version()
+    if found is None:
+        return f"PyTorch {torch.__version__} finds no cuDNN"
+    if found < _OLDEST:
+        major, minor, patch = found // 10000, found // 100 % 100, found % 100
+        return f"cuDNN {major}.{minor}.{patch} is wrong for lengths not divisible by 128; 9.15.1 or newer is needed"
+    return None
+
+
+def _is_causal(band: Band, q: torch.Tensor, k: torch.Tensor) -> bool:
+    form = form_of(band, q.shape[1], k.shape[1])
+    if form == "band":
+        raise UnsupportedError(
+            f"kernel='cudnn' with {band} on {q.shape[1]} x {k.shape[1]}", "it has no window", "kernel='aten'"
+        )
+    return form == "causal"
+
+
+def _is_vector(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """One query or one key: cuDNN refuses a single key, and some versions a single query; the cost is linear anyway."""
+    return min(q.shape[1], k.shape[1]) == 1
+
+
+def _vector_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    saved: Saved,
+    band: Band,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    assert saved.out is not None
+    wide = accumulator_dtype(q.dtype)
+    delta = (dout.to(wide) * saved.out.to(wide)).sum(-1).transpose(1, 2)
+    return _VECTOR_KERNEL.backward(
+        dout, q, k, v, Saved(saved.lse, delta), band=band, softmax_scale=softmax_scale, deterministic=True
+    )
+
+
+@functools.cache
+def _lse_dimensions() -> int:
+    """4 where this PyTorch's operator means lse as (batch, heads, q_len, 1), as since 2.9, or 3: what its meta says."""
+    q = torch.empty(1, 1, 2, 8, dtype=torch.bfloat16, device="meta")
+    results = _FORWARD(
+        query=q, key=q, value=q, attn_bias=None, compute_log_sumexp=True,
+        dropout_p=0.0, is_causal=False, return_debug_mask=False, scale=1.0,
+    )  # fmt: skip
+    lse: torch.Tensor = results[1]
+    return lse.dim()

@@ -1,0 +1,135 @@
+"""Folding partials: (out, lse) pairs merge, gradients add; both associative, both straight into the dtype wanted."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+
+from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels.triton.support import interpreted, triton_refusal
+
+logger = logging.getLogger(__name__)
+
+Partial = tuple[torch.Tensor, torch.Tensor]
+"""(out, lse): out (batch, rows, heads, head_dim), lse (batch, heads, rows); views allowed."""
+
+MOST_PARTS = 4
+"""How many partials are folded at once."""
+
+_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def identity_(out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Set a partial to the identity of merging: out 0, lse -inf, the partial that has seen no key."""
+    out.zero_()
+    lse.fill_(-math.inf)
+
+
+def merge(parts: Sequence[Partial], into: Partial) -> None:
+    """Merge up to MOST_PARTS normalised partials of the same rows.
+
+    `into` is the first part, tensor for tensor, or memory of its own. Any dtypes; the arithmetic is float32, float64
+    where any of them is. A part whose lse is -inf weighs exactly 0, and -inf everywhere leaves 0 and -inf. NaN is
+    passed on, never hidden. Source: the online softmax (Milakov and Gimelshein 2018) in normalised form,
+    L = log(sum of exp L_i), O = sum of exp(L_i - L) O_i. On CUDA one Triton kernel does it where it can.
+    """
+    tensors = [x for part in (*parts, into) for x in part]
+    if _fusable(*tensors):
+        from dfa_megatron.kernels.triton import merge as triton_fold
+
+        if all(triton_fold.takes(*part) for part in (*parts, into)):
+            triton_fold.merge(parts, into)
+            return
+    _merge_by_operations(parts, into)
+
+
+def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """`into` = the sum of up to MOST_PARTS parts, (batch, rows, heads, dim) each, rounded once.
+
+    `into` is the first part, or memory of its own.
+    """
+    if _fusable(*parts, into) and all(_dense_rows(x) for x in (*parts, into)):
+        from dfa_megatron.kernels.triton import merge as triton_fold
+
+        triton_fold.add(parts, into)
+        return
+    high = _high(*parts, into)
+    total = parts[0] if parts[0] is into and into.dtype == high else parts[0].to(high, copy=True)
+    for part in parts[1:]:
+        total += part
+    if total is not into:
+        into.copy_(total)
+
+
+def _high(*tensors: torch.Tensor) -> torch.dtype:
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def _dense_rows(x: torch.Tensor) -> bool:
+    """Everything of one sequence lies one after another."""
+    return x[0].is_contiguous()
+
+
+def _merge_by_operations(parts: Sequence[Partial], into: Partial) -> None:
+    high = _high(*(x for part in (*parts, into) for x in part))
+    lses = [lse.to(high) for _, lse in parts]
+    lse = torch.logsumexp(torch.stack(lses), 0)
+    total = torch.zeros(into[0].shape, dtype=high, device=into[0].device)
+    for (out, _), part_lse in zip(parts, lses, strict=True):
+        weight = torch.exp(part_lse - lse).masked_fill_(part_lse == -math.inf, 0.0)  # -inf - -inf would be NaN
+        total.addcmul_(out.to(high), weight.transpose(1, 2).unsqueeze(-1))
+    into[0].copy_(total)
+    into[1].copy_(lse)
+
+
+def _fusable(*tensors: torch.Tensor) -> bool:
+    """Triton's kernels take these tensors, and have shown on this device that they work."""
+    device = tensors[0].device
+    return (
+        (device.type == "cuda" or interpreted()) and all(x.dtype in _FUSED_DTYPES for x in tensors) and _works(device)
+    )
+
+
+@functools.cache
+def _works(device: torch.device) -> bool:
+    """Compile the kernels once and compare: no C compiler or an odd driver makes folding slower, not impossible."""
+    why = triton_refusal()
+    if why is None:
+        try:
+            why = _difference(device)
+        except Exception as error:  # noqa: BLE001 -- Triton's compiler and launcher raise anything
+            why = f"Triton failed: {type(error).__name__}: {error}"
+    if why is not None:
+        logger.warning("partials are folded by PyTorch's operations on %s, which is slower: %s", device, why)
+    return why is None
+
+
+def _difference(device: torch.device) -> str | None:
+    """Fold a few rows both ways, with -inf on either side and on both."""
+    from dfa_megatron.kernels.triton import merge as triton_fold
+
+    rows = torch.arange(4 * 6 * 8, dtype=torch.float32, device=device)
+    out, other = torch.sin(rows).view(1, 4, 6, 8), torch.cos(rows).view(1, 4, 6, 8)
+    lse, other_lse = (4 * torch.sin(rows[k : k + 24]).view(1, 6, 4) for k in (0, 24))
+    lse[0, :2] = other_lse[0, 1:3] = -math.inf
+    want, got = (out.clone(), lse.clone()), (out.clone(), lse.clone())
+    _merge_by_operations([want, (other, other_lse), (out, lse)], want)
+    triton_fold.merge([got, (other, other_lse), (out, lse)], got)
+    same = torch.allclose(got[0], want[0], rtol=1e-5, atol=1e-6) and torch.allclose(got[1], want[1], rtol=1e-5)
+    total = torch.empty_like(out)
+    triton_fold.add([out, other], total)
+    return None if same and torch.equal(total, out + other) else "the Triton kernels' numbers are wrong here"
+
+
+def row_dot(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """delta = rowsum(dout * out), (batch, heads, rows) in the accumulator's dtype (paper, section 3.2)."""
+    if _fusable(dout, out) and dout.stride(-1) == out.stride(-1) == 1:
+        from dfa_megatron.kernels.triton import merge as triton_fold
+
+        return triton_fold.row_dot(dout, out)
+    high = accumulator_dtype(dout.dtype)
+    return (dout.to(high) * out.to(high)).sum(-1).transpose(1, 2).contiguous()

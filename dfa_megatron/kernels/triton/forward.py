@@ -1,0 +1,194 @@
+"""The forward of a block in Triton: online softmax over the key blocks that a band lets a query block see."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dfa_megatron.kernels.alibi import Alibi
+from dfa_megatron.kernels.packed import new_out
+from dfa_megatron.kernels.segments import Segments
+from dfa_megatron.kernels.triton.support import Diagonals, Packed, alibi_pointers, interpreted, padded
+from dfa_megatron.kernels.triton.tiles import (
+    LN_2,
+    LOG2_E,
+    SIZES,
+    biased,
+    capped,
+    dot,
+    load_rows,
+    segment_of,
+    spans,
+    visible,
+)
+
+
+@triton.jit
+def _fold(
+    acc, total, peak, q, k, v, k_row, v_row, rows, begin, end, q_len, kv_len, lo, hi, scale,
+    slope, row_positions, kv_positions,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Fold the key blocks from begin to end into (acc, total, peak); scale is in units of log 2, and not negative.
+
+    CAP: of the scores, 0 for none. ALIBI: the scores get the bias of slope, in units of log 2, and the positions.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    skipped = tl.full((), 0, tl.int64) + begin
+    k += skipped * k_row
+    v += skipped * v_row
+    k_offsets = tl.arange(0, BLOCK_N)[:, None] * k_row + dims[None, :]
+    v_offsets = tl.arange(0, BLOCK_N)[:, None] * v_row + dims_v[None, :]
+    for start in tl.range(begin, end, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        k_tile = load_rows(k + k_offsets, columns, kv_len, dims, DIM, MASKED)
+        scores = dot(q, tl.trans(k_tile), tl.zeros((q.shape[0], BLOCK_N), tl.float32), UPCAST)
+        if CAP > 0:
+            scores, unit = capped(scores, scale, CAP), 1.0
+        else:
+            unit = scale
+        if ALIBI:
+            column_positions = tl.load(kv_positions + columns, mask=columns < kv_len, other=0)
+            scores, unit = biased(scores * unit, slope, row_positions[:, None], column_positions[None, :]), 1.0
+        if MASKED:
+            seen = visible(rows[:, None], columns[None, :], q_len, kv_len, lo, hi, HAS_LO, HAS_HI)
+            scores = tl.where(seen, scores * unit, -float("inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # -inf - -inf would be NaN
+            p = tl.math.exp2(scores - shift[:, None])
+        else:
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * unit)
+            shift = new_peak
+            p = tl.math.exp2(scores * unit - shift[:, None])
+        decay = tl.math.exp2(peak - shift)
+        total = total * decay + tl.sum(p, 1)
+        v_tile = load_rows(v + v_offsets, columns, kv_len, dims_v, DIM_V, MASKED)
+        acc = dot(p, v_tile, acc * decay[:, None], UPCAST)
+        peak = new_peak
+        k += BLOCK_N * k_row
+        v += BLOCK_N * v_row
+    return acc, total, peak
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _forward(
+    q, k, v, out, lse, table, slopes, q_positions, kv_positions, scale, q_len, kv_len, lo, hi, group,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
+    PACKED: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M rows of one head. EVEN: BLOCK_N divides kv_len. PACKED: of the segment in its table."""
+    block = tl.program_id(0)
+    all_rows = q_len
+    if PACKED:
+        q_start, q_len, kv_start, kv_len, lo, hi, block = segment_of(table)
+        q += q_start * q_row
+        k += kv_start * k_row
+        v += kv_start * v_row
+        out += q_start * out_row
+        lse += q_start
+        if ALIBI:
+            q_positions += q_start
+            kv_positions += kv_start
+    elif HAS_HI:
+        block = tl.num_programs(0) - 1 - block  # the rows that see most first, so that none of them is last
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    kv_head = (head // group).to(tl.int64)
+    first = block * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    q += batch * q_batch + head.to(tl.int64) * q_head
+    q_tile = load_rows(q + rows.to(tl.int64)[:, None] * q_row + dims[None, :], rows, q_len, dims, DIM, True)
+    k += batch * k_batch + kv_head * k_head
+    v += batch * v_batch + kv_head * v_head
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    slope = tl.load(slopes + head) * LOG2_E if ALIBI else 0.0
+    row_positions = tl.load(q_positions + rows, mask=rows < q_len, other=0) if ALIBI else None
+    scale = scale * LOG2_E
+    last = tl.minimum(first + BLOCK_M, q_len) - 1
+    begin, full_begin, full_end, end = spans(first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_N)
+    if HAS_LO:
+        acc, total, peak = _fold(
+            acc, total, peak, q_tile, k, v, k_row, v_row, rows, begin, full_begin,
+            q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
+            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
+        )  # fmt: skip
+    acc, total, peak = _fold(
+        acc, total, peak, q_tile, k, v, k_row, v_row, rows, full_begin, full_end,
+        q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
+        DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST, CAP, ALIBI,
+    )  # fmt: skip
+    if HAS_HI or not EVEN:
+        acc, total, peak = _fold(
+            acc, total, peak, q_tile, k, v, k_row, v_row, rows, full_end, end,
+            q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
+            DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
+        )  # fmt: skip
+    blind = total == 0.0
+    total = tl.where(blind, 1.0, total)
+    acc = acc / total[:, None]
+    row_lse = tl.where(blind, -float("inf"), (peak + tl.math.log2(total)) * LN_2)
+    out += batch * out_batch + head.to(tl.int64) * out_head
+    out_pointers = out + rows.to(tl.int64)[:, None] * out_row + dims_v[None, :]
+    tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=(rows < q_len)[:, None] & (dims_v < DIM_V)[None, :])
+    tl.store(lse + (batch * tl.num_programs(1) + head) * all_rows + rows, row_lse, mask=rows < q_len)
+
+
+def launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    diagonals: Diagonals,
+    scale: float,
+    sizes: tuple[int, ...],
+    softcap: float = 0.0,
+    alibi: Alibi | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a block, scale at least 0 and last dimensions contiguous; sizes: see `triton_attention.Sizes`."""
+    (batch, q_len, heads, dim), (kv_len, kv_heads, dim_v) = q.shape, v.shape[1:]
+    out = torch.empty(batch, q_len, heads, dim_v, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=q.device)
+    block_m, block_n, warps, stages = sizes
+    _forward[(triton.cdiv(q_len, block_m), heads, batch)](
+        q, k, v, out, lse, None, *alibi_pointers(alibi),
+        scale, q_len, kv_len, diagonals.lo, diagonals.hi, heads // kv_heads,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        DIM=dim, DIM_V=dim_v, HAS_LO=diagonals.has_lo, HAS_HI=diagonals.has_hi, EVEN=kv_len % block_n == 0,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim_v), UPCAST=interpreted(),
+        PACKED=False, CAP=softcap, ALIBI=alibi is not None, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def launch_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    sizes: tuple[int, ...],
+    softcap: float = 0.0,
+    alibi: Alibi | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call of several segments and a batch of one, as `launch`."""
+    heads, dim, kv_heads, dim_v = q.shape[2], q.shape[3], *v.shape[2:]
+    out, lse = new_out(q, v, segments.is_whole)
+    block_m, block_n, warps, stages = sizes
+    packed = Packed.of(segments, "rows", block_m, q.device)
+    _forward[(len(packed.table), heads, 1)](
+        q, k, v, out, lse, packed.table, *alibi_pointers(alibi), scale, q.shape[1], 0, 0, 0, heads // kv_heads,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        DIM=dim, DIM_V=dim_v, HAS_LO=packed.has_lo, HAS_HI=packed.has_hi, EVEN=False,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim_v), UPCAST=interpreted(),
+        PACKED=True, CAP=softcap, ALIBI=alibi is not None, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,152 @@
+"""Folding partials as one Triton kernel: every value is read once and written once, in its final dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from dfa_megatron.kernels.triton.support import interpreted, on_device_of
+
+
+@triton.jit
+def _merge(
+    out0, out1, out2, out3, lse0, lse1, lse2, lse3, into_out, into_lse, length, heads,
+    out0_batch, out1_batch, out2_batch, out3_batch, into_batch, rows0, rows1, rows2, rows3, into_rows,
+    COUNT: tl.constexpr, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_ROWS rows of one head, of the first COUNT parts. `into` may be the first.
+
+    Rows are slices of dense tensors: an out's batches are `*_batch` elements apart, an lse's heads `rows*`.
+    """
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    there = rows < length
+    dims = tl.arange(0, BLOCK_D)
+    inside = there[:, None] & (dims < DIM)[None, :]
+    rows = rows.to(tl.int64)
+    one = batch * heads + head
+    at = (rows * heads + head)[:, None] * DIM + dims[None, :]
+    a = tl.load(lse0 + one * rows0 + rows, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(lse1 + one * rows1 + rows, mask=there, other=0.0).to(tl.float32)
+    peak = tl.maximum(a, b)
+    if COUNT > 2:
+        c = tl.load(lse2 + one * rows2 + rows, mask=there, other=0.0).to(tl.float32)
+        peak = tl.maximum(peak, c)
+    if COUNT > 3:
+        d = tl.load(lse3 + one * rows3 + rows, mask=there, other=0.0).to(tl.float32)
+        peak = tl.maximum(peak, d)
+    peak = tl.where(peak == -float("inf"), 0.0, peak)  # -inf - -inf would be NaN
+    a, b = tl.exp(a - peak), tl.exp(b - peak)
+    total = a + b
+    merged = a[:, None] * tl.load(out0 + batch * out0_batch + at, mask=inside, other=0.0).to(tl.float32)
+    merged += b[:, None] * tl.load(out1 + batch * out1_batch + at, mask=inside, other=0.0).to(tl.float32)
+    if COUNT > 2:
+        c = tl.exp(c - peak)
+        total += c
+        merged += c[:, None] * tl.load(out2 + batch * out2_batch + at, mask=inside, other=0.0).to(tl.float32)
+    if COUNT > 3:
+        d = tl.exp(d - peak)
+        total += d
+        merged += d[:, None] * tl.load(out3 + batch * out3_batch + at, mask=inside, other=0.0).to(tl.float32)
+    merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
+    # Several warps load the same lse, because a vector of rows is repeated over them. None may store before all have
+    # loaded, or a late one would take the merged lse for the old one where into is the first part.
+    tl.debug_barrier()
+    tl.store(into_lse + one * into_rows + rows, peak + tl.log(total), mask=there)
+    tl.store(into_out + batch * into_batch + at, merged.to(into_out.dtype.element_ty), mask=inside)
+
+
+def takes(out: torch.Tensor, lse: torch.Tensor) -> bool:
+    """A partial whose rows are a slice of dense tensors, which is what `merge` can address."""
+    heads, dim = out.shape[2:]
+    stride, lse_stride = out.stride(), lse.stride()
+    return stride[1:] == (heads * dim, dim, 1) and lse_stride[0] == heads * lse_stride[1] and lse_stride[2] == 1
+
+
+def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], into: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """`into` becomes the merge of two to four partials (out, lse); shapes as in `merge.merge`, all as `takes` wants.
+
+    `into` is the first part, tensor for tensor, or shares no memory with any.
+    """
+    batch, length, heads, dim = into[0].shape
+    if not into[0].numel():
+        return
+    block_d = triton.next_power_of_2(dim)
+    block_rows = 16 if interpreted() else max(1, 4096 // block_d)
+    outs, lses = zip(*parts, *[parts[0]] * (4 - len(parts)), strict=True)
+    with on_device_of(into[0]):
+        _merge[(triton.cdiv(length, block_rows), batch * heads)](
+            *outs, *lses, *into, length, heads,
+            *(out.stride(0) for out in (*outs, into[0])), *(lse.stride(1) for lse in (*lses, into[1])),
+            COUNT=len(parts), DIM=dim, BLOCK_ROWS=block_rows, BLOCK_D=block_d, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add(
+    x0, x1, x2, x3, into, count, x0_batch, x1_batch, x2_batch, x3_batch, into_batch,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK elements of one sequence, whose rows lie one after another."""
+    batch = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < count
+    total = tl.load(x0 + batch * x0_batch + at, mask=there, other=0.0).to(tl.float32)
+    total += tl.load(x1 + batch * x1_batch + at, mask=there, other=0.0).to(tl.float32)
+    if COUNT > 2:
+        total += tl.load(x2 + batch * x2_batch + at, mask=there, other=0.0).to(tl.float32)
+    if COUNT > 3:
+        total += tl.load(x3 + batch * x3_batch + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(into + batch * into_batch + at, total.to(into.dtype.element_ty), mask=there)
+
+
+def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """`into` becomes the float32 sum of two to four parts (batch, rows, heads, dim); all but the batch lies dense."""
+    if not into.numel():
+        return
+    block = 128 if interpreted() else 4096
+    batch, count = into.shape[0], into[0].numel()
+    four = [*parts, *[parts[0]] * (4 - len(parts))]
+    with on_device_of(into):
+        _add[(triton.cdiv(count, block), batch)](
+            *four, into, count, *(x.stride(0) for x in (*four, into)), COUNT=len(parts), BLOCK=block, num_warps=8
+        )
+
+
+@triton.jit
+def _row_dot(
+    a, b, into, length, heads, a_batch, a_row, a_head, b_batch, b_row, b_head,
+    DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_ROWS rows of one head."""
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    there = rows < length
+    dims = tl.arange(0, BLOCK_D)
+    inside = there[:, None] & (dims < DIM)[None, :]
+    rows = rows.to(tl.int64)
+    a += batch * a_batch + head * a_head + rows[:, None] * a_row + dims[None, :]
+    b += batch * b_batch + head * b_head + rows[:, None] * b_row + dims[None, :]
+    products = tl.load(a, mask=inside, other=0.0).to(tl.float32) * tl.load(b, mask=inside, other=0.0).to(tl.float32)
+    tl.store(into + (batch * heads + head) * length + rows, tl.sum(products, 1), mask=there)
+
+
+def row_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """rowsum(a * b) of (batch, rows, heads, dim) tensors: float32 (batch, heads, rows)."""
+    batch, length, heads, dim = a.shape
+    into = a.new_empty((batch, heads, length), dtype=torch.float32)
+    if not a.numel():
+        return into.zero_()
+    block_d = triton.next_power_of_2(dim)
+    block_rows = 16 if interpreted() else max(1, 4096 // block_d)
+    with on_device_of(a):
+        _row_dot[(triton.cdiv(length, block_rows), batch * heads)](
+            a, b, into, length, heads, *a.stride()[:3], *b.stride()[:3],
+            DIM=dim, BLOCK_ROWS=block_rows, BLOCK_D=block_d, num_warps=4,
+        )  # fmt: skip
+    return into

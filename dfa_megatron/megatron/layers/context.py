@@ -1,0 +1,103 @@
+"""What the layers of one model share: options, the exchange between layouts, rotary tables, lines logged once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.start.flags import packs_of_args
+from dfa_megatron.megatron.tokens.batch import check_declared
+from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache
+
+logger = logging.getLogger("dfa_megatron.megatron")
+
+
+class AttentionContext:
+    """Travels in the `params` of the layer specs that `dfa_ify` makes; copies of a spec share it.
+
+    Args:
+        options: what the user asked for.
+        hybrid: the layers between the attention layers are of other kinds and rely on Megatron's order.
+    """
+
+    def __init__(self, options: DistAttentionConfig, *, hybrid: bool = False) -> None:
+        self.options = options
+        self.hybrid = hybrid
+        self.tables = TableCache()
+        self._relayouts: dict[tuple[Any, ...], Relayout] = {}
+        self._said: set[str] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
+        return self
+
+    def relayout(self, groups: Any, *, sequence_parallel: bool) -> Relayout:
+        """The exchange over the groups of a Megatron ProcessGroupCollection; the same object for the same groups."""
+        tp, tp_cp = (groups.tp, groups.tp_cp) if sequence_parallel else (None, None)
+        key = (groups.cp, tp, tp_cp)
+        if key not in self._relayouts:
+            self._relayouts[key] = Relayout(*key)
+        return self._relayouts[key]
+
+    def say_once(self, key: str, message: str, *args: Any, level: int = logging.INFO) -> None:
+        """Log a line the first time its key is used, on global rank 0."""
+        if key not in self._said and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.log(level, message, *args)
+        self._said.add(key)
+
+    def check_batch(self, cp_group: dist.ProcessGroup, *, packed: bool) -> None:
+        """Refuse a batch that was sliced for another layout than the one the layers work in; asked of every batch."""
+        check_declared(cp_group, self.options.layout, packed=packed)
+
+    def check_unpacked(self) -> None:
+        """Refuse a batch without documents where the script's flags say that it has some.
+
+        Scripts of Megatron-Core 0.16 give them to the first and the last pipeline stage only.
+        """
+        if "unpacked" not in self._said:
+            if packs_of_args():
+                raise UnsupportedError(
+                    "a pipeline stage that was given no packed_seq_params",
+                    "the script's data are packed documents, and attention here would not stop at their ends",
+                    "at most two pipeline stages, or scripts of Megatron-Core 0.17 and later",
+                )
+            self._said.add("unpacked")
+
+    def report_kept(self, layer: Any, hidden_states: torch.Tensor, *, packed: bool = False) -> None:
+        """Say once what rematerialization keeps of a layer until its backward pass; and the work, if it is always one.
+
+        Args:
+            packed: the micro-batch is of documents.
+        """
+        if "kept" in self._said:
+            return
+        rows, batch, _hidden = hidden_states.shape
+        config, tp = layer.config, dist.get_world_size(layer.tp_group)
+        if config.sequence_parallel:
+            rows *= tp
+        heads = config.num_attention_heads // tp
+        value_dim = getattr(config, "v_head_dim", None) or config.kv_channels
+        out = rows * batch * heads * value_dim
+        mib = {
+            "the layer's input": hidden_states.numel() * hidden_states.element_size() / 2**20,
+            "attention's output": out * hidden_states.element_size() / 2**20,
+            "its lse": rows * batch * heads * 4 / 2**20,
+        }
+        key_dim = config.kv_channels
+        if getattr(config, "multi_latent_attention", False):
+            key_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
+        # Two matrix products over the half of all pairs that a causal mask leaves, spread over the ranks.
+        tflop = rows * rows * dist.get_world_size(layer.pg_collection.cp) * batch * heads * (key_dim + value_dim) / 1e12
+        self.say_once(
+            "kept",
+            "dfa: rematerialization keeps %.2f MiB per layer and micro-batch on each rank (%s%s) and recomputes the "
+            "rest of the layer; full recomputation would run attention%s and its messages once more",
+            sum(mib.values()),
+            ", ".join(f"{name} {size:.2f}" for name, size in mib.items()),
+            "; the last two in pinned host memory" if self.options.remat_offload else "",
+            "" if packed or getattr(config, "window_size", None) else f", {tflop:.3g} TFLOP,",
+        )

@@ -1,0 +1,233 @@
+"""Distributed attention for the `core_attention` slot of a Megatron attention layer.
+
+Shapes, as Megatron hands them over: query (seq / CP, batch, heads / TP, head_dim), key and value (seq / CP, batch,
+kv_heads / TP, head_dim); the result is (seq / CP, batch, heads / TP * head_dim). Grouped heads are not expanded. Packed
+documents are one row, batch = 1, of which seq is all tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.refusals import check_config
+from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
+
+COMM_TYPES = (None, "dfa", "p2p")
+"""Values of Megatron's --cp-comm-type that mean this class; p2p is Megatron's default."""
+
+
+class DistributedCoreAttention(torch.nn.Module):
+    """Causal self-attention over the sequence that the ranks of `pg_collection.cp` hold together (one rank works too).
+
+    In layers that Megatron gives a sliding window (config.window_size and window_attn_skip_freq), within the window.
+
+    Its one parameter is that of config.softmax_type "learnable": softmax_offset (heads / TP), a logit per head that
+    takes part in the softmax and has no value. With "off-by-one" it is zero, and no parameter.
+
+    Built by Megatron by keyword; see megatron.core.transformer.attention.CoreAttentionBuilder.
+
+    Raises:
+        UnsupportedError: for every request that this class would not honour.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        *,
+        options: DistAttentionConfig,
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        check_config(config, options)
+        _check_construction(attn_mask_type, attention_type, attention_dropout, cp_comm_type, others)
+        if pg_collection is None:
+            from megatron.core.process_groups_config import ProcessGroupCollection
+
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.config = config
+        self.layer_number = layer_number
+        self.options = options
+        self.cp_group = pg_collection.cp
+        self.tp_group = getattr(pg_collection, "tp", None)
+        self.cp_comm_type = cp_comm_type
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.window_size = _window_of(config, layer_number)
+        self.deterministic = options.deterministic or bool(getattr(config, "deterministic_mode", False))
+        self.keywords = options.replace(deterministic=self.deterministic).keywords()
+        self.softmax_offset = _softmax_offset(config)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Attention of this rank's rows over all rows before them, of their own document if there are several."""
+        from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
+        from dfa_megatron.runtime.agreement.calls import at_layer
+
+        check_call(attention_mask, attention_bias)
+        _check_pack(packed_seq_params, query)
+        _check_mask_type(attn_mask_type)
+        _refuse_unknown(others)
+        if query.dim() != 4 or query.shape[0] != key.shape[0]:
+            raise UnsupportedError(
+                f"attention of {query.shape[0]} rows over {key.shape[0]}",
+                "there is no key cache: every rank holds as many queries as keys",
+                "training and evaluation on whole sequences",
+            )
+        # Views only: the functions take any strides.
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        asked: dict[str, Any] = {
+            "softmax_scale": self.softmax_scale,
+            "window_size": self.window_size,
+            "sinks": self.softmax_offset,
+            **self.keywords,
+        }
+        out: Any
+        with at_layer(self.layer_number):
+            if packed_seq_params is None:
+                out = dist_flash_attn_func(q, k, v, group=self.cp_group, causal=True, **asked)
+            else:
+                q, k, v = (x.squeeze(0) for x in (q, k, v))
+                offsets = packed_seq_params.offsets
+                out = dist_flash_attn_varlen_func(q, k, v, offsets, group=self.cp_group, causal=True, **asked)
+                out = out.unsqueeze(0)
+        rows: torch.Tensor = out.transpose(0, 1).flatten(2)
+        return rows
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of Megatron's own attention: softmax_offset, cut over tensor-parallel ranks, or nothing."""
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+        return DotProductAttention.sharded_state_dict(self, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        window = "" if self.window_size == (-1, -1) else f", window_size={self.window_size}"
+        return f"schedule={self.options.schedule}, layout={self.options.layout}, kernel={self.options.kernel}{window}"
+
+
+def check_call(attention_mask: Any, attention_bias: Any, inference_context: Any = None) -> None:
+    """Refuse what can only be seen at the call."""
+    if attention_mask is not None:
+        raise UnsupportedError(
+            "an attention_mask tensor",
+            "attention is causal by construction and would ignore the tensor",
+            "attention_mask=None, which in Megatron's scripts is --no-create-attention-mask-in-dataloader; documents "
+            "are told by packed_seq_params",
+        )
+    if attention_bias is not None:
+        raise UnsupportedError("attention_bias", "the block kernels take no bias", "rotary or learned positions")
+    if inference_context is not None:
+        raise UnsupportedError(
+            "an inference context", "there is no key cache", "training and evaluation on whole sequences"
+        )
+
+
+def _check_pack(pack: Any, query: torch.Tensor) -> None:
+    if pack is None:
+        return
+    if not isinstance(pack, PlacedPack):
+        raise UnsupportedError(
+            "packed_seq_params for core attention by itself",
+            "Megatron's rotary embeddings of packed tokens assume its zigzag order of every document",
+            "the layers of dfa_ify, which give every token its own",
+        )
+    if query.dim() != 4 or query.shape[1] != 1:
+        raise UnsupportedError(
+            f"packed documents in {query.shape[1]} rows",
+            "a pack is one row of tokens",
+            "the batch that shard_batch makes",
+        )
+
+
+def _softmax_offset(config: Any) -> torch.Tensor | None:
+    """(heads / TP): a parameter where it is learned, as Megatron's own attention makes it; None for plain softmax."""
+    kind = getattr(config, "softmax_type", "vanilla")
+    if kind == "vanilla":
+        return None
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    where: dict[str, Any] = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+    if kind == "off-by-one":
+        return torch.zeros(heads, **where)
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+    learned = torch.nn.Parameter(torch.zeros(heads, **where))
+    if config.perform_initialization:
+        config.init_method(learned)
+    # Megatron's own leaves this out, and the norm of all gradients then has the heads of one tensor-parallel rank.
+    set_tensor_model_parallel_attributes(learned, is_parallel=True, dim=0, stride=1)
+    return learned
+
+
+def _window_of(config: Any, layer_number: int) -> tuple[int, int]:
+    """(left, right) of a layer, -1 for no bound, as Megatron's own attention would have it."""
+    window = getattr(config, "window_size", None)
+    if not window:
+        return -1, -1
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    windowed = is_layer_window_attention(window, getattr(config, "window_attn_skip_freq", None), layer_number)
+    return (window[0], window[1]) if windowed else (-1, -1)
+
+
+def _check_construction(
+    attn_mask_type: Any,
+    attention_type: str,
+    attention_dropout: float | None,
+    cp_comm_type: str | None,
+    others: dict[str, Any],
+) -> None:
+    _check_mask_type(attn_mask_type)
+    if attention_type != "self":
+        raise UnsupportedError(
+            f"attention_type={attention_type!r}", "queries and keys must come from one sequence", "self-attention"
+        )
+    if attention_dropout:
+        raise UnsupportedError(
+            f"attention_dropout={attention_dropout}", "the block kernels drop nothing inside the softmax", "0.0"
+        )
+    if cp_comm_type not in COMM_TYPES:
+        raise UnsupportedError(
+            f"cp_comm_type={cp_comm_type!r}",
+            "that is another distributed attention",
+            "--cp-comm-type dfa, or leave it out",
+        )
+    _refuse_unknown(others)
+
+
+def _check_mask_type(attn_mask_type: Any) -> None:
+    if attn_mask_type is not None and getattr(attn_mask_type, "name", None) != "causal":
+        raise UnsupportedError(
+            f"attn_mask_type={getattr(attn_mask_type, 'name', attn_mask_type)!r}",
+            "only causal attention is done",
+            "a layer spec whose self_attention has params={'attn_mask_type': AttnMaskType.causal}",
+        )
+
+
+def _refuse_unknown(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if value is not None and name != "name":
+            raise UnsupportedError(
+                f"the argument {name}={value!r} of core attention", "its meaning is not known here", "leaving it unset"
+            )

@@ -1,0 +1,80 @@
+"""Hybrid models (Mamba, MLP, experts and attention in one stack): attention layers get ours, the others are recomputed.
+
+The other layers rely on Megatron's zigzag order, so in layout `boundary` hidden states are exchanged around each
+attention layer. Full recomputation is taken over for the whole stack, because it is one flag on one config; what the
+attention layers do not cover is checkpointed here, layer by layer, as Megatron's own full recomputation does it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.layers.context import AttentionContext
+from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over
+
+ATTENTION_SLOTS = ("attention_layer", "mla_layer")
+"""Of a hybrid stack's submodules; the layers in them are TransformerLayers with a core_attention."""
+
+
+class RecomputedLayer:
+    """Runs any layer inside Megatron's checkpoint; always the first base of a class made by `recomputed_class`."""
+
+    def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
+        asked = take_over(config, distributed_attention)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        self._dfa_recompute = distributed_attention.options.remat == "on" or asked is not None
+        self._dfa_tp_group = kwargs["pg_collection"].tp
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's own forward, with the same result."""
+        layer: Any = self
+
+        def body(hidden_states: torch.Tensor) -> Any:
+            forward = super(RecomputedLayer, layer).forward  # type: ignore[misc]
+            return forward(hidden_states, *args, **kwargs)
+
+        wanted = self._dfa_recompute and layer.training and kwargs.get("inference_context") is None
+        # A re-entrant checkpoint of an input without gradient would cut the layer's own parameters off.
+        if not (wanted and torch.is_grad_enabled() and hidden_states.requires_grad):
+            return body(hidden_states)
+        return checkpoint_of(layer.config, self._dfa_tp_group)(body, hidden_states)
+
+
+@functools.cache
+def recomputed_class(base: type) -> type:
+    """The subclass of a layer class with `RecomputedLayer` mixed in, made once per base."""
+    if issubclass(base, RecomputedLayer):
+        return base
+    return type(f"Recomputed{base.__name__}", (RecomputedLayer, base), {"__module__": __name__})
+
+
+def is_stack(spec: Any) -> bool:
+    """Whether a spec is of a HybridStack, which Megatron-Core called MambaStack up to 0.17."""
+    submodules = getattr(spec, "submodules", None)
+    return hasattr(submodules, "attention_layer") and hasattr(submodules, "mamba_layer")
+
+
+def default_stack_spec() -> Any:
+    """Megatron's own hybrid_stack_spec, which it called mamba_stack_spec up to 0.17.
+
+    Raises:
+        UnsupportedError: it needs a package that is not installed (Transformer Engine, mamba-ssm, Triton).
+    """
+    try:
+        try:
+            from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as spec
+        except ModuleNotFoundError as error:
+            if error.name is None or not error.name.startswith("megatron"):
+                raise
+            from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as spec
+    except ImportError as error:
+        raise UnsupportedError(
+            "Megatron's hybrid stack spec",
+            f"it cannot be imported: {error}",
+            "an installation with Transformer Engine, or dfa_ify of a stack spec of your own",
+        ) from error
+    return spec

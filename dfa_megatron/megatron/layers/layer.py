@@ -1,0 +1,183 @@
+"""A mixin over any Megatron TransformerLayer: rematerialization around the layer, and the exchange of hidden states.
+
+Shapes: hidden_states (seq / CP [/ TP under sequence parallelism], batch, hidden).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.layers.context import AttentionContext
+from dfa_megatron.megatron.layers.core_attention import check_call
+from dfa_megatron.megatron.layers.latent import make_contiguous
+from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over
+from dfa_megatron.megatron.refusals import check_config, check_packable
+from dfa_megatron.megatron.tokens.outside import exchange_extracted, exchange_routing
+from dfa_megatron.megatron.tokens.packed_documents import check_samples, place, rotary_rows
+
+
+class DistributedAttentionLayer:
+    """What a layer does beside its own forward; always the first base of a class made by `layer_class`.
+
+    - Rematerialization: the layer runs inside Megatron's own checkpoint; its attention's output and lse are recorded in
+      the first pass and replayed in the recompute, so attention and its messages never run twice.
+    - Layout `boundary`: hidden states go from zigzag to contiguous before global layer 1 and back after the last one;
+      in a hybrid stack, before and after each attention layer.
+    - Layouts `boundary` and `contiguous`: the rotary table, which Megatron slices in zigzag order, is exchanged once;
+      that of multi-latent attention, which every layer makes itself, is sliced in order.
+    - Layout `boundary`: routing that is recorded and replayed, and hidden states of layers between that a caller asks
+      for, are in the caller's order; see outside.py.
+    - Packed documents, in every layout: each token gets the rotary row of its place in its own document.
+    """
+
+    def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
+        context = distributed_attention
+        check_config(config, context.options)
+        asked = take_over(config, context)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        self._dfa = context
+        layer: Any = self
+        _check_group(layer.pg_collection.cp, config)
+        local_layer = kwargs.get("layer_number", 1)
+        self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
+        self._dfa_permuted = config.context_parallel_size > 1 and context.options.layout != "zigzag"
+        context.say_once(
+            "on",
+            "dfa: distributed attention over %d context-parallel ranks, layout %s, schedule %s; %s",
+            config.context_parallel_size,
+            context.options.layout,
+            context.options.schedule,
+            "layers are recomputed without their attention" if self._dfa_remat else "recomputation is left to Megatron",
+        )
+        if self._dfa_permuted and getattr(layer.config, "multi_latent_attention", False):
+            make_contiguous(layer.self_attention)
+        exchanges = self._dfa_permuted and context.options.layout == "boundary"
+        if context.hybrid:
+            self._dfa_first = self._dfa_last = exchanges
+            return
+        if self._dfa_permuted and getattr(config, "is_hybrid_model", False):
+            raise UnsupportedError(
+                "an attention layer by itself in a hybrid model",
+                "the layers beside it rely on Megatron's zigzag order",
+                "dfa_ify of the whole hybrid stack spec, or --dfa-layout zigzag",
+            )
+        if self._dfa_permuted and (kwargs.get("is_mtp_layer") or layer.layer_number > config.num_layers):
+            raise UnsupportedError(
+                "this layer as a multi-token prediction layer",
+                "after the last decoder layer tokens are in zigzag order again",
+                "Megatron's own layer spec in get_gpt_mtp_block_spec, or --dfa-layout zigzag",
+            )
+        if exchanges:
+            exchange_routing(self)
+            exchange_extracted()
+        self._dfa_first = exchanges and layer.layer_number == 1
+        self._dfa_last = exchanges and layer.layer_number == config.num_layers
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        context: torch.Tensor | None = None,
+        context_mask: torch.Tensor | None = None,
+        rotary_pos_emb: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As TransformerLayer.forward, with the same result."""
+        layer: Any = self
+        check_call(attention_mask, kwargs.get("attention_bias"), kwargs.get("inference_context"))
+        packed = kwargs.get("packed_seq_params")
+        if layer.layer_number == 1 or self._dfa.hybrid:
+            self._dfa.check_batch(layer.pg_collection.cp, packed=packed is not None)
+        if self._dfa_permuted:
+            if kwargs.get("padding_mask") is not None and self._dfa.options.layout == "boundary":
+                raise UnsupportedError(
+                    "padding_mask in the boundary layout", "it would stay in zigzag order", "--dfa-layout zigzag"
+                )
+            if packed is None:  # of documents Megatron hands over a table that is not sliced
+                tables = self._dfa.relayout(layer.pg_collection, sequence_parallel=False)
+                rotary_pos_emb = self._dfa.tables.contiguous(rotary_pos_emb, tables, self._dfa_tokens(hidden_states))
+        if packed is None:
+            self._dfa.check_unpacked()
+        else:
+            kwargs["packed_seq_params"], rotary_pos_emb = self._dfa_placed(packed, hidden_states, rotary_pos_emb)
+        kwargs.update(context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
+        if self._dfa_first:
+            hidden_states = self._dfa_exchange()(hidden_states, "zigzag", "contiguous")
+        hidden_states, context = self._dfa_body(hidden_states, context, kwargs)
+        if self._dfa_last:
+            hidden_states = self._dfa_exchange()(hidden_states, "contiguous", "zigzag")
+        return hidden_states, context
+
+    def _dfa_placed(self, packed: Any, hidden_states: torch.Tensor, table: Any) -> tuple[Any, Any]:
+        """The documents of a pack, and the rotary rows of this rank's tokens."""
+        layer: Any = self
+        check_packable(layer.config, self._dfa.options)
+        pack = place(packed)
+        check_samples(layer.config, packed, pack)
+        inside = self._dfa.options.keywords()["layout"]
+        return pack, rotary_rows(table, pack, self._dfa_tokens(hidden_states), layer.pg_collection.cp, inside)
+
+    def _dfa_tokens(self, hidden_states: torch.Tensor) -> int:
+        """Of this context-parallel rank, whatever part of them sequence parallelism leaves here."""
+        layer: Any = self
+        return int(hidden_states.shape[0] * (layer.tp_group.size() if layer.config.sequence_parallel else 1))
+
+    def _dfa_exchange(self) -> Any:
+        layer: Any = self
+        return self._dfa.relayout(layer.pg_collection, sequence_parallel=layer.config.sequence_parallel)
+
+    def _dfa_body(self, hidden_states: torch.Tensor, context: torch.Tensor | None, kwargs: dict[str, Any]) -> Any:
+        layer: Any = self
+
+        def body(hidden_states: torch.Tensor, context: torch.Tensor | None) -> Any:
+            forward = super(DistributedAttentionLayer, layer).forward  # type: ignore[misc]
+            return forward(hidden_states, context=context, **kwargs)
+
+        # A re-entrant checkpoint of an input without gradient would cut the layer's own parameters off.
+        if not (self._dfa_remat and layer.training and torch.is_grad_enabled() and hidden_states.requires_grad):
+            return body(hidden_states, context)
+        from dfa_megatron.remat import remat_checkpoint
+
+        self._dfa.report_kept(layer, hidden_states, packed=kwargs.get("packed_seq_params") is not None)
+        checkpoint = checkpoint_of(layer.config, layer.tp_group)
+        offload = self._dfa.options.remat_offload
+        return remat_checkpoint(body, hidden_states, context, checkpoint=checkpoint, offload=offload)
+
+
+def _check_group(group: Any, config: Any) -> None:
+    """What a model lays out and what is refused depends on the config's number, attention on the group's.
+
+    Raises:
+        UnsupportedError: they differ.
+    """
+    if group.size() != config.context_parallel_size:
+        raise UnsupportedError(
+            f"context_parallel_size={config.context_parallel_size} in the config of a layer whose context-parallel "
+            f"group has {group.size()} ranks",
+            "tokens would be taken to lie in another order than they do",
+            "the same number in both",
+        )
+
+
+@functools.cache
+def layer_class(base: type) -> type:
+    """The subclass of a Megatron TransformerLayer class with `DistributedAttentionLayer` mixed in, made once per base.
+
+    Raises:
+        UnsupportedError: base is not a TransformerLayer class.
+    """
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    if issubclass(base, DistributedAttentionLayer):
+        return base
+    if not issubclass(base, TransformerLayer):
+        raise UnsupportedError(
+            f"the layer class {base.__name__}",
+            "it is not a megatron.core TransformerLayer",
+            "a spec of TransformerLayer",
+        )
+    return type(f"DistributedAttention{base.__name__}", (DistributedAttentionLayer, base), {"__module__": __name__})

@@ -1,0 +1,96 @@
+"""Takes Megatron's `--recompute-granularity full` over: which layers run under record and replay instead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.layers.context import AttentionContext
+
+_ATTRIBUTE = "_dfa_recompute"
+"""Where flags that were taken over stay on the TransformerConfig, for model chunks that are built later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What the user asked of Megatron's full recomputation before it was taken over."""
+
+    method: str | None
+    num_layers: int | None
+
+    def covers(self, local_layer: int) -> bool:
+        """Whether it recomputes the local_layer-th layer (from 1) of a model chunk."""
+        return self.method != "block" or local_layer <= (self.num_layers or 0)
+
+
+def take_over(config: Any, context: AttentionContext) -> Recompute | None:
+    """Clear full recomputation on the config, which Megatron reads in every forward, and say what it asked for.
+
+    Returns None where full recomputation was not asked for. With remat='off' Megatron's own is left alone. Every
+    call on the same config returns the same, so each layer may ask.
+
+    Raises:
+        UnsupportedError: a recompute method that is not known, or another model has the config's.
+    """
+    if context.options.remat == "off":
+        if getattr(config, _ATTRIBUTE, None) is not None:
+            raise UnsupportedError(
+                "remat='off' on a config whose recomputation another model has taken over",
+                "the flags are cleared on it, and Megatron would recompute nothing",
+                "a config for each model, copied before the first is built",
+            )
+        return None
+    if getattr(config, "recompute_granularity", None) != "full":
+        taken: Recompute | None = getattr(config, _ATTRIBUTE, None)
+        return taken
+    asked = Recompute(config.recompute_method, config.recompute_num_layers)
+    if asked.method not in ("uniform", "block"):
+        raise UnsupportedError(
+            f"recompute_method={asked.method!r}", "the method is not known here", "--recompute-method uniform or block"
+        )
+    if asked.method == "block" and context.hybrid:
+        raise UnsupportedError(
+            "recompute_method='block' in a hybrid model",
+            "not every layer of its stack knows its place in the pipeline stage",
+            "--recompute-method uniform --recompute-num-layers 1",
+        )
+    if asked.method == "uniform" and asked.num_layers not in (None, 1):
+        context.say_once(
+            "uniform",
+            "dfa: --recompute-num-layers %s is taken as 1: each layer is recomputed by itself, because attention's "
+            "output is kept layer by layer",
+            asked.num_layers,
+            level=logging.WARNING,
+        )
+    if getattr(config, "mtp_num_layers", None):
+        context.say_once(
+            "mtp",
+            "dfa: the multi-token prediction layers are Megatron's own and are not recomputed, because full "
+            "recomputation has been taken over",
+            level=logging.WARNING,
+        )
+    config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
+    setattr(config, _ATTRIBUTE, asked)
+    return asked
+
+
+def checkpoint_of(config: Any, tp_group: Any) -> Callable[..., Any]:
+    """Megatron's own activation checkpoint, as `checkpoint(run, *args)`: Transformer Engine's under fp8 and fp4."""
+    from megatron.core import tensor_parallel
+
+    distribute = bool(config.distribute_saved_activations)
+    if getattr(config, "fp8", None) or getattr(config, "fp4", None):
+        from megatron.core.extensions.transformer_engine import te_checkpoint
+
+        def with_transformer_engine(run: Callable[..., Any], *args: Any) -> Any:
+            return te_checkpoint(run, distribute, tensor_parallel.random.get_cuda_rng_tracker, tp_group, *args)
+
+        return with_transformer_engine
+
+    def with_megatron(run: Callable[..., Any], *args: Any) -> Any:
+        return tensor_parallel.checkpoint(run, distribute, *args)
+
+    return with_megatron

@@ -1,0 +1,58 @@
+"""What the lines call that patches/megatron-lm puts into a Megatron-LM clone; nothing else needs this file.
+
+There `--cp-comm-type dfa` alone, without --spec, makes Megatron's default model with distributed attention, and the
+`--dfa-*` flags are known. Without `--cp-comm-type dfa` every function here hands back what Megatron had.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
+from dfa_megatron.megatron.spec import dfa_ify
+from dfa_megatron.megatron.start.flags import global_args, options_of
+from dfa_megatron.megatron.start.script import slice_in_order
+from dfa_megatron.megatron.tokens.others import refuse_other_layers
+
+
+def asked_for(config: Any) -> bool:
+    """Whether a TransformerConfig has --cp-comm-type dfa; in a list of one per layer they must all be dfa."""
+    asked = getattr(config, "cp_comm_type", None)
+    return asked == "dfa" or (isinstance(asked, list) and bool(asked) and set(asked) == {"dfa"})
+
+
+def _in_order() -> bool:
+    """Whether the script's batches are sliced in order. Of a run without our flags nothing else is asked."""
+    return getattr(global_args(), "dfa_layout", "boundary") == "contiguous"
+
+
+def layer_spec(spec: Any, config: Any, vp_stage: int | None = None) -> Any:
+    """The spec of the decoder that Megatron has chosen, with distributed attention where it was asked for."""
+    if _in_order():
+        refuse_other_layers()
+    if not asked_for(config):
+        return spec
+    check_if_asked(global_args())
+    return dfa_ify(spec, config, options_of(), vp_stage=vp_stage)
+
+
+def prediction_spec(spec: Any, config: Any) -> Any:
+    """The same for the spec of a multi-token prediction layer, whose tokens stay in Megatron's zigzag order."""
+    if not asked_for(config):
+        return spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    zigzag = options_of().replace(layout="zigzag", schedule="auto")
+    # A block, because Megatron takes the spec of a layer only if its class is TransformerLayer itself.
+    return dfa_ify(TransformerBlockSubmodules(layer_specs=[spec]), config, zigzag)
+
+
+def get_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> Any:
+    """Megatron's function of that name; with --dfa-layout contiguous it slices in order."""
+    from megatron.core import utils
+
+    megatrons = utils.get_batch_on_this_cp_rank
+    if not _in_order():
+        return megatrons(*args, **kwargs)
+    return slice_in_order(options_of(), inspect.signature(megatrons), *args, **kwargs)

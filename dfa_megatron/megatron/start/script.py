@@ -1,0 +1,292 @@
+"""Prepares this process for one of Megatron's scripts: the `--dfa-*` flags in its parser, its batches sliced in order.
+
+These names are replaced, each only where it exists with the meaning that is known here, and only once:
+
+- megatron.training.arguments.add_megatron_arguments, which `parse_args` of every version looks up when it is called;
+- for layout contiguous, megatron.core.utils.get_batch_on_this_cp_rank and, of packed documents up to 0.17,
+  get_thd_batch_on_this_cp_rank, and every Megatron module that has imported them;
+- for layout contiguous, the constructor of Megatron's SFTDataset, which would pad every document to 2 x CP tokens;
+- for layout contiguous, the constructor of Megatron's TransformerLayer, which then refuses layers that are not ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.refusals import Refusal
+from dfa_megatron.megatron.start.flags import add_dfa_arguments
+from dfa_megatron.megatron.tokens.batch import shard_batch
+from dfa_megatron.megatron.tokens.others import refuse_other_layers
+from dfa_megatron.megatron.tokens.packed_documents import packed_seq_params
+from dfa_megatron.megatron.versions import say_if_not_tried, version
+
+logger = logging.getLogger("dfa_megatron.megatron")
+
+_MARK = "_dfa_megatron"
+"""Set on a function that stands in for one of Megatron's, so that a second call replaces nothing."""
+
+_SLICE = "get_batch_on_this_cp_rank"
+_SLICE_PACKED = "get_thd_batch_on_this_cp_rank"
+_SLICE_PARAMETERS = {
+    "batch",
+    "cp_group",
+    "is_hybrid_cp",
+    "hybrid_cp_group_func",
+    "use_per_sequence_balancing",
+}
+"""What Megatron's function took in 0.16 (the first two) to 0.19; another argument must keep its default."""
+
+LAUNCH_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda args, options: not args.spec,
+        "dfa_megatron.launch without --spec",
+        "Megatron would build its own attention and the --dfa flags would mean nothing",
+        "--spec dfa_megatron.megatron get_spec (up to Megatron-Core 0.18: SPEC), or a spec of your own made by dfa_ify",
+    ),
+    Refusal(
+        lambda args, options: bool(args.spec) and args.spec[0] == "local",
+        "--spec local",
+        "it asks for Megatron's own attention",
+        "--spec dfa_megatron.megatron get_spec, with --transformer-impl local for Megatron's own modules",
+    ),
+    Refusal(
+        lambda args, options: args.yaml_cfg is not None,
+        "--yaml-cfg with dfa_megatron.launch",
+        "Megatron drops every flag for what the file says, the --dfa flags as well",
+        "the same settings as flags",
+    ),
+    Refusal(
+        lambda args, options: args.use_legacy_models,
+        "--use-legacy-models",
+        "those models have no layer specs",
+        "Megatron-Core models, the default",
+    ),
+)
+"""What the launcher refuses before it starts the script, by the script's flags."""
+
+
+def prepare(flags: Sequence[str]) -> DistAttentionConfig:
+    """Put our flags into Megatron's parser, and our slicing into its scripts where the flags ask for `contiguous`.
+
+    Args:
+        flags: the script's arguments. With -h or --help among them nothing is refused: the script prints its help.
+
+    Returns:
+        The options that the flags say.
+
+    Raises:
+        UnsupportedError: flags that would be silently wrong, or a Megatron without the names that are replaced.
+        SystemExit: a --dfa flag with a value that it does not take, as argparse does it.
+    """
+    args = _known(flags)
+    options = DistAttentionConfig.from_args(args)
+    if not {"-h", "--help"} & set(flags):
+        for refusal in LAUNCH_REFUSALS:
+            if refusal.applies(args, options):
+                raise UnsupportedError(refusal.what, refusal.why, refusal.instead)
+        if args.dfa_selfcheck and args.spec[0] != "dfa_megatron.megatron":
+            raise UnsupportedError(
+                f"--dfa-selfcheck with --spec {' '.join(args.spec)}",
+                "that spec would be made without a check",
+                "--spec dfa_megatron.megatron get_spec, or no --dfa-selfcheck",
+            )
+    _add_flags()
+    if options.layout == "contiguous":
+        _slice_in_order(options)
+        _leave_documents_unpadded()
+        refuse_other_layers()
+    say_if_not_tried()
+    return options
+
+
+def _known(flags: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dfa_megatron.launch", add_help=False, allow_abbrev=False)
+    parser.add_argument("--spec", nargs="*")
+    parser.add_argument("--yaml-cfg")
+    parser.add_argument("--use-legacy-models", action="store_true")
+    return add_dfa_arguments(parser).parse_known_args(list(flags))[0]
+
+
+def _named(module_name: str, name: str) -> tuple[Any, Callable[..., Any]]:
+    """A module of Megatron's and its function of that name."""
+    where = f"{module_name}.{name}"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise ImportError(f"{module_name} of Megatron-Core {version()} cannot be imported: {error}") from error
+        raise UnsupportedError(
+            f"{where} of Megatron-Core {version()}",
+            f"there is no module {error.name}",
+            "a script in a Megatron-LM clone, or a megatron-core wheel from 0.17 on, which have megatron.training; "
+            "dfa_ify and shard_batch in a loop of your own need neither",
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UnsupportedError(
+            f"{where} of Megatron-Core {version()}",
+            "there is no such function",
+            "Megatron-Core 0.16 to 0.19; with --dfa-layout boundary its scripts also run without the launcher",
+        )
+    return module, function
+
+
+def _add_flags() -> None:
+    module, add_megatron_arguments = _named("megatron.training.arguments", "add_megatron_arguments")
+    if hasattr(add_megatron_arguments, _MARK):
+        return
+
+    @functools.wraps(add_megatron_arguments)
+    def with_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return _with_printable_help(add_dfa_arguments(add_megatron_arguments(parser)))
+
+    setattr(with_dfa_arguments, _MARK, add_megatron_arguments)
+    module.add_megatron_arguments = with_dfa_arguments
+
+
+def _with_printable_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Escape what argparse cannot print: a help text of Megatron-Core 0.18 and 0.19 has a bare %, and --help fails."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help:
+            try:
+                formatter._expand_help(action)
+            except (KeyError, TypeError, ValueError):
+                action.help = action.help.replace("%", "%%")
+    return parser
+
+
+def _slice_in_order(options: DistAttentionConfig) -> None:
+    _, megatrons = _named("megatron.core.utils", _SLICE)
+    if hasattr(megatrons, _MARK):
+        return
+    signature = inspect.signature(megatrons)
+    if next(iter(signature.parameters)) != "batch" or "cp_group" not in signature.parameters:
+        raise UnsupportedError(
+            f"layout 'contiguous' with Megatron-Core {version()}",
+            f"{_SLICE}{signature} is not known here",
+            "--dfa-layout boundary",
+        )
+
+    @functools.wraps(megatrons)
+    def sliced_in_order(*args: Any, **kwargs: Any) -> Any:
+        return slice_in_order(options, signature, *args, **kwargs)
+
+    _replace(_SLICE, megatrons, sliced_in_order)
+    of_packs = getattr(sys.modules["megatron.core.utils"], _SLICE_PACKED, None)
+    if of_packs is None:  # in 0.18 and later the function above slices packs as well
+        return
+
+    @functools.wraps(of_packs)
+    def packs_sliced_in_order(
+        batch: dict[str, Any],
+        cu_seqlens: torch.Tensor,
+        cu_seqlens_padded: torch.Tensor | None,
+        max_seqlen: torch.Tensor,
+        cp_size: int | None = None,
+        cp_rank: int | None = None,
+    ) -> tuple[dict[str, Any], Any]:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_context_parallel_group()
+        if cp_size not in (None, group.size()) or cp_rank not in (None, group.rank()):
+            raise UnsupportedError(
+                f"{_SLICE_PACKED} for rank {cp_rank} of {cp_size}",
+                "packs are spread over the whole context-parallel group",
+                "leaving both out",
+            )
+        documents = {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
+        local = shard_batch({**batch, **documents}, group, options)
+        batch.update({name: local[name] for name in batch})
+        return batch, packed_seq_params(local)
+
+    _replace(_SLICE_PACKED, of_packs, packs_sliced_in_order)
+
+
+def _replace(name: str, megatrons: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    """Put our function in the place of Megatron's in every module of Megatron's that has it."""
+    setattr(ours, _MARK, megatrons)
+    for where, module in list(sys.modules.items()):
+        if where.split(".")[0] == "megatron" and getattr(module, "__dict__", {}).get(name) is megatrons:
+            setattr(module, name, ours)
+
+
+def _leave_documents_unpadded() -> None:
+    """Have Megatron's --sft make the samples that it makes without context parallelism."""
+    try:
+        dataset = importlib.import_module("megatron.training.datasets.sft_dataset").SFTDataset
+    except (ImportError, AttributeError):
+        return  # a Megatron without --sft
+    megatrons = dataset.__init__
+    if hasattr(megatrons, _MARK):
+        return
+    signature = inspect.signature(megatrons)
+
+    @functools.wraps(megatrons)
+    def unpadded(*args: Any, **kwargs: Any) -> None:
+        asked = signature.bind(*args, **kwargs)
+        config = asked.arguments["config"]
+        if getattr(config, "context_parallel_size", 1) > 1:
+            asked.arguments["config"] = config = copy.copy(config)
+            config.context_parallel_size = 1
+            logger.info("dfa: documents are packed as they are, not padded to 2 x context-parallel-size tokens")
+        megatrons(*asked.args, **asked.kwargs)
+
+    setattr(unpadded, _MARK, megatrons)
+    dataset.__init__ = unpadded
+
+
+def slice_in_order(options: DistAttentionConfig, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
+    """What Megatron's get_batch_on_this_cp_rank does, in layout `contiguous`.
+
+    Args:
+        options: of the model, with layout contiguous.
+        signature: of Megatron's function; args and kwargs are those that it was called with.
+
+    Returns:
+        The batch that was given, changed in place as Megatron does it.
+
+    Raises:
+        UnsupportedError: arguments that ask for another slicing, or a model without distributed attention.
+    """
+    asked = signature.bind(*args, **kwargs)
+    _check_slicing(signature, asked.arguments)
+    batch = asked.arguments["batch"]
+    cp_group = asked.arguments.get("cp_group")
+    if cp_group is None:
+        from megatron.core import parallel_state
+
+        cp_group = parallel_state.get_context_parallel_group()
+    batch.update(shard_batch(batch, cp_group, options))
+    return batch
+
+
+def _check_slicing(signature: inspect.Signature, arguments: dict[str, Any]) -> None:
+    from dfa_megatron.megatron.layers.layer import layer_class
+
+    for name, value in arguments.items():
+        known = name in _SLICE_PARAMETERS and not (name == "is_hybrid_cp" and value)
+        if not known and value != signature.parameters[name].default:
+            raise UnsupportedError(
+                f"{_SLICE}({name}={value!r}) in layout 'contiguous'",
+                "every sequence is cut into equal parts, in order",
+                "--dfa-layout boundary",
+            )
+    if not layer_class.cache_info().currsize:
+        raise UnsupportedError(
+            "layout 'contiguous' for a model without distributed attention",
+            "its attention would take the tokens for Megatron's zigzag order",
+            "--spec dfa_megatron.megatron get_spec, or a spec of your own made by dfa_ify",
+        )

@@ -1,0 +1,174 @@
+"""Moves the rows of a sequence-first tensor between Megatron's zigzag layout and contiguous slices, in one all-to-all.
+
+Shapes: a tensor here is (rows, ...), rows being the tokens that this rank holds: length / CP of them, or
+length / (CP * TP) under sequence parallelism, where Megatron splits a context-parallel rank's tokens again over its
+tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language.layout import by_name
+from dfa_megatron.sharding import positions_of
+
+LayoutName = Literal["contiguous", "zigzag"]
+
+
+def positions(layout: str, length: int, ranks: int, rank: int) -> torch.Tensor:
+    """Global token positions, int64 (length / ranks,), of what a rank holds, in local order."""
+    return positions_of(by_name(layout, length, ranks), rank)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePlan:
+    """What one member of the group sends, and where what arrives goes; rows for one member travel in token order."""
+
+    send_rows: torch.Tensor
+    send_counts: list[int]
+    receive_counts: list[int]
+    arrived_rows: torch.Tensor
+    """For every row of the result, which row of the receive buffer it is."""
+
+
+def plan_exchange(
+    source: LayoutName, target: LayoutName, length: int, ranks: int, splits: int, member: int
+) -> ExchangePlan:
+    """The exchange as member (cp_rank * splits + tp_rank) sees it; splits is TP under sequence parallelism, else 1."""
+    members = ranks * splits
+    held = {
+        layout: torch.stack(
+            [part for rank in range(ranks) for part in positions(layout, length, ranks, rank).chunk(splits)]
+        )
+        for layout in (source, target)
+    }
+
+    def order(mine: LayoutName, theirs: LayoutName) -> tuple[torch.Tensor, list[int]]:
+        holder = torch.empty(length, dtype=torch.int64)
+        holder[held[theirs].flatten()] = torch.arange(members).repeat_interleave(length // members)
+        here = held[mine][member]
+        peer = holder[here]
+        return torch.argsort(peer * length + here), torch.bincount(peer, minlength=members).tolist()
+
+    send_rows, send_counts = order(source, target)
+    filled, receive_counts = order(target, source)
+    return ExchangePlan(send_rows, send_counts, receive_counts, torch.argsort(filled))
+
+
+class Relayout:
+    """Exchanges between layouts over one context-parallel group; plans are made once per length and kept.
+
+    Args:
+        cp_group: the context-parallel group.
+        tp_group, tp_cp_group: with sequence parallelism the tensor-parallel group and the group of both, else None.
+
+    Raises:
+        UnsupportedError: the group of both is not ordered with the tensor-parallel rank fastest, as Megatron orders it.
+    """
+
+    def __init__(
+        self,
+        cp_group: dist.ProcessGroup,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_cp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.ranks = dist.get_world_size(cp_group)
+        self.splits = 1 if tp_group is None else dist.get_world_size(tp_group)
+        self.group = cp_group if self.splits == 1 or tp_cp_group is None else tp_cp_group
+        tp_rank = 0 if tp_group is None else dist.get_rank(tp_group)
+        self.member = dist.get_rank(cp_group) * self.splits + tp_rank
+        if dist.get_world_size(self.group) != self.ranks * self.splits or dist.get_rank(self.group) != self.member:
+            raise UnsupportedError(
+                "this order of ranks in the tensor and context parallel group",
+                "the tensor-parallel rank must run fastest",
+                "Megatron's default rank order (tp-cp-...)",
+            )
+        self._plans: dict[tuple[str, str, int, torch.device], ExchangePlan] = {}
+
+    def move(self, rows: torch.Tensor, source: LayoutName, target: LayoutName) -> torch.Tensor:
+        """This rank's rows (local rows, ...) in the target layout, given its rows in the source layout; no autograd."""
+        if self.ranks == 1 or source == target:
+            return rows
+        key = (source, target, rows.shape[0], rows.device)
+        plan = self._plans.get(key)
+        if plan is None:
+            length = rows.shape[0] * self.ranks * self.splits
+            made = plan_exchange(source, target, length, self.ranks, self.splits, self.member)
+            plan = self._plans[key] = ExchangePlan(
+                made.send_rows.to(rows.device),
+                made.send_counts,
+                made.receive_counts,
+                made.arrived_rows.to(rows.device),
+            )
+        outgoing = rows.index_select(0, plan.send_rows)
+        incoming = torch.empty_like(outgoing)
+        dist.all_to_all_single(incoming, outgoing, plan.receive_counts, plan.send_counts, group=self.group)
+        return incoming.index_select(0, plan.arrived_rows)
+
+    def __call__(self, rows: torch.Tensor, source: LayoutName, target: LayoutName) -> torch.Tensor:
+        """Like `move`, and the gradient takes the way back."""
+        if self.ranks == 1 or source == target:
+            return rows
+        out: torch.Tensor = _Exchange.apply(rows, self, source, target)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, relayout: Relayout, source: LayoutName, target: LayoutName
+    ) -> torch.Tensor:
+        ctx.relayout, ctx.source, ctx.target = relayout, source, target
+        return relayout.move(rows, source, target)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.relayout.move(gradients[0], ctx.target, ctx.source), None, None, None
+
+
+class TableCache:
+    """Rotary tables moved to the contiguous layout, so that every table is exchanged once and not once per layer.
+
+    A table is known by its memory, because activation checkpoints hand over new tensor objects of the same memory. Each
+    entry holds its source, so that memory cannot be given to another table meanwhile. All ranks see the same tables
+    in the same order, so they agree on what has to be exchanged.
+    """
+
+    def __init__(self, capacity: int = 8) -> None:
+        self.capacity = capacity
+        self._entries: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def contiguous(self, table: Any, relayout: Relayout, rows: int) -> Any:
+        """The contiguous counterpart of a zigzag table (rows, ...), or of each member of a tuple of tables.
+
+        Raises:
+            UnsupportedError: the first dimension of a table is not the rows of this rank.
+        """
+        if isinstance(table, (tuple, list)):
+            return tuple(self.contiguous(member, relayout, rows) for member in table)
+        if not isinstance(table, torch.Tensor):
+            return table
+        if table.shape[0] != rows:
+            raise UnsupportedError(
+                f"a rotary table of shape {tuple(table.shape)} for {rows} tokens of a rank",
+                "its first dimension has to be these tokens, which change places",
+                "a table (tokens, 1, 1, rotary_dim) or a tuple of such, or --dfa-layout zigzag",
+            )
+        key = (
+            table.untyped_storage().data_ptr(),
+            table.storage_offset(),
+            tuple(table.shape),
+            table.dtype,
+            table.device,
+        )
+        if key not in self._entries:
+            if len(self._entries) >= self.capacity:
+                del self._entries[next(iter(self._entries))]
+            with torch.no_grad():
+                self._entries[key] = (table, relayout.move(table.detach(), "zigzag", "contiguous"))
+        return self._entries[key][1]

@@ -1,0 +1,38 @@
+"""Megatron's own layers where all batches are sliced in order: those of a teacher beside the model, for instance."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
+
+_MARK = "_dfa_megatron"
+
+
+def refuse_other_layers() -> None:
+    """From now on, have the constructor of Megatron's TransformerLayer refuse layers that are not of this package.
+
+    Only those whose config has several context-parallel ranks: theirs is an attention that takes the tokens for
+    Megatron's zigzag order, and nothing in a tensor would show the mistake. A second call changes nothing.
+    """
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    megatrons = TransformerLayer.__init__
+    if hasattr(megatrons, _MARK):
+        return
+
+    @functools.wraps(megatrons)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        megatrons(self, *args, **kwargs)
+        if self.config.context_parallel_size > 1 and not isinstance(self, DistributedAttentionLayer):
+            raise UnsupportedError(
+                "a layer with Megatron's own attention beside --dfa-layout contiguous",
+                "all batches of the script are sliced in order, and this attention takes them for Megatron's zigzag "
+                "order (a second model, such as a teacher, gets the same batches)",
+                "--dfa-layout boundary or zigzag, or dfa_ify for the spec of every model",
+            )
+
+    setattr(checked, _MARK, megatrons)
+    TransformerLayer.__init__ = checked

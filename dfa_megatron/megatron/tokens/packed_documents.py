@@ -1,0 +1,167 @@
+"""Packed documents as Megatron hands them over (PackedSeqParams, THD): read once, checked, placed where our tokens lie.
+
+Megatron applies rotary embeddings to packed tokens in zigzag order of every single document, which is why it needs
+documents whose lengths are multiples of 2 x CP. Here tokens lie as the layout says, documents have any length, and
+every token gets its own row of the rotary table. So Megatron's attention is given an ordinary sequence of one row, and
+the documents travel beside it to `DistributedCoreAttention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, offsets_of
+from dfa_megatron.sharding import local_positions
+
+_PLACED = "_dfa_placed"
+"""The attribute of a PackedSeqParams that holds what was made of it, for as long as the micro-batch lives."""
+
+
+@dataclass
+class PlacedPack(PackedSeqParams):  # type: ignore[misc,unused-ignore]  # Megatron has no types
+    """What Megatron's attention and ours see of a pack in place of Megatron's own parameters.
+
+    Its qkv_format is "sbhd": (seq / CP, 1, heads, head_dim), with a rotary table that has a row for every local token.
+    """
+
+    offsets: Offsets = ()
+    """Global token offsets of the documents, without empty ones."""
+    tables: list[tuple[Any, Any]] = field(default_factory=list)
+    """Rotary tables as Megatron made them, each with its rows for the tokens of this rank."""
+
+
+def place(params: Any) -> PlacedPack:
+    """What our layers hand on in place of a PackedSeqParams; made once per micro-batch and known again.
+
+    Of documents that are padded at their ends (cu_seqlens_q_padded) the padding counts as the document's own: under a
+    causal mask no real token sees it, and it has no loss.
+
+    Args:
+        params: a PackedSeqParams in format thd, whose offsets are of whole documents, before any slicing.
+
+    Raises:
+        UnsupportedError: another format, a group of its own (hybrid context parallelism), or keys of other documents.
+    """
+    if params.qkv_format != "thd" or params.local_cp_size is not None or params.cp_group is not None:
+        raise UnsupportedError(
+            f"packed_seq_params in format {params.qkv_format!r}"
+            + ("" if params.local_cp_size is None and params.cp_group is None else " with a group of its own"),
+            "every pack must be spread over the whole context-parallel group",
+            "format 'thd', without --hybrid-context-parallel",
+        )
+    queries, keys = (
+        cumulative if padded is None else padded
+        for cumulative, padded in (
+            (params.cu_seqlens_q, params.cu_seqlens_q_padded),
+            (params.cu_seqlens_kv, params.cu_seqlens_kv_padded),
+        )
+    )
+    offsets = _documents(queries)
+    if keys is not queries and _documents(keys) != offsets:
+        raise UnsupportedError(
+            "packed_seq_params with cu_seqlens_kv other than cu_seqlens_q",
+            "queries and keys must come from the same documents",
+            "the same for both",
+        )
+    known: PlacedPack | None = getattr(params, _PLACED, None)
+    if known is None or known.offsets != offsets:
+        known = PlacedPack(qkv_format="sbhd", offsets=offsets)
+        setattr(params, _PLACED, known)
+    return known
+
+
+def check_samples(config: Any, params: Any, pack: PlacedPack) -> None:
+    """Refuse a router's loss of each sample, where several samples of a micro-batch come as one pack.
+
+    Raises:
+        UnsupportedError: naming the loss and what works.
+    """
+    kinds, sample = getattr(config, "moe_router_load_balancing_type", None), getattr(params, "tokens_per_sample", None)
+    if kinds and "seq_aux_loss" in kinds and sample is not None and sample < pack.offsets[-1]:
+        raise UnsupportedError(
+            f"moe_router_load_balancing_type={kinds!r} with {pack.offsets[-1] // sample} samples in a pack",
+            "the loss is of each sample, whose tokens are not together on a rank",
+            "--micro-batch-size 1, or --moe-router-load-balancing-type aux_loss",
+        )
+
+
+def rotary_rows(table: Any, pack: PlacedPack, tokens: int, group: dist.ProcessGroup, layout: str) -> Any:
+    """Rotary embeddings of this rank's tokens, each by its position in its own document; made once per micro-batch.
+
+    Args:
+        table: (longest document, 1, 1, rotary_dim) as Megatron makes it for packs, a tuple of such, or None.
+        tokens: that this rank holds.
+        layout: "contiguous" or "zigzag": how they lie inside the layers.
+
+    Returns:
+        (tokens, 1, 1, rotary_dim), or a tuple of such, or None.
+
+    Raises:
+        UnsupportedError: the table is shorter than a document, or the pack has not as many tokens as the ranks.
+    """
+    if isinstance(table, (tuple, list)):
+        return tuple(rotary_rows(member, pack, tokens, group, layout) for member in table)
+    if not isinstance(table, torch.Tensor):
+        return table
+    for known, rows in pack.tables:
+        if known is table:
+            return rows
+    length = tokens * dist.get_world_size(group)
+    check_offsets(pack.offsets, length)
+    longest = max(hi - lo for lo, hi in pairwise(pack.offsets))
+    if table.shape[0] < longest:
+        raise UnsupportedError(
+            f"packed_seq_params with max_seqlen {table.shape[0]}",
+            f"a document has {longest} tokens, which would have no rotary embedding",
+            f"max_seqlen_q={longest}",
+        )
+    positions = local_positions(length, group=group, layout=layout, device=table.device, cu_seqlens=pack.offsets)
+    rows = table.index_select(0, positions)
+    pack.tables.append((table, rows))
+    return rows
+
+
+def packed_seq_params(batch: Mapping[str, torch.Tensor | None]) -> PackedSeqParams | None:
+    """Megatron's PackedSeqParams of a batch from `shard_batch`; None for one without documents.
+
+        params = packed_seq_params(batch)
+        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
+
+    Args:
+        batch: cu_seqlens (and cu_seqlens_padded), int32 (documents + 1) or (1, documents + 1). On the CPU they
+            cost no synchronisation; on a GPU they are read back once per micro-batch.
+    """
+    real, padded = (_row(batch.get(name)) for name in ("cu_seqlens", "cu_seqlens_padded"))
+    if real is None:
+        return None
+    longest = max(hi - lo for lo, hi in pairwise(_documents(real if padded is None else padded)))
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _row(offsets: torch.Tensor | None) -> torch.Tensor | None:
+    return offsets[0] if offsets is not None and offsets.dim() == 2 and offsets.shape[0] == 1 else offsets
+
+
+def _documents(cu_seqlens: Any) -> Offsets:
+    """The offsets without empty documents: Megatron's datasets repeat the last one until all samples are as long."""
+    if cu_seqlens is None:
+        raise UnsupportedError("packed_seq_params without cu_seqlens_q", "nothing says where documents end", "both")
+    offsets = tuple(offset for offset, _ in groupby(offsets_of(cu_seqlens)))
+    check_offsets(offsets)
+    return offsets

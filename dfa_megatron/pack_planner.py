@@ -1,0 +1,125 @@
+"""Planning packs ahead: in data-loader workers, so that a new pack costs the training loop next to nothing.
+
+    planner = PackPlanner(8192, heads=64, kv_heads=8, head_dim=128, group=group)     # once, on every rank
+
+    def collate(documents): ...                                                      # in a data-loader worker
+        batch["attention"] = planner(cu_seqlens)
+
+    batch.pop("attention").use()                                                     # in the loop, before the forward
+
+Whatever calls `dist_flash_attn_varlen_func` with these documents then finds its plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from typing import Any, get_args
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.api import Form
+from dfa_megatron.plan.language.heads import split_heads, split_tokens
+from dfa_megatron.runtime.comm.channel import channel
+from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
+from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
+from dfa_megatron.runtime.execute.ulysses import stand_ins
+from dfa_megatron.runtime.execute.wire_format import Format
+from dfa_megatron.runtime.problem import format_of, kernel_of, problem_of
+from dfa_megatron.runtime.rank_plan import RankPlan, keep, work_out
+from dfa_megatron.runtime.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class PackPlan:
+    """This rank's plan of a pack; plain data, which travels between processes of a host by pickle."""
+
+    rank_plan: RankPlan
+
+    def use(self) -> None:
+        """Have it at hand in this process. Plans that nobody asks for go when newer ones have come."""
+        keep(self.rank_plan)
+
+
+class PackPlanner:
+    """Plans packs for this rank without its GPU, its process group, or any message; a small value that pickles.
+
+    To make one is collective over the group the first time, as the first attention is. Layers of other windows, heads
+    or schedules need planners of their own; those that differ in the rest (scale, softcap, sinks) share one.
+
+    Args:
+        local_tokens: of each rank.
+        heads, kv_heads, head_dim, head_dim_v: of q, k and v; kv_heads and head_dim_v are as heads and head_dim if None.
+        dtype: of q, k and v.
+        device: on which they are.
+        group, options: as for `dist_flash_attn_varlen_func`, with alibi=True where calls bring slopes; options that no
+            plan depends on may be left out.
+
+    Raises:
+        UnsupportedError: no kernel serves the shape, or the planner was to choose ulysses_degree.
+    """
+
+    def __init__(
+        self,
+        local_tokens: int,
+        *,
+        heads: int,
+        head_dim: int,
+        kv_heads: int | None = None,
+        head_dim_v: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cuda",
+        group: Group = None,
+        **options: Any,
+    ) -> None:
+        name = group_name(group)
+        over = channel(name) if group_size(name) > 1 else None
+        self.rank, ranks = (over.rank, over.size) if over else (0, 1)
+        request = Request(softmax_scale=1.0, cu_seqlens=(0, ranks * local_tokens), **options)
+        request.check()
+        place, counts = torch.device(device), (heads, kv_heads or heads)
+        q, k = (torch.empty((), dtype=dtype, device=place).expand(1, local_tokens, count, head_dim) for count in counts)
+        v = k[..., :1].expand(*k.shape[:3], head_dim_v or head_dim)
+        if request.ulysses_degree == 0:
+            raise UnsupportedError("a PackPlanner with ulysses_degree=0", "a call chooses the degree", "a degree")
+        if request.ulysses_degree > 1:
+            split = split_heads(request.ulysses_degree, ranks, *counts)
+            outer = split_tokens(split.degree, self.rank, ranks, request.layout, local_tokens).outer
+            self.rank, ranks, over = outer.index(self.rank), len(outer), None
+            q, k, v = stand_ins(split, q, k, v)
+        self.problem = problem_of(request, ranks, q, k, v, over)
+        self.formats = _formats(request, q, k, v)
+
+    def __call__(self, cu_seqlens: torch.Tensor | Sequence[int]) -> PackPlan:
+        """The plan of these documents: global token offsets, as `dist_flash_attn_varlen_func` takes them.
+
+        Raises:
+            UnsupportedError: they are no pack of so many tokens, or nothing serves them.
+        """
+        offsets = offsets_of(cu_seqlens)
+        check_offsets(offsets, self.problem.ranks * self.problem.local_length)
+        problem = replace(self.problem, asks=replace(self.problem.asks, cu_seqlens=offsets))
+        return PackPlan(work_out(problem, self.rank, self._format))
+
+    def _format(self, forms: frozenset[Form]) -> Format:
+        found = self.formats[forms]
+        if isinstance(found, str):
+            raise UnsupportedError(f"calls of the forms {sorted(forms)}", found, "another kernel")
+        return found
+
+
+def _formats(
+    request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Mapping[frozenset[Form], Format | str]:
+    """What travels, by the forms of the calls, which decide the kernel; or why none serves them."""
+    every: tuple[Form, ...] = get_args(Form)
+    found: dict[frozenset[Form], Format | str] = {}
+    for some in chain.from_iterable(combinations(every, count) for count in range(len(every) + 1)):
+        forms = frozenset(some)
+        try:
+            found[forms] = format_of(request, kernel_of(request, forms, q, k, v), q, k, v)
+        except UnsupportedError as error:
+            found[forms] = str(error)
+    return found

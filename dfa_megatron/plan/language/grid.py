@@ -1,0 +1,58 @@
+"""A plan as a grid of text: a row per step, a column per rank, what each computes; a failing cell can be marked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from dfa_megatron.plan.language.ir import Block, Plan
+
+
+def whose(plan: Plan, chunks: Iterable[int]) -> str:
+    """Chunks by the rank at home: `7` is all that rank 7 holds, `7a` and `7b` its first and its second chunk."""
+    by_home: dict[int, list[int]] = defaultdict(list)
+    for chunk in sorted(set(chunks)):
+        by_home[plan.layout.home[chunk]].append(chunk)
+    names = []
+    for home, held in sorted(by_home.items()):
+        everything = plan.layout.of(home)
+        some = "" if len(held) == len(everything) else "".join(_letter(everything.index(chunk)) for chunk in held)
+        names.append(f"{home}{some}")
+    return "+".join(names)
+
+
+def _letter(place: int) -> str:
+    return chr(ord("a") + place) if place < 26 else f"[{place}]"
+
+
+def cell(plan: Plan, blocks: Sequence[Block]) -> str:
+    """What a rank computes in a step: whose rows . whose keys, with a star where the rows are another rank's."""
+    if not blocks:
+        return "-"
+    helps = any(plan.layout.home[block.q_chunk] != block.rank for block in blocks)
+    rows, keys = whose(plan, (b.q_chunk for b in blocks)), whose(plan, (b.kv_chunk for b in blocks))
+    return f"{rows}.{keys}" + ("*" if helps else "")
+
+
+def grid(plan: Plan, mark: tuple[int, int] | None = None, width: int = 100) -> str:
+    """The grid of a plan; `mark` is a (step, rank) that gets a `<!`. Too many ranks for the width fold into bands."""
+    cells: dict[tuple[int, int], list[Block]] = defaultdict(list)
+    for block in plan.blocks:
+        cells[block.step, block.rank].append(block)
+    known = range(len(plan.layout.chunks))
+    texts = {
+        place: cell(plan, [b for b in blocks if b.q_chunk in known and b.kv_chunk in known])
+        for place, blocks in cells.items()
+    }
+    if mark is not None:
+        texts[mark] = texts.get(mark, "-") + "<!"
+    column = max([4, *(len(text) for text in texts.values()), len(f"r{plan.ranks - 1}")]) + 1
+    per_band = max(1, (width - 5) // column)
+    lines = [f"{plan.phase.name}, {plan.mask.name}, {plan.ranks} ranks: whose rows . whose keys, * for another rank"]
+    for first in range(0, plan.ranks, per_band):
+        ranks = range(first, min(plan.ranks, first + per_band))
+        lines.append("step " + "".join(f"r{rank}".ljust(column) for rank in ranks).rstrip())
+        for step in range(max(plan.steps, (mark[0] + 1) if mark else 0)):
+            row = "".join(texts.get((step, rank), "-").ljust(column) for rank in ranks)
+            lines.append(f"{step:4d} " + row.rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,165 @@
+"""Which heads of which tokens a rank computes when neighbours exchange heads for tokens around a plan (Ulysses)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import gcd
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.plan.language.layout import by_name
+from dfa_megatron.plan.language.shape import AttentionShape
+
+
+def check_degree(degree: int, ranks: int, heads: int) -> None:
+    """Refuse a degree that does not divide the ranks of the group and the query heads of each.
+
+    Raises:
+        UnsupportedError: says which degrees would work.
+    """
+    works = [str(d) for d in range(1, ranks + 1) if ranks % d == 0 and heads % d == 0]
+    instead = f"a degree that divides both {ranks} ranks and {heads} heads: {', '.join(works)}"
+    if degree < 1 or ranks % degree:
+        raise UnsupportedError(
+            f"ulysses_degree={degree} on a group of {ranks} ranks", "the degree must divide the ranks", instead
+        )
+    if heads % degree:
+        raise UnsupportedError(
+            f"ulysses_degree={degree} with {heads} heads", "every rank must get as many heads as the others", instead
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """The heads that each of some ranks computes.
+
+    degree: ranks that exchange heads with each other.
+    heads, kv_heads: of each.
+    copies: in how many places each of the caller's kv heads is; more than 1 where several ranks have query heads of it.
+        Place t of rank r is the (r * kv_heads + t) // copies-th kv head.
+    """
+
+    degree: int
+    heads: int
+    kv_heads: int
+    copies: int
+
+    def shape(self, whole: AttentionShape) -> AttentionShape:
+        """What one rank of the plan computes."""
+        return replace(whole, heads=self.heads, kv_heads=self.kv_heads)
+
+    @property
+    def keeps(self) -> bool:
+        """What an exchange makes of q, k and v takes no more memory than they do, and can be kept in their place."""
+        return self.copies == 1
+
+    def packets(self, whole: AttentionShape, *, kept: bool = False) -> tuple[int, int, int, int]:
+        """Bytes for a token of a sequence from one rank to one other: before and after a forward, then a backward.
+
+        Without what packets are padded by.
+
+        Args:
+            whole: the shape of the call.
+            kept: the backward has what the forward made of q, k and v, if it `keeps`: nothing is rematerialized.
+        """
+        q, k = self.heads * whole.head_dim, self.kv_heads * whole.head_dim
+        out, v = self.heads * whole.value_dim, self.kv_heads * whole.value_dim
+        qkv, out = (q + k + v) * whole.bytes_per_element, out * whole.bytes_per_element
+        lse = self.heads * whole.accumulator_bytes
+        read = lse if whole.payload == "delta" else out
+        return qkv, out + lse, (0 if kept and self.keeps else qkv) + out + read + lse, qkv
+
+    def exchanges(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, ...]:
+        """Bytes that a rank with that many tokens sends to others in each exchange, in the order of `packets`."""
+        return tuple((self.degree - 1) * whole.batch * tokens * packet for packet in self.packets(whole, kept=kept))
+
+    def sent(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, int]:
+        """Bytes that a rank with that many tokens sends to others around a forward, and around a backward."""
+        nbytes = self.exchanges(whole, tokens, kept=kept)
+        return sum(nbytes[:2]), sum(nbytes[2:])
+
+    def landed(self, whole: AttentionShape, tokens: int) -> int:
+        """Bytes of what such a rank has taken in while the backward of the plan runs; nothing is where degree is 1."""
+        return self.degree * whole.batch * tokens * self.packets(whole)[2] if self.degree > 1 else 0
+
+
+def split_heads(degree: int, ranks: int, heads: int, kv_heads: int) -> HeadSplit:
+    """The split of heads over each `degree` of `ranks` ranks.
+
+    Raises:
+        UnsupportedError: they cannot be split that way.
+    """
+    check_degree(degree, ranks, heads)
+    mine, group = heads // degree, heads // kv_heads
+    # Query heads in blocks of this many belong to one rank and to one kv head; a block gets its own copy of that.
+    block = gcd(mine, group)
+    return HeadSplit(degree, mine, mine // block, group // block)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSplit:
+    """The tokens of a rank of the plan, and the ranks that bring them together.
+
+    inner: the ranks of the group that exchange heads with this one: neighbours, so that they share a node.
+    outer: the ranks of the group that run a plan with this one: those that compute the same heads.
+    pieces: (position in `inner`, its rows) in the order of the sequence; () where that is the order of the ranks.
+    """
+
+    inner: range
+    outer: range
+    pieces: tuple[tuple[int, Span], ...]
+
+    @property
+    def returned(self) -> tuple[Span, ...]:
+        """`pieces` the other way round: rows of the gathered tokens in the order of the ranks."""
+        edges = accumulate((len(rows) for _, rows in self.pieces), initial=0)
+        placed = [
+            (rank, rows.lo, Span(at, at + len(rows))) for (rank, rows), at in zip(self.pieces, edges, strict=False)
+        ]
+        return tuple(rows for _, _, rows in sorted(placed))
+
+
+def split_tokens(degree: int, rank: int, ranks: int, layout: str, rows: int) -> TokenSplit:
+    """How the tokens of neighbours make those of one rank of the plan.
+
+    Args:
+        degree: ranks that exchange heads with each other; it divides `ranks`.
+        rank, ranks: this rank in the group, and the group's size.
+        layout: the tokens a rank holds.
+        rows: how many it holds.
+
+    Raises:
+        UnsupportedError: together neighbours do not hold what a rank of the plan must.
+    """
+    inner = range(rank - rank % degree, rank - rank % degree + degree)
+    outer = range(rank % degree, ranks, degree)
+    if layout == "dealt":
+        raise _apart(degree, layout)
+    fine, coarse = by_name(layout, ranks * rows, ranks), by_name(layout, ranks * rows, ranks // degree)
+    found = []
+    for position, other in enumerate(inner):
+        for chunk, at in fine.offsets(fine.of(other)).items():
+            found.append((fine.chunks[chunk], position, Span(at, at + len(fine.chunks[chunk]))))
+    found.sort()
+    if _joined([span for span, _, _ in found]) != _joined(list(coarse.spans(rank // degree))):
+        raise _apart(degree, layout)
+    pieces = tuple((position, part) for _, position, part in found)
+    in_order = pieces == tuple((position, Span(0, rows)) for position in range(degree))
+    return TokenSplit(inner, outer, () if in_order else pieces)
+
+
+def _apart(degree: int, layout: str) -> UnsupportedError:
+    why = "neighbouring ranks do not hold tokens that one rank of the plan could"
+    return UnsupportedError(f"ulysses_degree={degree} in layout {layout!r}", why, "layout 'contiguous' or 'zigzag'")
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Ascending spans with neighbours that touch made one."""
+    joined: list[Span] = []
+    for span in spans:
+        if joined and joined[-1].hi == span.lo:
+            joined[-1] = Span(joined[-1].lo, span.hi)
+        else:
+            joined.append(span)
+    return joined

@@ -1,0 +1,116 @@
+"""Token layouts: which spans of the sequence exist as chunks, and which rank holds each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language.geometry import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A disjoint cover of [0, length) by chunks, each at home on one rank.
+
+    A rank's local sequence is its chunks one after another, in the order of their numbers.
+    """
+
+    chunks: tuple[Span, ...]
+    home: tuple[int, ...]
+    _held: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        held: list[list[int]] = [[] for _ in range(max(self.home, default=-1) + 1)]
+        for chunk, home in enumerate(self.home):
+            held[home].append(chunk)
+        object.__setattr__(self, "_held", tuple(map(tuple, held)))
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self._held)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence."""
+        return max(chunk.hi for chunk in self.chunks)
+
+    def of(self, rank: int) -> tuple[int, ...]:
+        """The chunks that are at home on a rank, in local order."""
+        return self._held[rank]
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The tokens of a rank as spans of the sequence, in local order."""
+        return tuple(self.chunks[chunk] for chunk in self.of(rank))
+
+    def positions(self, rank: int) -> list[int]:
+        """The global position of each token of a rank, in local order."""
+        return [token for span in self.spans(rank) for token in range(span.lo, span.hi)]
+
+    def offsets(self, chunks: tuple[int, ...]) -> dict[int, int]:
+        """Where each of these chunks starts when they lie one after another, in rows."""
+        starts = accumulate((len(self.chunks[chunk]) for chunk in chunks), initial=0)
+        return dict(zip(chunks, starts, strict=False))
+
+
+def cut(length: int, parts: int) -> tuple[Span, ...]:
+    """[0, length) in `parts` pieces whose lengths differ by at most one."""
+    edges = [part * length // parts for part in range(parts + 1)]
+    return tuple(Span(lo, hi) for lo, hi in pairwise(edges))
+
+
+def contiguous(length: int, ranks: int) -> Layout:
+    """Rank r holds the r-th slice, in order."""
+    return Layout(cut(length, ranks), tuple(range(ranks)))
+
+
+def halves(length: int, ranks: int) -> Layout:
+    """The same tokens per rank as `contiguous`, in two chunks, so that a block can be shared between two ranks."""
+    return Layout(cut(length, 2 * ranks), tuple(chunk // 2 for chunk in range(2 * ranks)))
+
+
+def pieces(length: int, ranks: int) -> Layout:
+    """The same tokens per rank as `contiguous`, in pieces so small that moving some of them evens out the work."""
+    per_rank = min(8, max(2, 64 // ranks))
+    return Layout(cut(length, per_rank * ranks), tuple(chunk // per_rank for chunk in range(per_rank * ranks)))
+
+
+def zigzag(length: int, ranks: int) -> Layout:
+    """Rank r holds chunks r and 2P-1-r of 2P: equal causal work per rank, at the price of permuted data."""
+    return Layout(cut(length, 2 * ranks), tuple(min(chunk, 2 * ranks - 1 - chunk) for chunk in range(2 * ranks)))
+
+
+LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
+    "contiguous": contiguous,
+    "halves": halves,
+    "pieces": pieces,
+    "zigzag": zigzag,
+}
+"""Layouts by name. The tokens of `halves` and `pieces` are those of `contiguous`."""
+
+PIECES = {"contiguous": 1, "halves": 1, "pieces": 1, "zigzag": 2}
+"""The sequence length must be a multiple of this many pieces per rank, so that every rank holds as many tokens."""
+
+
+def by_name(name: str, length: int, ranks: int) -> Layout:
+    """The layout of that name, for those that depend on the length only (`deal.layout_of` serves all).
+
+    Raises:
+        UnsupportedError: no such layout, or a length that does not divide among the ranks.
+    """
+    if name == "dealt":
+        what = f"layout {name!r} of {length} tokens"
+        raise UnsupportedError(what, "it follows the documents, which a length does not tell", "give cu_seqlens")
+    if name not in LAYOUTS:
+        raise UnsupportedError(f"layout {name!r}", "there is no such layout", "one of " + ", ".join(LAYOUTS))
+    pieces = PIECES[name] * ranks
+    if length <= 0 or length % pieces:
+        up = max(1, -(-length // pieces)) * pieces
+        raise UnsupportedError(
+            f"a sequence of {length} tokens in layout {name!r} on {ranks} ranks",
+            f"the length must be a positive multiple of {pieces}",
+            f"for example {up} tokens",
+        )
+    return LAYOUTS[name](length, ranks)

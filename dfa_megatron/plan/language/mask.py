@@ -1,0 +1,232 @@
+"""Masks: a function returns the disjoint tiles of the pairs that may attend.
+
+The twelve static masks of the Long-Context Attention Benchmark (arXiv 2510.17896) are here: full, causal, sliding
+window (both sides, and causal), documents (causal and full), prefix-LM, prefix-LM documents, shared question, causal
+blockwise, block-causal documents, global + sliding. In every definition i is a query and j a key. Where the choice is
+free, tiles share no rows, so that no two of them have to be merged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which (query, key) pairs of a sequence attend: disjoint tiles in global positions.
+
+    `name` is for people and for digests; equal masks of different names are different plans.
+
+    dealt_by: the mask by whose work the layout "dealt" deals tokens, None for this one; layers of different masks share
+        their tokens.
+    """
+
+    name: str
+    length: int
+    tiles: tuple[Tile, ...]
+    dealt_by: Mask | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.length))  # a mask is a key of caches, and may have thousands of tiles
+
+    def restrict(self, q: Span, kv: Span) -> tuple[Tile, ...]:
+        """The tiles of the mask inside q x kv, each shrunk."""
+        return tuple(part for tile in self.tiles if (part := tile.restrict(q, kv)))
+
+    @property
+    def area(self) -> int:
+        """The number of pairs that attend."""
+        return sum(tile.area for tile in self.tiles)
+
+
+def _mask(name: str, length: int, tiles: Iterable[Tile]) -> Mask:
+    if length <= 0:
+        raise ValueError(f"a mask needs a positive length, got {length}")
+    return Mask(name, length, tuple(shrunk for tile in tiles if (shrunk := tile.shrink())))
+
+
+def union(name: str, length: int, tiles: Iterable[Tile]) -> Mask:
+    """Any mask: a pair attends if one of the tiles, which may overlap, holds it.
+
+    Raises:
+        ValueError: a tile reaches outside the sequence.
+    """
+    whole, apart = Span(0, length), list[Tile]()
+    for tile in tiles:
+        shrunk = tile.shrink()
+        if shrunk is None:
+            continue
+        if shrunk.q & whole != shrunk.q or shrunk.kv & whole != shrunk.kv:
+            raise ValueError(f"{tile} is not within the {length} tokens")
+        new = [shrunk]
+        for old in apart:
+            new = [rest for part in new for rest in part - old]
+        apart += new
+    return _mask(name, length, apart)
+
+
+def full(length: int) -> Mask:
+    """Every token sees every token."""
+    everything = Span(0, length)
+    return _mask("full", length, [Tile(everything, everything)])
+
+
+def causal(length: int) -> Mask:
+    """A token sees itself and what is before it: j <= i."""
+    everything = Span(0, length)
+    return _mask("causal", length, [Tile(everything, everything, hi=0)])
+
+
+def sliding_window(length: int, left: int, right: int = 0) -> Mask:
+    """i - left <= j <= i + right; -1 means no bound on that side."""
+    lo, hi = _bounds(left, right)
+    everything = Span(0, length)
+    return _mask(f"window({left},{right})", length, [Tile(everything, everything, lo, hi)])
+
+
+def documents(lengths: Sequence[int], *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Mask:
+    """Packed documents: a token sees its own document.
+
+    Args:
+        lengths: tokens of each document.
+        causal: j <= i as well.
+        window_size: i - left <= j <= i + right as well, as in flash-attn; -1 means no bound on that side.
+    """
+    spans = _spans(lengths)
+    left, right = _normal_window(max(lengths), causal, window_size)
+    lo, hi = _bounds(left, right)
+    kind = {(-1, 0): "causal", (-1, -1): "full"}.get((left, right), f"window({left},{right})")
+    return _mask(f"documents({kind};{_short(lengths)})", spans[-1].hi, [Tile(span, span, lo, hi) for span in spans])
+
+
+def prefix_lm(length: int, prefix: int) -> Mask:
+    """Every token sees the first `prefix` tokens; beyond them attention is causal: j < prefix or j <= i."""
+    if not 0 <= prefix <= length:
+        raise ValueError(f"the prefix must lie within the {length} tokens, got {prefix}")
+    return _mask(f"prefix({prefix})", length, _prefix_tiles(Span(0, length), prefix))
+
+
+def prefix_lm_documents(lengths: Sequence[int], prefix: int | Sequence[int]) -> Mask:
+    """Packed documents, each with a prefix that its tokens all see, and causal beyond it.
+
+    Args:
+        lengths: tokens of each document.
+        prefix: tokens of each document's prefix, or one number for all; a shorter document is all prefix.
+    """
+    spans = _spans(lengths)
+    prefixes = [prefix] * len(spans) if isinstance(prefix, int) else list(prefix)
+    if len(prefixes) != len(spans) or min(prefixes) < 0:
+        raise ValueError(f"{len(spans)} documents need as many prefixes of at least 0 tokens, got {prefixes}")
+    tiles = [tile for span, own in zip(spans, prefixes, strict=True) for tile in _prefix_tiles(span, own)]
+    name = f"prefix documents({_short(prefixes)};{_short(lengths)})"
+    return _mask(name, spans[-1].hi, tiles)
+
+
+def shared_question(groups: Sequence[Sequence[int]]) -> Mask:
+    """Questions with several answers each, as in reward models: a question and every answer are causal, and an answer
+    sees all of its question, but no other answer and no other group.
+
+    Args:
+        groups: for each question its length, then the lengths of its answers. The benchmark's mask is one group.
+    """
+    if not groups or not all(groups):
+        raise ValueError(f"every group needs a question, got {[list(group) for group in groups]}")
+    lengths = [length for group in groups for length in group]
+    spans, tiles, at = _spans(lengths), list[Tile](), 0
+    for group in groups:
+        question, *answers = spans[at : at + len(group)]
+        at += len(group)
+        tiles += [Tile(span, span, hi=0) for span in (question, *answers)]
+        if answers:
+            tiles.append(Tile(Span(answers[0].lo, answers[-1].hi), question))
+    return _mask("shared question(" + "|".join(_short(group) for group in groups) + ")", spans[-1].hi, tiles)
+
+
+def causal_blockwise(lengths: Sequence[int]) -> Mask:
+    """Demonstrations and a test example: each block is causal and alone, and the last one sees all before it."""
+    *blocks, last = _spans(lengths)
+    tiles = [Tile(span, span, hi=0) for span in blocks]
+    return _mask(f"causal blockwise({_short(lengths)})", last.hi, [*tiles, Tile(last, Span(0, last.hi), hi=0)])
+
+
+def block_causal_documents(lengths: Sequence[int], block: int) -> Mask:
+    """Packed documents cut into blocks, counted from each document's start: a token sees its whole block and those
+    before it, as in autoregressive video. The last block of a document may be shorter.
+    """
+    if block <= 0:
+        raise ValueError(f"a block needs a positive length, got {block}")
+    spans = _spans(lengths)
+    tiles = [
+        Tile(Span(lo, min(lo + block, span.hi)), Span(span.lo, min(lo + block, span.hi)))
+        for span in spans
+        for lo in range(span.lo, span.hi, block)
+    ]
+    return _mask(f"block causal documents({block};{_short(lengths)})", spans[-1].hi, tiles)
+
+
+def global_sliding(length: int, window: int, tokens: int, *, causal: bool = False) -> Mask:
+    """The first `tokens` tokens see all and are seen by all; the others see `window` tokens to each side:
+    i < tokens or j < tokens or -window <= j - i <= window; with `causal`, j <= i as well (window and sink tokens).
+
+    The benchmark takes as many global tokens as the window has on one side.
+    """
+    if window < 0 or not 0 <= tokens <= length:
+        raise ValueError(f"{tokens} global tokens and a window of {window} make no mask of {length} tokens")
+    everything, first, rest = Span(0, length), Span(0, tokens), Span(tokens, length)
+    right = 0 if causal else UNBOUNDED
+    name = f"global({tokens})+window({window},{0 if causal else window})"
+    tiles = [Tile(first, everything, hi=right), Tile(rest, first), Tile(rest, rest, -window, min(window, right))]
+    return _mask(name, length, tiles)
+
+
+def of_window(length: int, is_causal: bool, window_size: tuple[int, int]) -> Mask:
+    """The mask of flash-attn's (causal, window_size) arguments for a sequence that attends to itself."""
+    left, right = _normal_window(length, is_causal, window_size)
+    if (left, right) == (-1, -1):
+        return full(length)
+    if (left, right) == (-1, 0):
+        return causal(length)
+    return sliding_window(length, left, right)
+
+
+def _normal_window(length: int, is_causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
+    """Equal windows over sequences of up to that length, written one way: a bound that never binds is -1."""
+    left, right = window_size
+    if is_causal:
+        right = 0
+    if left >= length - 1:
+        left = -1
+    if right >= length - 1 and right != 0:
+        right = -1
+    return left, right
+
+
+def _bounds(left: int, right: int) -> tuple[int, int]:
+    """A window as the lower and upper bound of j - i."""
+    if left < -1 or right < -1:
+        raise ValueError(f"a window's sides are -1 (no bound) or at least 0, got {(left, right)}")
+    return -UNBOUNDED if left == -1 else -left, UNBOUNDED if right == -1 else right
+
+
+def _spans(lengths: Sequence[int]) -> list[Span]:
+    if not lengths or min(lengths) <= 0:
+        raise ValueError(f"document lengths must be positive, got {list(lengths)}")
+    return [Span(lo, hi) for lo, hi in pairwise(accumulate(lengths, initial=0))]
+
+
+def _prefix_tiles(span: Span, prefix: int) -> list[Tile]:
+    first = Span(span.lo, min(span.lo + prefix, span.hi))
+    return [Tile(first, first), Tile(Span(first.hi, span.hi), span, hi=0)]
+
+
+def _short(lengths: Sequence[int]) -> str:
+    """The lengths, or how many there are and a hash where they would fill the screen."""
+    text = ",".join(map(str, lengths))
+    if len(lengths) <= 8:
+        return text
+    return f"{len(lengths)} lengths #{hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -1,0 +1,89 @@
+"""The sizes of an attention that its plan does not fix, and the bytes of what travels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language.ir import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The sizes of one attention that its plan does not fix.
+
+    Args:
+        batch: sequences that are attended to at once.
+        heads, kv_heads: of q, and of k and v; kv_heads divides heads.
+        head_dim, head_dim_v: of q and k, and of v and out (None: the same).
+        bytes_per_element: of q, k, v, dout and out.
+        accumulator_bytes: of lse and delta.
+        payload: what a helped pair's backward sends beside q, dout and lse.
+        wire_bytes: of partial outputs and gradients while they travel; None is bytes_per_element.
+
+    Raises:
+        UnsupportedError: a size is not positive, or kv_heads does not divide heads.
+    """
+
+    batch: int = 1
+    heads: int = 32
+    kv_heads: int = 32
+    head_dim: int = 128
+    head_dim_v: int | None = None
+    bytes_per_element: int = 2
+    accumulator_bytes: int = 4
+    payload: Literal["delta", "out"] = "out"
+    wire_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "kv_heads", "head_dim", "value_dim", "bytes_per_element", "partial_bytes"):
+            if getattr(self, name) <= 0:
+                raise UnsupportedError(f"{name}={getattr(self, name)}", "it must be positive", "1 or more")
+        if self.heads % self.kv_heads:
+            why = "heads must be a multiple of kv_heads"
+            raise UnsupportedError(f"{self.heads} heads with {self.kv_heads} kv_heads", why, "for example equal counts")
+        if self.payload not in ("delta", "out"):
+            raise UnsupportedError(f"payload={self.payload!r}", "there is no such payload", "delta, out")
+
+    @property
+    def value_dim(self) -> int:
+        """The head dimension of v and out."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes per element of a partial result on the wire."""
+        return self.bytes_per_element if self.wire_bytes is None else self.wire_bytes
+
+    def flops_per_pair(self, phase: Phase) -> int:
+        """Floating-point operations of one (query, key) pair over all heads: 2 products forward, 5 backward."""
+        qk, pv = self.head_dim, self.value_dim
+        products = qk + pv if phase.name == "forward" else 3 * qk + 2 * pv
+        return 2 * self.batch * self.heads * products
+
+
+def bytes_of(name: str, tokens: int, shape: AttentionShape) -> int:
+    """Bytes on the wire of `tokens` rows of a name, without the padding between its fields.
+
+    q | k, v | out, lse | q, dout, lse, and delta or out | dq | dk, dv: the fields of the runtime's wire format.
+    """
+    dim, dim_v, element, partial = shape.head_dim, shape.value_dim, shape.bytes_per_element, shape.partial_bytes
+    statistic = shape.heads * shape.accumulator_bytes
+    match name:
+        case "q":
+            row = shape.heads * dim * element
+        case "kv":
+            row = shape.kv_heads * (dim + dim_v) * element
+        case "out":
+            row = shape.heads * dim_v * partial + statistic
+        case "qdo":
+            memory = statistic if shape.payload == "delta" else shape.heads * dim_v * element
+            row = shape.heads * (dim + dim_v) * element + statistic + memory
+        case "dq":
+            row = shape.heads * dim * partial
+        case "dkv":
+            row = shape.kv_heads * (dim + dim_v) * partial
+        case _:
+            raise ValueError(f"no name {name!r} travels: q, kv, out, qdo, dq, dkv do")
+    return shape.batch * tokens * row

@@ -1,0 +1,55 @@
+"""What a plan may say at all: records of ranks, chunks and names that exist, none twice, no result taken from home."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import NoReturn
+
+from dfa_megatron.errors import PlanError
+from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.plan.language.grid import grid
+from dfa_megatron.plan.language.ir import Block, Plan, Transfer
+
+
+def validate(plan: Plan) -> None:
+    """Refuse records that cannot be run on any rank.
+
+    Raises:
+        PlanError: names the first such record, with the grid.
+    """
+    _validate_layout(plan)
+    _refuse_repeats(plan)
+    chunks, ranks = range(len(plan.layout.chunks)), range(plan.ranks)
+    names = {name for _, name in plan.phase.reads} | set(plan.phase.write_names)
+    for t in plan.transfers:
+        known = t.src in ranks and t.dst in ranks and t.chunk in chunks and t.what in names
+        if not known or t.step < 0 or t.src == t.dst:
+            _fail(plan, f"{t} is no transfer of a {plan.phase.name} plan on {plan.ranks} ranks", t)
+        if t.what in plan.phase.write_names and plan.layout.home[t.chunk] == t.src:
+            _fail(plan, f"R3: {t} takes an accumulator away from its home", t)
+    for b in plan.blocks:
+        if b.step < 0 or b.rank not in ranks or b.q_chunk not in chunks or b.kv_chunk not in chunks:
+            _fail(plan, f"{b} is no block of a plan on {plan.ranks} ranks", b)
+        if not plan.tiles(b):
+            _fail(plan, f"{b} holds no pair of the mask", b)
+
+
+def _validate_layout(plan: Plan) -> None:
+    spans = [Span(0, 0), *sorted(plan.layout.chunks), Span(plan.mask.length, plan.mask.length)]
+    if any(before.hi != after.lo or after.hi < after.lo for before, after in pairwise(spans)):
+        raise PlanError(f"the chunks are no disjoint cover of the mask's {plan.mask.length} tokens")
+    if len(plan.layout.home) != len(plan.layout.chunks) or min(plan.layout.home) < 0:
+        raise PlanError("every chunk needs one home")
+
+
+def _refuse_repeats(plan: Plan) -> None:
+    records: tuple[Block | Transfer, ...] = (*plan.blocks, *plan.transfers)
+    for record, count in Counter(records).items():
+        if count > 1:
+            _fail(plan, f"{record} is written twice", record)
+
+
+def _fail(plan: Plan, reason: str, record: Block | Transfer) -> NoReturn:
+    rank = record.src if isinstance(record, Transfer) else record.rank
+    raise PlanError(reason, grid(plan, mark=(max(0, record.step), rank)))

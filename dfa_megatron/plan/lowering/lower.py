@@ -1,0 +1,300 @@
+"""Lowering: a plan becomes a flat program per rank, with fused kernel calls, bounded slots, one message per peer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import chain
+from typing import NoReturn
+
+from dfa_megatron.errors import PlanError
+from dfa_megatron.plan.language.geometry import Span, covers
+from dfa_megatron.plan.language.grid import grid
+from dfa_megatron.plan.language.ir import Plan, chunk_of
+from dfa_megatron.plan.language.program import Buffer, Call, Fold, Message, Program, Region, Step, Write
+from dfa_megatron.plan.language.validate import validate
+from dfa_megatron.plan.lowering.fuse import Piece, fuse
+from dfa_megatron.plan.lowering.messages import Cargo, Share, joined, shares
+from dfa_megatron.plan.lowering.pack import packs, segments_of
+from dfa_megatron.plan.lowering.slots import Lifetimes, assign_slots
+
+Place = tuple[int, int]
+"""(buffer, first row) of a chunk."""
+
+
+def lower(plan: Plan, rank: int) -> Program:
+    """The program of one rank of a plan that `validate` accepts.
+
+    Raises:
+        PlanError: the plan breaks a rule of the language that shows on this rank (R1 to R5).
+    """
+    return _Lowering(plan, rank, shares(plan)[rank]).program()
+
+
+def lower_all(plan: Plan) -> list[Program]:
+    """Validate a plan and lower it for every rank.
+
+    Raises:
+        PlanError: the plan breaks a rule of the language.
+    """
+    if plan.ranks > REMEMBERED_RANKS:
+        return _lower_all(plan)
+    return list(_remembered(_Same(plan)))
+
+
+def _lower_all(plan: Plan) -> list[Program]:
+    validate(plan)
+    return [_Lowering(plan, rank, share).program() for rank, share in enumerate(shares(plan))]
+
+
+REMEMBERED_RANKS = 64
+"""Programs of larger plans take too much memory to be kept."""
+
+
+class _Same:
+    """A plan as a key: the object, for its contents take as long to compare as to lower."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.plan is self.plan
+
+
+@lru_cache(maxsize=8)  # what "auto" looks at: each plan is simulated, measured, and the chosen one checked
+def _remembered(same: _Same) -> tuple[Program, ...]:
+    return tuple(_lower_all(same.plan))
+
+
+class _Lowering:
+    """The working state of one lowering: where each chunk lies at which step, and how long each buffer lives."""
+
+    def __init__(self, plan: Plan, rank: int, share: Share) -> None:
+        self.plan, self.rank, self.share = plan, rank, share
+        self.layout, self.phase = plan.layout, plan.phase
+        self.reads, self.writes = plan.phase.reads, plan.phase.writes
+        self.accumulators = frozenset(plan.phase.write_names)
+        self.buffers: list[Buffer] = []
+        self.lives = Lifetimes()
+        self.covered: dict[int, list[Span]] = defaultdict(list)
+        self.home: dict[str, int] = {}
+        self.home_rows = self.layout.offsets(self.layout.of(rank))
+        self.arrivals: dict[tuple[str, int], list[tuple[int, Place]]] = defaultdict(list)
+        self.departures: dict[tuple[str, int], list[tuple[int, Place]]] = defaultdict(list)
+        self.joined = joined(plan)
+        self.landings: dict[tuple[int, int, int], Region] = {}
+        self._place_home()
+        for step, by_peer in share.incoming.items():
+            self._place_landings(step, by_peer)
+        for step, by_peer in share.outgoing.items():
+            self._place_departures(step, by_peer)
+
+    def program(self) -> Program:
+        """Lower every step in order, then give the buffers memory."""
+        bodies = [self._body(step) for step in range(self.plan.steps)]
+        slots = assign_slots(self.buffers, self.lives, home=len(self.home))
+        tenants: dict[int, list[int]] = defaultdict(list)
+        for buffer, slot in slots.items():
+            tenants[slot].append(buffer)
+        opening: dict[int, list[int]] = defaultdict(list)
+        for number in range(len(self.buffers)):
+            if self._needs_identity(number):
+                opening[self.lives.interval(number)[0]].append(number)
+        steps = []
+        for number, (sends, receives, calls, folds) in enumerate(bodies):
+            landed = {regions[0].buffer for message in receives for regions in message.parts}
+            after = self.lives.after(number, [tenants[slots[buffer]] for buffer in landed])
+            steps.append(Step(after, sends, receives, tuple(opening[number]), calls, folds))
+        buffers = tuple(replace(b, slot=slots.get(number)) for number, b in enumerate(self.buffers))
+        return Program(self.rank, self.plan.ranks, self.phase, buffers, tuple(steps))
+
+    # Where things lie.
+
+    def _place_home(self) -> None:
+        rows = self._rows(self.home_rows)
+        for _, name in (*self.reads, *self.writes):
+            self.home[name] = self._new_buffer(((name, rows),), accumulates=name in self.accumulators)
+            self.lives.begin(self.home[name], 0)
+
+    def _place_landings(self, step: int, by_peer: dict[int, Cargo]) -> None:
+        """A buffer per received message, and one for each joined name of all; remembers where each chunk lies."""
+        together: dict[str, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
+        for peer, cargo in by_peer.items():
+            alone = [(name, at, chunks) for at, (name, chunks) in enumerate(cargo) if name not in self.joined]
+            if alone:
+                buffer = self._landing(step, tuple((name, self._rows(chunks)) for name, _, chunks in alone))
+                for name, at, chunks in alone:
+                    self._arrive((step, peer, at), (buffer, 0), name, chunks)
+            for at, (name, chunks) in enumerate(cargo):
+                if name in self.joined:
+                    together[name].append((peer, at, chunks))
+        for name, parts in together.items():
+            buffer, first = self._landing(step, ((name, sum(self._rows(chunks) for *_, chunks in parts)),)), 0
+            for peer, at, chunks in sorted(parts, key=lambda part: self.layout.chunks[part[2][0]]):
+                self._arrive((step, peer, at), (buffer, first), name, chunks)
+                first += self._rows(chunks)
+
+    def _landing(self, step: int, parts: tuple[tuple[str, int], ...]) -> int:
+        buffer = self._new_buffer(parts, accumulates=False)
+        self.lives.begin(buffer, step)
+        self.lives.moved(buffer, step)
+        return buffer
+
+    def _arrive(self, part: tuple[int, int, int], place: Place, name: str, chunks: tuple[int, ...]) -> None:
+        """A part of a message, (step, peer, number), lands from a row of a buffer on."""
+        buffer, first = place
+        self.landings[part] = Region(buffer, name, first, first + self._rows(chunks))
+        for chunk, row in self.layout.offsets(chunks).items():
+            self.arrivals[name, chunk].append((part[0], (buffer, first + row)))
+
+    def _place_departures(self, step: int, by_peer: dict[int, Cargo]) -> None:
+        """Accumulators that leave together share a buffer: those to one peer, or to all where reads are joined too."""
+        for name in self.phase.write_names:
+            groups = [chunks for cargo in by_peer.values() for part, chunks in cargo if part == name]
+            if self.joined and groups:
+                groups = [tuple(sorted(chain.from_iterable(groups), key=self.layout.chunks.__getitem__))]
+            for chunks in groups:
+                buffer = self._new_buffer(((name, self._rows(chunks)),), accumulates=True)
+                for chunk, row in self.layout.offsets(chunks).items():
+                    departures = self.departures[name, chunk]
+                    if departures and departures[-1][0] == step:
+                        self._fail(f"R3: {name} of chunk {chunk} leaves rank {self.rank} twice", step)
+                    departures.append((step, (buffer, row)))
+
+    def _new_buffer(self, parts: tuple[tuple[str, int], ...], accumulates: bool) -> int:
+        self.buffers.append(Buffer(parts, None, accumulates))
+        return len(self.buffers) - 1
+
+    def _rows(self, chunks: Iterable[int]) -> int:
+        return sum(len(self.layout.chunks[chunk]) for chunk in chunks)
+
+    def _read_place(self, name: str, chunk: int, step: int) -> Place:
+        if chunk in self.home_rows:
+            return self.home[name], self.home_rows[chunk]
+        landed = [place for arrival, place in self.arrivals[name, chunk] if arrival < step]
+        if not landed:
+            self._fail(f"R1, R2: rank {self.rank} does not hold {name} of chunk {chunk} before step {step}", step)
+        return landed[-1]
+
+    def _write_place(self, name: str, chunk: int, step: int) -> Place:
+        if chunk in self.home_rows:
+            return self.home[name], self.home_rows[chunk]
+        for departure, place in self.departures[name, chunk]:
+            if departure > step:
+                return place
+        self._fail(f"R4: {name} of chunk {chunk}, written on rank {self.rank}, never goes home", step)
+
+    # What happens in a step.
+
+    def _body(self, step: int) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Call, ...], tuple[Fold, ...]]:
+        outgoing, incoming = self.share.outgoing.get(step, {}), self.share.incoming.get(step, {})
+        sends = tuple(self._send(step, peer, cargo) for peer, cargo in outgoing.items())
+        receives = tuple(
+            Message(peer, tuple((self.landings[step, peer, at],) for at in range(len(cargo))))
+            for peer, cargo in incoming.items()
+        )
+        calls = tuple(self._calls(step))
+        folds = tuple(fold for peer, cargo in incoming.items() for fold in self._folds(step, peer, cargo))
+        return sends, receives, calls, folds
+
+    def _send(self, step: int, peer: int, cargo: Cargo) -> Message:
+        parts = []
+        for name, chunks in cargo:
+            regions: list[Region] = []
+            for chunk in chunks:
+                if name in self.accumulators:
+                    buffer, row = next(place for at, place in self.departures[name, chunk] if at == step)
+                    self.lives.sent_after_write(buffer, step)
+                    rows = Span(row, row + len(self.layout.chunks[chunk]))
+                    if not any(len(written & rows) for written in self.covered[buffer]):
+                        self._fail(f"R3: rank {self.rank} sends {name} of chunk {chunk} that it never wrote", step)
+                else:
+                    buffer, row = self._read_place(name, chunk, step)
+                self.lives.moved(buffer, step)
+                region = Region(buffer, name, row, row + len(self.layout.chunks[chunk]))
+                if regions and regions[-1].buffer == buffer and regions[-1].hi == row:
+                    region = replace(region, lo=regions.pop().lo)
+                regions.append(region)
+            parts.append(tuple(regions))
+        return Message(peer, tuple(parts))
+
+    def _calls(self, step: int) -> Iterator[Call]:
+        # A write's rows run parallel to the rows that it is computed from, at a fixed distance: blocks that read and
+        # write the same buffers at the same distances can share a kernel call.
+        groups: dict[tuple[int, int, tuple[Place, ...]], list[Piece]] = defaultdict(list)
+        for block in self.share.blocks.get(step, ()):
+            q_buffer, q_row = self._read_place(self.phase.read_q, block.q_chunk, step)
+            kv_buffer, kv_row = self._read_place(self.phase.read_kv, block.kv_chunk, step)
+            targets = []
+            for side, name in self.writes:
+                buffer, row = self._write_place(name, chunk_of(block, side), step)
+                targets.append((buffer, row - (q_row if side == "q" else kv_row)))
+            by = q_row - self.layout.chunks[block.q_chunk].lo, kv_row - self.layout.chunks[block.kv_chunk].lo
+            for tile in self.plan.tiles(block):
+                groups[q_buffer, kv_buffer, tuple(targets)].append((tile.shift(*by), (block,)))
+        for (q_buffer, kv_buffer, shifts), pieces in groups.items():
+            for pack in packs(fuse(pieces)):
+                yield self._call(step, q_buffer, kv_buffer, shifts, pack)
+
+    def _call(self, step: int, q_buffer: int, kv_buffer: int, shifts: tuple[Place, ...], pack: Sequence[Piece]) -> Call:
+        q_rows, kv_rows, segments = segments_of(pack)
+        q = Region(q_buffer, self.phase.read_q, q_rows.lo, q_rows.hi)
+        kv = Region(kv_buffer, self.phase.read_kv, kv_rows.lo, kv_rows.hi)
+        for buffer in (q_buffer, kv_buffer):
+            self.lives.computed(buffer, step)
+        writes = []
+        for (side, name), (buffer, by) in zip(self.writes, shifts, strict=True):
+            span = q_rows if side == "q" else kv_rows
+            writes.append(self._write(step, Region(buffer, name, span.lo + by, span.hi + by)))
+        blocks = tuple(sorted({block for _, its in pack for block in its}))
+        return Call(q, kv, segments, tuple(writes), blocks, sum(tile.area for tile, _ in pack))
+
+    def _folds(self, step: int, peer: int, cargo: Cargo) -> Iterator[Fold]:
+        """Landed partials go where the rank accumulates; neighbours that go to neighbouring rows go together."""
+        for at, (name, chunks) in enumerate(cargo):
+            if name not in self.accumulators:
+                continue
+            source = self.landings[step, peer, at].buffer
+            self.lives.computed(source, step)
+            runs: list[tuple[Region, Region]] = []
+            for chunk, row in self.layout.offsets(chunks).items():
+                rows = len(self.layout.chunks[chunk])
+                to_buffer, to_row = self._write_place(name, chunk, step)
+                start, to_start = row, to_row
+                if runs and runs[-1][1].buffer == to_buffer and runs[-1][1].hi == to_row:
+                    before, to_before = runs.pop()
+                    start, to_start = before.lo, to_before.lo
+                into = Region(to_buffer, name, to_start, to_row + rows)
+                runs.append((Region(source, name, start, row + rows), into))
+            for region, into in runs:
+                yield Fold(region, self._write(step, into))
+
+    def _write(self, step: int, region: Region) -> Write:
+        """Note that these rows hold something from now on, and whether they did before."""
+        covered, span = self.covered[region.buffer], Span(region.lo, region.hi)
+        fresh = not any(old.lo < span.hi and span.lo < old.hi for old in covered)
+        covered.append(span)
+        self.lives.begin(region.buffer, step)
+        self.lives.written(region.buffer, step)
+        return Write(region, fresh)
+
+    def _needs_identity(self, buffer: int) -> bool:
+        """An accumulator of which some row is folded into, or read, before it was ever stored."""
+        if not self.buffers[buffer].accumulates:
+            return False
+        stored: list[Span] = []
+        for span in self.covered[buffer]:
+            if not any(len(old & span) for old in stored):
+                stored.append(span)
+            elif not covers(stored, span):
+                return True
+        ((_, rows),) = self.buffers[buffer].parts
+        return not covers(stored, Span(0, rows))
+
+    def _fail(self, reason: str, step: int) -> NoReturn:
+        raise PlanError(reason, grid(self.plan, mark=(step, self.rank)))

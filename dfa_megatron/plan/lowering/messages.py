@@ -1,0 +1,69 @@
+"""A rank's share of a plan: its blocks and its messages, step by step; grouped once for all ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from dfa_megatron.plan.language.ir import Block, Plan
+
+Cargo = tuple[tuple[str, tuple[int, ...]], ...]
+"""What one message carries: the name and the chunks of each part, in an order that source and destination agree on."""
+
+JOINED = frozenset(("q", "kv"))
+"""Reads of which all that lands in a step may lie in one buffer. The other has statistics, of which some rows are not
+dense.
+"""
+
+
+def joined(plan: Plan) -> frozenset[str]:
+    """Names of which all that a rank receives in a step lands in one buffer, in the order of the sequence, whichever
+    rank it comes from: so one kernel call can read the parts of a document, and those of several documents.
+
+    Only where the mask has several tiles, as packs do: then there is one sequence at a time, and rows of it are dense.
+    """
+    return JOINED if len(plan.mask.tiles) > 1 else frozenset()
+
+
+@dataclass(slots=True)
+class Share:
+    """What a plan says about one rank. incoming, outgoing: step -> peer -> cargo."""
+
+    blocks: dict[int, list[Block]] = field(default_factory=lambda: defaultdict(list))
+    incoming: dict[int, dict[int, Cargo]] = field(default_factory=lambda: defaultdict(dict))
+    outgoing: dict[int, dict[int, Cargo]] = field(default_factory=lambda: defaultdict(dict))
+
+
+def shares(plan: Plan) -> list[Share]:
+    """The share of every rank; the plan's records must name ranks that exist."""
+    out = [Share() for _ in range(plan.ranks)]
+    for block in sorted(plan.blocks):
+        out[block.rank].blocks[block.step].append(block)
+    cargos: dict[tuple[int, int, int], dict[str, list[int]]] = defaultdict(dict)
+    for t in sorted(plan.transfers):  # by step, source, destination, name and chunk
+        cargos[t.step, t.src, t.dst].setdefault(t.what, []).append(t.chunk)
+    parts = _runs(plan, cargos)
+    for (step, src, dst), names in cargos.items():
+        cargo = tuple(
+            (name, chunks)
+            for name, alone in names.items()
+            for chunks in parts.get((step, src, dst, name), [tuple(alone)])
+        )
+        out[src].outgoing[step][dst] = out[dst].incoming[step][src] = cargo
+    return out
+
+
+def _runs(
+    plan: Plan, cargos: dict[tuple[int, int, int], dict[str, list[int]]]
+) -> dict[tuple[int, int, int, str], list[tuple[int, ...]]]:
+    """(step, source, destination, joined name) -> the chunks that land one after another, as a part each."""
+    arriving: dict[tuple[int, int, str], list[tuple[int, int, int]]] = defaultdict(list)
+    for (step, src, dst), names in cargos.items():
+        for name in joined(plan) & names.keys():
+            arriving[step, dst, name] += [(plan.layout.chunks[chunk].lo, src, chunk) for chunk in names[name]]
+    runs: dict[tuple[int, int, int, str], list[tuple[int, ...]]] = defaultdict(list)
+    for (step, dst, name), chunks in arriving.items():
+        for src, run in groupby(sorted(chunks), key=lambda chunk: chunk[1]):
+            runs[step, src, dst, name].append(tuple(chunk for _, _, chunk in run))
+    return runs

@@ -1,0 +1,29 @@
+"""Which tokens the rows of a rank's buffers are, where a kernel must know how far apart two tokens of its call are."""
+
+from __future__ import annotations
+
+from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.plan.language.program import Program
+from dfa_megatron.plan.lowering.messages import shares
+
+Tokens = dict[tuple[int, str], tuple[Span, ...]]
+"""(buffer, name of what is read) -> the spans of the sequence that its rows are, one after another."""
+
+
+def tokens(plan: Plan, program: Program) -> Tokens:
+    """The tokens of everything that a rank's kernels read, from its program and the plan that it was lowered from.
+
+    Rows that lie next to each other need not be neighbours in the sequence, in one kernel call either: a rank's chunks
+    may lie far apart, and rectangles of them are fused wherever their bands allow.
+    """
+    chunks, names = plan.layout.chunks, [name for _, name in plan.phase.reads]
+    held = {(program.home_buffer(name), name): [(0, plan.layout.spans(program.rank))] for name in names}
+    incoming = shares(plan)[program.rank].incoming
+    for number, step in enumerate(program.steps):
+        for message in step.receives:
+            for (region,), (name, its) in zip(message.parts, incoming[number][message.peer], strict=True):
+                if name in names:  # several parts, and several messages, may share a buffer
+                    spans = tuple(chunks[chunk] for chunk in its)
+                    held.setdefault((region.buffer, name), []).append((region.lo, spans))
+    return {where: tuple(span for _, spans in sorted(parts) for span in spans) for where, parts in held.items()}

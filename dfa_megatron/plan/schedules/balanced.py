@@ -1,0 +1,72 @@
+"""Who computes which block at which step: a schedule is one function from (mask, layout) to blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language.ir import Block, needed_pairs
+from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.mask import Mask
+
+
+def owner_computes(mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """Ring order: at step t, rank r works on the chunks at home t ranks before it. Every rank computes its own rows."""
+    ranks, needed = layout.ranks, needed_pairs(mask, layout)
+    return tuple(
+        Block(step, rank, q, kv)
+        for step in range(ranks)
+        for rank in range(ranks)
+        for q in layout.of(rank)
+        for kv in layout.of((rank - step) % ranks)
+        if (q, kv) in needed
+    )
+
+
+def balanced(mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """DISTFLASHATTN as published (paper, Algorithm 2, corrected for odd P): floor(P/2) + 1 steps.
+
+    At step t rank r works for itself on the keys t ranks before it while there are any (r >= t), and otherwise helps
+    rank r - t + P with its own keys. For even P the pairs of the last step are met from above only: the ranks below P/2
+    idle.
+    """
+    return _balanced(mask, layout, share_last=False)
+
+
+def balanced_shared(mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """`balanced` for even P with the last step's blocks cut in two by query rows, so that no rank idles.
+
+    The owner takes the second half of its rows and the otherwise idle helper the first. That step stays the last: what
+    then remains to be brought home behind no compute are the results of half a chunk, not of a whole one. On an odd
+    number of ranks it is `balanced`.
+    """
+    return _balanced(mask, layout, share_last=True)
+
+
+def _balanced(mask: Mask, layout: Layout, share_last: bool) -> tuple[Block, ...]:
+    ranks, needed = layout.ranks, needed_pairs(mask, layout)
+    _refuse_work_above_the_diagonal(layout, needed)
+    blocks: list[Block] = []
+    for distance in range(ranks // 2 + 1):
+        far = 2 * distance == ranks
+        for rank in range(ranks):
+            owns = rank >= distance
+            if far and not owns and not share_last:
+                continue
+            owner, keys = (rank, rank - distance) if owns else (rank - distance + ranks, rank)
+            rows = layout.of(owner)
+            if far and share_last:
+                half = len(rows) // 2
+                rows = rows[half:] if owns else rows[:half]
+            blocks += [Block(distance, rank, q, kv) for q in rows for kv in layout.of(keys) if (q, kv) in needed]
+    return tuple(blocks)
+
+
+def _refuse_work_above_the_diagonal(layout: Layout, needed: Iterable[tuple[int, int]]) -> None:
+    for q, kv in needed:
+        if layout.home[q] < layout.home[kv]:
+            raise UnsupportedError(
+                "the balanced schedule on this mask",
+                f"rows of rank {layout.home[q]} see keys of rank {layout.home[kv]}, and it pairs causal work only",
+                "schedule 'ring'",
+            )

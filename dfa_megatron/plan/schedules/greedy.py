@@ -1,0 +1,185 @@
+"""The greedy assignment: ranks with much work give blocks to ranks with little, by area, where it moves least.
+
+Every block starts with the owner of its rows. While the most loaded rank is above the mean by more than TOLERANCE, it
+gives a block to a rank with less work: the home of the block's keys, the rank with the least work of those that read
+the same rows or keys already, or of all. Of these moves it takes the one that costs the fewest transferred rows
+per pair of work taken off. So short documents stay where they are, and a pack whose long documents lie on one side is
+balanced, whatever the mask.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from dfa_megatron.plan.language.ir import Block, Pairs, needed_pairs
+from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.mask import Mask
+
+TOLERANCE = 0.03
+"""Work above the mean that is let stand, as a share of the mean."""
+
+PRICE = {"q": 1.0, "kv": 0.5, "out": 1.0}
+"""What a row of each name costs to move, in rows of q: four query heads per key head."""
+
+ROWS_PER_STEP = 2.0
+"""Rows and keys of other ranks that a rank reads in one step, in rows of its own: what bounds its memory."""
+
+CANDIDATES = 24
+"""Blocks of a rank that are looked at for one move."""
+
+Pair = tuple[int, int]
+
+
+def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """Blocks of nearly equal work per rank, on any mask and layout: local ones first, then help, then own rows."""
+    return assign_steps(_Deal(mask, layout).run(), mask, layout)
+
+
+def own_rows(mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """Every rank computes its own rows, in as few steps as its own remote work fills: for tokens dealt by work."""
+    owned: list[list[Pair]] = [[] for _ in range(layout.ranks)]
+    for q, kv in needed_pairs(mask, layout):
+        owned[layout.home[q]].append((q, kv))
+    return assign_steps(owned, mask, layout)
+
+
+class _Deal:
+    """Who computes what, while blocks change hands."""
+
+    def __init__(self, mask: Mask, layout: Layout) -> None:
+        needed = needed_pairs(mask, layout)
+        self.home = layout.home
+        self.rows = [len(chunk) for chunk in layout.chunks]
+        self.area = areas(needed)
+        self.ranks = layout.ranks
+        self.mean = sum(self.area.values()) / self.ranks
+        self.load = [0] * self.ranks
+        self.owned: list[list[Pair]] = [[] for _ in range(self.ranks)]  # by area, the largest first
+        # How many blocks of a rank read a chunk on this side: a chunk that one reads already comes for free.
+        self.readers: dict[tuple[int, str, int], int] = defaultdict(int)
+        self.holders: dict[tuple[str, int], set[int]] = defaultdict(set)
+        for pair in needed:
+            self._take(self.home[pair[0]], pair)
+
+    def run(self) -> list[list[Pair]]:
+        """Move blocks until no rank is too far above the mean, or no move helps; the pairs of every rank."""
+        stuck: set[int] = set()
+        while len(stuck) < self.ranks:
+            rank = max((r for r in range(self.ranks) if r not in stuck), key=lambda r: (self.load[r], -r))
+            if self.load[rank] <= self.mean * (1 + TOLERANCE):
+                break
+            move = min(self._moves(rank), default=None)
+            if move is None:
+                stuck.add(rank)
+                continue
+            _, pair, target = move
+            self._drop(rank, pair)
+            self._take(target, pair)
+        return self.owned
+
+    def _moves(self, rank: int) -> Iterator[tuple[float, Pair, int]]:
+        """(price per pair taken off, block, new rank) of every move that helps."""
+        least = min(range(self.ranks), key=lambda r: (self.load[r], r))
+        surplus = self.load[rank] - self.mean
+        for pair in self._candidates(rank, surplus):
+            area = self.area[pair]
+            for target in self._targets(pair, least):
+                room = self.mean * (1 + TOLERANCE) - self.load[target]
+                taken = min(area, surplus, room)
+                if target == rank or taken <= 0 or self.load[target] + area >= self.load[rank]:
+                    continue
+                # A block that overshoots moves more than it takes off: the same price for less.
+                yield (self._price(target, pair) - self._saved(rank, pair)) / taken + area / taken, pair, target
+
+    def _candidates(self, rank: int, surplus: float) -> list[Pair]:
+        """A few blocks of about the surplus or less, the largest first; of equal ones, neighbours come together."""
+        blocks = self.owned[rank]
+        first = bisect_left(blocks, -surplus - self.mean * TOLERANCE, key=lambda pair: -self.area[pair])
+        return blocks[max(0, min(first, len(blocks) - CANDIDATES)) :][:CANDIDATES]
+
+    def _targets(self, pair: Pair, least: int) -> set[int]:
+        targets = {self.home[pair[0]], self.home[pair[1]], least}
+        for side, chunk in zip(("q", "kv"), pair, strict=True):
+            if holders := self.holders[side, chunk]:
+                targets.add(min(holders, key=lambda r: (self.load[r], r)))
+        return targets
+
+    def _price(self, rank: int, pair: Pair) -> float:
+        """What has to move so that a rank can compute a block that it does not compute yet."""
+        q, kv = pair
+        price = 0.0
+        if self.home[q] != rank and rank not in self.holders["q", q]:
+            price += self.rows[q] * (PRICE["q"] + PRICE["out"])
+        if self.home[kv] != rank and rank not in self.holders["kv", kv]:
+            price += self.rows[kv] * PRICE["kv"]
+        return price
+
+    def _saved(self, rank: int, pair: Pair) -> float:
+        """What need not move any more when a rank gives a block away."""
+        q, kv = pair
+        saved = 0.0
+        if self.home[q] != rank and self.readers[rank, "q", q] == 1:
+            saved += self.rows[q] * (PRICE["q"] + PRICE["out"])
+        if self.home[kv] != rank and self.readers[rank, "kv", kv] == 1:
+            saved += self.rows[kv] * PRICE["kv"]
+        return saved
+
+    def _size(self, pair: Pair) -> tuple[int, Pair]:
+        return -self.area[pair], pair
+
+    def _take(self, rank: int, pair: Pair) -> None:
+        self.load[rank] += self.area[pair]
+        insort(self.owned[rank], pair, key=self._size)
+        for side, chunk in zip(("q", "kv"), pair, strict=True):
+            self.readers[rank, side, chunk] += 1
+            self.holders[side, chunk].add(rank)
+
+    def _drop(self, rank: int, pair: Pair) -> None:
+        self.load[rank] -= self.area[pair]
+        self.owned[rank].remove(pair)
+        for side, chunk in zip(("q", "kv"), pair, strict=True):
+            self.readers[rank, side, chunk] -= 1
+            if not self.readers[rank, side, chunk]:
+                self.holders[side, chunk].remove(rank)
+
+
+def areas(needed: Pairs) -> dict[Pair, int]:
+    """The number of token pairs of every needed (q_chunk, kv_chunk)."""
+    return {pair: sum(tile.area for tile in tiles) for pair, tiles in needed.items()}
+
+
+def assign_steps(owned: Sequence[Sequence[Pair]], mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """Blocks from who computes what: step 0 is local, help comes next, so that results travel behind what comes last,
+    own rows. As few steps as memory allows, near ranks before far ones: a step is a kernel call and a wait.
+    """
+    home, ranks, rows = layout.home, layout.ranks, [len(chunk) for chunk in layout.chunks]
+    limit = ROWS_PER_STEP * mask.length / ranks
+    blocks: list[Block] = []
+    for rank, pairs in enumerate(owned):
+        steps: list[list[Pair]] = [[]]
+        remote: list[list[Pair]] = [[], []]  # help, own rows
+        for q, kv in pairs:
+            (steps[0] if home[q] == rank == home[kv] else remote[home[q] == rank]).append((q, kv))
+        for mine in remote:
+            mine.sort(key=lambda pair: ((rank - home[pair[1]]) % ranks, (rank - home[pair[0]]) % ranks, pair))
+            steps += _by_memory(rank, mine, home, rows, limit)
+        blocks += [Block(step, rank, *pair) for step, mine in enumerate(steps) for pair in mine]
+    return tuple(sorted(blocks))
+
+
+def _by_memory(
+    rank: int, pairs: Sequence[Pair], home: Sequence[int], rows: Sequence[int], limit: float
+) -> list[list[Pair]]:
+    """Pairs in this order in groups of which each reads at most so many rows of other ranks, if one pair alone does."""
+    groups: list[list[Pair]] = []
+    held: set[tuple[int, int]] = set()
+    for pair in pairs:
+        needs = {(side, chunk) for side, chunk in enumerate(pair) if home[chunk] != rank}
+        if not groups or sum(rows[chunk] for _, chunk in held | needs) > limit:
+            groups.append([])
+            held = set()
+        held |= needs
+        groups[-1].append(pair)
+    return groups

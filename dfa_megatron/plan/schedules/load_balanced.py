@@ -1,0 +1,250 @@
+"""Tokens dealt by work: every rank holds as many tokens and as much attention; short documents stay on one rank.
+
+What attends to one another is a *component* of the mask: a document, or the whole sequence. Components are put on ranks
+whole, the heaviest first, each on the rank with the least work that has room. What is too heavy, or fits nowhere, is
+cut: its rows, in order of the work that each makes, are taken from both ends, a few light and a few heavy ones per
+rank, so that both sums come out. One causal sequence becomes zigzag that way.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from dfa_megatron.plan.language.components import Component, components
+from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.plan.language.layout import Layout, by_name
+from dfa_megatron.plan.language.mask import Mask
+
+FIRST, FINER, COARSER = 1 / 8, (1 / 32,), (1.0, float("inf"))
+"""Components above this share of a rank's work are cut at first; then finer if work is uneven, or coarser if messages
+take longer than work.
+"""
+
+EVEN_ENOUGH = 1.03
+"""The most work of a rank over the mean that is called even."""
+
+SEGMENTS = 4
+"""A component is cut in pieces of a rank's tokens over this, before they are cut to measure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a dealing costs: seconds per pair that is attended to, per token that a rank receives keys of, per piece."""
+
+    pair: float
+    token: float
+    piece: float
+
+
+PRICES = Prices(pair=4 * 32 * 128 / 500e12, token=8 * 2 * 128 * 2 / 340e9, piece=1e-6)
+"""32 heads of 128, 8 of them for keys, in 16 bits, on H200s of one host, forward."""
+
+
+WHOLE = -1
+
+Held = list[tuple[int, int, int]]
+"""(first token, end, WHOLE for whole components or the first token of the one that was cut) of what a rank holds."""
+
+Taken = list[tuple[tuple[int, int], Component]]
+"""Pieces, and the component of each."""
+
+
+def dealt(mask: Mask, ranks: int, prices: Prices = PRICES) -> Layout:
+    """Chunks that give every rank equal tokens and nearly equal work. Equal arguments give equal layouts.
+
+    Args:
+        mask: which pairs of the whole sequence attend.
+        ranks: how many ranks share it; where the length does not divide, some hold one token more.
+        prices: what decides between cutting more and working longer.
+    """
+    parts = components(mask)
+    even = sum(part.work for part in parts) / ranks
+    best = _Dealing(parts, mask.length, ranks, even, FIRST * even)
+    others = FINER if best.is_uneven else COARSER if best.waits(prices) else ()
+    for share in others:
+        other = _Dealing(parts, mask.length, ranks, even, share * even)
+        best = min(best, other, key=lambda dealing: dealing.cost(prices))
+    chunks = sorted((lo, hi, rank) for rank, held in enumerate(best.held) for lo, hi in _joined(held))
+    return Layout(tuple(Span(lo, hi) for lo, hi, _ in chunks), tuple(rank for _, _, rank in chunks))
+
+
+@lru_cache(maxsize=32)
+def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
+    """The layout of that name for a mask; only `dealt` depends on more of it than its length.
+
+    Raises:
+        UnsupportedError: no such layout, or a length that does not divide among the ranks.
+    """
+    if name != "dealt":
+        return by_name(name, mask.length, ranks)
+    contiguous = by_name("contiguous", mask.length, ranks)  # refuses a length that does not divide
+    return dealt(mask.dealt_by or mask, contiguous.ranks)
+
+
+class _Dealing:
+    """One way to deal: what each rank holds, how much work that is, and how many keys it has to receive."""
+
+    def __init__(self, parts: Sequence[Component], length: int, ranks: int, even: float, limit: float) -> None:
+        self.ranks, self.even = ranks, even
+        self.room = [(rank + 1) * length // ranks - rank * length // ranks for rank in range(ranks)]
+        self.load = [0.0] * ranks
+        self.held: list[Held] = [[] for _ in range(ranks)]
+        self.received = [0] * ranks
+        if cut := self._place_whole(parts, limit):
+            self._deal_rows(cut)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Some rank has more work than can be called even."""
+        return max(self.load) > EVEN_ENOUGH * self.even
+
+    def waits(self, prices: Prices) -> bool:
+        """Messages take longer than the work that should hide them."""
+        return prices.token * max(self.received) > prices.pair * max(self.load)
+
+    def cost(self, prices: Prices) -> float:
+        """Seconds of the slowest rank, if messages travel behind compute."""
+        return max(
+            max(prices.pair * load, prices.token * received) + prices.piece * len(held)
+            for load, received, held in zip(self.load, self.received, self.held, strict=True)
+        )
+
+    def _place_whole(self, parts: Sequence[Component], limit: float) -> list[Component]:
+        """Put components on ranks, the heaviest first; returns those that have to be cut."""
+        cut: list[Component] = []
+        most = max(limit, self.even * (1 + EVEN_ENOUGH) / 2)
+        heap = [(0.0, rank) for rank in range(self.ranks)]
+        load, room, held = self.load, self.room, self.held
+        for part in sorted(parts, key=lambda part: part.work, reverse=True):
+            lo, hi, work = part.span.lo, part.span.hi, part.work
+            full: list[tuple[float, int]] = []
+            if work <= limit:
+                while heap and room[heap[0][1]] < hi - lo:
+                    full.append(heapq.heappop(heap))
+            if work > limit or not heap or heap[0][0] + work > most:
+                cut.append(part)
+            else:
+                rank = heap[0][1]
+                load[rank] += work
+                room[rank] -= hi - lo
+                held[rank].append((lo, hi, WHOLE))
+                heapq.heapreplace(heap, (load[rank], rank))
+            for entry in full:
+                if room[entry[1]]:
+                    heapq.heappush(heap, entry)
+        return cut
+
+    def _deal_rows(self, cut: Sequence[Component]) -> None:
+        """Fill every rank to the token, and to even work as far as the rows allow, those with the oddest need first."""
+        rows = _Rows(cut, max(1, sum(self.room) // (SEGMENTS * self.ranks)))
+        mean = rows.work[-1] / rows.tokens[-1]
+        needs = sorted(
+            (-abs((self.even - load) - mean * room), rank)
+            for rank, (load, room) in enumerate(zip(self.load, self.room, strict=True))
+            if room
+        )
+        for _, rank in needs:
+            taken, work = rows.take(self.room[rank], self.even - self.load[rank])
+            self.load[rank] += work
+            self.room[rank] = 0
+            self.held[rank] += [(lo, hi, part.span.lo) for (lo, hi), part in taken]
+            self.received[rank] += _keys(taken)
+
+
+def _keys(taken: Taken) -> int:
+    """How many tokens' keys these rows need beside their own."""
+    until: dict[int, int] = {}
+    own = 0
+    for (lo, hi), part in taken:
+        start, end = part.span.lo, hi if part.is_document else part.span.hi
+        until[start] = max(until.get(start, 0), end)
+        own += hi - lo
+    return sum(end - start for start, end in until.items()) - own
+
+
+class _Rows:
+    """The rows of some components as segments in order of the work per row; ranks take from both ends."""
+
+    def __init__(self, parts: Sequence[Component], segment: int) -> None:
+        found: list[tuple[float, int, int, float, Component]] = []
+        for part in parts:
+            first, length = part.span.lo, len(part.span)
+            pieces = -(-length // segment)
+            edges = [first + piece * length // pieces for piece in range(pieces + 1)]
+            if len(part.tiles) > 1:  # rows of one tile are alike
+                edges = sorted({*edges, *(edge for tile in part.tiles for edge in (tile.q.lo, tile.q.hi))})
+            for (lo, hi), work in zip(pairwise(edges), part.row_work(edges), strict=True):
+                found.append((work / (hi - lo), lo, hi, work, part))
+        found.sort(key=lambda segment: segment[:2])
+        self.segments = found
+        self.tokens: list[int] = [0]
+        self.work: list[float] = [0.0]
+        for _, lo, hi, pairs, _ in found:
+            self.tokens.append(self.tokens[-1] + hi - lo)
+            self.work.append(self.work[-1] + pairs)
+        self.low, self.high = 0, self.tokens[-1]
+
+    def take(self, tokens: int, work: float) -> tuple[Taken, float]:
+        """So many rows of about so much work: (the rows, their work)."""
+        light, got = self._split(tokens, work)
+        first, last = self.low + light, self.high - (tokens - light)
+        taken = [*self._pieces(self.low, first), *self._pieces(last, self.high)]
+        self.low, self.high = first, last
+        return taken, got
+
+    def _split(self, tokens: int, work: float) -> tuple[int, float]:
+        """(how many of the rows to take from the light end, the work of all); the more, the less: false position."""
+        below, above = self._until(self.low), self._until(self.high)
+
+        def got(light: int) -> float:
+            return self._until(self.low + light) - below + above - self._until(self.high - tokens + light)
+
+        few, many = 0, tokens
+        most, least = got(few), got(many)
+        if most <= work:
+            return few, most
+        if least >= work:
+            return many, least
+        for _ in range(4):
+            guess = few + round((many - few) * (most - work) / (most - least))
+            value = got(guess)
+            if abs(value - work) < work / 500 or guess in (few, many):
+                return guess, value
+            if value > work:
+                few, most = guess, value
+            else:
+                many, least = guess, value
+        return (few, most) if most - work < work - least else (many, least)
+
+    def _until(self, row: int) -> float:
+        """Work of the first so many rows."""
+        at = bisect_right(self.tokens, row, hi=len(self.tokens) - 1) - 1
+        return self.work[at] + (row - self.tokens[at]) * self.segments[at][0]
+
+    def _pieces(self, first: int, last: int) -> Iterable[tuple[tuple[int, int], Component]]:
+        at = bisect_right(self.tokens, first) - 1
+        while first < last:
+            _, lo, hi, _, part = self.segments[at]
+            start = lo + first - self.tokens[at]
+            end = min(hi, start + last - first)
+            yield (start, end), part
+            first += end - start
+            at += 1
+
+
+def _joined(held: Held) -> list[tuple[int, int]]:
+    """The same tokens in few chunks, in order: neighbours that are whole, or of one component, as what moves moves as
+    a chunk.
+    """
+    out: Held = []
+    for lo, hi, whose in sorted(held):
+        if out and out[-1][1] == lo and out[-1][2] == whose:
+            out[-1] = out[-1][0], hi, whose
+        else:
+            out.append((lo, hi, whose))
+    return [(lo, hi) for lo, hi, _ in out]

@@ -1,0 +1,98 @@
+"""How data reach the blocks that read them and results come home: a route is a function from blocks to transfers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+
+from dfa_megatron.plan.language.ir import Block, Phase, Transfer, chunk_of
+from dfa_megatron.plan.language.layout import Layout
+
+Route = Callable[[Sequence[Block], Layout, Phase], tuple[Transfer, ...]]
+
+
+def direct(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Transfer, ...]:
+    """Each chunk goes straight from its home to its reader, one step ahead; each result goes home one step late."""
+    out: set[Transfer] = set()
+    held: set[tuple[int, str, int]] = set()
+    for block in sorted(blocks):
+        for side, name in phase.reads:
+            chunk = chunk_of(block, side)
+            if layout.home[chunk] != block.rank and (block.rank, name, chunk) not in held:
+                held.add((block.rank, name, chunk))
+                out.add(Transfer(block.step - 1, layout.home[chunk], block.rank, name, chunk))
+    last: dict[tuple[int, str, int], int] = {}
+    for block in blocks:
+        for side, name in phase.writes:
+            chunk = chunk_of(block, side)
+            if layout.home[chunk] != block.rank:
+                key = (block.rank, name, chunk)
+                last[key] = max(last.get(key, 0), block.step)
+    out |= {Transfer(step + 1, rank, layout.home[chunk], name, chunk) for (rank, name, chunk), step in last.items()}
+    return tuple(sorted(out))
+
+
+def ring_relay(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Transfer, ...]:
+    """Keys and values hop from rank to rank; what accumulates on their side hops along and ends at home."""
+    ranks = layout.ranks
+    out: list[Transfer] = []
+    uses: dict[int, list[int]] = defaultdict(list)
+    for block in blocks:
+        if block.rank != layout.home[block.kv_chunk]:
+            uses[block.kv_chunk].append(block.step)
+    for chunk, use in uses.items():
+        home, first, last = layout.home[chunk], min(use), max(use)
+        out += _hops(range(last), home, ranks, phase.read_kv, chunk, delay=0)
+        if phase.write_kv:
+            out += _hops(range(first, last), home, ranks, phase.write_kv, chunk, delay=1)
+            out.append(Transfer(last + 1, (home + last) % ranks, home, phase.write_kv, chunk))
+    return tuple(sorted(out))
+
+
+def _hops(steps: Iterable[int], home: int, ranks: int, name: str, chunk: int, delay: int) -> list[Transfer]:
+    return [Transfer(s + delay, (home + s) % ranks, (home + s + 1) % ranks, name, chunk) for s in steps]
+
+
+def gateway(ranks_per_node: int) -> Route:
+    """`direct`, with what crosses to a node crossing once: inside, it goes from reader to reader in the order of need,
+    and partial results are folded on their way through the node, so that one comes back.
+
+    Two readers of a node that need a chunk in the same step both get it from its home.
+    """
+
+    def route(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Transfer, ...]:
+        results = set(phase.write_names)
+        groups: dict[tuple[str, int, int], list[Transfer]] = defaultdict(list)
+        out: list[Transfer] = []
+        for transfer in direct(blocks, layout, phase):
+            away = transfer.src if transfer.what in results else transfer.dst
+            if away // ranks_per_node == layout.home[transfer.chunk] // ranks_per_node:
+                out.append(transfer)
+            else:
+                groups[transfer.what, transfer.chunk, away // ranks_per_node].append(transfer)
+        for (what, _, _), group in groups.items():
+            out += _hand_back(group) if what in results else _hand_on(group)
+        return tuple(sorted(out))
+
+    return route
+
+
+def _hand_on(reads: Sequence[Transfer]) -> Iterable[Transfer]:
+    """Reads of one chunk by ranks of one node, by step: each takes it from the latest that has it already."""
+    holder = earlier = reads[0]
+    for read in reads:
+        if read.step > holder.step:
+            earlier = holder
+        yield read if read.step == reads[0].step else replace(read, src=earlier.dst)
+        if read.step > holder.step:
+            holder = read
+
+
+def _hand_back(results: Sequence[Transfer]) -> Iterable[Transfer]:
+    """Partial results of one chunk from ranks of one node, by step: each goes to the next, and the last goes home."""
+    step = -1
+    for result, following in zip_longest(results, results[1:]):
+        step = max(result.step, step + 1)
+        yield replace(result, step=step, dst=following.src if following else result.dst)

@@ -1,0 +1,275 @@
+"""Rematerialization-aware checkpointing: keep each attention's (out, lse), recompute the rest (paper, section 3.3).
+
+A *region* is one call of a checkpoint function. Its first pass leaves the (out, lse) of every distributed attention in
+it; its recompute takes them, in call order, so that neither a kernel forward nor a message runs twice:
+
+    first pass   ln - qkv - attention ------ proj - mlp      nothing is kept but the region's inputs and (out, lse)
+                               | record
+    recompute    ln - qkv ---- take -------- proj - mlp      attention's backward has all it needs: q, k, v, out, lse
+
+A *frame* is one pass through a region, and what an attention asks for (`active_frame`). It belongs to a call and not to
+a layer, so micro-batches may come back in any order. Regions may be nested: an attention records in every enclosing
+first pass, and a first pass inside a recompute takes from that recompute, so that the attention still runs once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from dfa_megatron.errors import RematError, UnsupportedError
+from dfa_megatron.remat.saved import HostKept, Kept
+from dfa_megatron.runtime.counters import COUNTERS
+
+logger = logging.getLogger(__name__)
+
+Contexts: TypeAlias = tuple[AbstractContextManager[None], AbstractContextManager[None]]
+"""Around the first pass, and around the recompute."""
+
+SAVED_OPERATORS = frozenset({"dfa_megatron::attention"})
+"""Operators whose outputs selective checkpointing keeps, by qualified name."""
+
+
+class _Active(threading.local):
+    frame: Frame | None = None
+
+
+_ACTIVE = _Active()
+
+
+class _Region:
+    """What one call of a checkpoint function keeps; a place whose pair was taken holds None."""
+
+    __slots__ = ("__weakref__", "kept", "offload", "recorded")
+
+    def __init__(self, offload: bool = False) -> None:
+        self.kept: list[Kept | None] = []
+        self.offload = offload
+        self.recorded = False
+
+    def drop(self) -> None:
+        """Let go of every pair; the places stay, so that whoever asks again is told why."""
+        self.kept = [None] * len(self.kept)
+
+
+class Frame:
+    """One pass through a checkpointed region, first or recompute: where an attention leaves or finds its (out, lse)."""
+
+    __slots__ = ("_enclosing", "_first", "_next", "_region")
+
+    def __init__(self, region: _Region, first: bool, enclosing: Frame | None) -> None:
+        self._region, self._first, self._enclosing = region, first, enclosing
+        self._next = 0
+
+    @property
+    def recording(self) -> bool:
+        """The attention has to run, and then to call `record`; otherwise it calls `take` and must not run."""
+        return self._first and (self._enclosing is None or self._enclosing.recording)
+
+    @property
+    def _offloads(self) -> bool:
+        return self._region.offload or (self._enclosing is not None and self._enclosing._offloads)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of (out, lse) that the region holds now."""
+        return sum(kept.bytes for kept in self._region.kept if kept is not None)
+
+    def record(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Keep the result of an attention that just ran: detached, the same storage, no copy."""
+        kept = HostKept(out, lse) if self._offloads else Kept(out, lse)
+        COUNTERS.remat_bytes += kept.bytes
+        frame: Frame | None = self
+        while frame is not None:
+            frame._region.kept.append(kept)
+            frame = frame._enclosing
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The (out, lse) of the next attention of this recompute; the region keeps it no longer.
+
+        Raises:
+            RematError: the region's results were taken before (a second backward), the recompute makes more calls than
+                the first pass did, or a result was changed in place since.
+        """
+        if self._first and self._enclosing is not None:
+            pair = self._enclosing.take()
+            self._region.kept.append(Kept(*pair))
+            return pair
+        region, call = self._region, self._next
+        if call >= len(region.kept):
+            raise RematError(_MORE.format(recorded=len(region.kept)))
+        kept, region.kept[call] = region.kept[call], None
+        self._next += 1
+        if kept is None:
+            raise RematError(_TWICE.format(call=call))
+        if kept.changed:
+            raise RematError(_CHANGED.format(call=call))
+        return kept.take()
+
+    def _close(self, failed: bool) -> None:
+        """The pass is over. An early stop of the recompute arrives here as an exception, too."""
+        region = self._region
+        if self._first:
+            if failed:
+                region.kept.clear()
+            for kept in region.kept:
+                if kept is not None:
+                    kept.settle()
+            region.recorded = not failed
+            return
+        left = sum(kept is not None for kept in region.kept)
+        region.drop()
+        if left and not failed:
+            raise RematError(_FEWER.format(recorded=len(region.kept), taken=self._next))
+
+
+class _Pass:
+    """Context manager of one kind of pass through a region; may be entered again, also while it is entered."""
+
+    __slots__ = ("_first", "_frames", "_region")
+
+    def __init__(self, region: _Region, first: bool) -> None:
+        self._region, self._first = region, first
+        self._frames: list[Frame] = []
+
+    def __enter__(self) -> None:
+        if self._first:
+            self._region.kept.clear()
+        frame = Frame(self._region, self._first, _ACTIVE.frame)
+        self._frames.append(frame)
+        _ACTIVE.frame = frame
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        frame = self._frames.pop()
+        _ACTIVE.frame = frame._enclosing
+        frame._close(failed=kind is not None)
+
+
+def active_frame() -> Frame | None:
+    """The frame an attention called now belongs to, in this thread; None outside of regions and under torch.compile."""
+    if torch.compiler.is_compiling():
+        return None
+    return _ACTIVE.frame
+
+
+def context_fn(offload: bool = False) -> Contexts:
+    """Contexts of the first pass and the recompute, for `torch.utils.checkpoint.checkpoint`.
+
+    Use: `checkpoint(fn, *args, use_reentrant=False, context_fn=remat.context_fn)`. In a region that torch.compile
+    traces, where only dispatch modes may be given, these are the ones of `selective_context_fn`.
+
+    Args:
+        offload: keep (out, lse) in pinned host memory between the two passes; `partial(context_fn, offload=True)`.
+
+    Raises:
+        UnsupportedError: offload in a region that torch.compile traces.
+    """
+    if _tracing():
+        if offload:
+            raise UnsupportedError(
+                "offload in a region that torch.compile traces",
+                "the compiler keeps attention's outputs there, and not this package",
+                "offload=False, or regions that are not compiled",
+            )
+        return selective_context_fn()
+    region = _Region(offload)
+    return _Pass(region, first=True), _Pass(region, first=False)
+
+
+def remat_checkpoint(
+    fn: Callable[..., Any], *args: Any, checkpoint: Callable[..., Any] | None = None, offload: bool = False
+) -> Any:
+    """Run fn(*args) and keep only args and the (out, lse) of its attentions, with a re-entrant checkpoint function.
+
+    Args:
+        fn: the region; tensors that need a gradient must be among its positional arguments.
+        checkpoint: called as checkpoint(run, *args); it must run `run` under no_grad first and with gradients when it
+            recomputes, as Megatron-Core's, Transformer Engine's, DeepSpeed's and PyTorch's re-entrant ones do. Default:
+            PyTorch's, with the RNG state preserved. If it calls `run` just once, with gradients (a framework that does
+            not checkpoint while a CUDA graph is captured), the attentions are run as if there were no region.
+        offload: keep (out, lse) in pinned host memory between the two passes.
+
+    Returns:
+        What `checkpoint` returns; with gradients disabled (evaluation), fn(*args), and nothing is kept.
+    """
+    if not torch.is_grad_enabled():
+        return fn(*args)
+    region = _Region(offload)
+    plain_passes = 0
+
+    def run(*inputs: Any) -> Any:
+        nonlocal plain_passes
+        if not torch.is_grad_enabled():
+            with _Pass(region, first=True):
+                return fn(*inputs)
+        if region.recorded:
+            with _Pass(region, first=False):
+                return fn(*inputs)
+        plain_passes += 1
+        if plain_passes == 2:
+            _warn_never_recorded()
+        return fn(*inputs)
+
+    return (checkpoint or partial(torch_checkpoint, use_reentrant=True))(run, *args)
+
+
+def selective_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Policy for PyTorch's selective activation checkpointing: keep our attention's outputs, recompute the rest."""
+    name: str = operator.name() if isinstance(operator, torch._ops.OpOverload) else ""
+    return CheckpointPolicy.MUST_SAVE if name in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective_context_fn() -> Contexts:
+    """Like `context_fn`, by selective checkpointing of the operator: for regions compiled with torch.compile.
+
+    In eager mode prefer `context_fn`: a dispatch mode sees every operator of the region, which costs host time, and it
+    does not bear a recompute that differs from the first pass, such as ZeRO-3's gathering of parameters.
+    """
+    contexts: Contexts = create_selective_checkpoint_contexts(selective_policy)
+    return contexts
+
+
+def _tracing() -> bool:
+    """Dynamo or AOTAutograd is at work (the second calls context_fn outside of the first's frame)."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+@cache
+def _warn_never_recorded() -> None:
+    logger.warning(
+        "remat_checkpoint: the checkpoint function ran the region with gradients in its first pass, so attention runs "
+        "again in the recompute. For a non-reentrant checkpoint use context_fn=dfa_megatron.remat.context_fn."
+    )
+
+
+_MORE = (
+    "The recompute of a checkpointed region asks for the result of another attention, but its first pass ran only "
+    "{recorded}: the recompute took another path than the first pass. Make the region's control flow depend on its "
+    "inputs alone (not on grad mode, step counters or unseeded randomness), and compile all of it or nothing."
+)
+_FEWER = (
+    "The first pass of a checkpointed region ran {recorded} attentions, its recompute only {taken}: the recompute took "
+    "another path than the first pass. Make the region's control flow depend on its inputs alone."
+)
+_TWICE = (
+    "The result of attention {call} of a rematerialized region was taken before: a second backward through the region "
+    "(retain_graph=True, or two backward calls that share it) is not possible, because the results are freed as the "
+    "first one goes. Sum the losses and call backward once, or turn rematerialization off for this region."
+)
+_CHANGED = (
+    "The result of attention {call} of a rematerialized region was changed in place after the first pass kept it, so "
+    "the recompute cannot use it. Replace the in-place operation on attention's output (such as a dropout in place)."
+)

@@ -1,0 +1,185 @@
+"""The board of a group: short notes of its ranks to each other, in the store through which the group was made."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from dfa_megatron.errors import AbsentError, DistAttentionError
+from dfa_megatron.runtime.agreement.waiter import bounded
+
+logger = logging.getLogger(__name__)
+
+_MARGIN = 1.0
+"""Seconds beyond its timeout that a round may take where the store answers slowly."""
+_SHORTEST, _LONGEST = 2e-4, 2e-2
+"""Seconds between two looks at the board: short at first, for ranks that come together, then longer."""
+
+
+def _nothing_lost() -> None:
+    """The default of `Board.interrupted`."""
+
+
+class Board:
+    """Notes of the ranks of one group.
+
+    Coming together never blocks in the store: a rank that never comes is known by name, and on every rank that waits
+    for it. The store itself may stop answering, with the process that keeps it.
+
+    Args:
+        store: shared by the ranks of the group, and used by nothing else under this prefix.
+        rank: of this process in the group.
+        members: global ranks, in the order of the group.
+
+    Attributes:
+        interrupted: called while this rank waits; it raises where waiting has become pointless.
+        keeper: the rank whose process keeps the store, if another rank of the group does.
+    """
+
+    def __init__(self, store: Store, rank: int, members: Sequence[int]) -> None:
+        self.rank, self.members = rank, tuple(members)
+        self.size = len(self.members)
+        self.interrupted: Callable[[], None] = _nothing_lost
+        self.keeper = _keeper(self.members, rank)
+        # A group may be made again under the name of one that was destroyed: its notes must not be taken for new ones.
+        self._store = PrefixStore(f"life {store.add(f'lives of {rank}', 1)}", store)
+        self._round = self._stores = 0
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup, timeout: float = 120.0) -> Board:
+        """The board of a process group; every rank makes its own, and none waits for another.
+
+        Raises:
+            AbsentError: the store did not answer within that many seconds.
+        """
+        members, rank = dist.get_process_group_ranks(group), group.rank()
+        whole = distributed_c10d._world.pg_map[group][1]
+
+        def make() -> Board:
+            return cls(PrefixStore("dfa_megatron", _own_client(whole)), rank, members)
+
+        return bounded(make, timeout, _nothing_lost, lambda: _no_answer(members, _keeper(members, rank), timeout))
+
+    def fresh_store(self) -> Store:
+        """A store that these ranks share for one purpose; collective, in that all ranks ask for them in one order."""
+        self._stores += 1
+        return PrefixStore(f"store {self._stores}", self._store)
+
+    def part(self, ranks: Sequence[int]) -> Board:
+        """A board of some ranks of this one, this rank among them; `ranks` are those of this board."""
+        store = PrefixStore("part " + " ".join(map(str, ranks)), self._store)
+        made = Board(store, list(ranks).index(self.rank), [self.members[rank] for rank in ranks])
+        made.interrupted = self.interrupted
+        return made
+
+    def put(self, key: str, note: str) -> None:
+        """Leave this rank's note under a key; a later one replaces it."""
+        self._store.set(f"{key}/{self.rank}", note)
+
+    def has(self, key: str, rank: int) -> bool:
+        """Whether a rank has left a note under a key."""
+        return bool(self._store.check([f"{key}/{rank}"]))
+
+    def read(self, key: str, ranks: Sequence[int] | None = None) -> list[str]:
+        """The notes of some ranks, of all if None; each must have left one."""
+        asked = range(self.size) if ranks is None else ranks
+        return [note.decode() for note in self._store.multi_get([f"{key}/{rank}" for rank in asked])]
+
+    def collect(self, note: str, timeout: float, subject: str) -> list[str]:
+        """Every rank's note of this round, by rank; collective, and all ranks make the same rounds.
+
+        Args:
+            note: of this rank.
+            timeout: seconds to wait for the others.
+            subject: what the ranks come together for, as errors name it.
+
+        Raises:
+            AbsentError: names the ranks that did not come in time.
+        """
+        key, self._round = f"round {self._round}", self._round + 1
+        given_up: list[bool] = []
+
+        def meet() -> list[str]:
+            started = time.monotonic()
+            try:
+                self.put(key, note)
+                self._await(key, timeout, subject, given_up)
+                return self._taken(key)
+            except DistAttentionError:
+                raise
+            except RuntimeError as error:  # the process that keeps the store has ended
+                raise self._store_gone(subject, time.monotonic() - started, error) from error
+
+        try:
+            overdue = timeout + _MARGIN
+            return bounded(meet, overdue, self.interrupted, lambda: _no_answer(self.members, self.keeper, overdue))
+        finally:
+            given_up.append(True)
+
+    def _await(self, key: str, timeout: float, subject: str, given_up: Sequence[bool]) -> None:
+        everyone = [f"{key}/{rank}" for rank in range(self.size)]
+        started, pause = time.monotonic(), _SHORTEST
+        while not given_up and not self._store.check(everyone):
+            if time.monotonic() - started > timeout:
+                if missing := [rank for rank in range(self.size) if not self.has(key, rank)]:
+                    raise AbsentError(_absent(self, missing, timeout, subject))
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+
+    def _taken(self, key: str) -> list[str]:
+        notes = self.read(key)
+        if self._round > 2:  # who has left a note in the round before has read those of the round before that
+            self._store.delete_key(f"round {self._round - 3}/{self.rank}")
+        return notes
+
+    def _store_gone(self, subject: str, seconds: float, error: RuntimeError) -> AbsentError:
+        keeper = f"{named(self.members, [self.keeper])}, which kept it," if self.keeper is not None else "who kept it"
+        return AbsentError(
+            f"the store of the group is gone, after {seconds:.0f} s of coming together to {subject}: {keeper} has ended"
+            f" ({error})"
+        )
+
+
+def _absent(board: Board, missing: Sequence[int], seconds: float, subject: str) -> str:
+    return f"{named(board.members, missing)} did not come within {seconds:.0f} s to {subject}"
+
+
+def _no_answer(members: Sequence[int], keeper: int | None, seconds: float) -> AbsentError:
+    who = f"{named(members, [keeper])}, which keeps it," if keeper is not None else "the process that keeps it"
+    return AbsentError(f"the store of the group does not answer within {seconds:.0f} s: {who} gives no sign of life")
+
+
+def _keeper(members: Sequence[int], rank: int) -> int | None:
+    """The other rank that keeps the store of the group, if one does: global rank 0, unless the launcher does."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or 0 not in members or members[rank] == 0:
+        return None
+    return list(members).index(0)
+
+
+def named(members: Sequence[int], ranks: Sequence[int]) -> str:
+    """Ranks of a group as an error names them, with their global ranks where these differ."""
+    if all(members[rank] == rank for rank in ranks):
+        return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} of the group"
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} of the group (global {listed([members[r] for r in ranks])})"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks for people: all of them, or the first ones and how many there are."""
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... ({len(ranks)} of them)"
+
+
+def _own_client(store: Store) -> Store:
+    """A connection of our own: another thread that waits in the group's store would hold ours up."""
+    try:
+        own: Store = store.clone()  # type: ignore[attr-defined,unused-ignore]
+    except (AttributeError, NotImplementedError, RuntimeError) as error:  # an older PyTorch, or another kind of store
+        logger.debug("the group's store is used as it is: %s", error)
+        return store
+    return own

@@ -1,0 +1,274 @@
+"""The watcher of a group: a thread that compares what the ranks run, sees who no longer answers, and ends the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from dfa_megatron.errors import AbsentError, DisagreementError, DistAttentionError, LostGroupError
+from dfa_megatron.runtime.agreement.agree import by_rank
+from dfa_megatron.runtime.agreement.board import Board, named
+from dfa_megatron.runtime.agreement.calls import Calls
+
+logger = logging.getLogger(__name__)
+
+PERIOD = 0.5
+"""Seconds between two looks at the other ranks."""
+SILENT = 4 * PERIOD + 1.0
+"""Seconds without a sign of life after which a rank counts as stopped."""
+GRACE = 5.0
+"""Seconds that the process is given to raise the error by itself before it is ended."""
+EXIT_STATUS = 70
+"""Of a process that the watcher ended."""
+_SHOWN = 64
+"""Calls that ranks show each other to find the first that differs."""
+
+
+class Sign(NamedTuple):
+    """A sign of life: a counter, the last call's number and chain, what it does, and what lost the group."""
+
+    beat: int
+    number: int
+    chain: int
+    doing: str
+    lost: str
+
+
+class Watch:
+    """Looks after one group from threads of its own, which start with `start` and end with `stop` or with the group.
+
+    One of them writes and reads signs of life. The other judges them, and goes on where the first is stuck in a store
+    that no longer answers.
+
+    Args:
+        board: of the group.
+        calls: of this rank.
+        alive: whether the group still exists.
+        gone: whether the process of a rank is known to have ended; None where that cannot be known.
+        stall: seconds that a rank may be waited for which gives no sign of life; 0 for no limit.
+        patience: seconds that a rank may be waited for which lives, but does something else; the group's own timeout.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        calls: Calls,
+        alive: Callable[[], bool],
+        gone: Callable[[int], bool],
+        stall: float,
+        patience: float,
+    ) -> None:
+        self.board, self.calls, self.alive, self.gone = board, calls, alive, gone
+        self.stall, self.patience = stall, patience
+        self._beat, self._process = 0, os.getpid()
+        self._signs: list[Sign | None] = [None] * board.size
+        self._heard = time.monotonic()
+        self._seen = [self._heard] * board.size
+        self._since, self._at, self._warned = time.monotonic(), (0, "", -1), False
+        self._stopped, self._news = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dfa_megatron watcher", daemon=True)
+        self._signs_thread = threading.Thread(target=self._exchange, name="dfa_megatron signs", daemon=True)
+
+    def start(self) -> None:
+        """Start; the ranks of the group need not do so together."""
+        self._news.set()
+        self._signs_thread.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Give a last sign and end."""
+        if not self._stopped.is_set() and os.getpid() == self._process:  # and not in a fork of it
+            self._stopped.set()
+            self._news.set()
+            for thread in (self._signs_thread, self._thread):
+                if thread is not threading.current_thread() and thread.ident is not None:
+                    thread.join(2 * PERIOD)
+
+    def sign(self, ended: bool = False) -> None:
+        """Leave a sign of life."""
+        self._beat += 1
+        last, lost = self.calls.last, self.calls.lost
+        doing = "has ended" if ended else self.calls.doing
+        sign = Sign(self._beat, last.number, last.chain, doing, "" if lost is None else str(lost))
+        self.board.put("sign", json.dumps(sign))
+
+    def look(self) -> None:
+        """Read the others' signs. A rank that has not left one yet is not missed: it may not have come so far."""
+        others = (rank for rank in range(self.board.size) if rank != self.board.rank)
+        known = [rank for rank in others if self._signs[rank] is not None or self.board.has("sign", rank)]
+        for rank, note in zip(known, self.board.read("sign", known), strict=True):
+            sign = Sign(*json.loads(note))
+            if self._signs[rank] != sign:
+                self._signs[rank], self._seen[rank] = sign, time.monotonic()
+
+    def compare(self) -> DistAttentionError | None:
+        """What is wrong with what the ranks have run, if anything is."""
+        for sign in filter(None, self._signs):
+            mine = self.calls.at(sign.number)
+            if mine is not None and mine.chain != sign.chain:
+                return self.difference()
+        for rank, theirs in enumerate(self._signs):
+            if theirs is not None and theirs.lost:
+                return LostGroupError(f"rank {rank} of the group failed in its call {theirs.number}: {theirs.lost}")
+        return None
+
+    def difference(self) -> DisagreementError:
+        """The first call that differs, as a table; every rank shows its last calls for it."""
+        self.board.put("calls", json.dumps(self.calls.recent(_SHOWN)))
+        deadline = time.monotonic() + SILENT
+        while not all(self.board.has("calls", rank) for rank in range(self.board.size)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        told = [rank for rank in range(self.board.size) if self.board.has("calls", rank)]
+        shown: list[dict[int, str]] = [{} for _ in range(self.board.size)]
+        for rank, note in zip(told, self.board.read("calls", told), strict=True):
+            shown[rank] = dict(json.loads(note))
+        return DisagreementError(_first_difference(shown))
+
+    def silent(self) -> list[int]:
+        """The ranks that have stopped: none of their signs came for a while, or their processes are gone."""
+        now, heard = time.monotonic(), self._heard
+        others = [rank for rank in range(self.board.size) if rank != self.board.rank]
+        if now - heard <= SILENT:
+            return [rank for rank in others if self._ended(rank) or now - self._seen[rank] > SILENT]
+        # The store does not answer any more: what was not read since says nothing of who may have written it.
+        known = [rank for rank in others if self._ended(rank) or heard - self._seen[rank] > SILENT]
+        keeper = [rank for rank in others if rank == self.board.keeper and rank not in known]
+        return known + keeper or others
+
+    def suspects(self) -> str:
+        """Who may be behind a connection that broke, after a moment in which each rank could give a sign."""
+        deadline, heard = time.monotonic() + SILENT + PERIOD, math.inf
+        while time.monotonic() < deadline:
+            failed = [r for r, sign in enumerate(self._signs) if sign is not None and sign.lost]
+            if failed:
+                return f"rank {failed[0]} of the group failed: {self._signs[failed[0]].lost}"  # type: ignore[union-attr]
+            if any(self._ended(rank) for rank in range(self.board.size)):
+                if self._heard > heard:
+                    break  # its last sign has been read, too
+                heard = min(heard, self._heard)
+                deadline = min(deadline, time.monotonic() + PERIOD)
+                self._news.set()
+            time.sleep(0.02)
+        return "; ".join(self._state(rank) for rank in self.silent())
+
+    def _ended(self, rank: int) -> bool:
+        sign = self._signs[rank]
+        return rank != self.board.rank and ((sign is not None and sign.doing == "has ended") or self.gone(rank))
+
+    def _exchange(self) -> None:
+        """Write and read signs, until the end or until the store is gone."""
+        try:
+            while self.alive() and not self._stopped.is_set():
+                self.sign()
+                self.look()
+                self._heard = time.monotonic()
+                self._news.wait(PERIOD)
+                self._news.clear()
+            self.sign(ended=True)
+        except RuntimeError as error:
+            # Ranks end at different times, and the store with one of them: only who still waits is concerned.
+            logger.debug("the store of the group is gone: %s", error)
+
+    def _run(self) -> None:
+        _allow_captures()
+        looked = time.monotonic()
+        while not self._stopped.wait(PERIOD):
+            if not self.alive():
+                return
+            now = time.monotonic()
+            if now - looked > SILENT:  # this process was stopped itself, maybe with all others: nobody is silent yet
+                self._since = self._heard = now
+                self._seen = [now] * self.board.size
+            looked = now
+            found = None if self.calls.lost is not None else self.compare() or self.stalled()
+            if found is not None:
+                self._lose(found)
+            elif self.calls.lost is not None and not self.calls.told:
+                self._lose(self.calls.lost)
+
+    def stalled(self) -> DistAttentionError | None:
+        """The error of a wait that has become too long; a warning, once for each wait, where everyone lives."""
+        if not self.calls.doing and not self.calls.pending():
+            self._since, self._warned = time.monotonic(), False
+            return None
+        step, awaited = self.calls.where() if self.calls.where is not None else (-1, ())
+        at = (self.calls.last.number, self.calls.doing, step)
+        if at != self._at:
+            self._at, self._since, self._warned = at, time.monotonic(), False
+        waited, silent = time.monotonic() - self._since, self.silent()
+        ended = [rank for rank in silent if self._ended(rank)]
+        if ended and waited > SILENT:
+            return AbsentError(self._waits(waited, awaited, silent))
+        if self.stall == 0 or waited < self.stall:
+            return None
+        if silent or waited > self.patience:
+            return AbsentError(self._waits(waited, awaited, silent))
+        if not self._warned:
+            self._warned = True
+            logger.warning("%s", self._waits(waited, awaited, []))
+        return None
+
+    def _waits(self, waited: float, awaited: Sequence[int], silent: Sequence[int]) -> str:
+        """Where this rank waits, and where the others are that it waits for."""
+        number, doing, step = self._at
+        place = f"call {number} ({doing or 'on the device'})" + (f", step {step}" if step >= 0 else "")
+        others = [rank for rank in range(self.board.size) if rank != self.board.rank]
+        behind = [r for r in others if (sign := self._signs[r]) is None or (sign.number, sign.doing) != (number, doing)]
+        told = "; ".join(self._state(rank) for rank in (silent or behind or awaited or others)[:8])
+        waits = f" for {named(self.board.members, awaited)}" if awaited else ""
+        return f"rank {self.board.rank} has waited {waited:.0f} s in {place}{waits}: {told}"
+
+    def _state(self, rank: int) -> str:
+        sign, who = self._signs[rank], named(self.board.members, [rank])
+        place = f"after {sign.number} calls" if sign is not None else "before its first sign"
+        if self._ended(rank):
+            return f"{who} has ended, {place}"
+        age = time.monotonic() - self._seen[rank]
+        if age > SILENT:
+            return f"{who} gives no sign of life since {age:.0f} s, {place}"
+        doing = (sign.doing if sign else "") or "is outside of attention: it may compile, or write a checkpoint"
+        return f"{who} lives, {place}, and {doing}"
+
+    def _lose(self, error: DistAttentionError) -> None:
+        """Have the error raised where attention is called; if nothing is called, end the process."""
+        self.calls.lose(error, told=False)
+        self._news.set()
+        logger.error("%s", error)
+        deadline = time.monotonic() + GRACE
+        while time.monotonic() < deadline:
+            if self.calls.told or self._stopped.wait(0.05):
+                return
+        print(f"dfa_megatron ends this process, which does not come back: {error}", file=sys.stderr, flush=True)
+        os._exit(EXIT_STATUS)
+
+
+def _first_difference(shown: Sequence[dict[int, str]]) -> str:
+    """The first number at which ranks ran different things, and what each ran."""
+    numbers = sorted(set().union(*shown))
+    common = max((min(calls) for calls in shown if calls), default=1)
+    for number in (n for n in numbers if n >= common):
+        ran = [calls.get(number, "has not come so far, or does not answer") for calls in shown]
+        if len(set(ran)) > 1:
+            return (
+                f"the ranks of the group run different attentions, after {number - 1} equal calls:\n"
+                f"  call {number}: {by_rank(ran)}\n"
+                "What ran from there on is wrong. Every rank must call attention in the same order"
+            )
+    return f"the ranks of the group have run different attentions, over {_SHOWN} calls ago: what ran since is wrong"
+
+
+def _allow_captures() -> None:
+    """This thread asks for the state of CUDA events: other threads may be capturing a graph meanwhile."""
+    from dfa_megatron.runtime.cuda_driver import driver
+
+    try:
+        driver().relax_captures()
+    except OSError as error:  # no GPU here
+        logger.debug("no CUDA driver: %s", error)

@@ -1,0 +1,108 @@
+"""Connections of our own between the ranks of a group: over gloo for tensors on CPUs, over NCCL for those on GPUs.
+
+They are not known to torch.distributed by a name. So nobody else's messages queue up behind ours, a group may be made
+and destroyed as often as its owner likes, and the processes need not be in equally many groups.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.runtime.agreement.board import Board
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = timedelta(minutes=30)
+"""PyTorch's default for gloo."""
+
+
+class Parcel(NamedTuple):
+    """A message to or from a peer (a rank of the group): dense tensors, and where they go in the peer's arena."""
+
+    peer: int
+    tensors: Sequence[torch.Tensor]
+    offsets: Sequence[int] = ()
+
+
+class Communicator:
+    """One set of connections; to make one is collective.
+
+    Args:
+        board: of the ranks.
+        device: of this rank's tensors.
+        timeout: of its operations; None is the backend's default.
+    """
+
+    def __init__(self, board: Board, device: torch.device, timeout: timedelta | None) -> None:
+        self._store, self.device, self.timeout = board.fresh_store(), device, timeout
+        self._name: Any = ""
+        self._group = dist.ProcessGroup(self._store, board.rank, board.size)
+        if device.type == "cpu":
+            kind = dist.ProcessGroup.BackendType.GLOO
+            self._backend: Any = dist.ProcessGroupGloo(
+                self._store, board.rank, board.size, timeout=timeout or _PATIENCE
+            )
+        else:
+            kind = dist.ProcessGroup.BackendType.NCCL
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            if timeout is not None:
+                options._timeout = timeout
+            self._backend = dist.ProcessGroupNCCL(self._store, board.rank, board.size, options)
+        self._group._register_backend(torch.device(device.type), kind, self._backend)
+        if device.type != "cpu":
+            # Connected now, by all ranks together: the first batch of a plan may leave some out.
+            self._group.allreduce([torch.zeros(1, device=device)]).wait()
+            logger.info("made a NCCL communicator of %d ranks for distributed attention", board.size)
+
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> list[dist.Work]:
+        """Start a batch of messages; NCCL's run on the current stream's side stream, gloo's in its threads."""
+        if not sends and not receives:
+            return []
+        together = self.device.type != "cpu"
+        if together:
+            self._group._start_coalescing(self.device)
+        # Gloo tells the tensors of a message apart by their tags.
+        works = [self._group.recv([x], p.peer, tag) for p in receives for tag, x in enumerate(p.tensors)]
+        works += [self._group.send([x], p.peer, tag) for p in sends for tag, x in enumerate(p.tensors)]
+        return [self._group._end_coalescing(self.device)] if together else works
+
+    def gather(self, x: torch.Tensor) -> tuple[list[torch.Tensor], dist.Work]:
+        """Every rank's tensor of this shape, by rank, once the work is done."""
+        found = [torch.empty_like(x) for _ in range(self._group.size())]
+        return found, self._group.allgather([found], [x])
+
+    def all_to_all(self, landed: torch.Tensor, packet: torch.Tensor) -> dist.Work:
+        """Part i of the packet goes to rank i, and part i of what lands came from it; parts along dimension 0."""
+        return self._group.alltoall_base(landed, packet, [], [], dist.AllToAllOptions())
+
+    def give_name(self, name: Any) -> None:
+        """Let PyTorch's symmetric memory find these ranks by a name; collective, with a name that nobody else has."""
+        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+
+        self._group._set_group_name(name)
+        _register_process_group(name, self._group)
+        _SymmetricMemory.set_group_info(name, self._group.rank(), self._group.size(), self._store)
+        self._name = name
+
+    def close(self, *, abort: bool) -> None:
+        """Let go of the connections. abort: without waiting for what is under way."""
+        if self._name:
+            torch._C._distributed_c10d._unregister_process_group(self._name)
+        if self.device.type != "cpu":
+            if abort:
+                self._backend.abort()
+            else:
+                self._backend.shutdown()
+        elif abort:
+            # Gloo's destructor joins threads that wait for a rank which never answers, until the group's timeout: the
+            # process would not end. So these are kept, and go with it.
+            for kept in (self._group, self._backend):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        del self._group, self._backend

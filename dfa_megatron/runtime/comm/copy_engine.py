@@ -1,0 +1,249 @@
+"""The copy-engine transport: every rank writes straight into its peers' memory, and no multiprocessor is taken for it.
+
+What lands, lands in an arena of symmetric memory that every rank of the group has mapped. For each pair of ranks there
+are two flags. `ready` (in the sender's memory, set by the receiver): the memory of this step's message is free.
+`filled` (in the receiver's, set by the sender): the message is there. A flag that is up holds the token of its call
+(`Calls.token`), so that no rank takes the flag of another call for its own. Whoever has waited for a flag takes it
+down, so a step needs no number, and a captured graph can be replayed. Every rank raises its `ready` flags of a step
+before it waits for any: by induction on the step nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.agreement.process import host
+from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.comm.communicator import Parcel
+from dfa_megatron.runtime.comm.transport import Streams
+from dfa_megatron.runtime.cuda_driver import driver
+
+if TYPE_CHECKING:
+    from dfa_megatron.runtime.comm.channel import Channel
+
+_TRIAL_SECONDS = 30.0
+_SUBJECT = "open the copy engines"
+_ALIGNMENT = 1 << 21
+_WORD = 4
+
+
+class CopyEngineTransport:
+    """Moves messages with the GPUs' copy engines; all ranks on one host, each GPU able to reach all others.
+
+    Args:
+        over: the channel of the ranks, through whose side group the memory's handles are exchanged.
+        device: this rank's GPU.
+    """
+
+    def __init__(self, over: Channel, device: torch.device) -> None:
+        self.over, self.device, self.streams = over, device, Streams(device)
+        self.driver = driver()
+        self._flags, addresses = _symmetric(2 * over.size * _WORD, over, device)
+        self._place_flags(over.rank, addresses)
+        self._arena = Arena.allocate(0, device)
+        self._arenas: list[int] = []
+        self._receives: Sequence[Parcel] = ()
+        self._sending: Sequence[Parcel] = ()
+        self._finished = torch.cuda.Event()
+        self._token = 1
+        self.generation = 0
+
+    def _place_flags(self, rank: int, addresses: Sequence[int]) -> None:
+        """Every rank's flags are one array: `ready` by the peer it may send to, then `filled` by who has sent."""
+        size = len(addresses)
+        self._my_ready = [addresses[rank] + peer * _WORD for peer in range(size)]
+        self._my_filled = [addresses[rank] + (size + peer) * _WORD for peer in range(size)]
+        self._their_ready = [address + rank * _WORD for address in addresses]
+        self._their_filled = [address + (size + rank) * _WORD for address in addresses]
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the arena at least that large; every rank of the group calls this with the same number.
+
+        Raises:
+            UnsupportedError: on every rank, where one has no memory for it; there is no arena then.
+        """
+        if nbytes <= self._arena.flat.numel():
+            return
+        torch.cuda.synchronize(self.device)
+        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        # The old one goes first, whatever comes of the new one, and is free when every rank has let go of it.
+        self._arena, self._arenas = Arena.allocate(0, self.device), []
+        self.generation += 1
+        self.over.exchange({}, "let go of the memory for messages")
+        flat, self._arenas = _symmetric(size, self.over, self.device)
+        self._arena = Arena(flat)
+
+    def arena(self, nbytes: int, device: torch.device) -> Arena:
+        """The symmetric memory that was reserved: it is there between calls, and belongs to one call at a time."""
+        return self._arena
+
+    def start(self) -> None:
+        """Nothing moves before the inputs are there, and the call before has read what it received."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        self._token = self.over.calls.token(capturing)
+        if not capturing:
+            self.streams.stream.wait_event(self._finished)
+        self.streams.start()
+
+    def where(self) -> tuple[int, tuple[int, ...]]:
+        """See `Transport`."""
+        return self.streams.where()
+
+    def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
+        """Queue the batch on the communication stream: say what may come, then write what others are ready for."""
+        stream, queue = self.streams.stream.cuda_stream, self.driver
+        self.streams.wait_for_compute(after)
+        for parcel in receives:
+            queue.write(stream, self._their_ready[parcel.peer], self._token)
+        with self.streams.moving():
+            self._sending = sends()
+        for parcel in self._sending:
+            queue.wait(stream, self._my_ready[parcel.peer], self._token)
+            queue.write(stream, self._my_ready[parcel.peer], 0)
+            for x, offset in zip(parcel.tensors, parcel.offsets, strict=True):
+                queue.copy(stream, self._arenas[parcel.peer] + offset, x.data_ptr(), x.nbytes)
+            queue.write(stream, self._their_filled[parcel.peer], self._token)
+        self._receives = receives
+        self.streams.awaited.append(tuple(parcel.peer for parcel in receives))
+
+    def land(self) -> None:
+        """Queue the wait of the compute stream."""
+        stream, queue = self.streams.stream.cuda_stream, self.driver
+        for parcel in self._receives:
+            queue.wait(stream, self._my_filled[parcel.peer], self._token)
+            queue.write(stream, self._my_filled[parcel.peer], 0)
+        self._receives, self._sending = (), ()
+        self.streams.land()
+
+    def computed(self, step: int) -> None:
+        """See `Streams.computed`."""
+        self.streams.computed(step)
+
+    def finish(self) -> None:
+        """The call's compute has been issued to its end: the arena is the next call's after it."""
+        if not torch.cuda.is_current_stream_capturing():
+            self._finished.record(self.streams.compute)
+
+    def trial(self) -> None:
+        """Send a word to every other rank and compare what comes.
+
+        Raises:
+            RuntimeError: it came wrong, or not at all.
+        """
+        rank, size = self.over.rank, self.over.size
+        self.reserve(size * _WORD)
+        mine = torch.arange(rank * size, (rank + 1) * size, dtype=torch.int32, device=self.device)
+        landing = self._arena.flat[: size * _WORD].view(torch.int32)
+        peers = [peer for peer in range(size) if peer != rank]
+        self.start()
+        self.post(
+            -1,
+            lambda: [Parcel(peer, [mine[peer : peer + 1]], [rank * _WORD]) for peer in peers],
+            [Parcel(peer, [landing[peer : peer + 1]]) for peer in peers],
+        )
+        self.land()
+        self.finish()
+        done, deadline = torch.cuda.Event(), time.monotonic() + _TRIAL_SECONDS
+        done.record()
+        while not done.query():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"a word to each other rank did not arrive within {_TRIAL_SECONDS:.0f} seconds")
+            time.sleep(0.001)
+        got = landing.tolist()
+        if wrong := {peer: got[peer] for peer in peers if got[peer] != peer * size + rank}:
+            raise RuntimeError(f"words from other ranks arrived wrong: {wrong}")
+
+
+def refusal(over: Channel, device: torch.device) -> str | None:
+    """Why the copy engines cannot serve the ranks of a channel, or None: the same answer on every rank."""
+    mine = {"host": host(), "device": str(device.index or 0), "why": _local_refusal(device)}
+    everyone = over.exchange(mine, _SUBJECT)
+    if len({facts["host"] for facts in everyone}) > 1:
+        return "the ranks are on several hosts"
+    for rank, facts in enumerate(everyone):
+        if facts["why"]:
+            return f"rank {rank}: {facts['why']}"
+    devices = [int(facts["device"]) for facts in everyone]
+    why = ""
+    if len(set(devices)) == len(devices) <= torch.cuda.device_count():
+        blind = [d for d in devices if d != device.index and not torch.cuda.can_device_access_peer(device, d)]
+        why = f"GPU {device.index} cannot reach the memory of {blind}" if blind else ""
+    reached = over.exchange({"why": why}, _SUBJECT)
+    return next((facts["why"] for facts in reached if facts["why"]), None)
+
+
+def open_transport(over: Channel, device: torch.device) -> CopyEngineTransport | str:
+    """A transport for the ranks of a channel that has passed its trial, or why there is none: equal on all."""
+    why = refusal(over, device)
+    if why is not None:
+        return why
+    transport, why = None, ""
+    try:
+        transport = CopyEngineTransport(over, device)
+        transport.trial()
+    except Exception as error:  # noqa: BLE001 -- drivers, fabric and permissions fail in many ways; p2p still works
+        why = f"{type(error).__name__}: {error}"
+    tried = over.exchange({"why": why}, _SUBJECT)
+    failed = [f"rank {rank}: {facts['why']}" for rank, facts in enumerate(tried) if facts["why"]]
+    return failed[0] if failed or transport is None else transport
+
+
+def _local_refusal(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"it moves between GPUs, not on {device.type}"
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "NCCL_P2P_DISABLE=1 says that GPUs must not reach each other's memory"
+    try:
+        import torch.distributed._symmetric_memory
+
+        driver()
+    except (ImportError, OSError) as error:
+        return f"PyTorch {torch.__version__}: {error}"
+    return ""
+
+
+def _symmetric(nbytes: int, over: Channel, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+    """Zeroed memory that every rank of the group has mapped, and its address on each; collective.
+
+    Raises:
+        UnsupportedError: on every rank, where one has no memory for it.
+    """
+    # Multicast would bind all GPUs' memory to one address, which nothing here needs.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    memory, why = None, ""
+    try:
+        memory = _zeros(nbytes, device)
+    except RuntimeError as error:
+        why = f"{nbytes / 2**30:.1f} GiB for what other ranks write: {error}"
+    for rank, facts in enumerate(over.exchange({"why": why}, _SUBJECT)):
+        if facts["why"]:
+            raise UnsupportedError(
+                "transport='copy_engine'", f"rank {rank} found no memory, {facts['why']}", "transport='p2p'"
+            )
+    assert memory is not None, "this rank has said that it has its memory"
+    addresses = _mapped(memory, over)
+    torch.cuda.synchronize(device)
+    over.exchange({}, _SUBJECT)
+    return memory, addresses
+
+
+@torch.inference_mode(False)  # it outlives the call that asks for it
+def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that can be mapped by others. It comes from the driver, which is not given what PyTorch's cache keeps."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    torch.cuda.empty_cache()
+    return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).zero_()
+
+
+def _mapped(memory: torch.Tensor, over: Channel) -> list[int]:
+    """The addresses at which this rank reaches every rank's memory; collective."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return list(_SymmetricMemory.rendezvous(memory, over.symmetric_name()).buffer_ptrs)

@@ -1,0 +1,81 @@
+"""ALiBi in a distributed attention: what slopes may be, and for each kernel call the tokens that its rows are."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.alibi import Alibi, Biasing
+from dfa_megatron.kernels.api import BlockKernel
+from dfa_megatron.kernels.segments import stream_of
+from dfa_megatron.plan.language.program import Call, Region
+from dfa_megatron.plan.lowering.positions import Tokens
+from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
+
+
+def slopes_error(slopes: torch.Tensor, q: torch.Tensor) -> UnsupportedError | None:
+    """What is wrong with the slopes of a call with these queries (batch, local_seq, heads, head_dim), or None."""
+    what = f"alibi_slopes {tuple(slopes.shape)}, {slopes.dtype}, on {slopes.device}"
+    if slopes.requires_grad:
+        return UnsupportedError(
+            f"{what}, which require a gradient", "a slope is a constant: it has none here", "alibi_slopes.detach()"
+        )
+    if q.dim() == 4 and slopes.shape == q.shape[2:3] and slopes.device == q.device and slopes.dtype == torch.float32:
+        return None
+    heads = f"{q.shape[2]} query heads" if q.dim() == 4 else "every query head"
+    return UnsupportedError(
+        what, f"a slope is one number for each of {heads}", f"a float32 tensor (heads,) on {q.device}"
+    )
+
+
+def describe(slopes: torch.Tensor | None) -> str:
+    """The slopes as ranks compare them; waits for their device."""
+    if slopes is None:
+        return "none"
+    values = slopes.tolist()
+    shown = ", ".join(f"{value:.6g}" for value in values[:4]) + (", ..." if len(values) > 4 else "")
+    return f"{shown} (digest {hashlib.sha256(repr(values).encode()).hexdigest()[:12]})"
+
+
+Positions = dict[tuple[int, str], torch.Tensor]
+"""(buffer, name) -> int32 (rows,): the tokens that its rows are."""
+
+_positions: weakref.WeakKeyDictionary[MemoryPlan, dict[tuple[torch.device, int], Positions]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class GlobalBias:
+    """The bias of every call of one phase on this rank.
+
+    Args:
+        slopes: (heads,), float32: of the heads that the plan's ranks compute.
+        memory: what will run; positions are made once for as long as it is kept, on each device and stream.
+        tokens: what the rows are that its calls read.
+    """
+
+    def __init__(self, slopes: torch.Tensor, memory: MemoryPlan, tokens: Tokens) -> None:
+        self.slopes = slopes.contiguous()
+        by_device = _positions.setdefault(memory, {})
+        key = slopes.device, stream_of(slopes.device)
+        positions = by_device.get(key)
+        if positions is None:
+            positions = {
+                where: torch.cat([torch.arange(s.lo, s.hi, dtype=torch.int32, device=slopes.device) for s in spans])
+                for where, spans in tokens.items()
+            }
+            if not (slopes.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's memory is its own
+                by_device[key] = positions
+        self.positions = positions
+
+    def kernel(self, kernel: BlockKernel, call: Call) -> BlockKernel:
+        """The kernel with the bias of one call."""
+        assert isinstance(kernel, Biasing), f"{kernel.name} was chosen for a call with ALiBi"
+        biased: BlockKernel = kernel.biased(Alibi(self.slopes, self._rows(call.q), self._rows(call.kv)))
+        return biased
+
+    def _rows(self, region: Region) -> torch.Tensor:
+        return self.positions[region.buffer, region.name][region.lo : region.hi]

@@ -1,0 +1,153 @@
+"""The algebra of tensors: what one rank's program does to memory, with a kernel for every block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dfa_megatron.kernels import packed
+from dfa_megatron.kernels.api import BlockKernel, Saved
+from dfa_megatron.plan.language.program import Call, Fold, Message, Region
+from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.execute.accumulators import Accumulator, Fields
+from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
+from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
+from dfa_megatron.runtime.execute.wire_format import rows_of
+
+
+class Tensors:
+    """One rank's memory and arithmetic for one run of one program.
+
+    Args:
+        memory: what will run, and the memory it needs.
+        kernel: computes the blocks.
+        home: this rank's own rows by read name, as `Format.fields` orders them.
+        arena: where messages land, at least `memory.arena_bytes` large.
+        softmax_scale: of the scores.
+        deterministic: passed on to the kernel's backward.
+        bias: of ALiBi, if the kernel is to add one.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryPlan,
+        kernel: BlockKernel,
+        home: dict[str, Fields],
+        arena: Arena,
+        *,
+        softmax_scale: float,
+        deterministic: bool,
+        bias: GlobalBias | None = None,
+    ) -> None:
+        self.memory, self.program, self.format, self.kernel = memory, memory.program, memory.format, kernel
+        self.softmax_scale, self.deterministic, self.bias = softmax_scale, deterministic, bias
+        self.forward = self.program.phase.name == "forward"
+        self.device = arena.flat.device
+        self.read: dict[int, dict[str, Fields]] = {}
+        for name, fields in home.items():
+            # What is sent must be dense: once for all its receivers.
+            dense = tuple(x.contiguous() for x in fields) if name in memory.sent else fields
+            self.read[self.program.home_buffer(name)] = {name: dense}
+        self.read.update(arena.tensors(memory))
+        self.write = {number: self._accumulator(number) for number in memory.folds}
+
+    def result(self, name: str) -> Fields:
+        """The tensors of an accumulator at home, after the last step."""
+        return self.write[self.program.home_buffer(name)].result
+
+    # The algebra.
+
+    def begin(self, step: int) -> None:
+        """Nothing to do: memory is where the program says."""
+
+    def open(self, buffer: int) -> None:
+        """Rows that no block writes are known from the start."""
+        self.write[buffer].open()
+
+    def compute(self, call: Call) -> None:
+        """One kernel call and the folds of its results."""
+        q, (k, v) = self.fields(call.q), self.fields(call.kv)
+        kernel = self.kernel if self.bias is None else self.bias.kernel(self.kernel, call)
+        if self.forward:
+            partial = packed.forward(
+                kernel, q[0], k, v, segments=self.memory.segments[id(call)], softmax_scale=self.softmax_scale
+            )
+            self.write[call.writes[0].region.buffer].write(partial)
+            return
+        rows, dout, lse, memory = q
+        saved = Saved(lse, delta=memory) if self.format.reads == "delta" else Saved(lse, out=memory)
+        dq, dk, dv = packed.backward(
+            kernel,
+            dout,
+            rows,
+            k,
+            v,
+            saved,
+            segments=self.memory.segments[id(call)],
+            softmax_scale=self.softmax_scale,
+            deterministic=self.deterministic,
+        )
+        self.write[call.writes[0].region.buffer].write((dq,))
+        self.write[call.writes[1].region.buffer].write((dk, dv))
+
+    def fold(self, fold: Fold) -> None:
+        """A landed partial goes into an accumulator."""
+        self.write[fold.write.region.buffer].write(self.fields(fold.source))
+
+    def end(self, step: int) -> None:
+        """Let go of results that have left: their memory may be reused from here on."""
+        for message in self.program.steps[step].sends:
+            for regions in message.parts:
+                for region in regions:
+                    self.write.pop(region.buffer, None)
+
+    def fields(self, region: Region) -> Fields:
+        """The tensors of some rows of a name."""
+        there = self.read.get(region.buffer)
+        fields = there[region.name] if there is not None else self.write[region.buffer].result
+        return tuple(rows_of(field, region.lo, region.hi) for field in fields)
+
+    # Messages.
+
+    def outgoing(self, message: Message) -> list[torch.Tensor]:
+        """The tensors of a message, dense, in the order in which they travel: as they lie, where they lie dense."""
+        tensors: list[torch.Tensor] = []
+        for regions in message.parts:
+            pieces = [self.fields(region) for region in regions]
+            if len(pieces) == 1:
+                tensors += (x.contiguous() for x in pieces[0])
+            else:
+                tensors += (torch.cat(xs, dim=1 if xs[0].dim() == 4 else 2) for xs in zip(*pieces, strict=True))
+        return tensors
+
+    def incoming(self, message: Message) -> list[torch.Tensor]:
+        """The memory that a message lands in, tensor by tensor."""
+        return [
+            rows_of(x, region.lo, region.hi)
+            for (region,) in message.parts
+            for x in self.read[region.buffer][region.name]
+        ]
+
+    def take(self, step: int, message: Message) -> list[torch.Tensor]:
+        """A copy of a message, for handing over inside one process."""
+        return [x.clone() for x in self.outgoing(message)]
+
+    def land(self, step: int, message: Message, payload: Sequence[torch.Tensor]) -> None:
+        """Put what was handed over where the message says."""
+        for into, value in zip(self.incoming(message), payload, strict=True):
+            into.copy_(value)
+
+    def _accumulator(self, number: int) -> Accumulator:
+        buffer = self.program.buffers[number]
+        ((name, rows),) = buffer.parts
+        results = self.format.results(name) if buffer.slot is None else self.format.fields(name)
+        return Accumulator(
+            self.memory.folds[number],
+            self.format.batch,
+            rows,
+            self.format.sums(name),
+            results,
+            self.device,
+            merges=self.forward,
+        )

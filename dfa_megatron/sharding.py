@@ -1,0 +1,218 @@
+"""From whole sequences to the tokens of a rank and back, by layout: tokens, labels, positions, hidden states.
+
+Gradients follow torch.distributed's convention: the objective is the *sum* of the losses of the group's ranks.
+
+    shard    no message; a rank's gradient is that of its own tokens, zero elsewhere
+    unshard  all-gather forward, reduce-scatter (sum) backward; every rank has to run the backward
+
+So where each rank has the loss of its own tokens, all is exact as it stands, and so it is where one rank alone has the
+loss (the others run the backward of zero times theirs). Where every rank computes the *same* loss on an unsharded
+tensor, gradients are P times those of that loss: average them over the group, as data parallelism does.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.plan.language.layout import Layout, by_name
+from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.runtime.comm.groups import Group, resolve
+from dfa_megatron.runtime.cu_seqlens import dealt_mask, offsets_of
+
+CuSeqlens = torch.Tensor | Sequence[int] | None
+"""Global token offsets of packed documents, as `dist_flash_attn_varlen_func` takes them, or None for no documents."""
+
+
+def shard_sequence(
+    x: torch.Tensor,
+    *,
+    group: Group = None,
+    layout: str = "contiguous",
+    dim: int = 1,
+    cu_seqlens: CuSeqlens = None,
+) -> torch.Tensor:
+    """The tokens of this rank, in local order, as a tensor of its own (x itself in a group of one).
+
+    Args:
+        x: any dtype and shape; dimension `dim` is the whole sequence, the same on every rank (which is not checked).
+        group: the ranks that share the sequence, in the order of their tokens.
+        layout: "contiguous", "zigzag" (chunks r and 2P-1-r of 2P), or "dealt" (by the work of the documents).
+        cu_seqlens: the documents of a pack, as for `dist_flash_attn_varlen_func`; only "dealt" depends on them.
+
+    Raises:
+        UnsupportedError: a length that does not divide among the ranks (names the next that does), an unknown layout, a
+            process that is not in the group, or cu_seqlens that are not of such a sequence.
+    """
+    rank, size, _ = _membership(group)
+    dim = _sequence_dim(x, dim)
+    whole = layout_of_tokens(layout, x.shape[dim], size, cu_seqlens)
+    return x if size == 1 else _part(x, whole, rank, dim)
+
+
+def unshard_sequence(
+    x: torch.Tensor,
+    *,
+    group: Group = None,
+    layout: str = "contiguous",
+    dim: int = 1,
+    cu_seqlens: CuSeqlens = None,
+) -> torch.Tensor:
+    """The whole sequence on every rank, in global order (x itself in a group of one): the inverse of `shard_sequence`.
+
+    A collective call forward and, where a gradient is needed, backward. Shapes are compared first, which makes the host
+    wait; it is not meant for the inner loop of training, where the whole sequence fits on no rank.
+
+    Args:
+        x: any dtype and shape; dimension `dim` is the local sequence, as long on every rank.
+        group, layout, cu_seqlens: as for `shard_sequence`.
+
+    Raises:
+        UnsupportedError: as for `shard_sequence`.
+        DisagreementError: shapes, dtypes, `dim` or `layout` differ between ranks; on every rank.
+    """
+    _, size, members = _membership(group)
+    dim = _sequence_dim(x, dim)
+    if size == 1:
+        layout_of_tokens(layout, x.shape[dim], size, cu_seqlens)
+        return x
+    assert members is not None
+    _compare(x, dim, layout, members)
+    whole = layout_of_tokens(layout, x.shape[dim] * size, size, cu_seqlens)
+    result: torch.Tensor = _Unshard.apply(x, whole, dim, members)  # type: ignore[no-untyped-call]
+    return result
+
+
+def local_positions(
+    length: int,
+    *,
+    group: Group = None,
+    layout: str = "contiguous",
+    device: torch.device | str | None = None,
+    cu_seqlens: CuSeqlens = None,
+) -> torch.Tensor:
+    """The position of every local token, int64 (length / P,), for position embeddings and RoPE.
+
+    In the whole sequence, or with `cu_seqlens` in the token's own document.
+
+    Args:
+        length: tokens of the whole sequence.
+        group, layout, cu_seqlens: as for `shard_sequence`.
+
+    Raises:
+        UnsupportedError: as for `shard_sequence`.
+    """
+    rank, size, _ = _membership(group)
+    whole = layout_of_tokens(layout, length, size, cu_seqlens)
+    positions = positions_of(whole, rank, device)
+    if cu_seqlens is None:
+        return positions
+    starts = torch.tensor(offsets_of(cu_seqlens)[:-1], device=device)
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+def layout_of_tokens(name: str, length: int, ranks: int, cu_seqlens: CuSeqlens = None) -> Layout:
+    """Which tokens of a sequence, or of a pack of documents, each rank holds.
+
+    Raises:
+        UnsupportedError: as for `shard_sequence`.
+    """
+    if cu_seqlens is None:
+        return by_name(name, length, ranks)
+    return layout_of(name, dealt_mask(offsets_of(cu_seqlens), length), ranks)
+
+
+def positions_of(whole: Layout, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """Global token positions, int64 (local_seq,), of what a rank holds in a layout, in local order."""
+    return torch.cat([torch.arange(span.lo, span.hi, device=device) for span in whole.spans(rank)])
+
+
+class _Unshard(torch.autograd.Function):
+    """All-gather into global order; the gradient is summed over ranks in rank order, the same from run to run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, whole: Layout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.whole, ctx.dim, ctx.group = whole, dim, group
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather([_bytes(part) for part in parts], _bytes(x), group=group)
+        shape = list(x.shape)
+        shape[dim] = whole.length
+        out = x.new_empty(shape)
+        for rank, part in enumerate(parts):
+            at = whole.offsets(whole.of(rank))
+            for chunk in whole.of(rank):
+                span = whole.chunks[chunk]
+                out.narrow(dim, span.lo, len(span)).copy_(part.narrow(dim, at[chunk], len(span)))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        ranks = range(ctx.group.size())
+        theirs = torch.stack([_part(grad, ctx.whole, rank, ctx.dim) for rank in ranks])
+        mine = torch.empty_like(theirs)
+        dist.all_to_all_single(_bytes(mine), _bytes(theirs), group=ctx.group)
+        return mine.sum(0), None, None, None  # PyTorch adds half precision in float32
+
+
+def _part(x: torch.Tensor, whole: Layout, rank: int, dim: int) -> torch.Tensor:
+    """The tokens of one rank, copied."""
+    return torch.cat([x.narrow(dim, span.lo, len(span)) for span in whole.spans(rank)], dim)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as uint8: backends differ in the dtypes they carry, none refuses bytes."""
+    return x.view(-1).view(torch.uint8)
+
+
+def _membership(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
+    """This process's rank in the group, the group's size, and the group (None for a single rank without one)."""
+    if isinstance(group, str):
+        group = resolve(group) if group else None
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return 0, 1, None
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise UnsupportedError(
+            f"global rank {dist.get_rank()} sharding over a group that it is not in",
+            "it has no tokens of that sequence",
+            "a group that contains this rank",
+        )
+    members = dist.group.WORLD if group is None else group
+    return rank, dist.get_world_size(group), members
+
+
+def _sequence_dim(x: torch.Tensor, dim: int) -> int:
+    """`dim` counted from the front."""
+    if not -x.dim() <= dim < x.dim():
+        raise UnsupportedError(
+            f"dim={dim} of a tensor with {x.dim()} dimensions",
+            "there is no such dimension",
+            f"-{x.dim()} to {x.dim() - 1}",
+        )
+    return dim % x.dim()
+
+
+def _compare(x: torch.Tensor, dim: int, layout: str, group: dist.ProcessGroup) -> None:
+    """Every rank brings the same: an all-gather of other sizes would hang or mix up memory."""
+    rest = zlib.crc32(f"{x.dtype} {dim} {layout} {x.dim()}".encode())
+    shape = (*x.shape, *(0,) * 8)[:8]
+    facts = torch.tensor((rest, *shape), dtype=torch.int64, device=x.device)
+    everyone = [torch.empty_like(facts) for _ in range(group.size())]
+    dist.all_gather(everyone, facts, group=group)
+    rows = torch.stack(everyone).tolist()
+    if any(row != rows[0] for row in rows):
+        shapes = [tuple(row[1 : 1 + x.dim()]) for row in rows]
+        different = [rank for rank, row in enumerate(rows) if row[0] != rows[group.rank()][0]]
+        others = f"; dtype, dim or layout differ from this rank's on ranks {different}" if different else ""
+        raise DisagreementError(
+            f"the ranks of the group bring different parts of a sequence: shapes by rank {shapes}{others}. "
+            f"This rank has {x.dtype}, dim={dim}, layout={layout!r}"
+        )

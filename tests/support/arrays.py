@@ -1,0 +1,190 @@
+"""Programs run in float64 over real, shared memory, with messages as early or as late as the program allows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from dfa_megatron.plan.language.geometry import Band
+from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.plan.language.program import Call, Message, Program, Region, Write
+from tests.support import plan_dense as dense
+from tests.support.plan_dense import WIDTH, Reference
+
+
+class StuckError(Exception):
+    """No rank can go on."""
+
+
+class Memory:
+    """One rank's memory: buffers of one slot lie in the same array, which starts as NaN."""
+
+    def __init__(self, plan: Plan, program: Program, reference: Reference) -> None:
+        self.program = program
+        sizes: dict[int, int] = {}
+        for number, buffer in enumerate(program.buffers):
+            slot = -1 - number if buffer.slot is None else buffer.slot
+            sizes[slot] = max(sizes.get(slot, 0), sum(rows * WIDTH[name] for name, rows in buffer.parts))
+        self.slots = {slot: np.full(size, np.nan) for slot, size in sizes.items()}
+        for _, name in plan.phase.reads:
+            mine = [
+                reference.rows(name)[c.lo : c.hi]
+                for c, home in zip(plan.layout.chunks, plan.layout.home, strict=True)
+                if home == program.rank
+            ]
+            self.view(program.home_buffer(name), name)[:] = np.concatenate(mine)
+
+    def view(self, buffer: int, name: str) -> np.ndarray:
+        shape, at = self.program.buffers[buffer], 0
+        memory = self.slots[-1 - buffer if shape.slot is None else shape.slot]
+        for part, rows in shape.parts:
+            if part == name:
+                return memory[at : at + rows * WIDTH[name]].reshape(rows, WIDTH[name])
+            at += rows * WIDTH[part]
+        raise KeyError(name)
+
+    def rows(self, region: Region) -> np.ndarray:
+        rows = self.view(region.buffer, region.name)
+        if not 0 <= region.lo <= region.hi <= len(rows):
+            raise IndexError(region)
+        return rows[region.lo : region.hi]
+
+    def open(self, buffer: int) -> None:
+        ((name, _),) = self.program.buffers[buffer].parts
+        self.view(buffer, name)[:] = [0.0] * (WIDTH[name] - 1) + [-np.inf if name == "out" else 0.0]
+
+    def compute(self, call: Call) -> None:
+        q, kv = self.rows(call.q), self.rows(call.kv)
+        sees = np.zeros((len(q), len(kv)), dtype=bool)
+        for s in call.segments:
+            sees[s.q_lo : s.q_hi, s.kv_lo : s.kv_hi] = _window(s.band, s.q_hi - s.q_lo, s.kv_hi - s.kv_lo)
+        forward = self.program.phase.name == "forward"
+        results = (dense.forward(q, kv, sees),) if forward else dense.backward(q, kv, sees)
+        for write, result in zip(call.writes, results, strict=True):
+            self.store(write, result)
+
+    def store(self, write: Write, value: np.ndarray) -> None:
+        rows = self.rows(write.region)
+        if write.fresh:
+            rows[:] = value
+        else:
+            rows[:] = dense.merge(rows, value) if write.region.name == "out" else rows + value
+
+    def take(self, message: Message) -> list[np.ndarray]:
+        return [np.concatenate([self.rows(region) for region in part]) for part in message.parts]
+
+    def land(self, message: Message, payload: list[np.ndarray]) -> None:
+        for (region,), value in zip(message.parts, payload, strict=True):
+            self.rows(region)[:] = value
+
+
+def _window(band: Band, q_len: int, kv_len: int) -> np.ndarray:
+    diagonal = np.arange(kv_len)[None, :] - np.arange(q_len)[:, None] - (kv_len - q_len)
+    left = diagonal >= -band.left if band.left >= 0 else True
+    right = diagonal <= band.right if band.right >= 0 else True
+    return np.broadcast_to(left & right, (q_len, kv_len))
+
+
+class Machine:
+    """All ranks, each with a compute queue and a queue of batches, as a device would have them.
+
+    A batch may move as soon as the one before is over and the compute of `Step.after` is; a step's compute follows the
+    landing of the step before. Between these rules a seed, or "eager" or "lazy" messages, decide.
+    """
+
+    def __init__(self, programs: Sequence[Program], memories: Sequence[Memory]) -> None:
+        self.programs, self.memories = programs, memories
+        self.steps = len(programs[0].steps)
+        self.called = [0] * len(programs)
+        self.folded = [0] * len(programs)
+        self.moved = [0] * len(programs)
+        self.arrived: set[tuple[int, int, int]] = set()
+
+    def run(self, order: str, rng: random.Random) -> None:
+        while any(folded < self.steps for folded in self.folded):
+            messages, works = self._messages(), self._works()
+            if not messages and not works:
+                raise StuckError
+            if order == "random":
+                choice = rng.choice([*messages, *works])
+            elif order == "eager":
+                choice = (messages or works)[0]
+            else:
+                choice = (works or messages)[0]
+            if len(choice) == 2:
+                self._move(*choice)
+            else:
+                self._work(*choice)
+
+    def _messages(self) -> list[tuple[int, int]]:
+        """(source, destination) of messages that may move now; a batch with nothing left in it is over."""
+        for rank, program in enumerate(self.programs):
+            while self.moved[rank] < self.steps and self._posted(rank):
+                step = program.steps[self.moved[rank]]
+                ends = [(rank, m.peer) for m in step.sends] + [(m.peer, rank) for m in step.receives]
+                if not all((self.moved[rank], *end) in self.arrived for end in ends):
+                    break
+                self.moved[rank] += 1
+        found = []
+        for rank in range(len(self.programs)):
+            if self.moved[rank] < self.steps and self._posted(rank):
+                for message in self.programs[rank].steps[self.moved[rank]].sends:
+                    peer, step = message.peer, self.moved[rank]
+                    if self.moved[peer] == step and self._posted(peer) and (step, rank, peer) not in self.arrived:
+                        found.append((rank, peer))
+        return found
+
+    def _posted(self, rank: int) -> bool:
+        return self.folded[rank] > self.programs[rank].steps[self.moved[rank]].after
+
+    def _works(self) -> list[tuple[int]]:
+        return [
+            (rank,)
+            for rank in range(len(self.programs))
+            if self.folded[rank] < self.steps
+            and (self.called[rank] == self.folded[rank] or self.moved[rank] > self.folded[rank])
+        ]
+
+    def _move(self, src: int, dst: int) -> None:
+        step = self.moved[src]
+        sent = next(m for m in self.programs[src].steps[step].sends if m.peer == dst)
+        received = [m for m in self.programs[dst].steps[step].receives if m.peer == src]
+        if not received or received[0].signature != sent.signature:
+            raise StuckError
+        self.memories[dst].land(received[0], self.memories[src].take(sent))
+        self.arrived.add((step, src, dst))
+
+    def _work(self, rank: int) -> None:
+        step, memory = self.programs[rank].steps[self.folded[rank]], self.memories[rank]
+        if self.called[rank] == self.folded[rank]:
+            for buffer in step.opens:
+                memory.open(buffer)
+            for call in step.calls:
+                memory.compute(call)
+            self.called[rank] += 1
+        else:
+            for fold in step.folds:
+                memory.store(fold.write, memory.rows(fold.source).copy())
+            self.folded[rank] += 1
+
+
+def is_right(plan: Plan, programs: Sequence[Program], reference: Reference, order: str, seed: int = 0) -> bool:
+    """The programs compute attention when messages move in this order: "eager", "lazy" or "random"."""
+    memories = [Memory(plan, program, reference) for program in programs]
+    try:
+        Machine(programs, memories).run(order, random.Random(seed))
+    except (StuckError, IndexError, ValueError, KeyError):
+        return False
+    for _, name in plan.phase.writes:
+        for rank, memory in enumerate(memories):
+            mine = [
+                reference.rows(name)[c.lo : c.hi]
+                for c, home in zip(plan.layout.chunks, plan.layout.home, strict=True)
+                if home == rank
+            ]
+            got = memory.view(memory.program.home_buffer(name), name)
+            if not np.allclose(got, np.concatenate(mine), rtol=1e-9, atol=1e-9):
+                return False
+    return True

@@ -1,0 +1,140 @@
+"""Masks with an independent definition of each: a predicate of (query, key), for comparison with their tiles."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language import mask as masks
+from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
+from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.schedules import SCHEDULES, plan_named
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mask and what it should mean."""
+
+    mask: Mask
+    sees: Callable[[int, int], bool]
+
+    @property
+    def dense(self) -> np.ndarray:
+        """(length, length) of bool."""
+        everything = range(self.mask.length)
+        return np.array([[self.sees(i, j) for j in everything] for i in everything], dtype=bool)
+
+
+def of_documents(lengths: Sequence[int], causal: bool) -> Case:
+    edges = list(accumulate(lengths))
+    number = [next(d for d, edge in enumerate(edges) if i < edge) for i in range(sum(lengths))]
+    return Case(masks.documents(lengths, causal=causal), lambda i, j: number[i] == number[j] and (j <= i or not causal))
+
+
+def some_lengths(total: int, rng: random.Random) -> list[int]:
+    cuts = sorted(rng.sample(range(1, total), min(total - 1, rng.randint(1, 4)))) if total > 1 else []
+    return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
+
+
+def every_mask(n: int, rng: random.Random) -> list[Case]:
+    """Each kind of mask over n tokens, with its parameters drawn anew."""
+    left, right, prefix = rng.randint(0, n), rng.randint(0, n // 2 + 1), rng.randint(0, n)
+    narrow = rng.randint(0, 3)
+    return [
+        Case(masks.causal(n), lambda i, j: j <= i),
+        Case(masks.full(n), lambda i, j: True),
+        Case(masks.sliding_window(n, left), lambda i, j: i - left <= j <= i),
+        Case(masks.sliding_window(n, narrow), lambda i, j: i - narrow <= j <= i),
+        Case(masks.sliding_window(n, left, right), lambda i, j: i - left <= j <= i + right),
+        Case(masks.sliding_window(n, -1, right), lambda i, j: j <= i + right),
+        of_documents(some_lengths(n, rng), causal=True),
+        of_documents(some_lengths(n, rng), causal=False),
+        Case(masks.prefix_lm(n, prefix), lambda i, j: j < prefix or j <= i),
+    ]
+
+
+def heterogeneous_masks(n: int, rng: random.Random) -> list[Case]:
+    """The masks that are neither a band nor documents, and documents with windows, over n tokens."""
+    lengths, left, right = some_lengths(n, rng), rng.randint(0, 4), rng.randint(0, 4)
+    edges = list(accumulate(lengths, initial=0))
+    number = [d for d, length in enumerate(lengths) for _ in range(length)]
+    start = [edges[d] for d in number]
+    prefix, block, tokens = rng.randint(0, n), rng.randint(1, 5), rng.randint(0, n)
+    prefixes = [rng.randint(0, 5) for _ in lengths]
+    cut = rng.randint(1, len(lengths))
+    groups = [lengths[:cut], lengths[cut:]] if cut < len(lengths) else [lengths]
+    question = [0 if d < cut else cut for d in number]
+
+    def alike(i: int, j: int) -> bool:
+        return number[i] == number[j]
+
+    return [
+        Case(
+            masks.documents(lengths, window_size=(left, right)), lambda i, j: alike(i, j) and max(0, i - left) <= j <= i
+        ),
+        Case(
+            masks.documents(lengths, causal=False, window_size=(left, right)),
+            lambda i, j: alike(i, j) and i - left <= j <= i + right,
+        ),
+        Case(
+            masks.documents(lengths, causal=False, window_size=(-1, right)), lambda i, j: alike(i, j) and j <= i + right
+        ),
+        Case(
+            masks.prefix_lm_documents(lengths, prefix),
+            lambda i, j: alike(i, j) and (j <= i or j - start[j] < prefix),
+        ),
+        Case(
+            masks.prefix_lm_documents(lengths, prefixes),
+            lambda i, j: alike(i, j) and (j <= i or j - start[j] < prefixes[number[j]]),
+        ),
+        Case(
+            masks.shared_question(groups),
+            lambda i, j: j <= i and (alike(i, j) or (question[i] == question[j] == number[j])),
+        ),
+        Case(masks.causal_blockwise(lengths), lambda i, j: j <= i and (alike(i, j) or number[i] == number[-1])),
+        Case(
+            masks.block_causal_documents(lengths, block),
+            lambda i, j: alike(i, j) and (j - start[j]) // block <= (i - start[i]) // block,
+        ),
+        Case(masks.global_sliding(n, left, tokens), lambda i, j: i < tokens or j < tokens or abs(i - j) <= left),
+        Case(
+            masks.global_sliding(n, left, tokens, causal=True),
+            lambda i, j: j <= i and (i < tokens or j < tokens or i - j <= left),
+        ),
+        of_union(n, rng),
+    ]
+
+
+def of_union(n: int, rng: random.Random) -> Case:
+    """Tiles that overlap at random, and their union."""
+
+    def span() -> Span:
+        return Span(*sorted(rng.choices(range(n + 1), k=2)))
+
+    def bound(free: int) -> int:
+        return rng.choice([free, free, rng.randint(-n, n)])
+
+    tiles = [Tile(span(), span(), bound(-UNBOUNDED), bound(UNBOUNDED)) for _ in range(rng.randint(1, 6))]
+    tiles.append(Tile(Span(0, 1), Span(0, 1)))
+
+    def sees(i: int, j: int) -> bool:
+        return any(t.q.lo <= i < t.q.hi and t.kv.lo <= j < t.kv.hi and t.lo <= j - i <= t.hi for t in tiles)
+
+    return Case(masks.union("union", n, tiles), sees)
+
+
+def plans(case: Case, ranks: int) -> Iterator[tuple[str, Plan]]:
+    """Both phases of every schedule that supports the mask."""
+    for name in SCHEDULES:
+        try:
+            plan = plan_named(name, case.mask, ranks)
+        except UnsupportedError:
+            continue
+        yield name, plan.forward
+        yield name, plan.backward
