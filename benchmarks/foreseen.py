@@ -53,7 +53,9 @@ class Cell:
     @property
     def shape(self) -> AttentionShape:
         """As the runtime makes it."""
-        return AttentionShape(heads=self.heads, kv_heads=self.kv_heads, payload=kernels.get(self.kernel).reads)
+        return AttentionShape(
+            heads=self.heads, kv_heads=self.kv_heads, backward_needs=kernels.get(self.kernel).backward_needs
+        )
 
     @property
     def hardware(self) -> Hardware:

@@ -63,7 +63,7 @@ def draw_documents(tokens: int, multiple: int, seed: int, mean: float, sigma: fl
 
 def our_method(schedule: str, kernel: str, transport: str, causal: bool) -> Method:
     """One way to run ours."""
-    layout = schedule if schedule in ("zigzag", "dealt") else "contiguous"
+    layout = schedule if schedule in ("zigzag", "load_balanced") else "contiguous"
     options: dict[str, Any] = {"schedule": schedule, "layout": layout, "kernel": kernel, "transport": transport}
 
     def start(offsets: Offsets) -> Attend:
@@ -247,7 +247,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mean", type=float, default=7.0, help="of the logarithm of a document's tokens")
     parser.add_argument("--sigma", type=float, default=1.2, help="of the same")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--schedule", nargs="+", default=["ring", "balanced_shared", "greedy", "dealt"])
+    parser.add_argument("--schedule", nargs="+", default=["ring", "balanced_shared", "greedy", "load_balanced"])
     parser.add_argument("--kernel", nargs="+", default=["auto"])
     parser.add_argument("--transport", nargs="+", default=["auto"])
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)

@@ -21,7 +21,7 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.doctor import kernel_trial as trial
-from dfa_megatron.kernels import merge as fold
+from dfa_megatron.kernels import merge as merge
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
@@ -50,7 +50,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.bare:
         _attentions()
-        _folds()
+        _merges()
         return 0
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     # Without a caching allocator every tensor is an allocation of its own, whose end the tool knows.
@@ -89,7 +89,7 @@ def _attentions() -> None:
                 _compare(f"{name} of {block}", g, w, limit)
 
 
-def _folds() -> None:
+def _merges() -> None:
     """merge, add and row_dot on rows of longer buffers, in place and into memory of their own."""
     generator = torch.Generator().manual_seed(7)
 
@@ -103,17 +103,17 @@ def _folds() -> None:
         on_device = outs.to(_device(), copy=True)[:, :, 1:-2], lses.to(_device(), copy=True)
         there = list(zip(*on_device, strict=True))
         want = torch.empty_like(parts[0][0], dtype=torch.float64), torch.empty_like(parts[0][1], dtype=torch.float64)
-        fold.merge([(out.double(), lse.double()) for out, lse in parts], want)
+        merge.merge([(out.double(), lse.double()) for out, lse in parts], want)
         sums = [out.contiguous().clone() for out, _ in there]
         into = torch.empty_like(sums[0]), torch.empty_like(there[0][1])
-        fold.merge(there, into)
-        fold.merge(there, there[0])
+        merge.merge(there, into)
+        merge.merge(there, there[0])
         for result in (into, there[0]):
             for name, g, w in zip(("out", "lse"), result, want, strict=True):
                 _compare(f"merged {name}", g, w, 1e-5)
-        fold.add(sums, sums[0])
+        merge.add(sums, sums[0])
         _compare("sum", sums[0], sum(out.double() for out, _ in parts), 1e-6)
-        _compare("row_dot", fold.row_dot(into[0], sums[1]), fold.row_dot(want[0], parts[1][0].double()), 1e-5)
+        _compare("row_dot", merge.row_dot(into[0], sums[1]), merge.row_dot(want[0], parts[1][0].double()), 1e-5)
 
 
 def _compare(name: str, got: torch.Tensor, want: torch.Tensor, limit: float) -> None:

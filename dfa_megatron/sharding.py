@@ -24,7 +24,7 @@ from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.comm.groups import Group, resolve
-from dfa_megatron.runtime.cu_seqlens import dealt_mask, offsets_of
+from dfa_megatron.runtime.cu_seqlens import balancing_mask, offsets_of
 
 CuSeqlens = torch.Tensor | Sequence[int] | None
 """Global token offsets of packed documents, as `dist_flash_attn_varlen_func` takes them, or None for no documents."""
@@ -43,8 +43,8 @@ def shard_sequence(
     Args:
         x: any dtype and shape; dimension `dim` is the whole sequence, the same on every rank (which is not checked).
         group: the ranks that share the sequence, in the order of their tokens.
-        layout: "contiguous", "zigzag" (chunks r and 2P-1-r of 2P), or "dealt" (by the work of the documents).
-        cu_seqlens: the documents of a pack, as for `dist_flash_attn_varlen_func`; only "dealt" depends on them.
+        layout: "contiguous", "zigzag" (chunks r and 2P-1-r of 2P), or "load_balanced" (by the work of the documents).
+        cu_seqlens: the documents of a pack, as for `dist_flash_attn_varlen_func`; only "load_balanced" depends on them.
 
     Raises:
         UnsupportedError: a length that does not divide among the ranks (names the next that does), an unknown layout, a
@@ -125,7 +125,7 @@ def layout_of_tokens(name: str, length: int, ranks: int, cu_seqlens: CuSeqlens =
     """
     if cu_seqlens is None:
         return by_name(name, length, ranks)
-    return layout_of(name, dealt_mask(offsets_of(cu_seqlens), length), ranks)
+    return layout_of(name, balancing_mask(offsets_of(cu_seqlens), length), ranks)
 
 
 def positions_of(whole: Layout, rank: int, device: torch.device | str | None = None) -> torch.Tensor:

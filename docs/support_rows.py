@@ -83,11 +83,11 @@ def _kernel_lines() -> dict[str, list[str]]:
 
 def _schedule_lines() -> dict[str, list[str]]:
     lines = {}
-    for schedule, layout in (*_SCHEDULES.items(), ("greedy", "contiguous"), ("dealt", "dealt")):
+    for schedule, layout in (*_SCHEDULES.items(), ("greedy", "contiguous"), ("load_balanced", "load_balanced")):
         plain = _GREEDY if schedule == "greedy" else _ANY_RANKS
         one = [plain.format(schedule=schedule, layout=layout, mask=mask) for mask in _MASKS]
         packs = [_PACKS.format(schedule=schedule, layout=layout, mask=mask) for mask in _PACK_MASKS]
-        lines[f"`{schedule}`, {layout} tokens"] = ([""] * len(_MASKS) if schedule == "dealt" else one) + packs
+        lines[f"`{schedule}`, {layout} tokens"] = ([""] * len(_MASKS) if schedule == "load_balanced" else one) + packs
     return lines
 
 

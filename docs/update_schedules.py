@@ -19,7 +19,7 @@ DOCS = Path(__file__).parent
 TOKENS = 65536
 SHAPE = AttentionShape(kv_heads=8)
 PACK_SHAPE = AttentionShape(heads=64, kv_heads=8)
-FOR_PACKS = ("dealt", "greedy")
+FOR_PACKS = ("load_balanced", "greedy")
 
 
 def costs(ranks: int) -> str:
@@ -86,7 +86,7 @@ def packs() -> str:
     ]
     for ranks, seed in ((4, 0), (8, 0), (8, 2), (16, 1), (16, 2)):
         mask = pack(ranks, seed)
-        for name in ("ring", "balanced", "greedy", "dealt"):
+        for name in ("ring", "balanced", "greedy", "load_balanced"):
             plan = plan_named(name, mask, ranks)
             sent = bytes_sent(plan, PACK_SHAPE)
             seconds = simulate(plan, PACK_SHAPE, H200_NVLINK).makespan

@@ -64,7 +64,7 @@ class KernelAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
         """(dq, dk, dv), and nothing for the rest."""
         q, k, v, out, lse = ctx.saved_tensors
-        if ctx.kernel.reads == "delta":
+        if ctx.kernel.backward_needs == "delta":
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2).contiguous()
             saved = Saved(lse, delta=delta)
         else:

@@ -83,8 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     DistAttentionConfig.add_arguments(parser, prefix="--")
     for action in parser._actions:
         if action.dest == "layout":
-            action.choices = ("contiguous", "zigzag", "dealt")
-            action.help = "Which tokens a rank holds; dealt is for packed documents. Default: %(default)s."
+            action.choices = ("contiguous", "zigzag", "load_balanced")
+            action.help = "Which tokens a rank holds; load_balanced is for packed documents. Default: %(default)s."
         elif action.dest in _OF_LAYERS:
             action.help = argparse.SUPPRESS
     return parser

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import platform
 import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dfa_megatron import __version__
-
 if TYPE_CHECKING:
     from dfa_megatron.doctor.kernel_survey import Verdict
     from dfa_megatron.doctor.kernel_trial import Trial
 
-PACKAGES = (
-    "torch", "triton", "flash-attn-4", "flash_attn_3", "flash-attn", "transformer-engine",
-    "megatron-core", "deepspeed", "transformers",
-)  # fmt: skip
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -61,9 +53,10 @@ def run(args: argparse.Namespace) -> int:
 
         return measure_and_save(args, shape_of(args))
     from dfa_megatron.doctor.kernel_survey import automatic, examine
+    from dfa_megatron.doctor.machine import devices, p2p_access, versions
 
     shape = shape_of(args)
-    machine = {"versions": versions(), "devices": devices(), "peers": peers()}
+    machine = {"versions": versions(), "devices": devices(), "p2p_access": p2p_access()}
     if not args.json:
         print(_machine(machine))
 
@@ -115,50 +108,6 @@ def shape_of(args: argparse.Namespace) -> Trial:
     )  # fmt: skip
 
 
-def versions() -> dict[str, str]:
-    """Of this package, Python, PyTorch's libraries, and the optional packages that are installed."""
-    import torch
-
-    found = {"dfa-megatron": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if torch.version.cuda and torch.cuda.is_available():
-        found["cuda"] = torch.version.cuda
-        found["cudnn"] = str(torch.backends.cudnn.version())
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
-
-
-def devices() -> list[dict[str, Any]]:
-    """The GPUs that PyTorch sees."""
-    import torch
-
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "index": index,
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "gib": round(properties.total_memory / 2**30, 1),
-                "multiprocessors": properties.multi_processor_count,
-            }
-        )
-    return found
-
-
-def peers() -> list[list[bool]]:
-    """Whether GPU i reaches the memory of GPU j; true for itself."""
-    import torch
-
-    count = torch.cuda.device_count()
-    return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
-
-
 def _machine(machine: dict[str, Any]) -> str:
     lines = ["versions"]
     lines += textwrap.wrap(
@@ -171,9 +120,9 @@ def _machine(machine: dict[str, Any]) -> str:
         lines.append(f"  cuda:{gpu['index']}  {gpu['name']}, compute capability {gpu['capability']}, {where}")
     if not machine["devices"]:
         lines.append("  no CUDA device")
-    if len(machine["peers"]) > 1:
+    if len(machine["p2p_access"]) > 1:
         lines.append("links (+ direct access to the other's memory, - through the host)")
-        for index, row in enumerate(machine["peers"]):
+        for index, row in enumerate(machine["p2p_access"]):
             lines.append(f"  cuda:{index}  " + " ".join("+-"[not reached] for reached in row))
     return "\n".join(lines)
 

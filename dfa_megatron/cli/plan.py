@@ -86,7 +86,7 @@ def add_parser(subparsers: Any) -> None:
     shape.add_argument("--kv-heads", type=int, help="key and value heads (default: as many as query heads)")
     shape.add_argument("--head-dim", type=int, help="of a head (default: 128)")
     shape.add_argument(
-        "--payload", default="out", help="what a helped pair's backward sends: out, delta (default: out)"
+        "--backward-needs", default="out", help="what a helped pair's backward sends: out, delta (default: out)"
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument(
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         args.heads,
         args.heads if args.kv_heads is None else args.kv_heads,
         args.head_dim,
-        payload=args.payload,
+        backward_needs=args.backward_needs,
     )
     hardware = _hardware(args)
     degree = args.ulysses_degree or cheapest_degree(

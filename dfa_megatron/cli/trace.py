@@ -100,7 +100,7 @@ def _both(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
         step()
     prepared = in_use()[-1]
     hardware = profile_of(args.hardware, device == "cuda", prepared.channel, prepared.kernel.name)
-    shape = dataclasses.replace(shape_of(prepared.request, q, k, v), payload=prepared.format.reads)
+    shape = dataclasses.replace(shape_of(prepared.request, q, k, v), backward_needs=prepared.format.backward_needs)
     phases = (prepared.plan.forward, prepared.plan.backward)
     return (
         [(plan, simulate(plan, shape, hardware)) for plan in phases],

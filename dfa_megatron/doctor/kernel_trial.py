@@ -86,7 +86,7 @@ class Trial:
 
 def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Saved:
     """What the kernel's backward reads of a forward, and nothing else."""
-    if kernel.reads == "out":
+    if kernel.backward_needs == "out":
         return Saved(lse, out=out)
     wide = accumulator_dtype(out.dtype)
     return Saved(lse, delta=(dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).contiguous())

@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dfa_megatron.doctor.machine import devices, versions
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost import profile as profiles
 from dfa_megatron.plan.cost.hardware import Hardware, Link
@@ -69,7 +70,7 @@ def measure(kernel: BlockKernel, shape: Trial, name: str) -> tuple[Hardware, dic
     forward, backward = (tuple(sorted(curves[phase])) for phase in ("forward", "backward"))
     hardware = Hardware(name, forward, backward, links, overhead, nodes, network, several)
     measured = {
-        "versions": doctor.versions(), "devices": doctor.devices(), "kernel": kernel.name,
+        "versions": versions(), "devices": devices(), "kernel": kernel.name,
         "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "dtype": str(shape.dtype),
         "launch_overhead": overhead, "blocks": timings, "exchanges": exchanges, "all_to_alls": all_to_alls,
     }  # fmt: skip

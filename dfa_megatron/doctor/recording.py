@@ -1,4 +1,4 @@
-"""Recording a real run: when each kernel call, fold and batch of messages ran, in the form that the simulator gives."""
+"""Record a real run: when each kernel call, merge and batch of messages ran, in the form that the simulator gives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from dfa_megatron.plan.cost.simulate import Event, Timeline
 from dfa_megatron.plan.language.grid import cell
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.plan.language.program import Call, Fold, Message
+from dfa_megatron.plan.language.program import Call, Merge, Message
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.communicator import Parcel
 from dfa_megatron.runtime.comm.transport import Around, Transport
@@ -89,7 +89,7 @@ def gathered(recording: Recording, plan: Plan, channel: Channel | None) -> Timel
 
 
 class RecordedTensors(Tensors):
-    """The algebra with a mark before and after each kernel call and fold."""
+    """The algebra with a mark before and after each kernel call and merge."""
 
     def __init__(self, algebra: Tensors, plan: Plan, recording: Recording) -> None:
         self.__dict__.update(algebra.__dict__)
@@ -105,11 +105,11 @@ class RecordedTensors(Tensors):
         super().compute(call)
         self.note("compute", cell(self.plan, call.blocks), start, self.mark())
 
-    def fold(self, fold: Fold) -> None:
-        """See `Tensors.fold`."""
+    def merge(self, merge: Merge) -> None:
+        """See `Tensors.merge`."""
         start = self.mark()
-        super().fold(fold)
-        self.note("compute", f"fold {fold.source.name}", start, self.mark())
+        super().merge(merge)
+        self.note("compute", f"merge {merge.source.name}", start, self.mark())
 
     def mark(self, stream: torch.cuda.Stream | None = None) -> Mark:
         """Now, on a stream: the current one if none is given."""

@@ -73,7 +73,7 @@ class BlockKernel(Protocol):
     """One way to compute a block. Implementations are stateless."""
 
     name: str
-    reads: Literal["delta", "out"]
+    backward_needs: Literal["delta", "out"]
     """What its backward takes of the forward beside lse; it decides what a helped rank puts on the wire."""
 
     def refusal(self, need: Need) -> str | None:
@@ -121,7 +121,7 @@ class Capping:
 class VarlenKernel(BlockKernel, Protocol):
     """A block kernel that computes several segments of a call at once, for a batch of one.
 
-    Rows of no segment get the identity of the fold: out 0 and lse -inf, gradients 0.
+    Rows of no segment get the identity of the merge: out 0 and lse -inf, gradients 0.
     """
 
     def forward_segments(

@@ -1,4 +1,4 @@
-"""Folding partials: (out, lse) pairs merge, gradients add; both associative, both straight into the dtype wanted."""
+"""Merging partials: (out, lse) pairs merge, gradients add; both associative, both straight into the dtype wanted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 """(out, lse): out (batch, rows, heads, head_dim), lse (batch, heads, rows); views allowed."""
 
 MOST_PARTS = 4
-"""How many partials are folded at once."""
+"""How many partials are merged at once."""
 
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,10 +39,10 @@ def merge(parts: Sequence[Partial], into: Partial) -> None:
     """
     tensors = [x for part in (*parts, into) for x in part]
     if _fusable(*tensors):
-        from dfa_megatron.kernels.triton import merge as triton_fold
+        from dfa_megatron.kernels.triton import merge as triton_merge
 
-        if all(triton_fold.takes(*part) for part in (*parts, into)):
-            triton_fold.merge(parts, into)
+        if all(triton_merge.takes(*part) for part in (*parts, into)):
+            triton_merge.merge(parts, into)
             return
     _merge_by_operations(parts, into)
 
@@ -53,9 +53,9 @@ def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
     `into` is the first part, or memory of its own.
     """
     if _fusable(*parts, into) and all(_dense_rows(x) for x in (*parts, into)):
-        from dfa_megatron.kernels.triton import merge as triton_fold
+        from dfa_megatron.kernels.triton import merge as triton_merge
 
-        triton_fold.add(parts, into)
+        triton_merge.add(parts, into)
         return
     high = _high(*parts, into)
     total = parts[0] if parts[0] is into and into.dtype == high else parts[0].to(high, copy=True)
@@ -96,7 +96,7 @@ def _fusable(*tensors: torch.Tensor) -> bool:
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Compile the kernels once and compare: no C compiler or an odd driver makes folding slower, not impossible."""
+    """Compile the kernels once and compare: no C compiler or an odd driver makes merging slower, not impossible."""
     why = triton_refusal()
     if why is None:
         try:
@@ -104,13 +104,13 @@ def _works(device: torch.device) -> bool:
         except Exception as error:  # noqa: BLE001 -- Triton's compiler and launcher raise anything
             why = f"Triton failed: {type(error).__name__}: {error}"
     if why is not None:
-        logger.warning("partials are folded by PyTorch's operations on %s, which is slower: %s", device, why)
+        logger.warning("partials are merged by PyTorch's operations on %s, which is slower: %s", device, why)
     return why is None
 
 
 def _difference(device: torch.device) -> str | None:
-    """Fold a few rows both ways, with -inf on either side and on both."""
-    from dfa_megatron.kernels.triton import merge as triton_fold
+    """Merge a few rows both ways, with -inf on either side and on both."""
+    from dfa_megatron.kernels.triton import merge as triton_merge
 
     rows = torch.arange(4 * 6 * 8, dtype=torch.float32, device=device)
     out, other = torch.sin(rows).view(1, 4, 6, 8), torch.cos(rows).view(1, 4, 6, 8)
@@ -118,18 +118,18 @@ def _difference(device: torch.device) -> str | None:
     lse[0, :2] = other_lse[0, 1:3] = -math.inf
     want, got = (out.clone(), lse.clone()), (out.clone(), lse.clone())
     _merge_by_operations([want, (other, other_lse), (out, lse)], want)
-    triton_fold.merge([got, (other, other_lse), (out, lse)], got)
+    triton_merge.merge([got, (other, other_lse), (out, lse)], got)
     same = torch.allclose(got[0], want[0], rtol=1e-5, atol=1e-6) and torch.allclose(got[1], want[1], rtol=1e-5)
     total = torch.empty_like(out)
-    triton_fold.add([out, other], total)
+    triton_merge.add([out, other], total)
     return None if same and torch.equal(total, out + other) else "the Triton kernels' numbers are wrong here"
 
 
 def row_dot(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """delta = rowsum(dout * out), (batch, heads, rows) in the accumulator's dtype (paper, section 3.2)."""
     if _fusable(dout, out) and dout.stride(-1) == out.stride(-1) == 1:
-        from dfa_megatron.kernels.triton import merge as triton_fold
+        from dfa_megatron.kernels.triton import merge as triton_merge
 
-        return triton_fold.row_dot(dout, out)
+        return triton_merge.row_dot(dout, out)
     high = accumulator_dtype(dout.dtype)
     return (dout.to(high) * out.to(high)).sum(-1).transpose(1, 2).contiguous()

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.language.program import Call, Fold, Message, Program, Step
+from dfa_megatron.plan.language.program import Call, Merge, Message, Program, Step
 
 
 class Algebra(Protocol):
@@ -21,19 +21,19 @@ class Algebra(Protocol):
         ...
 
     def open(self, buffer: int) -> None:
-        """Set an accumulator to the identity of its fold."""
+        """Set an accumulator to the identity of its merge."""
         ...
 
     def compute(self, call: Call) -> None:
-        """Run one kernel call and fold its results into its writes."""
+        """Run one kernel call and merge its results into its writes."""
         ...
 
-    def fold(self, fold: Fold) -> None:
-        """Fold a landed partial into an accumulator."""
+    def merge(self, merge: Merge) -> None:
+        """Merge a landed partial into an accumulator."""
         ...
 
     def end(self, step: int) -> None:
-        """The step's compute and folds are issued."""
+        """The step's compute and merges are issued."""
         ...
 
 
@@ -51,8 +51,8 @@ def rank_loop(program: Program, algebra: Algebra) -> Generator[Event, None, None
         for call in step.calls:
             algebra.compute(call)
         yield "land", number, step
-        for fold in step.folds:
-            algebra.fold(fold)
+        for merge in step.merges:
+            algebra.merge(merge)
         algebra.end(number)
 
 

@@ -71,8 +71,8 @@ def mask_of(offsets: Offsets, length: int, *, causal: bool, window_size: tuple[i
     return documents([hi - lo for lo, hi in pairwise(offsets)], causal=causal, window_size=window_size)
 
 
-def dealt_mask(offsets: Offsets, length: int) -> Mask:
-    """The work by which the layout "dealt" deals tokens, whatever the attention of a layer: causal documents."""
+def balancing_mask(offsets: Offsets, length: int) -> Mask:
+    """The mask that "load_balanced" shares tokens out by, whatever a layer attends to: causal documents."""
     return mask_of(offsets, length, causal=True, window_size=(-1, -1))
 
 

@@ -62,14 +62,14 @@ def _timed_as(
     kernel = kernels.first(request.kernel, _need(request, forms, q, k, v))
     shape = shape_of(request, q, k, v)
     if kernel is not None:
-        shape = dataclasses.replace(shape, payload=kernels.get(kernel).reads)
+        shape = dataclasses.replace(shape, backward_needs=kernels.get(kernel).backward_needs)
     return shape, profile_of(request.hardware, q.is_cuda, over, kernel)
 
 
 def format_of(request: Request, kernel: BlockKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Format:
     """The sizes and dtypes of what travels for such tensors."""
     wire = wire_dtype(request, q)
-    return Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, kernel.reads)
+    return Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, kernel.backward_needs)
 
 
 def degree_of(request: Request, over: Channel | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:

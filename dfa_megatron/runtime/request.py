@@ -13,7 +13,7 @@ from dfa_megatron.config import check_options
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.mask import Mask, of_window
 from dfa_megatron.runtime.comm.channel import Guard
-from dfa_megatron.runtime.cu_seqlens import Offsets, dealt_mask, mask_of
+from dfa_megatron.runtime.cu_seqlens import Offsets, balancing_mask, mask_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +82,16 @@ class Request:
             UnsupportedError: the documents are not those of so many tokens, or the layout needs some.
         """
         if not self.cu_seqlens:
-            if self.layout == "dealt":
-                why, instead = "its tokens are dealt by documents", "dist_flash_attn_varlen_func"
-                raise UnsupportedError("layout 'dealt' without cu_seqlens", why, instead)
+            if self.layout == "load_balanced":
+                why, instead = "its tokens are load_balanced by documents", "dist_flash_attn_varlen_func"
+                raise UnsupportedError("layout 'load_balanced' without cu_seqlens", why, instead)
             return of_window(length, self.causal, self.window_size)
         mask = mask_of(self.cu_seqlens, length, causal=self.causal, window_size=self.window_size)
-        return replace(mask, dealt_by=dealt_mask(self.cu_seqlens, length)) if self.layout == "dealt" else mask
+        return (
+            replace(mask, balanced_by=balancing_mask(self.cu_seqlens, length))
+            if self.layout == "load_balanced"
+            else mask
+        )
 
     @property
     def guard(self) -> Guard:

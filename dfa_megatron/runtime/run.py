@@ -47,7 +47,7 @@ def backward_algebra(
 
 def read_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """What the kernel's backward reads of rows beside their lse: out, or delta (batch, heads, rows), computed once."""
-    return row_dot(dout, out) if prepared.format.reads == "delta" else out
+    return row_dot(dout, out) if prepared.format.backward_needs == "delta" else out
 
 
 def run_forward(

@@ -17,6 +17,7 @@ from dfa_megatron.cli.main import build_parser, main
 from dfa_megatron.doctor import kernel_survey as examine
 from dfa_megatron.doctor import measure_profile as profile
 from dfa_megatron.doctor.link_probe import fit, neighbours
+from dfa_megatron.doctor.machine import devices, p2p_access
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.plan.cost import profile as profiles
 from dfa_megatron.plan.cost.hardware import Hardware
@@ -79,7 +80,7 @@ def test_gpus_and_their_links_are_shown(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: i + j != 3)
-    text = doctor._machine({"versions": {"torch": "2"}, "devices": doctor.devices(), "peers": doctor.peers()})
+    text = doctor._machine({"versions": {"torch": "2"}, "devices": devices(), "p2p_access": p2p_access()})
     assert "cuda:1  NVIDIA X, compute capability 9.0, 140.0 GiB, 132 multiprocessors" in text
     assert text.splitlines()[-3:] == ["  cuda:0  + + +", "  cuda:1  + + -", "  cuda:2  + - +"]
 

@@ -58,7 +58,7 @@ def test_every_kernel_keeps_the_contract_and_has_its_name_in_the_options() -> No
     assert all(isinstance(kernel, BlockKernel) for kernel in kernels.KERNELS.values())
     assert ("auto", *sorted(kernels.KERNELS)) == ("auto", *sorted(set(CONFIG_NAMES) - {"auto"}))
     assert list(kernels.KERNELS) == ["flash4", "flash3", "cudnn", "flash2", "aten", "cpu", "triton", "reference"]
-    assert {name: kernel.reads for name, kernel in kernels.KERNELS.items()} == {
+    assert {name: kernel.backward_needs for name, kernel in kernels.KERNELS.items()} == {
         "flash4": "delta",
         "flash3": "out",
         "flash2": "out",

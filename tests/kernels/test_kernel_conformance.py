@@ -188,7 +188,7 @@ def problem(case: Case, dtype: torch.dtype, device: str, *, gain: float = 1.0) -
 
 def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Saved:
     """What the kernel reads, and nothing else."""
-    if kernel.reads == "out":
+    if kernel.backward_needs == "out":
         return Saved(lse=lse, out=out)
     wide = accumulator_dtype(out.dtype)
     return Saved(lse=lse, delta=(dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2))

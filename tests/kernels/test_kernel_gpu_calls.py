@@ -427,7 +427,9 @@ def test_gpu_kernels_give_their_operators_what_these_mean(
         assert_close(out, want[0], tolerance=1e-4, name="out")
         assert_close(lse, want[1], tolerance=1e-6, name="lse")
         strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (want[1], delta)]
-        saved = Saved(strided[0], delta=strided[1]) if kernel.reads == "delta" else Saved(strided[0], out=out_x)
+        saved = (
+            Saved(strided[0], delta=strided[1]) if kernel.backward_needs == "delta" else Saved(strided[0], out=out_x)
+        )
         got = kernel.backward(dout_x, q_x, k_x, v_x, saved, band=band, softmax_scale=0.3, deterministic=False)
         for name, g, w in zip(("dq", "dk", "dv"), got, want_gradients, strict=True):
             assert g.shape == w.shape
@@ -471,7 +473,7 @@ def test_gpu_kernels_give_their_packed_operators_what_segments_mean(kernel: Bloc
     for name, g, w in zip(("out", "lse"), got, want, strict=True):
         assert g.shape == w.shape
         assert_close(g, w, tolerance=1e-4, name=name)
-    saved = known if kernel.reads == "delta" else Saved(want[1], out=want[0])
+    saved = known if kernel.backward_needs == "delta" else Saved(want[1], out=want[0])
     gradients = packed.backward(kernel, dout, q, k, v, saved, deterministic=False, **options)
     for name, g, w in zip(("dq", "dk", "dv"), gradients, want_gradients, strict=True):
         assert g.shape == w.shape

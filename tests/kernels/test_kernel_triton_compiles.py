@@ -62,11 +62,11 @@ def test_attention_compiles(name: str, packed: bool, cap: float, alibi: bool, bo
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_folds_compile(count: int) -> None:
-    from dfa_megatron.kernels.triton import merge as triton_fold
+def test_merges_compile(count: int) -> None:
+    from dfa_megatron.kernels.triton import merge as triton_merge
 
     types = dict.fromkeys(("out0", "out1", "out2", "out3", "into_out", "x0", "x1", "x2", "x3", "into"), "*bf16")
     types |= dict.fromkeys(("lse0", "lse1", "lse2", "lse3", "into_lse"), "*fp32")
     merge = {"COUNT": count, "DIM": 128, "BLOCK_ROWS": 32, "BLOCK_D": 128}
-    assert shared_bytes(triton_fold._merge, types, merge, 90, num_warps=4) < SHARED[90]
-    assert shared_bytes(triton_fold._add, types, {"COUNT": count, "BLOCK": 4096}, 90, num_warps=8) < SHARED[90]
+    assert shared_bytes(triton_merge._merge, types, merge, 90, num_warps=4) < SHARED[90]
+    assert shared_bytes(triton_merge._add, types, {"COUNT": count, "BLOCK": 4096}, 90, num_warps=8) < SHARED[90]

@@ -33,7 +33,7 @@ CHOSEN = {
         "float32 and several": ["full and documents", "tokens", "gaps", "causal", "windows"],
         "bfloat16 and several": ["gaps"],
     },
-    "test_kernel_fold.py": {"": []},
+    "test_kernel_merge.py": {"": []},
     "test_kernel_alibi.py": {
         "float32 and alibi": ["2.0 and apart and window", "0.0 and apart and full"],
         "float32 and segments": [],
@@ -54,7 +54,7 @@ def expression(chosen: dict[str, list[str]]) -> str:
     [
         ("test_kernel_conformance.py", 26),
         ("test_kernel_segments.py", 11),
-        ("test_kernel_fold.py", 75),
+        ("test_kernel_merge.py", 75),
         ("test_kernel_softcap.py", 9),
         ("test_kernel_alibi.py", 4),
     ],

@@ -59,7 +59,7 @@ def round_trips(rank: int, world_size: int) -> None:
 def packs(rank: int, world_size: int) -> None:
     """Every layout of a pack: positions count in the documents, and the way back is exact."""
     draw = random.Random(world_size)
-    for layout in (*LAYOUTS, "dealt"):
+    for layout in (*LAYOUTS, "load_balanced"):
         length = 6 * world_size
         offsets = (0, *sorted(draw.sample(range(1, length), draw.randint(0, 4))), length)
         cu_seqlens = torch.tensor(offsets, dtype=torch.int32)

@@ -60,12 +60,12 @@ def test_auto_takes_greedy_where_the_work_of_a_pack_lies_on_one_side() -> None:
 def test_auto_does_not_ask_for_help_where_work_is_even() -> None:
     looked_at = {c.schedule: c for c in candidates(causal(8 * 4096), 8)}
     assert looked_at["greedy"].refusal == "the work of balanced_shared is even"
-    assert "zigzag deals" in looked_at["dealt"].refusal
+    assert "zigzag deals" in looked_at["load_balanced"].refusal
 
 
-def test_auto_deals_the_tokens_of_a_pack_where_it_may() -> None:
+def test_auto_balances_the_tokens_of_a_pack_where_it_may() -> None:
     mask = documents([2 * 8192, 3 * 8192, *[256] * 96])
-    assert make_plan(mask, 8, shape=AttentionShape(heads=64, kv_heads=8)).schedule == "dealt"
+    assert make_plan(mask, 8, shape=AttentionShape(heads=64, kv_heads=8)).schedule == "load_balanced"
 
 
 def test_nodes_bring_gateways_that_a_slow_network_needs() -> None:
@@ -102,11 +102,14 @@ def test_equal_requests_give_the_same_plan_without_planning_again() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"schedule": "circle"}, "one of auto, balanced_shared, balanced, zigzag, dealt, ring, greedy"),
-        ({"layout": "spiral"}, "one of auto, contiguous, zigzag, dealt"),
+        ({"schedule": "circle"}, "one of auto, balanced_shared, balanced, zigzag, load_balanced, ring, greedy"),
+        ({"layout": "spiral"}, "one of auto, contiguous, zigzag, load_balanced"),
         ({"schedule": "zigzag", "layout": "contiguous"}, "needs layout 'zigzag'"),
         ({"schedule": "ring", "ranks": 0}, "one at least"),
-        ({"ranks": 7}, "balanced_shared, balanced, dealt, ring, greedy: .* multiple of 7; zigzag: .* multiple of 14"),
+        (
+            {"ranks": 7},
+            "balanced_shared, balanced, load_balanced, ring, greedy: .* multiple of 7; zigzag: .* multiple of 14",
+        ),
         ({"ranks": 7, "layout": "contiguous"}, "zigzag: it needs layout 'zigzag'"),
     ],
 )
@@ -132,12 +135,14 @@ def test_what_auto_takes_for_a_pack_has_been_simulated_and_is_the_best_of_all_si
     assert taken.seconds <= least * (1 + TIE)
 
 
-def test_no_degree_is_taken_that_dealt_tokens_do_not_allow() -> None:
+def test_no_degree_is_taken_that_load_balanced_tokens_do_not_allow() -> None:
     """Exchanging heads would be cheapest here, and ranks that exchange them hold tokens of other documents."""
     mask, shape = documents([21], causal=True), AttentionShape(heads=3, kv_heads=1, head_dim=8, head_dim_v=1)
-    degree = cheapest_degree(mask, 3, schedule="auto", layout="dealt", shape=shape, hardware=H200_NVLINK, kept=False)
+    degree = cheapest_degree(
+        mask, 3, schedule="auto", layout="load_balanced", shape=shape, hardware=H200_NVLINK, kept=False
+    )
     assert degree == 1
     looked_at = candidates(mask, 3, shape=shape, hardware=H200_NVLINK, degrees=True)
-    assert all(not one.plan for one in looked_at if one.name == "dealt" and one.ulysses_degree > 1)
-    with pytest.raises(UnsupportedError, match=r"ulysses_degree=3 in layout 'dealt' .* hold tokens"):
-        split_tokens(3, 0, 3, "dealt", 7)
+    assert all(not one.plan for one in looked_at if one.name == "load_balanced" and one.ulysses_degree > 1)
+    with pytest.raises(UnsupportedError, match=r"ulysses_degree=3 in layout 'load_balanced' .* hold tokens"):
+        split_tokens(3, 0, 3, "load_balanced", 7)

@@ -107,7 +107,7 @@ def test_every_mask_can_be_shown(mask: list[str], capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--schedule", "circle"], "one of auto, balanced_shared, balanced, zigzag, dealt, ring, greedy"),
+        (["--schedule", "circle"], "one of auto, balanced_shared, balanced, zigzag, load_balanced, ring, greedy"),
         (
             ["--mask", "polka"],
             "one of causal, full, window, documents, full-documents, window-documents, prefix, prefix-doc",

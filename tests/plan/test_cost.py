@@ -20,7 +20,7 @@ TOKENS = 16
 
 def units(plan: Plan, group: int = 1, payload: str = "out") -> tuple[list[float], list[float]]:
     """Sent and received per rank in units of one rank's q: lse and delta left out, `group` query heads per kv head."""
-    shape = AttentionShape(heads=8, kv_heads=8 // group, head_dim=4, accumulator_bytes=0, payload=payload)  # type: ignore[arg-type]
+    shape = AttentionShape(heads=8, kv_heads=8 // group, head_dim=4, accumulator_bytes=0, backward_needs=payload)  # type: ignore[arg-type]
     unit = bytes_of("q", plan.mask.length // plan.ranks, shape)
     return [b / unit for b in bytes_sent(plan, shape)], [b / unit for b in bytes_received(plan, shape)]
 
@@ -38,7 +38,7 @@ def units(plan: Plan, group: int = 1, payload: str = "out") -> tuple[list[float]
 )
 def test_balanced_moves_the_bytes_of_the_published_table(ranks: int, phase: str, payload: str, sent: list[int]) -> None:
     plan = getattr(plan_named("balanced", causal(ranks * TOKENS), ranks), phase)
-    assert units(plan, payload=payload) == (sent, sent[::-1])
+    assert units(plan, backward_needs=payload) == (sent, sent[::-1])
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 16])

@@ -17,7 +17,7 @@ from tests.support import oracle
 from tests.support.plan_cases import every_mask, heterogeneous_masks
 from tests.support.plan_dense import reference
 
-ROUTED = ("balanced", "balanced_shared", "zigzag", "dealt", "greedy")
+ROUTED = ("balanced", "balanced_shared", "zigzag", "load_balanced", "greedy")
 
 
 def crossings(plan: Plan, node: int) -> Counter[tuple[str, int, int]]:

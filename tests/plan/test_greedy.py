@@ -1,4 +1,4 @@
-"""Packs: greedy helpers even out the work of contiguous tokens, and dealt tokens need no help."""
+"""Packs: greedy helpers even out the work of contiguous tokens, and load_balanced tokens need no help."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dfa_megatron.plan.language.mask import Mask, documents
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import SCHEDULES, plan_named
-from dfa_megatron.plan.schedules.load_balanced import Prices, dealt, layout_of
+from dfa_megatron.plan.schedules.load_balanced import Prices, layout_of, load_balanced
 from tests.support.plan_cases import every_mask, heterogeneous_masks
 
 LOCAL = 8192
@@ -98,7 +98,7 @@ def test_greedy_evens_out_every_mask(ranks: int) -> None:
             assert imbalance(forward("greedy", case.mask, ranks)) <= 1.15, case.mask.name
 
 
-# Dealt tokens.
+# load_balanced tokens.
 
 
 def held(mask: Mask, layout: Layout) -> tuple[list[int], list[int]]:
@@ -112,18 +112,18 @@ def held(mask: Mask, layout: Layout) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5, 8, 16, 64])
 @pytest.mark.parametrize("seed", range(3))
-def test_dealt_tokens_are_equal_in_number_and_in_work(ranks: int, seed: int) -> None:
+def test_load_balanced_tokens_are_equal_in_number_and_in_work(ranks: int, seed: int) -> None:
     mask = documents(pack(ranks * LOCAL, seed))
-    tokens, work = held(mask, dealt(mask, ranks))
+    tokens, work = held(mask, load_balanced(mask, ranks))
     assert set(tokens) == {LOCAL}
     assert max(work) * ranks / sum(work) <= 1.05
 
 
-def test_dealt_tokens_are_a_cover_in_order_on_every_mask() -> None:
+def test_load_balanced_tokens_are_a_cover_in_order_on_every_mask() -> None:
     rng = random.Random(5)
     for ranks in (1, 2, 3, 7):
         for case in [*every_mask(ranks * 12, rng), *heterogeneous_masks(ranks * 12, rng)]:
-            layout = dealt(case.mask, ranks)
+            layout = load_balanced(case.mask, ranks)
             tokens, _ = held(case.mask, layout)
             assert set(tokens) == {12}
             assert [chunk.lo for chunk in layout.chunks] == [0, *(chunk.hi for chunk in layout.chunks[:-1])]
@@ -131,15 +131,15 @@ def test_dealt_tokens_are_a_cover_in_order_on_every_mask() -> None:
             assert sorted(everywhere) == list(range(ranks * 12))
 
 
-def test_a_length_that_does_not_divide_is_dealt_to_within_one_token() -> None:
-    tokens, _ = held(documents([50, 53]), dealt(documents([50, 53]), 4))
+def test_a_length_that_does_not_divide_is_load_balanced_to_within_one_token() -> None:
+    tokens, _ = held(documents([50, 53]), load_balanced(documents([50, 53]), 4))
     assert sorted(tokens) == [25, 26, 26, 26]
     with pytest.raises(UnsupportedError, match="for example 104 tokens"):
-        layout_of("dealt", documents([50, 53]), 4)
+        layout_of("load_balanced", documents([50, 53]), 4)
 
 
-def test_one_causal_sequence_is_dealt_as_zigzag() -> None:
-    layout = dealt(masks.causal(8 * 512), 8)
+def test_one_causal_sequence_is_load_balanced_as_zigzag() -> None:
+    layout = load_balanced(masks.causal(8 * 512), 8)
     tokens, work = held(masks.causal(8 * 512), layout)
     assert set(tokens) == {512}
     assert max(work) / min(work) < 1.01
@@ -152,10 +152,10 @@ def test_short_documents_stay_on_one_rank_and_send_nothing() -> None:
         lengths = [rng.randint(100, 900) for _ in range(60)]
         lengths += [16 * 4096 - sum(lengths)]
         mask = documents(lengths)
-        layout = dealt(mask, 16)
+        layout = load_balanced(mask, 16)
         cut = [part for part in components(mask) if not any(chunk & part.span == part.span for chunk in layout.chunks)]
         assert [part.span for part in cut] == [Span(sum(lengths[:-1]), 16 * 4096)]
-        plan = SCHEDULES["dealt"].plan(mask, 16, FORWARD)
+        plan = SCHEDULES["load_balanced"].plan(mask, 16, FORWARD)
         moved = {transfer.chunk for transfer in plan.transfers}
         assert all(
             any(plan.layout.chunks[chunk] & part.span == plan.layout.chunks[chunk] for part in cut) for chunk in moved
@@ -165,7 +165,7 @@ def test_short_documents_stay_on_one_rank_and_send_nothing() -> None:
 def test_a_slow_link_cuts_fewer_documents() -> None:
     mask = documents(pack(8 * LOCAL, 3))
     pair = 1e-11
-    near, far = (dealt(mask, 8, Prices(pair, token, 0.0)) for token in (0.0, 1e-4))
+    near, far = (load_balanced(mask, 8, Prices(pair, token, 0.0)) for token in (0.0, 1e-4))
     assert len(far.chunks) < len(near.chunks)
 
 
@@ -203,11 +203,11 @@ def test_dealing_512_documents_to_64_ranks_takes_milliseconds() -> None:
     lengths = [max(1, int(weight * 60 * LOCAL / sum(weights))) for weight in weights]
     mask = documents([*lengths, 64 * LOCAL - sum(lengths)])
     start = time.process_time()
-    dealt(mask, 64)
+    load_balanced(mask, 64)
     assert time.process_time() - start < 0.05
 
 
-@pytest.mark.parametrize("schedule", ["greedy", "dealt"])
+@pytest.mark.parametrize("schedule", ["greedy", "load_balanced"])
 def test_packs_are_planned_and_checked(schedule: str) -> None:
     for ranks, seed in ((4, 0), (8, 1), (16, 2)):
         plan = plan_named(schedule, documents(pack(ranks * LOCAL, seed)), ranks)

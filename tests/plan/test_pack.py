@@ -98,7 +98,7 @@ def test_parts_of_a_document_from_several_ranks_are_one_segment_of_one_call(phas
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("schedule", ["dealt", "greedy", "zigzag"])
+@pytest.mark.parametrize("schedule", ["load_balanced", "greedy", "zigzag"])
 def test_what_lands_in_a_step_lies_in_one_buffer_in_the_order_of_the_sequence(schedule: str, seed: int) -> None:
     draw = random.Random(seed)
     lengths = [draw.choice([1, 2, 9, 17, 40]) for _ in range(12)]

@@ -66,7 +66,7 @@ def test_rows_are_the_tokens_that_the_checker_finds_in_them(ranks: int) -> None:
             compare(plan)
 
 
-@pytest.mark.parametrize("name", ["zigzag", "dealt"])
+@pytest.mark.parametrize("name", ["zigzag", "load_balanced"])
 def test_fused_calls_do_have_rows_of_tokens_that_lie_apart(name: str) -> None:
     draw, apart = random.Random(name), 0
     for case in (*every_mask(48, draw), *heterogeneous_masks(48, draw)):

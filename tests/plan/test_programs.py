@@ -119,7 +119,7 @@ def flip_fresh(programs: list[Program], rng: random.Random) -> list[Program] | N
             return replace(record, writes=tuple(writes))
         return replace(record, write=replace(record.write, fresh=not record.write.fresh))
 
-    return _edit_one(programs, rng, rng.choice(["calls", "folds"]), flip)
+    return _edit_one(programs, rng, rng.choice(["calls", "merges"]), flip)
 
 
 def wait_for_less(programs: list[Program], rng: random.Random) -> list[Program] | None:
@@ -158,7 +158,7 @@ def shift_region(programs: list[Program], rng: random.Random) -> list[Program] |
             return replace(record, source=_shift(record.source, rng))
         return replace(record, write=replace(record.write, region=_shift(record.write.region, rng)))
 
-    return _edit_one(programs, rng, rng.choice(["calls", "folds"]), shift)
+    return _edit_one(programs, rng, rng.choice(["calls", "merges"]), shift)
 
 
 def shift_message(programs: list[Program], rng: random.Random) -> list[Program] | None:
@@ -205,7 +205,7 @@ def change_segments(programs: list[Program], rng: random.Random) -> list[Program
 
 
 def drop_record(programs: list[Program], rng: random.Random) -> list[Program] | None:
-    field = rng.choice(["calls", "folds", "sends", "receives", "opens"])
+    field = rng.choice(["calls", "merges", "sends", "receives", "opens"])
     place = _some_step(programs, rng, field)
     if place is None:
         return None

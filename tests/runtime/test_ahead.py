@@ -75,7 +75,7 @@ def _loop(rank: int, ranks: int, options: dict[str, Any]) -> int:
         (1, {}),
         (2, {}),
         (3, {"schedule": "greedy"}),
-        (2, {"layout": "dealt"}),
+        (2, {"layout": "load_balanced"}),
         (4, {"ulysses_degree": 2, "schedule": "ring"}),
     ],
 )
@@ -110,8 +110,8 @@ def test_a_plan_is_the_same_after_it_has_travelled() -> None:
     for phase in ("forward", "backward"):
         one, other = getattr(known, phase), getattr(again, phase)
         assert one.program == other.program
-        assert (one.arena_bytes, one.landings, one.offsets, one.folds) == (
-            other.arena_bytes, other.landings, other.offsets, other.folds,
+        assert (one.arena_bytes, one.landings, one.offsets, one.merges) == (
+            other.arena_bytes, other.landings, other.offsets, other.merges,
         )  # fmt: skip
         assert {id(call) for step in other.program.steps for call in step.calls} == set(other.segments)
     assert again.plan == known.plan

@@ -41,7 +41,7 @@ SCHEDULES = (
     ("balanced_shared", "contiguous"),
     ("greedy", "contiguous"),
     ("zigzag", "zigzag"),
-    ("dealt", "dealt"),
+    ("load_balanced", "load_balanced"),
 )
 MASKS = {
     "causal": (True, (-1, -1)),
@@ -173,7 +173,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @needs_triton
 @pytest.mark.skipif(interpreted(), reason="this is the run in the interpreter")
 def test_the_triton_kernels_are_exact_too_in_the_interpreter() -> None:
-    chosen = "odd and (zigzag and sides or shared-contiguous-causal) or packed and dealt and (left or full)"
+    chosen = "odd and (zigzag and sides or shared-contiguous-causal) or packed and load_balanced and (left or full)"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", chosen]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
@@ -217,7 +217,7 @@ def _everything(rank: int, ranks: int) -> None:
         attend_and_compare(rank, ranks, seed=10, window_size=(7, 0), heads=6, kv_heads=1)
         attend_and_compare(rank, ranks, seed=11, softcap=1.5, sinks=torch.linspace(-2, 2, 4, dtype=torch.float64))
         offsets = (0, 3, 4, 13, ranks * 16)
-        for layout in ("contiguous", "zigzag", "dealt"):
+        for layout in ("contiguous", "zigzag", "load_balanced"):
             attend_and_compare(rank, ranks, length=ranks * 16, offsets=offsets, layout=layout)
             attend_and_compare(rank, ranks, length=ranks * 16, offsets=offsets, layout=layout, causal=False)
 
@@ -248,7 +248,7 @@ def test_slopes_go_with_their_heads_where_ranks_exchange_them(ranks: int) -> Non
 
 def _ahead(rank: int, ranks: int) -> None:
     offsets = (0, 3, 4, 13, ranks * 16)
-    for layout in ("contiguous", "dealt"):
+    for layout in ("contiguous", "load_balanced"):
         options: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.float64, "device": "cpu"}
         known = PackPlanner(16, **options, layout=layout, alibi=True)(offsets)
         rank_plan.planned.cache_clear()
@@ -355,7 +355,7 @@ def _on_gpus(rank: int, ranks: int) -> None:
             attend_and_compare(rank, ranks, seed=seed, kernel=kernel, schedule=schedule, layout=layout, **options)
         attend_and_compare(rank, ranks, seed=8, kernel=kernel, causal=False, **options)
         attend_and_compare(rank, ranks, seed=9, kernel=kernel, window_size=(40, 0), **options)
-        for layout in ("contiguous", "zigzag", "dealt"):
+        for layout in ("contiguous", "zigzag", "load_balanced"):
             attend_and_compare(rank, ranks, offsets=offsets, kernel=kernel, layout=layout, **options)
     for seed in (10, 11, 12):  # a graph sees the slopes of each call
         attend_and_compare(rank, ranks, seed=seed, kernel="triton", cuda_graph=True, **options)

@@ -44,7 +44,7 @@ def test_options_drawn_at_random_are_exact_in_one_process(tmp_path: Path) -> Non
         "softcap",
         "window",
         "pack",
-        "layout dealt",
+        "layout load_balanced",
         "schedule greedy",
         "float16",
     ):

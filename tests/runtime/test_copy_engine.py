@@ -20,7 +20,7 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.language.mask import causal, documents, full
-from dfa_megatron.plan.language.program import Call, Fold, Program
+from dfa_megatron.plan.language.program import Call, Merge, Program
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
@@ -181,8 +181,8 @@ class Reader:
         self.read(call.q.buffer)
         self.read(call.kv.buffer)
 
-    def fold(self, fold: Fold) -> None:
-        self.read(fold.source.buffer)
+    def merge(self, merge: Merge) -> None:
+        self.read(merge.source.buffer)
 
     def end(self, step: int) -> None:
         pass
@@ -255,12 +255,12 @@ PACK = documents([15, 1, 9, 2, 5])
         ("balanced", 6),
         ("zigzag", 4),
         ("ring", 4),
-        ("dealt", 4),
+        ("load_balanced", 4),
         ("greedy", 3),
     ],
 )
 def test_any_interleaving_ends_and_reads_what_was_sent(schedule: str, ranks: int, one_queue: bool) -> None:
-    masks = {"ring": full(ranks * 8), "dealt": PACK, "greedy": documents([17, 1, 2, 3, 1])}
+    masks = {"ring": full(ranks * 8), "load_balanced": PACK, "greedy": documents([17, 1, 2, 3, 1])}
     mask = masks.get(schedule, causal(ranks * 8))
     plan = plan_named(schedule, mask, ranks)
     phases = [check(plan.forward), check(plan.backward)]

@@ -49,7 +49,7 @@ def _random_packs(rank: int, ranks: int) -> None:
                 compare(whole, offsets, rank, ranks, schedule="greedy", **options)
         whole = pack(offsets, heads=6, kv_heads=1)
         compare(whole, offsets, rank, ranks, schedule="zigzag", layout="zigzag")
-        compare(whole, offsets, rank, ranks, layout="dealt")
+        compare(whole, offsets, rank, ranks, layout="load_balanced")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -102,7 +102,7 @@ def peak(plan: Plan, heads: int, kv_heads: int) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashAttention-4's memory, and one kernel that folds; PyTorch's operations, elsewhere, have temporaries."""
+    """FlashAttention-4's memory, and one kernel that merges; PyTorch's operations, elsewhere, have temporaries."""
     monkeypatch.setattr(flash4, "_functions", lambda: (Flash4Sized.forward, Flash4Sized.backward))
     for name in ("add", "merge"):
         monkeypatch.setattr(accumulators, name, lambda *_: None)
@@ -114,7 +114,7 @@ def test_a_long_attention_holds_no_more_at_once_than_was_worked_out(
 ) -> None:
     """MiB, for 128K tokens on four ranks; a tensor of 32 heads is 256 and one of 8 is 64, a statistic of 32 heads 4.
 
-    Backward of 32 kv heads, on rank 0 as it folds the first dkv that lands: inputs of 1032, an arena of 1024, two dq
+    Backward of 32 kv heads, on rank 0 as it merges the first dkv that lands: inputs of 1032, an arena of 1024, two dq
     that are done or leave and half a dq, three partials of dk and dv each, and a sum of dk alone in float32. Of 8: in
     the second call of a kernel, inputs of 648, an arena of 780, one partial of dq, dk and dv each, statistics that
     leave, and the call's own 1164, of which 768 are its accumulators in float32.

@@ -101,7 +101,7 @@ def test_both_backward_payloads_give_the_same_gradients(reads: str, monkeypatch:
     request = Request(softmax_scale=0.25, kernel=kernel)
     whole = case(40)
     prepared = prepare_together(request, *([x[:, r * 10 : r * 10 + 10] for r in range(4)] for x in whole.inputs))
-    assert prepared[0].format.reads == reads
+    assert prepared[0].format.backward_needs == reads
     run(request, whole, 4, "contiguous")
 
 

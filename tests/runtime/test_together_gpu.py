@@ -14,7 +14,12 @@ from tests.runtime.test_together_varlen import run
 from tests.support.packs import pack, random_offsets, served, skip_unless_it_serves_this_gpu
 
 SHAPE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
-SCHEDULES = (("balanced_shared", "contiguous"), ("greedy", "contiguous"), ("zigzag", "zigzag"), ("dealt", "dealt"))
+SCHEDULES = (
+    ("balanced_shared", "contiguous"),
+    ("greedy", "contiguous"),
+    ("zigzag", "zigzag"),
+    ("load_balanced", "load_balanced"),
+)
 
 
 @pytest.mark.gpu

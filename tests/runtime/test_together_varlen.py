@@ -27,7 +27,7 @@ SCHEDULES = (
     ("balanced_shared", "contiguous"),
     ("greedy", "contiguous"),
     ("zigzag", "zigzag"),
-    ("dealt", "dealt"),
+    ("load_balanced", "load_balanced"),
 )
 
 

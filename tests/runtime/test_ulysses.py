@@ -159,7 +159,7 @@ def test_bytes_on_the_wire_are_those_of_the_heads_that_leave(kernel: str, payloa
     head = 64 * 32 * 2  # one head of a rank's tokens
     lse = 64 * 4 * 4
     read = lse if payload == "delta" else 4 * head
-    planned = split_heads(2, 4, 8, 1).sent(AttentionShape(heads=8, kv_heads=1, head_dim=32, payload=payload), 64)
+    planned = split_heads(2, 4, 8, 1).sent(AttentionShape(heads=8, kv_heads=1, head_dim=32, backward_needs=payload), 64)
     for c in counts:
         assert c["ulysses_exchanges"] == 4
         assert c["ulysses_forward_bytes"] == (4 + 1 + 1) * head + 4 * head + lse == planned[0]
@@ -172,7 +172,7 @@ def test_bytes_on_the_wire_are_those_of_the_heads_that_leave(kernel: str, payloa
 def test_what_was_exchanged_is_kept_where_kv_heads_divide(kernel: str, payload: Literal["delta", "out"]) -> None:
     head, lse = 64 * 32 * 2, 64 * 4 * 4
     read = lse if payload == "delta" else 4 * head
-    shape = AttentionShape(heads=8, kv_heads=2, head_dim=32, payload=payload)
+    shape = AttentionShape(heads=8, kv_heads=2, head_dim=32, backward_needs=payload)
     planned = split_heads(2, 4, 8, 2).sent(shape, 64, kept=True)
     for c in run_ranks(4, _counted, kernel, 2):
         assert c["ulysses_exchanges"] == 4

@@ -25,11 +25,11 @@ def test_a_window_that_a_kernel_ignores_and_a_dropped_mask_are_found() -> None:
 
 
 def test_packed_documents_and_options_of_the_command_line_are_run(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--ranks 2 --cu-seqlens 0,7,8,40 --layout dealt --no-causal --softcap 2 --verify off"
+    flags = "--ranks 2 --cu-seqlens 0,7,8,40 --layout load_balanced --no-causal --softcap 2 --verify off"
     assert main(["selfcheck", "attention", *flags.split()]) == 0
-    assert "40 tokens, 4 heads of 16 over 2, layout dealt" in capsys.readouterr().out
+    assert "40 tokens, 4 heads of 16 over 2, layout load_balanced" in capsys.readouterr().out
     options = case_of(flags.split()).settings["options"]
-    assert (options["layout"], options["verify"]) == ("dealt", "off")
+    assert (options["layout"], options["verify"]) == ("load_balanced", "off")
 
 
 @pytest.mark.parametrize(

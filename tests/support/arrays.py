@@ -98,12 +98,12 @@ class Machine:
         self.programs, self.memories = programs, memories
         self.steps = len(programs[0].steps)
         self.called = [0] * len(programs)
-        self.folded = [0] * len(programs)
+        self.merged = [0] * len(programs)
         self.moved = [0] * len(programs)
         self.arrived: set[tuple[int, int, int]] = set()
 
     def run(self, order: str, rng: random.Random) -> None:
-        while any(folded < self.steps for folded in self.folded):
+        while any(merged < self.steps for merged in self.merged):
             messages, works = self._messages(), self._works()
             if not messages and not works:
                 raise StuckError
@@ -137,14 +137,14 @@ class Machine:
         return found
 
     def _posted(self, rank: int) -> bool:
-        return self.folded[rank] > self.programs[rank].steps[self.moved[rank]].after
+        return self.merged[rank] > self.programs[rank].steps[self.moved[rank]].after
 
     def _works(self) -> list[tuple[int]]:
         return [
             (rank,)
             for rank in range(len(self.programs))
-            if self.folded[rank] < self.steps
-            and (self.called[rank] == self.folded[rank] or self.moved[rank] > self.folded[rank])
+            if self.merged[rank] < self.steps
+            and (self.called[rank] == self.merged[rank] or self.moved[rank] > self.merged[rank])
         ]
 
     def _move(self, src: int, dst: int) -> None:
@@ -157,17 +157,17 @@ class Machine:
         self.arrived.add((step, src, dst))
 
     def _work(self, rank: int) -> None:
-        step, memory = self.programs[rank].steps[self.folded[rank]], self.memories[rank]
-        if self.called[rank] == self.folded[rank]:
+        step, memory = self.programs[rank].steps[self.merged[rank]], self.memories[rank]
+        if self.called[rank] == self.merged[rank]:
             for buffer in step.opens:
                 memory.open(buffer)
             for call in step.calls:
                 memory.compute(call)
             self.called[rank] += 1
         else:
-            for fold in step.folds:
-                memory.store(fold.write, memory.rows(fold.source).copy())
-            self.folded[rank] += 1
+            for merge in step.merges:
+                memory.store(merge.write, memory.rows(merge.source).copy())
+            self.merged[rank] += 1
 
 
 def is_right(plan: Plan, programs: Sequence[Program], reference: Reference, order: str, seed: int = 0) -> bool:

@@ -13,7 +13,7 @@ from dfa_megatron import kernels
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Need
 from dfa_megatron.plan.schedules.load_balanced import layout_of
-from dfa_megatron.runtime.cu_seqlens import dealt_mask
+from dfa_megatron.runtime.cu_seqlens import balancing_mask
 from dfa_megatron.testing.dense import dense_attention
 from tests.support.cases import Case
 
@@ -71,7 +71,7 @@ def pack(
 
 def tokens_of(layout: str, offsets: tuple[int, ...], ranks: int) -> list[torch.Tensor]:
     """The global positions of each rank's tokens."""
-    whole = layout_of(layout, dealt_mask(offsets, offsets[-1]), ranks)
+    whole = layout_of(layout, balancing_mask(offsets, offsets[-1]), ranks)
     return [torch.tensor(whole.positions(rank)) for rank in range(ranks)]
 
 

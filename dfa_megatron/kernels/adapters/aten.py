@@ -39,7 +39,7 @@ class AtenFlashKernel(InPieces):
     """
 
     name = "aten"
-    reads: Literal["delta", "out"] = "out"
+    backward_needs: Literal["delta", "out"] = "out"
 
     def refusal(self, need: Need) -> str | None:
         """See `BlockKernel.refusal`."""

@@ -31,7 +31,7 @@ class CpuKernel:
     """
 
     name = "cpu"
-    reads: Literal["delta", "out"] = "out"
+    backward_needs: Literal["delta", "out"] = "out"
 
     def refusal(self, need: Need) -> str | None:
         """See `BlockKernel.refusal`."""
@@ -82,7 +82,7 @@ def _piece_forward(
     masking = _masking(band, q.shape[1], k.shape[1], q.dtype)
     parts = [
         _FORWARD(query=qx, key=kx, value=vx, dropout_p=0.0, scale=softmax_scale, **masking)
-        for qx, kx, vx in zip(_fold_q(q, group), _fold_kv(k, group), _fold_kv(v, group), strict=True)
+        for qx, kx, vx in zip(_merge_q(q, group), _merge_kv(k, group), _merge_kv(v, group), strict=True)
     ]
     out, lse = (_unfold([part[result] for part in parts], group) for result in (0, 1))
     return out.transpose(1, 2), lse
@@ -101,8 +101,8 @@ def _piece_backward(
     group = q.shape[2] // k.shape[2]
     masking = _masking(band, q.shape[1], k.shape[1], q.dtype)
     lse = saved.lse.transpose(1, 2).unsqueeze(-1)
-    by_rows = (_fold_q(x, group) for x in (dout, q, saved.out, lse))
-    by_columns = (_fold_kv(x, group) for x in (k, v))
+    by_rows = (_merge_q(x, group) for x in (dout, q, saved.out, lse))
+    by_columns = (_merge_kv(x, group) for x in (k, v))
     parts = [
         _BACKWARD(
             grad_out=dout_x,
@@ -145,7 +145,7 @@ def _masking(band: Band, q_len: int, kv_len: int, dtype: torch.dtype) -> dict[st
     return {"is_causal": False, "attn_mask": torch.zeros(q_len, kv_len, dtype=dtype).masked_fill_(~seen, -math.inf)}
 
 
-def _fold_q(x: torch.Tensor, group: int) -> list[torch.Tensor]:
+def _merge_q(x: torch.Tensor, group: int) -> list[torch.Tensor]:
     """(batch, q_len, heads, dim) as the operator's (batch, heads, q_len, dim), views all.
 
     Grouped heads become, one batch entry at a time, (kv_heads, group, q_len, dim): the operator's batch is then a key
@@ -156,8 +156,8 @@ def _fold_q(x: torch.Tensor, group: int) -> list[torch.Tensor]:
     return [torch.unflatten(entry, 1, (-1, group)).permute(1, 2, 0, 3) for entry in x]
 
 
-def _fold_kv(x: torch.Tensor, group: int) -> list[torch.Tensor]:
-    """(batch, kv_len, kv_heads, dim) to match `_fold_q`."""
+def _merge_kv(x: torch.Tensor, group: int) -> list[torch.Tensor]:
+    """(batch, kv_len, kv_heads, dim) to match `_merge_q`."""
     if group == 1:
         return [x.transpose(1, 2)]
     return [entry.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for entry in x]

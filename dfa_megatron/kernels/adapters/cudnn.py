@@ -41,7 +41,7 @@ class CudnnKernel:
     """
 
     name = "cudnn"
-    reads: Literal["delta", "out"] = "out"
+    backward_needs: Literal["delta", "out"] = "out"
 
     def refusal(self, need: Need) -> str | None:
         """See `BlockKernel.refusal`; the limits are those of PyTorch's own check for training (sdp_utils.cpp)."""

@@ -37,7 +37,7 @@ class Flash2Kernel(InPieces):
     """
 
     name = "flash2"
-    reads: Literal["delta", "out"] = "out"
+    backward_needs: Literal["delta", "out"] = "out"
 
     def refusal(self, need: Need) -> str | None:
         """See `BlockKernel.refusal`."""

@@ -37,7 +37,7 @@ class Flash3Kernel(InPieces):
     """
 
     name = "flash3"
-    reads: Literal["delta", "out"] = "out"
+    backward_needs: Literal["delta", "out"] = "out"
 
     def refusal(self, need: Need) -> str | None:
         """See `BlockKernel.refusal`."""

@@ -47,7 +47,7 @@ class Flash4Kernel(Capping, InPieces):
     """
 
     name = "flash4"
-    reads: Literal["delta", "out"] = "delta"
+    backward_needs: Literal["delta", "out"] = "delta"
 
     def _scaling(self, softmax_scale: float) -> Scaling:
         return {"softmax_scale": softmax_scale, "softcap": self.softcap}

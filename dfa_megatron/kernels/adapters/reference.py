@@ -24,7 +24,7 @@ class ReferenceKernel(Biasing):
     """
 
     name = "reference"
-    reads: Literal["delta", "out"] = "delta"
+    backward_needs: Literal["delta", "out"] = "delta"
 
     def refusal(self, need: Need) -> str | None:
         """Only what has no meaning is refused."""

@@ -80,7 +80,7 @@ class TritonKernel(Biasing):
     """
 
     name = "triton"
-    reads: Literal["delta", "out"] = "delta"
+    backward_needs: Literal["delta", "out"] = "delta"
 
     def refusal(self, need: Need) -> str | None:
         """See `BlockKernel.refusal`."""

@@ -24,7 +24,7 @@ from dfa_megatron.kernels.triton.tiles import (
 
 
 @triton.jit
-def _fold_rows(
+def _merge_rows(
     dk, dv, k_tile, v_tile, q, dout, lse, delta, q_row, dout_row, columns, begin, end,
     q_len, kv_len, lo, hi, scale, slope, q_positions, column_positions,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
@@ -125,18 +125,18 @@ def _dk_dv(
         head_delta = delta + (batch * heads + head) * all_rows
         slope = tl.load(slopes + head) * LOG2_E if ALIBI else 0.0
         if HAS_HI:
-            dk_tile, dv_tile = _fold_rows(
+            dk_tile, dv_tile = _merge_rows(
                 dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
                 columns, begin, full_begin, q_len, kv_len, lo, hi, scale * LOG2_E, slope, q_positions, column_positions,
                 DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
             )  # fmt: skip
-        dk_tile, dv_tile = _fold_rows(
+        dk_tile, dv_tile = _merge_rows(
             dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
             columns, full_begin, full_end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, q_positions, column_positions,
             DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, False, UPCAST, CAP, ALIBI,
         )  # fmt: skip
         if HAS_LO or not EVEN:
-            dk_tile, dv_tile = _fold_rows(
+            dk_tile, dv_tile = _merge_rows(
                 dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
                 columns, full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, q_positions, column_positions,
                 DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
@@ -151,7 +151,7 @@ def _dk_dv(
 
 
 @triton.jit
-def _fold_columns(
+def _merge_columns(
     dq, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows, begin, end,
     q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
@@ -239,18 +239,18 @@ def _dq(
     last = tl.minimum(first + BLOCK_M, q_len) - 1
     begin, full_begin, full_end, end = spans(first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_N)
     if HAS_LO:
-        dq_tile = _fold_columns(
+        dq_tile = _merge_columns(
             dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
             begin, full_begin, q_len, kv_len, lo, hi, scale * LOG2_E, slope, row_positions, kv_positions,
             DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
         )  # fmt: skip
-    dq_tile = _fold_columns(
+    dq_tile = _merge_columns(
         dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
         full_begin, full_end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, row_positions, kv_positions,
         DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST, CAP, ALIBI,
     )  # fmt: skip
     if HAS_HI or not EVEN:
-        dq_tile = _fold_columns(
+        dq_tile = _merge_columns(
             dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
             full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, row_positions, kv_positions,
             DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,

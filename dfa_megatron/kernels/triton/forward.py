@@ -25,14 +25,14 @@ from dfa_megatron.kernels.triton.tiles import (
 
 
 @triton.jit
-def _fold(
+def _merge_parts(
     acc, total, peak, q, k, v, k_row, v_row, rows, begin, end, q_len, kv_len, lo, hi, scale,
     slope, row_positions, kv_positions,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """Fold the key blocks from begin to end into (acc, total, peak); scale is in units of log 2, and not negative.
+    """Merge the key blocks from begin to end into (acc, total, peak); scale is in units of log 2, and not negative.
 
     CAP: of the scores, 0 for none. ALIBI: the scores get the bias of slope, in units of log 2, and the positions.
     """
@@ -117,18 +117,18 @@ def _forward(
     last = tl.minimum(first + BLOCK_M, q_len) - 1
     begin, full_begin, full_end, end = spans(first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_N)
     if HAS_LO:
-        acc, total, peak = _fold(
+        acc, total, peak = _merge_parts(
             acc, total, peak, q_tile, k, v, k_row, v_row, rows, begin, full_begin,
             q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
             DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
         )  # fmt: skip
-    acc, total, peak = _fold(
+    acc, total, peak = _merge_parts(
         acc, total, peak, q_tile, k, v, k_row, v_row, rows, full_begin, full_end,
         q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
         DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST, CAP, ALIBI,
     )  # fmt: skip
     if HAS_HI or not EVEN:
-        acc, total, peak = _fold(
+        acc, total, peak = _merge_parts(
             acc, total, peak, q_tile, k, v, k_row, v_row, rows, full_end, end,
             q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
             DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,

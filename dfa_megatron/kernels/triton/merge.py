@@ -1,4 +1,4 @@
-"""Folding partials as one Triton kernel: every value is read once and written once, in its final dtype."""
+"""Merging partials as one Triton kernel: every value is read once and written once, in its final dtype."""
 
 from __future__ import annotations
 

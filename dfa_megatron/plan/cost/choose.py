@@ -185,7 +185,7 @@ def _of_schedules(mask: Mask, ranks: int, layout: str, shape: AttentionShape, ha
 def _needless(name: str, mask: Mask, looked_at: list[Candidate]) -> str:
     """Why a schedule for packs cannot win here, or an empty string."""
     served = [candidate for candidate in looked_at if candidate.plan]
-    if name == "dealt" and any(c.schedule == "zigzag" for c in served) and len(components(mask)) == 1:
+    if name == "load_balanced" and any(c.schedule == "zigzag" for c in served) and len(components(mask)) == 1:
         return "there is one sequence, which zigzag deals"
     if name == "greedy":
         for candidate in served:
@@ -230,7 +230,7 @@ def _with_ulysses(
     found = []
     looked_at = _of_schedules(mask, ranks // degree, layout, split.shape(shape), inner)
     why = "neighbours do not hold the tokens that one rank of its plan would"
-    looked_at = [Candidate(one.name, refusal=why) if one.name == "dealt" else one for one in looked_at]
+    looked_at = [Candidate(one.name, refusal=why) if one.name == "load_balanced" else one for one in looked_at]
     if degree == ranks:  # one rank per plan: every schedule is the same
         looked_at = [candidate for candidate in looked_at if candidate.plan][:1]
     for candidate in looked_at:

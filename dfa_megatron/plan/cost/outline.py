@@ -2,7 +2,7 @@
 
 Where `simulate` lowers a plan to programs and runs them, this reads blocks and transfers only: what a rank computes in
 a step from the same buffers is one kernel call, a batch waits for the compute of the step before
-(two buffers per side), and folds cost nothing. It agrees with `simulate` to a few per cent (a test holds it to that)
+(two buffers per side), and merges cost nothing. It agrees with `simulate` to a few per cent (a test holds it to that)
 and serves hundreds of ranks at many lengths.
 """
 

@@ -11,7 +11,7 @@ from dfa_megatron.plan.cost.network import Network, Wire
 from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.grid import cell
 from dfa_megatron.plan.language.ir import Block, Plan
-from dfa_megatron.plan.language.program import Call, Fold, Message, Program
+from dfa_megatron.plan.language.program import Call, Merge, Message, Program
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.schedules import AttentionPlan
@@ -108,7 +108,7 @@ def simulate(
     Each rank has a compute queue and a communication queue. A step's batch starts when the previous one is over, the
     compute it must wait for (`Step.after`) is over, and the other end is as far; a rank sends one message at a time and
     receives one at a time. A step lands when the whole batch has. Not modelled: what moving bytes takes from the kernel
-    beside it, and the memory traffic of a fold. Both phases of an AttentionPlan run one after the other.
+    beside it, and the memory traffic of a merge. Both phases of an AttentionPlan run one after the other.
 
     Raises:
         PlanError: the plan breaks a rule of the language.
@@ -162,10 +162,10 @@ class _Clocks:
         rate = self.hardware.rate(self.plan.phase.name, call.area * self.shape.batch * self.shape.heads / RATED_HEADS)
         self._work(self.hardware.launch_overhead + call.area * self.flops_per_pair / rate, label, call.blocks)
 
-    def fold(self, fold: Fold) -> None:
-        """A fold costs its launch."""
+    def merge(self, merge: Merge) -> None:
+        """A merge costs its launch."""
         if self.hardware.launch_overhead:
-            self._work(self.hardware.launch_overhead, f"fold {fold.source.name}", ())
+            self._work(self.hardware.launch_overhead, f"merge {merge.source.name}", ())
 
     def end(self, step: int) -> None:
         """What waits for this step's compute may go from here on."""

@@ -34,7 +34,7 @@ def draw(
             for chrome://tracing or ui.perfetto.dev.
         phase: which phases of an AttentionPlan.
         shape, hardware: what "svg" and "chrome" simulate.
-        width: of the text, in characters; more ranks than fit fold into bands.
+        width: of the text, in characters; more ranks than fit merge into bands.
 
     Raises:
         UnsupportedError: an unknown style or phase.

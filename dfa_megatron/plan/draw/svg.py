@@ -28,7 +28,7 @@ STYLE = """
   .diagonal { fill: #2f5d9e }
   .own { fill: #79abe0 }
   .helper { fill: #f0a04b }
-  .fold { fill: #8b949e }
+  .merge { fill: #8b949e }
   .kv { fill: #3d9a63 }
   .q { fill: #9a6bc4 }
   .result { fill: #cf5b5b }
@@ -143,7 +143,7 @@ def _cell(out: list[str], plan: Plan, event: Event, left: float, right: float, y
 def _kind(plan: Plan, blocks: Sequence[Block]) -> str:
     home = plan.layout.home
     if not blocks:
-        return "fold"
+        return "merge"
     if any(home[block.q_chunk] != block.rank for block in blocks):
         return "helper"
     return "diagonal" if all(home[block.kv_chunk] == block.rank for block in blocks) else "own"

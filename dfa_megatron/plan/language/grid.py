@@ -35,7 +35,7 @@ def cell(plan: Plan, blocks: Sequence[Block]) -> str:
 
 
 def grid(plan: Plan, mark: tuple[int, int] | None = None, width: int = 100) -> str:
-    """The grid of a plan; `mark` is a (step, rank) that gets a `<!`. Too many ranks for the width fold into bands."""
+    """The grid of a plan; `mark` is a (step, rank) that gets a `<!`. Too many ranks for the width merge into bands."""
     cells: dict[tuple[int, int], list[Block]] = defaultdict(list)
     for block in plan.blocks:
         cells[block.step, block.rank].append(block)

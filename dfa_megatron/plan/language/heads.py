@@ -67,7 +67,7 @@ class HeadSplit:
         out, v = self.heads * whole.value_dim, self.kv_heads * whole.value_dim
         qkv, out = (q + k + v) * whole.bytes_per_element, out * whole.bytes_per_element
         lse = self.heads * whole.accumulator_bytes
-        read = lse if whole.payload == "delta" else out
+        read = lse if whole.backward_needs == "delta" else out
         return qkv, out + lse, (0 if kept and self.keeps else qkv) + out + read + lse, qkv
 
     def exchanges(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ def split_tokens(degree: int, rank: int, ranks: int, layout: str, rows: int) -> 
     """
     inner = range(rank - rank % degree, rank - rank % degree + degree)
     outer = range(rank % degree, ranks, degree)
-    if layout == "dealt":
+    if layout == "load_balanced":
         raise _apart(degree, layout)
     fine, coarse = by_name(layout, ranks * rows, ranks), by_name(layout, ranks * rows, ranks // degree)
     found = []

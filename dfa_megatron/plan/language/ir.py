@@ -5,7 +5,7 @@ The rules (R):
 - R1 A transfer of step s carries what its source held before s's compute, overlaps it, and is usable from s+1.
 - R2 A block of step s reads home chunks, or chunks landed before s.
 - R3 Transferring a *write* name (out, dq, dkv) moves the accumulator: the source is empty afterwards, the destination
-  folds what lands. An accumulator that is at home stays there.
+  merges what lands. An accumulator that is at home stays there.
 - R4 At the end every accumulator is at home and holds every needed (q, kv) pair exactly once; nothing is stranded.
 - R5 Each rank posts one batch per step in one global order, one message per peer. By induction on the step there is no
   deadlock.

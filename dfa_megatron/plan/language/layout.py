@@ -100,7 +100,7 @@ def by_name(name: str, length: int, ranks: int) -> Layout:
     Raises:
         UnsupportedError: no such layout, or a length that does not divide among the ranks.
     """
-    if name == "dealt":
+    if name == "load_balanced":
         what = f"layout {name!r} of {length} tokens"
         raise UnsupportedError(what, "it follows the documents, which a length does not tell", "give cu_seqlens")
     if name not in LAYOUTS:

@@ -22,14 +22,14 @@ class Mask:
 
     `name` is for people and for digests; equal masks of different names are different plans.
 
-    dealt_by: the mask by whose work the layout "dealt" deals tokens, None for this one; layers of different masks share
-        their tokens.
+    balanced_by: the mask whose work the layout "load_balanced" shares out, None for this one. Layers of different
+        masks share their tokens.
     """
 
     name: str
     length: int
     tiles: tuple[Tile, ...]
-    dealt_by: Mask | None = None
+    balanced_by: Mask | None = None
 
     def __hash__(self) -> int:
         return hash((self.name, self.length))  # a mask is a key of caches, and may have thousands of tiles

@@ -55,7 +55,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Where a result goes; `fresh` means that no row of the region holds anything yet, so it is stored, not folded."""
+    """Where a result goes; `fresh` means that no row of the region holds anything yet, so it is stored, not merged."""
 
     region: Region
     fresh: bool
@@ -66,7 +66,7 @@ class Call:
     """One kernel call over rows of a q and a kv buffer, and where its results go (one write per name of the phase).
 
     The rows of its segments increase on both sides and are disjoint. A row between segments has the identity of the
-    fold as its result. A call of one segment has no other rows.
+    merge as its result. A call of one segment has no other rows.
     """
 
     q: Region
@@ -78,7 +78,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class Merge:
     """A landed partial result goes into an accumulator."""
 
     source: Region
@@ -98,7 +98,7 @@ class Step:
     receives: tuple[Message, ...]
     opens: tuple[int, ...]
     calls: tuple[Call, ...]
-    folds: tuple[Fold, ...]
+    merges: tuple[Merge, ...]
 
 
 @dataclass(frozen=True, slots=True)

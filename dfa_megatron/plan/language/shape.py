@@ -19,7 +19,7 @@ class AttentionShape:
         head_dim, head_dim_v: of q and k, and of v and out (None: the same).
         bytes_per_element: of q, k, v, dout and out.
         accumulator_bytes: of lse and delta.
-        payload: what a helped pair's backward sends beside q, dout and lse.
+        backward_needs: what a helped pair's backward sends beside q, dout and lse.
         wire_bytes: of partial outputs and gradients while they travel; None is bytes_per_element.
 
     Raises:
@@ -33,7 +33,7 @@ class AttentionShape:
     head_dim_v: int | None = None
     bytes_per_element: int = 2
     accumulator_bytes: int = 4
-    payload: Literal["delta", "out"] = "out"
+    backward_needs: Literal["delta", "out"] = "out"
     wire_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -43,8 +43,8 @@ class AttentionShape:
         if self.heads % self.kv_heads:
             why = "heads must be a multiple of kv_heads"
             raise UnsupportedError(f"{self.heads} heads with {self.kv_heads} kv_heads", why, "for example equal counts")
-        if self.payload not in ("delta", "out"):
-            raise UnsupportedError(f"payload={self.payload!r}", "there is no such payload", "delta, out")
+        if self.backward_needs not in ("delta", "out"):
+            raise UnsupportedError(f"backward_needs={self.backward_needs!r}", "there is no such value", "delta, out")
 
     @property
     def value_dim(self) -> int:
@@ -78,7 +78,7 @@ def bytes_of(name: str, tokens: int, shape: AttentionShape) -> int:
         case "out":
             row = shape.heads * dim_v * partial + statistic
         case "qdo":
-            memory = statistic if shape.payload == "delta" else shape.heads * dim_v * element
+            memory = statistic if shape.backward_needs == "delta" else shape.heads * dim_v * element
             row = shape.heads * (dim + dim_v) * element + statistic + memory
         case "dq":
             row = shape.heads * dim * partial

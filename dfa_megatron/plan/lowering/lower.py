@@ -13,7 +13,7 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import Span, covers
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan, chunk_of
-from dfa_megatron.plan.language.program import Buffer, Call, Fold, Message, Program, Region, Step, Write
+from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step, Write
 from dfa_megatron.plan.language.validate import validate
 from dfa_megatron.plan.lowering.fuse import Piece, fuse
 from dfa_megatron.plan.lowering.messages import Cargo, Share, joined, shares
@@ -106,10 +106,10 @@ class _Lowering:
             if self._needs_identity(number):
                 opening[self.lives.interval(number)[0]].append(number)
         steps = []
-        for number, (sends, receives, calls, folds) in enumerate(bodies):
+        for number, (sends, receives, calls, merges) in enumerate(bodies):
             landed = {regions[0].buffer for message in receives for regions in message.parts}
             after = self.lives.after(number, [tenants[slots[buffer]] for buffer in landed])
-            steps.append(Step(after, sends, receives, tuple(opening[number]), calls, folds))
+            steps.append(Step(after, sends, receives, tuple(opening[number]), calls, merges))
         buffers = tuple(replace(b, slot=slots.get(number)) for number, b in enumerate(self.buffers))
         return Program(self.rank, self.plan.ranks, self.phase, buffers, tuple(steps))
 
@@ -191,7 +191,7 @@ class _Lowering:
 
     # What happens in a step.
 
-    def _body(self, step: int) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Call, ...], tuple[Fold, ...]]:
+    def _body(self, step: int) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Call, ...], tuple[Merge, ...]]:
         outgoing, incoming = self.share.outgoing.get(step, {}), self.share.incoming.get(step, {})
         sends = tuple(self._send(step, peer, cargo) for peer, cargo in outgoing.items())
         receives = tuple(
@@ -199,8 +199,8 @@ class _Lowering:
             for peer, cargo in incoming.items()
         )
         calls = tuple(self._calls(step))
-        folds = tuple(fold for peer, cargo in incoming.items() for fold in self._folds(step, peer, cargo))
-        return sends, receives, calls, folds
+        merges = tuple(merge for peer, cargo in incoming.items() for merge in self._merges(step, peer, cargo))
+        return sends, receives, calls, merges
 
     def _send(self, step: int, peer: int, cargo: Cargo) -> Message:
         parts = []
@@ -254,7 +254,7 @@ class _Lowering:
         blocks = tuple(sorted({block for _, its in pack for block in its}))
         return Call(q, kv, segments, tuple(writes), blocks, sum(tile.area for tile, _ in pack))
 
-    def _folds(self, step: int, peer: int, cargo: Cargo) -> Iterator[Fold]:
+    def _merges(self, step: int, peer: int, cargo: Cargo) -> Iterator[Merge]:
         """Landed partials go where the rank accumulates; neighbours that go to neighbouring rows go together."""
         for at, (name, chunks) in enumerate(cargo):
             if name not in self.accumulators:
@@ -272,7 +272,7 @@ class _Lowering:
                 into = Region(to_buffer, name, to_start, to_row + rows)
                 runs.append((Region(source, name, start, row + rows), into))
             for region, into in runs:
-                yield Fold(region, self._write(step, into))
+                yield Merge(region, self._write(step, into))
 
     def _write(self, step: int, region: Region) -> Write:
         """Note that these rows hold something from now on, and whether they did before."""
@@ -284,7 +284,7 @@ class _Lowering:
         return Write(region, fresh)
 
     def _needs_identity(self, buffer: int) -> bool:
-        """An accumulator of which some row is folded into, or read, before it was ever stored."""
+        """An accumulator of which some row is merged into, or read, before it was ever stored."""
         if not self.buffers[buffer].accumulates:
             return False
         stored: list[Span] = []

@@ -8,7 +8,7 @@ from dfa_megatron.plan.language.geometry import Segment, Span, Tile
 from dfa_megatron.plan.lowering.fuse import Piece
 
 GAP = 2048
-"""More rows than this between two segments are not spanned: to fold their nothing would cost more than another call."""
+"""More rows than this between two segments are not spanned: to merge nothing costs more than another call."""
 
 
 def packs(pieces: Sequence[Piece]) -> list[list[Piece]]:

@@ -23,7 +23,7 @@ class Lifetimes:
         self._begin.setdefault(buffer, step)
 
     def computed(self, buffer: int, step: int) -> None:
-        """Compute (a kernel call or a fold) reads the buffer in this step."""
+        """Compute (a kernel call or a merge) reads the buffer in this step."""
         self._computed[buffer] = max(self._computed[buffer], step)
 
     def written(self, buffer: int, step: int) -> None:

@@ -9,10 +9,10 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile, covers
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.plan.language.program import Call, Fold, Message, Program, Region, Write
+from dfa_megatron.plan.language.program import Call, Merge, Message, Program, Region, Write
 
 Term = tuple[int, Tile]
-"""A set of pairs folded into rows of a buffer: the token on the name's own side is the row plus this number."""
+"""A set of pairs merged into rows of a buffer: the token on the name's own side is the row plus this number."""
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class Content:
     """What the rows of one name in one buffer hold.
 
     valid: rows that hold anything. tokens: (rows, number) where an input's token is its row plus the number. terms:
-    what was folded into an accumulator.
+    what was merged into an accumulator.
     """
 
     valid: list[Span] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Sets:
         self.landing.update(map(self._slot, landed))
 
     def open(self, buffer: int) -> None:
-        """The identity of the fold is a valid, empty set."""
+        """The identity of the merge is a valid, empty set."""
         self._refuse_in_flight(buffer, "set")
         self._move_in(buffer)
         self.touched[self._slot(buffer)] = self.step
@@ -121,11 +121,11 @@ class Sets:
             raise self.fail(f"the segments of {call.q} x {call.kv} do not fit it")
         return [segment.tile.shift(call.q.lo, call.kv.lo) for segment in call.segments]
 
-    def fold(self, fold: Fold) -> None:
+    def merge(self, merge: Merge) -> None:
         """What landed is added to what is there."""
-        by = fold.write.region.lo - fold.source.lo
-        terms = [(shift - by, tile) for shift, tile in self._read(fold.source).terms]
-        self._store(fold.write, fold.source.rows, terms)
+        by = merge.write.region.lo - merge.source.lo
+        terms = [(shift - by, tile) for shift, tile in self._read(merge.source).terms]
+        self._store(merge.write, merge.source.rows, terms)
 
     def end(self, step: int) -> None:
         """An accumulator that was sent is gone."""
@@ -224,7 +224,7 @@ class Sets:
         if write.fresh:
             content.valid.append(span)
         elif not covers(content.valid, span):
-            raise self.fail(f"{region} is folded into before anything was stored in it")
+            raise self.fail(f"{region} is merged into before anything was stored in it")
         content.terms += terms
 
 

@@ -51,7 +51,7 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule("balanced_shared", "contiguous", "halves", balanced_shared, direct),
         Schedule("balanced", "contiguous", "contiguous", balanced, direct),
         Schedule("zigzag", "zigzag", "zigzag", owner_computes, direct),
-        Schedule("dealt", "dealt", "dealt", own_rows, direct),
+        Schedule("load_balanced", "load_balanced", "load_balanced", own_rows, direct),
         Schedule("ring", "contiguous", "contiguous", owner_computes, ring_relay),
         Schedule("greedy", "contiguous", "pieces", greedy, direct),
     )

@@ -34,18 +34,18 @@ Pair = tuple[int, int]
 
 def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """Blocks of nearly equal work per rank, on any mask and layout: local ones first, then help, then own rows."""
-    return assign_steps(_Deal(mask, layout).run(), mask, layout)
+    return assign_steps(_Balance(mask, layout).run(), mask, layout)
 
 
 def own_rows(mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """Every rank computes its own rows, in as few steps as its own remote work fills: for tokens dealt by work."""
+    """Every rank computes its own rows, in as few steps as its own remote work fills: for load_balanced tokens."""
     owned: list[list[Pair]] = [[] for _ in range(layout.ranks)]
     for q, kv in needed_pairs(mask, layout):
         owned[layout.home[q]].append((q, kv))
     return assign_steps(owned, mask, layout)
 
 
-class _Deal:
+class _Balance:
     """Who computes what, while blocks change hands."""
 
     def __init__(self, mask: Mask, layout: Layout) -> None:

@@ -1,4 +1,4 @@
-"""Tokens dealt by work: every rank holds as many tokens and as much attention; short documents stay on one rank.
+"""Share tokens out by work: every rank holds as many tokens and as much attention; short documents stay on one rank.
 
 What attends to one another is a *component* of the mask: a document, or the whole sequence. Components are put on ranks
 whole, the heaviest first, each on the rank with the least work that has room. What is too heavy, or fits nowhere, is
@@ -54,7 +54,7 @@ Taken = list[tuple[tuple[int, int], Component]]
 """Pieces, and the component of each."""
 
 
-def dealt(mask: Mask, ranks: int, prices: Prices = PRICES) -> Layout:
+def load_balanced(mask: Mask, ranks: int, prices: Prices = PRICES) -> Layout:
     """Chunks that give every rank equal tokens and nearly equal work. Equal arguments give equal layouts.
 
     Args:
@@ -64,10 +64,10 @@ def dealt(mask: Mask, ranks: int, prices: Prices = PRICES) -> Layout:
     """
     parts = components(mask)
     even = sum(part.work for part in parts) / ranks
-    best = _Dealing(parts, mask.length, ranks, even, FIRST * even)
+    best = _Balancing(parts, mask.length, ranks, even, FIRST * even)
     others = FINER if best.is_uneven else COARSER if best.waits(prices) else ()
     for share in others:
-        other = _Dealing(parts, mask.length, ranks, even, share * even)
+        other = _Balancing(parts, mask.length, ranks, even, share * even)
         best = min(best, other, key=lambda dealing: dealing.cost(prices))
     chunks = sorted((lo, hi, rank) for rank, held in enumerate(best.held) for lo, hi in _joined(held))
     return Layout(tuple(Span(lo, hi) for lo, hi, _ in chunks), tuple(rank for _, _, rank in chunks))
@@ -75,18 +75,18 @@ def dealt(mask: Mask, ranks: int, prices: Prices = PRICES) -> Layout:
 
 @lru_cache(maxsize=32)
 def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
-    """The layout of that name for a mask; only `dealt` depends on more of it than its length.
+    """The layout of that name for a mask; only `load_balanced` depends on more of it than its length.
 
     Raises:
         UnsupportedError: no such layout, or a length that does not divide among the ranks.
     """
-    if name != "dealt":
+    if name != "load_balanced":
         return by_name(name, mask.length, ranks)
     contiguous = by_name("contiguous", mask.length, ranks)  # refuses a length that does not divide
-    return dealt(mask.dealt_by or mask, contiguous.ranks)
+    return load_balanced(mask.balanced_by or mask, contiguous.ranks)
 
 
-class _Dealing:
+class _Balancing:
     """One way to deal: what each rank holds, how much work that is, and how many keys it has to receive."""
 
     def __init__(self, parts: Sequence[Component], length: int, ranks: int, even: float, limit: float) -> None:
@@ -96,7 +96,7 @@ class _Dealing:
         self.held: list[Held] = [[] for _ in range(ranks)]
         self.received = [0] * ranks
         if cut := self._place_whole(parts, limit):
-            self._deal_rows(cut)
+            self._balance_rows(cut)
 
     @property
     def is_uneven(self) -> bool:
@@ -139,7 +139,7 @@ class _Dealing:
                     heapq.heappush(heap, entry)
         return cut
 
-    def _deal_rows(self, cut: Sequence[Component]) -> None:
+    def _balance_rows(self, cut: Sequence[Component]) -> None:
         """Fill every rank to the token, and to even work as far as the rows allow, those with the oddest need first."""
         rows = _Rows(cut, max(1, sum(self.room) // (SEGMENTS * self.ranks)))
         mean = rows.work[-1] / rows.tokens[-1]

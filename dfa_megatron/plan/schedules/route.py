@@ -57,7 +57,7 @@ def _hops(steps: Iterable[int], home: int, ranks: int, name: str, chunk: int, de
 
 def gateway(ranks_per_node: int) -> Route:
     """`direct`, with what crosses to a node crossing once: inside, it goes from reader to reader in the order of need,
-    and partial results are folded on their way through the node, so that one comes back.
+    and partial results are merged on their way through the node, so that one comes back.
 
     Two readers of a node that need a chunk in the same step both get it from its home.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.program import Message, Program
-from dfa_megatron.runtime.execute.merge_plan import BufferFolds, plan_folds
+from dfa_megatron.runtime.execute.merge_plan import BufferMerges, plan_merges
 from dfa_megatron.runtime.execute.wire_format import Format, Placed
 
 Offsets = dict[tuple[int, int], tuple[int, ...]]
@@ -22,7 +22,7 @@ class MemoryPlan:
     arena_bytes: the largest arena that any rank needs for what lands there: equal on all ranks.
     landings: buffer -> where its tensors lie in the arena, by name.
     offsets: where this rank's messages go in the arenas of their receivers.
-    folds: how each accumulator is filled.
+    merges: how each accumulator is filled.
     segments: id of a call -> its segments, as kernels take them.
     sent: names of which this rank sends its own rows.
     calls, messages, message_bytes: how many kernel calls this rank makes, and what it sends.
@@ -33,7 +33,7 @@ class MemoryPlan:
     arena_bytes: int
     landings: dict[int, dict[str, tuple[Placed, ...]]]
     offsets: Offsets
-    folds: dict[int, BufferFolds]
+    merges: dict[int, BufferMerges]
     segments: dict[int, Segments]
     sent: frozenset[str]
     calls: int
@@ -56,7 +56,7 @@ class MemoryPlan:
             arena_bytes,
             landings,
             offsets,
-            plan_folds(program),
+            plan_merges(program),
             {id(c): Segments(c.segments, c.q.rows, c.kv.rows) for step in program.steps for c in step.calls},
             frozenset(regions[0].name for message in program.sends for regions in message.parts),
             sum(len(step.calls) for step in program.steps),

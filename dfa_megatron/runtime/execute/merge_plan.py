@@ -1,6 +1,6 @@
-"""How each partial result is folded, row by row: what it is folded with, and whether it is the last that comes.
+"""How each partial result is merged, row by row: what it is merged with, and whether it is the last that comes.
 
-A kernel's partials are kept as they are until several can be folded in one pass: with what has landed from another rank
+A kernel's partials are kept as they are until several can be merged in one pass: with what has landed from another rank
 (whose memory is needed again), when enough are there, or with the last one, which goes straight into the dtype in which
 the result is wanted. So rows with one partial are never copied, few partials are summed without a detour through the
 accumulator's dtype, and no result is cast at the end.
@@ -23,7 +23,7 @@ KEPT_BESIDE_A_SUM = 1
 
 
 class Place(Enum):
-    """Where rows go: they are kept as they came, or folded into the sum or the result."""
+    """Where rows go: they are kept as they came, or merged into the sum or the result."""
 
     KEPT = "kept"
     SUM = "sum"
@@ -32,9 +32,9 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of a partial that are folded alike.
+    """Rows of a partial that are merged alike.
 
-    lo, hi: rows of the buffer. skip: the partial's row for `lo`. kept: numbers of the writes whose partials are folded
+    lo, hi: rows of the buffer. skip: the partial's row for `lo`. kept: numbers of the writes whose partials are merged
     with it. sum: so is the sum. into: where to. drops: numbers of kept partials that nothing needs afterwards.
     """
 
@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Folding:
+class Merging:
     """How one write is done: in parts, or by taking the partial for the whole result (`adopts`)."""
 
     parts: tuple[Part, ...]
@@ -56,35 +56,35 @@ class Folding:
 
 
 @dataclass(frozen=True, slots=True)
-class BufferFolds:
+class BufferMerges:
     """How an accumulator is filled.
 
     writes: in their order. empty: rows that nothing is ever written to. sum: the rows from the first to the last that
     is ever summed, no rows where none is.
     """
 
-    writes: tuple[Folding, ...]
+    writes: tuple[Merging, ...]
     empty: tuple[Span, ...]
     sum: Span
 
 
-def plan_folds(program: Program) -> dict[int, BufferFolds]:
-    """Work out the folds of every accumulator of a program."""
+def plan_merges(program: Program) -> dict[int, BufferMerges]:
+    """Work out the merges of every accumulator of a program."""
     writes: dict[int, list[tuple[Write, bool]]] = defaultdict(list)
     for step in program.steps:
         for call in step.calls:
             for write in call.writes:
                 writes[write.region.buffer].append((write, True))
-        for fold in step.folds:
-            writes[fold.write.region.buffer].append((fold.write, False))
+        for merge in step.merges:
+            writes[merge.write.region.buffer].append((merge.write, False))
     return {
-        number: _buffer_folds(buffer.parts[0][1], writes[number])
+        number: _buffer_merges(buffer.parts[0][1], writes[number])
         for number, buffer in enumerate(program.buffers)
         if buffer.accumulates
     }
 
 
-def _buffer_folds(rows: int, writes: list[tuple[Write, bool]]) -> BufferFolds:
+def _buffer_merges(rows: int, writes: list[tuple[Write, bool]]) -> BufferMerges:
     """`writes` are (write, whether the partial may be kept: a kernel's own output may, a landed message may not)."""
     edges = sorted({0, rows} | {edge for write, _ in writes for edge in (write.region.lo, write.region.hi)})
     parts: dict[int, list[Part]] = defaultdict(list)
@@ -104,18 +104,18 @@ def _buffer_folds(rows: int, writes: list[tuple[Write, bool]]) -> BufferFolds:
     for of_write in parts.values():
         of_write.sort(key=lambda part: part.into is not Place.RESULT)  # what is kept for it may go before a sum comes
     _drop_after_last_use(parts)
-    foldings = []
+    mergings = []
     for at, (write, keepable) in enumerate(writes):
         (first, *more) = parts[at]
         whole = (write.region.lo, write.region.hi) == (0, rows)
         alone = not more and not first.kept and not first.sum and first.into is Place.RESULT
-        foldings.append(Folding(tuple(parts[at]), adopts=keepable and whole and alone))
+        mergings.append(Merging(tuple(parts[at]), adopts=keepable and whole and alone))
     sum_rows = Span(min((part.lo for part in summed), default=0), max((part.hi for part in summed), default=0))
-    return BufferFolds(tuple(foldings), _joined(empty), sum_rows)
+    return BufferMerges(tuple(mergings), _joined(empty), sum_rows)
 
 
 def _rows(order: list[int], writes: list[tuple[Write, bool]]) -> Iterable[tuple[int, tuple[int, ...], bool, Place]]:
-    """(write, kept writes it is folded with, whether the sum is too, where to) for rows that see these writes."""
+    """(write, kept writes it is merged with, whether the sum is too, where to) for rows that see these writes."""
     kept: tuple[int, ...] = ()
     has_sum = False
     for nth, at in enumerate(order):

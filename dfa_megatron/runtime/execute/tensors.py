@@ -8,7 +8,7 @@ import torch
 
 from dfa_megatron.kernels import packed
 from dfa_megatron.kernels.api import BlockKernel, Saved
-from dfa_megatron.plan.language.program import Call, Fold, Message, Region
+from dfa_megatron.plan.language.program import Call, Merge, Message, Region
 from dfa_megatron.runtime.comm.arena import Arena
 from dfa_megatron.runtime.execute.accumulators import Accumulator, Fields
 from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
@@ -50,7 +50,7 @@ class Tensors:
             dense = tuple(x.contiguous() for x in fields) if name in memory.sent else fields
             self.read[self.program.home_buffer(name)] = {name: dense}
         self.read.update(arena.tensors(memory))
-        self.write = {number: self._accumulator(number) for number in memory.folds}
+        self.write = {number: self._accumulator(number) for number in memory.merges}
 
     def result(self, name: str) -> Fields:
         """The tensors of an accumulator at home, after the last step."""
@@ -66,7 +66,7 @@ class Tensors:
         self.write[buffer].open()
 
     def compute(self, call: Call) -> None:
-        """One kernel call and the folds of its results."""
+        """One kernel call and the merges of its results."""
         q, (k, v) = self.fields(call.q), self.fields(call.kv)
         kernel = self.kernel if self.bias is None else self.bias.kernel(self.kernel, call)
         if self.forward:
@@ -76,7 +76,7 @@ class Tensors:
             self.write[call.writes[0].region.buffer].write(partial)
             return
         rows, dout, lse, memory = q
-        saved = Saved(lse, delta=memory) if self.format.reads == "delta" else Saved(lse, out=memory)
+        saved = Saved(lse, delta=memory) if self.format.backward_needs == "delta" else Saved(lse, out=memory)
         dq, dk, dv = packed.backward(
             kernel,
             dout,
@@ -91,9 +91,9 @@ class Tensors:
         self.write[call.writes[0].region.buffer].write((dq,))
         self.write[call.writes[1].region.buffer].write((dk, dv))
 
-    def fold(self, fold: Fold) -> None:
+    def merge(self, merge: Merge) -> None:
         """A landed partial goes into an accumulator."""
-        self.write[fold.write.region.buffer].write(self.fields(fold.source))
+        self.write[merge.write.region.buffer].write(self.fields(merge.source))
 
     def end(self, step: int) -> None:
         """Let go of results that have left: their memory may be reused from here on."""
@@ -143,11 +143,11 @@ class Tensors:
         ((name, rows),) = buffer.parts
         results = self.format.results(name) if buffer.slot is None else self.format.fields(name)
         return Accumulator(
-            self.memory.folds[number],
+            self.memory.merges[number],
             self.format.batch,
             rows,
             self.format.sums(name),
             results,
             self.device,
-            merges=self.forward,
+            with_lse=self.forward,
         )

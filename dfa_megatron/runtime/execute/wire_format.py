@@ -49,7 +49,7 @@ class Format:
     head_dim_v: int
     dtype: torch.dtype
     wire: torch.dtype
-    reads: Literal["delta", "out"]
+    backward_needs: Literal["delta", "out"]
 
     def fields(self, name: str) -> tuple[Field, ...]:
         """The tensors of a name as they travel."""
@@ -123,7 +123,7 @@ def _fields(format: Format, name: str, partial: torch.dtype) -> tuple[Field, ...
         case "out":
             return Field("out", format.heads, format.head_dim_v, partial), Field("lse", format.heads, 0, statistic)
         case "qdo":
-            memory = Field("delta", format.heads, 0, statistic) if format.reads == "delta" else row
+            memory = Field("delta", format.heads, 0, statistic) if format.backward_needs == "delta" else row
             return (
                 q,
                 Field("dout", format.heads, format.head_dim_v, format.dtype),

@@ -95,9 +95,9 @@ REFUSALS: tuple[tuple[str, str, Callable[[Case], bool]], ...] = (
         lambda c: c.options.get("transport") == "copy_engine",
     ),
     (
-        "exchanged heads of dealt tokens",
-        r"ulysses_degree=\d+ in layout 'dealt'",
-        lambda c: c.options["layout"] == "dealt" and c.options["ulysses_degree"] != 1,
+        "exchanged heads of load_balanced tokens",
+        r"ulysses_degree=\d+ in layout 'load_balanced'",
+        lambda c: c.options["layout"] == "load_balanced" and c.options["ulysses_degree"] != 1,
     ),
     (
         "a degree that does not divide ranks and heads",

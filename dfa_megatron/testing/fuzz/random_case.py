@@ -11,7 +11,7 @@ from typing import Any
 LAYOUTS = {
     "contiguous": ("auto", "ring", "balanced", "balanced_shared", "greedy"),
     "zigzag": ("auto", "zigzag"),
-    "dealt": ("auto", "dealt"),
+    "load_balanced": ("auto", "load_balanced"),
 }
 """Layouts, and the schedules that work on them."""
 

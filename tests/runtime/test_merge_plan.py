@@ -1,4 +1,4 @@
-"""Accumulators: whatever rows come in whatever order, every row ends as the fold of its partials."""
+"""Accumulators: whatever rows come in whatever order, every row ends as the merge of its partials."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.comm.arena import Arena
 from dfa_megatron.runtime.execute.accumulators import Accumulator
 from dfa_megatron.runtime.execute.memory_plan import plan_memory
-from dfa_megatron.runtime.execute.merge_plan import MOST_PARTS, Place, _buffer_folds
+from dfa_megatron.runtime.execute.merge_plan import MOST_PARTS, Place, _buffer_merges
 from dfa_megatron.runtime.execute.wire_format import Field, Format
 from dfa_megatron.testing.dense import assert_close
 
@@ -41,10 +41,10 @@ def draw_writes(draw: random.Random) -> list[tuple[Write, bool]]:
 def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype, came: torch.dtype) -> None:
     draw = random.Random(seed)
     writes = draw_writes(draw)
-    folds = _buffer_folds(ROWS, writes)
+    merges = _buffer_merges(ROWS, writes)
     fields = (Field("dk", 2, 4, torch.float64), Field("dv", 2, 8, torch.float64))
     results = (Field("dk", 2, 4, result), Field("dv", 2, 8, result))
-    accumulator = Accumulator(folds, 2, ROWS, fields, results, torch.device("cpu"), merges=False)
+    accumulator = Accumulator(merges, 2, ROWS, fields, results, torch.device("cpu"), with_lse=False)
     accumulator.open()
     want = [torch.zeros(2, ROWS, 2, width, dtype=torch.float64) for width in (4, 8)]
     generator = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype, ca
     for got, total in zip(accumulator.result, want, strict=True):
         assert got.dtype == result
         assert_close(got, total, tolerance=1e-14 if result == torch.float64 else 1e-6)
-    assert not any(folded._kept for _, folded in accumulator._folded)
+    assert not any(merged._kept for _, merged in accumulator._merged)
 
 
 @pytest.mark.usefixtures("nan_memory")
@@ -70,8 +70,8 @@ def test_every_row_is_the_merge_of_its_partials(seed: int, came: torch.dtype) ->
     writes = draw_writes(random.Random(seed))
     sums = (Field("out", 2, 4, torch.float64), Field("lse", 2, 0, torch.float64))
     results = (Field("out", 2, 4, came), sums[1])
-    folds = _buffer_folds(ROWS, writes)
-    accumulator = Accumulator(folds, 2, ROWS, sums, results, torch.device("cpu"), merges=True)
+    merges = _buffer_merges(ROWS, writes)
+    accumulator = Accumulator(merges, 2, ROWS, sums, results, torch.device("cpu"), with_lse=True)
     accumulator.open()
     weight, total = torch.zeros(2, ROWS, 2, 1, dtype=torch.float64), torch.zeros(2, ROWS, 2, 4, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
@@ -95,13 +95,13 @@ def test_every_row_is_the_merge_of_its_partials(seed: int, came: torch.dtype) ->
 FLOAT32, FLOAT64 = (Field("dq", 2, 4, torch.float32),), (Field("dq", 2, 4, torch.float64),)
 
 
-def folded(writes: list[tuple[int, int]], partials: list[torch.Tensor], *, landed: int = 0) -> Accumulator:
+def merged(writes: list[tuple[int, int]], partials: list[torch.Tensor], *, landed: int = 0) -> Accumulator:
     """An accumulator of float32 after these writes, the last `landed` of which came from another rank."""
     of = [
         (Write(Region(0, "dq", lo, hi), fresh=False), at < len(writes) - landed) for at, (lo, hi) in enumerate(writes)
     ]
-    folds = _buffer_folds(ROWS, of)
-    accumulator = Accumulator(folds, 1, ROWS, FLOAT64, FLOAT32, torch.device("cpu"), merges=False)
+    merges = _buffer_merges(ROWS, of)
+    accumulator = Accumulator(merges, 1, ROWS, FLOAT64, FLOAT32, torch.device("cpu"), with_lse=False)
     for partial in partials:
         accumulator.write((partial,))
     return accumulator
@@ -113,14 +113,14 @@ def ones(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_the_result_takes_the_memory_of_a_partial_of_all_rows() -> None:
     half, whole = ones(ROWS // 2), ones(ROWS)
-    (result,) = folded([(0, ROWS // 2), (0, ROWS), (0, ROWS)], [half, whole, ones(ROWS)]).result
+    (result,) = merged([(0, ROWS // 2), (0, ROWS), (0, ROWS)], [half, whole, ones(ROWS)]).result
     assert result.data_ptr() == whole.data_ptr()
     assert result[0, :, 0, 0].tolist() == [3.0] * (ROWS // 2) + [2.0] * (ROWS // 2)
 
 
 @pytest.mark.parametrize("first", [ones(ROWS, torch.float64), ones(1).expand(1, ROWS, 2, 4)])
 def test_the_result_takes_no_memory_that_is_unlike_it(first: torch.Tensor) -> None:
-    (result,) = folded([(0, ROWS)] * 2, [first, ones(ROWS)]).result
+    (result,) = merged([(0, ROWS)] * 2, [first, ones(ROWS)]).result
     assert result.is_contiguous()
     assert (first == 1).all()
     assert (result == 2).all()
@@ -129,8 +129,8 @@ def test_the_result_takes_no_memory_that_is_unlike_it(first: torch.Tensor) -> No
 def test_a_sum_has_the_rows_that_are_summed() -> None:
     """Of rows that wait for one more partial from elsewhere; the others go straight into the result."""
     writes = [(0, ROWS), (0, ROWS), (4, 8), (0, ROWS), (4, 8)]
-    accumulator = folded(writes, [ones(hi - lo) for lo, hi in writes[:-1]], landed=2)
-    ((_, of_name),) = accumulator._folded
+    accumulator = merged(writes, [ones(hi - lo) for lo, hi in writes[:-1]], landed=2)
+    ((_, of_name),) = accumulator._merged
     assert [x.shape[1] for x in of_name._sum] == [4]
     accumulator.write((ones(4),))
     assert not of_name._sum, "nothing needs it after the last partial"
@@ -138,28 +138,28 @@ def test_a_sum_has_the_rows_that_are_summed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_fold_takes_more_parts_than_the_kernel_has(seed: int) -> None:
-    folds = _buffer_folds(ROWS, draw_writes(random.Random(seed)))
-    for folding in folds.writes:
-        for part in folding.parts:
+def test_no_merge_takes_more_parts_than_the_kernel_has(seed: int) -> None:
+    merges = _buffer_merges(ROWS, draw_writes(random.Random(seed)))
+    for merging in merges.writes:
+        for part in merging.parts:
             assert len(part.kept) + part.sum + 1 <= MOST_PARTS
             assert part.into is not Place.KEPT or not (part.kept or part.sum)
 
 
 def test_partials_wait_for_one_pass_into_the_result() -> None:
-    """Three blocks of a kernel and nothing from elsewhere: one fold, no sum."""
+    """Three blocks of a kernel and nothing from elsewhere: one merge, no sum."""
     whole = Region(0, "out", 0, ROWS)
-    folds = _buffer_folds(ROWS, [(Write(whole, fresh=False), True)] * 3)
-    assert [part.into for folding in folds.writes for part in folding.parts] == [Place.KEPT, Place.KEPT, Place.RESULT]
-    assert folds.writes[2].parts[0].kept == (0, 1)
-    assert folds.writes[2].parts[0].drops == (0, 1)
+    merges = _buffer_merges(ROWS, [(Write(whole, fresh=False), True)] * 3)
+    assert [part.into for merging in merges.writes for part in merging.parts] == [Place.KEPT, Place.KEPT, Place.RESULT]
+    assert merges.writes[2].parts[0].kept == (0, 1)
+    assert merges.writes[2].parts[0].drops == (0, 1)
 
 
 def test_a_lone_partial_becomes_the_result_as_it_is() -> None:
-    (folding,) = _buffer_folds(ROWS, [(Write(Region(0, "out", 0, ROWS), fresh=True), True)]).writes
-    assert folding.adopts
-    (folding,) = _buffer_folds(ROWS, [(Write(Region(0, "out", 0, ROWS), fresh=True), False)]).writes
-    assert not folding.adopts, "landed memory is used again"
+    (merging,) = _buffer_merges(ROWS, [(Write(Region(0, "out", 0, ROWS), fresh=True), True)]).writes
+    assert merging.adopts
+    (merging,) = _buffer_merges(ROWS, [(Write(Region(0, "out", 0, ROWS), fresh=True), False)]).writes
+    assert not merging.adopts, "landed memory is used again"
 
 
 def test_an_arena_forgets_the_plans_that_nobody_keeps() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.kernels import merge as folding
+from dfa_megatron.kernels import merge as merging
 from dfa_megatron.kernels.merge import add, identity_, row_dot
 from dfa_megatron.kernels.triton.support import interpreted, triton_refusal
 from dfa_megatron.testing.dense import assert_close, dense_attention
@@ -25,27 +25,27 @@ def partials(parts: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> t
     return [(out.to(dtype), lse) for out, lse in blocks], dense_attention(q, k, v)
 
 
-def fold(blocks: list[Partial], dtype: torch.dtype = torch.float64) -> Partial:
+def merge(blocks: list[Partial], dtype: torch.dtype = torch.float64) -> Partial:
     out, lse = torch.empty(2, 10, 3, 16, dtype=dtype), torch.empty(2, 3, 10, dtype=dtype)
     whole = out, lse
     identity_(*whole)
     for block in blocks:
-        folding.merge([whole, block], whole)
+        merging.merge([whole, block], whole)
     return whole
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_partials_merge_to_the_whole_in_any_order(order: tuple[int, ...]) -> None:
     blocks, (out, lse) = partials(3)
-    merged_out, merged_lse = fold([blocks[part] for part in order])
+    merged_out, merged_lse = merge([blocks[part] for part in order])
     assert_close(merged_out, out, tolerance=1e-14)
     assert_close(merged_lse, lse, tolerance=1e-14)
 
 
 def test_merging_is_associative() -> None:
     blocks, (out, lse) = partials(4)
-    left, right = fold(blocks[:2]), fold(blocks[2:])
-    folding.merge([left, right], left)
+    left, right = merge(blocks[:2]), merge(blocks[2:])
+    merging.merge([left, right], left)
     assert_close(left[0], out, tolerance=1e-14)
     assert_close(left[1], lse, tolerance=1e-14)
 
@@ -53,7 +53,7 @@ def test_merging_is_associative() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sixteen_bit_partials_merge_in_float32(dtype: torch.dtype) -> None:
     blocks, (out, lse) = partials(6, dtype)
-    merged_out, merged_lse = fold([(o, le.float()) for o, le in blocks], torch.float32)
+    merged_out, merged_lse = merge([(o, le.float()) for o, le in blocks], torch.float32)
     assert merged_out.dtype == merged_lse.dtype == torch.float32
     assert_close(merged_out, out, tolerance={torch.float32: 3e-7, torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype])
     assert_close(merged_lse, lse, tolerance=3e-7)
@@ -64,7 +64,7 @@ def test_many_merges_do_not_drift() -> None:
     generator = torch.Generator().manual_seed(3)
     outs = torch.randn(256, 2, 10, 3, 16, generator=generator)
     lse = torch.full((2, 3, 10), 5.0)
-    merged_out, merged_lse = fold([(out, lse) for out in outs], torch.float32)
+    merged_out, merged_lse = merge([(out, lse) for out in outs], torch.float32)
     assert_close(merged_out, outs.double().mean(0), tolerance=2e-6)
     assert_close(merged_lse, lse.double() + math.log(256), tolerance=1e-6)
 
@@ -73,20 +73,20 @@ def test_a_side_that_saw_nothing_weighs_exactly_zero() -> None:
     (block,), _ = partials(1)
     nothing = (torch.zeros_like(block[0]), torch.full_like(block[1], -math.inf))
     for order in ([block, nothing], [nothing, block], [nothing, block, nothing]):
-        out, lse = fold(order)
+        out, lse = merge(order)
         assert torch.equal(out, block[0])
         assert torch.equal(lse, block[1])
-    out, lse = fold([nothing, nothing])
+    out, lse = merge([nothing, nothing])
     assert (out == 0).all()
     assert (lse == -math.inf).all()
 
 
 def test_rows_that_saw_nothing_do_not_disturb_their_neighbours() -> None:
     blocks, _ = partials(2)
-    clean = fold(blocks)
+    clean = merge(blocks)
     (out, lse), second = (tuple(x.clone() for x in block) for block in blocks)
     out[:, 2:5], lse[:, :, 2:5] = 0, -math.inf
-    merged = fold([(out, lse), second])
+    merged = merge([(out, lse), second])
     assert torch.equal(merged[0][:, 5:], clean[0][:, 5:])
     assert torch.equal(merged[0][:, 2:5], second[0][:, 2:5])
     assert torch.equal(merged[1][:, :, 2:5], second[1][:, :, 2:5])
@@ -96,7 +96,7 @@ def test_rows_that_saw_nothing_do_not_disturb_their_neighbours() -> None:
 def test_lse_far_apart_neither_overflow_nor_lose_the_larger(gap: float) -> None:
     blocks, _ = partials(2)
     (out_a, lse_a), (out_b, lse_b) = blocks
-    out, lse = fold([(out_a, lse_a + gap), (out_b, lse_b)])
+    out, lse = merge([(out_a, lse_a + gap), (out_b, lse_b)])
     weight = torch.sigmoid(lse_a + gap - lse_b).transpose(1, 2).unsqueeze(-1)
     assert_close(out, weight * out_a + (1 - weight) * out_b, tolerance=1e-14)
     assert_close(lse, torch.logaddexp(lse_a + gap, lse_b), tolerance=1e-14)
@@ -108,7 +108,7 @@ def test_accumulators_may_be_rows_of_a_larger_buffer() -> None:
     view = big_out[:, 4:14], big_lse[:, :, 4:14]
     identity_(*view)
     for block in blocks:
-        folding.merge([view, block], view)
+        merging.merge([view, block], view)
     assert_close(view[0], out, tolerance=1e-14)
     assert_close(view[1], lse, tolerance=1e-14)
     assert (big_out[:, :4] == 7).all()
@@ -119,12 +119,12 @@ def test_accumulators_may_be_rows_of_a_larger_buffer() -> None:
 def test_a_partial_is_not_changed_and_nan_is_not_hidden() -> None:
     blocks, _ = partials(2)
     kept = [tuple(x.clone() for x in block) for block in blocks]
-    fold(blocks)
+    merge(blocks)
     assert all(
         torch.equal(a, b) for block, copy in zip(blocks, kept, strict=True) for a, b in zip(block, copy, strict=True)
     )
     blocks[1][1][0, 0, 0] = math.nan
-    out, lse = fold(blocks)
+    out, lse = merge(blocks)
     assert lse[0, 0, 0].isnan()
     assert out[0, 0, 0].isnan().all()
     assert not out[1].isnan().any()
@@ -148,10 +148,10 @@ def parts_with_every_case(dtype: torch.dtype, device: str) -> tuple[Partial, Par
     return (moved[0], moved[1]), (moved[2], moved[3])
 
 
-def triton_fold() -> Any:
-    from dfa_megatron.kernels.triton import merge as triton_fold
+def triton_merge() -> Any:
+    from dfa_megatron.kernels.triton import merge as triton_merge
 
-    return triton_fold
+    return triton_merge
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -161,15 +161,15 @@ def test_the_fused_merge_is_the_merge(device: str, dtype: torch.dtype, into_dtyp
     """On CUDA, or in the interpreter; elsewhere this says that merging into another dtype is merging and rounding."""
     old, new = parts_with_every_case(dtype, device)
     want = old[0].clone(), old[1].clone()
-    folding._merge_by_operations([want, new], want)
+    merging._merge_by_operations([want, new], want)
     if device == "cuda" or interpreted():
-        assert folding._fusable(*old, *new) == (triton_refusal() is None)
-        assert triton_refusal() is not None or all(triton_fold().takes(*part) for part in (old, new))
+        assert merging._fusable(*old, *new) == (triton_refusal() is None)
+        assert triton_refusal() is not None or all(triton_merge().takes(*part) for part in (old, new))
     into = old
     if into_dtype is not None:
         into = torch.empty(2, 41, 3, 40, dtype=into_dtype, device=device)[:, 4:], torch.empty(2, 3, 37, device=device)
     kept = old[0].clone(), old[1].clone()
-    folding.merge([old, new], into)
+    merging.merge([old, new], into)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 1e-3}.get(into[0].dtype, 1e-6)
     assert torch.allclose(into[0].float(), want[0], rtol=tolerance, atol=tolerance, equal_nan=True)
     assert torch.allclose(into[1], want[1], rtol=1e-6, atol=1e-6, equal_nan=True)
@@ -220,14 +220,14 @@ def test_several_partials_merge_at_once(device: str, count: int, dtype: torch.dt
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     parts = [(out.to(device), lse.to(lse_dtype).to(device)) for out, lse in blocks]
     into = torch.empty_like(parts[0][0]), torch.empty_like(parts[0][1])
-    folding.merge(parts, into)
+    merging.merge(parts, into)
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
     assert_close(into[0], want_out, tolerance=tolerance)
     assert_close(into[1], want_lse, tolerance=max(tolerance, 1e-14) if dtype == torch.float64 else 1e-6)
     parts[1][1].fill_(-math.inf)
     parts[1][0].zero_()
-    rest = fold([(out.cpu().double(), lse.cpu().double()) for out, lse in parts])
-    folding.merge(parts, parts[0])
+    rest = merge([(out.cpu().double(), lse.cpu().double()) for out, lse in parts])
+    merging.merge(parts, parts[0])
     assert_close(parts[0][0], rest[0], tolerance=tolerance)
 
 
@@ -250,7 +250,7 @@ def test_partials_in_any_memory_order_merge(device: str) -> None:
     order = [(out.transpose(0, 1).contiguous().transpose(0, 1).to(device), lse.mT.contiguous().mT.to(device))
              for out, lse in blocks]  # fmt: skip
     into = torch.empty(10, 2, 3, 16, device=device).transpose(0, 1), torch.empty(2, 10, 3, device=device).mT
-    folding.merge(order, into)
+    merging.merge(order, into)
     assert_close(into[0], want_out, tolerance=1e-6)
     assert_close(into[1], want_lse, tolerance=1e-6)
 
@@ -262,14 +262,14 @@ def test_no_row_is_merged_twice_however_the_warps_of_a_program_are_scheduled() -
     out, old_out = (torch.randn(1, 4096, 16, 128, generator=generator, device="cuda") for _ in range(2))
     lse, old_lse = (torch.randn(1, 16, 4096, generator=generator, device="cuda") for _ in range(2))
     want = old_out.clone(), old_lse.clone()
-    folding._merge_by_operations([want, (out, lse)], want)
+    merging._merge_by_operations([want, (out, lse)], want)
     busy, load = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
     worst = torch.zeros((), device="cuda")
     for _ in range(200):
         with torch.cuda.stream(load):
             busy = torch.sin(busy)
         got = old_out.clone(), old_lse.clone()
-        folding.merge([got, (out, lse)], got)
+        merging.merge([got, (out, lse)], got)
         worst = torch.maximum(worst, torch.maximum((got[0] - want[0]).abs().max(), (got[1] - want[1]).abs().max()))
     assert worst < 1e-5
 
@@ -280,15 +280,15 @@ def test_a_fused_merge_that_does_not_work_here_is_said_once_and_not_used(
     def fail(device: torch.device) -> str:
         raise OSError("no compiler")
 
-    monkeypatch.setattr(folding, "triton_refusal", lambda: None)
-    monkeypatch.setattr(folding, "_difference", fail)
-    folding._works.cache_clear()
+    monkeypatch.setattr(merging, "triton_refusal", lambda: None)
+    monkeypatch.setattr(merging, "_difference", fail)
+    merging._works.cache_clear()
     try:
-        assert not folding._works(torch.device("cpu"))
-        assert not folding._works(torch.device("cpu"))
+        assert not merging._works(torch.device("cpu"))
+        assert not merging._works(torch.device("cpu"))
     finally:
-        folding._works.cache_clear()
+        merging._works.cache_clear()
     (record,) = caplog.records
     assert (
-        "folded by PyTorch's operations on cpu, which is slower: Triton failed: OSError: no compiler" in record.message
+        "merged by PyTorch's operations on cpu, which is slower: Triton failed: OSError: no compiler" in record.message
     )

@@ -1,0 +1,54 @@
+"""What a machine has: versions of packages and libraries, GPUs, and which of them reach each other's memory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Any
+
+import torch
+
+from dfa_megatron import __version__
+
+PACKAGES = (
+    "torch", "triton", "flash-attn-4", "flash_attn_3", "flash-attn", "transformer-engine",
+    "megatron-core", "deepspeed", "transformers",
+)  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Of this package, Python, PyTorch's libraries, and the optional packages that are installed."""
+    found = {"dfa-megatron": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda and torch.cuda.is_available():
+        found["cuda"] = torch.version.cuda
+        found["cudnn"] = str(torch.backends.cudnn.version())
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def devices() -> list[dict[str, Any]]:
+    """The GPUs that PyTorch sees."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "gib": round(properties.total_memory / 2**30, 1),
+                "multiprocessors": properties.multi_processor_count,
+            }
+        )
+    return found
+
+
+def p2p_access() -> list[list[bool]]:
+    """Whether GPU i reaches the memory of GPU j; true for itself."""
+    count = torch.cuda.device_count()
+    return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
