@@ -15,7 +15,7 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.config import KERNELS as CONFIG_NAMES
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.adapters import cudnn, flash2, flash3, flash4, gpu, operators
+from dfa_megatron.kernels.adapters import aten, cpu, cudnn, flash2, flash3, flash4, gpu, operators
 from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
 from dfa_megatron.kernels.adapters.operators import Operator, Package
 from dfa_megatron.kernels.adapters.strides import dense, vectorised
@@ -409,7 +409,7 @@ def test_an_operator_is_called_by_either_spelling_of_an_argument() -> None:
 
 def test_the_operators_of_this_pytorch_are_those_the_kernels_know() -> None:
     """Their schemas are in every build, so a renamed argument shows without a GPU."""
-    for module in (kernels.aten, kernels.cpu, kernels.cudnn):
+    for module in (aten, cpu, cudnn):
         assert module._FORWARD.refusal() is None
         assert module._BACKWARD.refusal() is None
     assert cudnn._lse_dimensions() in (3, 4)
