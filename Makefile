@@ -1,7 +1,7 @@
 # Two commands: `make train` sets up and runs the main job, `make test` sets up and passes the tests.
 #
 # `make fuzz` compares attentions drawn at random with dense float64; ARGS="--help" says how many, and over which ranks.
-# `make gpu` runs every GPU test and measurement on this machine; ARGS="--list" names them.
+# `make gpu` runs every test that computes on a GPU; benchmarks/README.md has the commands that measure.
 #
 #   make train PROCS=4 ARGS="--train-iters 20"     more ranks, other arguments of examples/train.py
 #   make train VENV= PYTHON=python3                no virtual environment: the interpreter and PyTorch of a container
@@ -35,7 +35,7 @@ fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m dfa_megatron.testing.fuzz $(or $(ARGS),--over together gloo)
 
 gpu: $(READY)
-	$(PY) benchmarks/suite.py $(ARGS)
+	$(PY) -m pytest -q -m gpu $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

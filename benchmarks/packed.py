@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention.baselines import flash_attn_shim
 from benchmarks.attention.clock import Timer, take_turns
 from dfa_megatron import dist_flash_attn_varlen_func, shard_sequence
 from dfa_megatron.doctor.world import Failure, World, join, together
@@ -76,12 +75,11 @@ def our_method(schedule: str, kernel: str, transport: str, causal: bool) -> Meth
 
 
 def peer_methods(world: World, kv_heads: int, causal: bool) -> list[Method]:
-    """ring-flash-attn's three varlen functions, or nothing where it is not installed."""
+    """ring-flash-attn's three varlen functions, or nothing where it or flash-attn is not installed."""
     try:
-        version("ring-flash-attn")
+        version("ring-flash-attn"), version("flash-attn")
     except PackageNotFoundError:
         return []
-    flash_attn_shim.install(world.device.type)
     from benchmarks.attention.baselines import ring_flash_attn
 
     package, stride = ring_flash_attn._package(), max(n for n in (1, 2, 3, 4) if kv_heads % n == 0)

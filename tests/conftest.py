@@ -39,7 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
     megatron = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
     workers.preload("dfa_megatron.attention", *(("megatron.core.parallel_state",) if megatron else ()))
     config.addinivalue_line("markers", "fault: injects a fault, and records what happened for docs/trust.md")
-    config.addinivalue_line("markers", "on_gpu: computes on a GPU; `-m on_gpu` takes all of these, and no other test")
     if config.option.support_report and not hasattr(config, "workerinput"):  # under xdist the controller writes
         config.pluginmanager.register(SupportReport(config.option.support_report))
 
@@ -52,7 +51,8 @@ def on_gpu(item: pytest.Item) -> bool:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     if on_gpu(item):
-        item.add_marker("on_gpu")
+        if item.get_closest_marker("gpu") is None:
+            item.add_marker(pytest.mark.gpu(0))  # `-m gpu` takes it; the test itself says what it needs
         item.user_properties.append(("gpu", True))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -76,29 +75,7 @@ def test_ulysses_refuses_heads_that_do_not_divide() -> None:
     assert "33 heads and 33 kv_heads is not supported" in found
 
 
-needs_ring_flash_attn = pytest.mark.skipif(
-    importlib.util.find_spec("ring_flash_attn") is None, reason="ring-flash-attn is not installed"
-)
-needs_yunchang = pytest.mark.skipif(importlib.util.find_spec("yunchang") is None, reason="yunchang is not installed")
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-
-
-@needs_ring_flash_attn
-def test_ring_flash_attn_is_exact_on_the_shim() -> None:
-    found = run_ranks(2, _check, "ring_flash_attn", "causal", 4, 2, "bfloat16")[0]
-    assert found == {f"ring-flash-attn {name}": "" for name in ("ring", "zigzag", "llama3")}
-    full = run_ranks(2, _check, "ring_flash_attn", "full", 4, 2, "bfloat16")[0]
-    assert full["ring-flash-attn ring"] == full["ring-flash-attn llama3"] == ""
-    assert full["ring-flash-attn zigzag"].startswith("refused")
-
-
-@needs_yunchang
-def test_yunchang_is_exact_on_the_shim_as_a_ring_of_pairs_too() -> None:
-    found = run_ranks(4, _check, "yunchang", "causal", 4, 4, "bfloat16")[0]
-    assert found == {f"yunchang {name}": "" for name in ("ring", "2 x ring", "ulysses")}
-
-
-@needs_deepspeed
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_deepspeeds_attention_is_exact_around_a_kernel_of_ours() -> None:
     assert run_ranks(2, _check, "deepspeed", "causal", 4, 2, "float32", timeout=120)[0] == {"deepspeed ulysses cpu": ""}
 
@@ -121,23 +98,6 @@ def test_transformer_engine_is_not_asked_to_divide_what_it_cannot(
     method = transformer_engine._communicating(kind)
     with ExitStack() as stack, pytest.raises(UnsupportedError, match="divides both among"):
         method.start(Problem(heads, kv_heads, 64, "causal", 0, "bfloat16"), 64, alone, stack)
-
-
-def test_the_shim_leaves_other_modules_of_the_package_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.attention.baselines import flash_attn_shim
-
-    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
-        monkeypatch.delitem(sys.modules, name)
-    if importlib.util.find_spec("flash_attn") is not None:
-        pytest.skip("flash_attn is installed")
-    try:
-        assert flash_attn_shim.install("cpu") == flash_attn_shim.install("cpu") == flash_attn_shim.NOTES["cpu"]
-        assert importlib.util.find_spec("flash_attn") is not None
-        with pytest.raises(ModuleNotFoundError):
-            importlib.import_module("flash_attn.cute")
-    finally:
-        for name in ("flash_attn", flash_attn_shim.INTERFACE):
-            sys.modules.pop(name, None)
 
 
 def test_names_tell_our_variants_apart() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention.baselines import flash_attn_shim, refuse_windows, version_of
+from benchmarks.attention.baselines import refuse_windows, version_of
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import Attention, Method, zigzag
 from dfa_megatron.doctor.world import World
@@ -23,14 +23,14 @@ def methods(job: Job) -> list[Method]:
     """One per algorithm of the package.
 
     Raises:
-        UnsupportedError: it is not installed.
+        UnsupportedError: it is not installed, or flash-attn is not.
     """
     version_of("ring-flash-attn")
-    note = flash_attn_shim.install(job.device)
+    version_of("flash-attn")
     return [
-        Method("ring-flash-attn ring", "peer", _start(_ring), note=note),
-        Method("ring-flash-attn zigzag", "peer", _start(_zigzag), zigzag, note),
-        Method("ring-flash-attn llama3", "peer", _start(_llama3), note=note),
+        Method("ring-flash-attn ring", "peer", _start(_ring)),
+        Method("ring-flash-attn zigzag", "peer", _start(_zigzag), zigzag),
+        Method("ring-flash-attn llama3", "peer", _start(_llama3)),
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention.baselines import flash_attn_shim, refuse_windows, version_of
+from benchmarks.attention.baselines import refuse_windows, version_of
 from benchmarks.attention.baselines.ulysses import refuse_heads
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import Attention, Method, zigzag
@@ -22,18 +22,18 @@ def methods(job: Job) -> list[Method]:
     """All ranks in a ring; neighbours exchange heads, the pairs are a ring; and all exchange heads.
 
     Raises:
-        UnsupportedError: it is not installed.
+        UnsupportedError: it is not installed, or flash-attn is not.
     """
     version_of("yunchang")
-    note = flash_attn_shim.install(job.device)
+    version_of("flash-attn")
     return [
-        _usp("ring", lambda ranks: 1, note),
-        _usp("2 x ring", lambda ranks: 2, note),
-        _usp("ulysses", lambda ranks: ranks, note),
+        _usp("ring", lambda ranks: 1),
+        _usp("2 x ring", lambda ranks: 2),
+        _usp("ulysses", lambda ranks: ranks),
     ]
 
 
-def _usp(name: str, ulysses: Callable[[int], int], note: str) -> Method:
+def _usp(name: str, ulysses: Callable[[int], int]) -> Method:
     def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
         refuse_windows(problem, "yunchang")
         degree = ulysses(world.size)
@@ -53,7 +53,7 @@ def _usp(name: str, ulysses: Callable[[int], int], note: str) -> Method:
     def split(x: torch.Tensor, world: World) -> torch.Tensor:
         return zigzag(x, world, ulysses(world.size))
 
-    return Method(f"yunchang {name}", "peer", start, split, note)
+    return Method(f"yunchang {name}", "peer", start, split)
 
 
 @functools.cache
