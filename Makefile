@@ -41,6 +41,7 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m codespell_lib
 
 format: $(READY)
 	$(PY) -m ruff check --fix .

@@ -170,7 +170,7 @@ def _field(name: str, kind: str, values: tuple[str, ...]) -> Any:
         return numbers if len(numbers) == 2 else numbers[0]
     if name.endswith("_freq"):
         return _pattern(name, values)
-    if "ist[" in kind and name not in ("cp_comm_type", "pipeline_model_parallel_layout"):
+    if "list[" in kind.lower() and name not in ("cp_comm_type", "pipeline_model_parallel_layout"):
         many = [_value((value,)) for value in values]
         return many if len(many) > 1 or "Union" not in kind else many[0]
     return _value(values)
