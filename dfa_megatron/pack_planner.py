@@ -86,7 +86,7 @@ class PackPlanner:
             raise UnsupportedError("a PackPlanner with ulysses_degree=0", "a call chooses the degree", "a degree")
         if request.ulysses_degree > 1:
             split = split_heads(request.ulysses_degree, ranks, *counts)
-            outer = split_tokens(split.degree, self.rank, ranks, request.layout, local_tokens).outer
+            outer = split_tokens(split.degree, self.rank, ranks, request.layout, local_tokens).plan_group
             self.rank, ranks, over = outer.index(self.rank), len(outer), None
             q, k, v = stand_ins(split, q, k, v)
         self.problem = problem_of(request, ranks, q, k, v, over)

@@ -8,11 +8,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.runtime.comm.communicator import Parcel
-from dfa_megatron.runtime.comm.transport import Around, Transport
-from dfa_megatron.runtime.execute.tensors import Tensors
-from dfa_megatron.runtime.hooks import hooked
+from dfa_megatron.plan.interpret import Algebra
+from dfa_megatron.runtime.comm.transport import Recv, Send, StepTransport
+from dfa_megatron.runtime.hooks import Run, hooked
 
 logger = logging.getLogger(__name__)
 
@@ -43,52 +41,49 @@ class _Ablated:
     def __init__(self, name: Ablation) -> None:
         self.name: str = name
 
-    def algebra(self, algebra: Tensors, plan: Plan) -> Tensors:
-        """As it is."""
-        return algebra
-
-    def transport(self, transport: Transport, algebra: Tensors) -> Transport:
-        """One that takes turns with compute, or one that sends nothing."""
-        return _InTurn(transport) if self.name == "no_overlap" else _Silent(transport)
+    def wrap(self, run: Run) -> tuple[Algebra, StepTransport]:
+        """Return a transport that takes turns with compute, or one that sends nothing."""
+        return run.algebra, _InTurn(run.transport) if self.name == "no_overlap" else _Silent()
 
 
-class _InTurn(Around):
-    """Messages wait for all compute that was issued before them, and compute for the messages."""
+class _InTurn:
+    """Let messages wait for all compute issued before them, and compute for the messages."""
 
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner)
-        self.last = -1
+    def __init__(self, inner: StepTransport) -> None:
+        self.inner, self.last = inner, -1
 
     def start(self) -> None:
-        self.last = -1
         self.inner.start()
 
-    def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
+    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
         self.inner.post(self.last, sends, receives)
         self.inner.land()
 
     def land(self) -> None:
-        """It has landed already."""
+        """Do nothing: the batch has landed already."""
 
     def computed(self, step: int) -> None:
         self.last = step
         self.inner.computed(step)
 
+    def finish(self) -> None:
+        self.inner.finish()
 
-class _Silent(Around):
-    """Sends nothing: what should have landed is what was in memory."""
+
+class _Silent:
+    """Send nothing: a receive buffer holds whatever was in memory."""
 
     def start(self) -> None:
-        """Nothing will move."""
+        pass
 
-    def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
-        """Nothing moves."""
+    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
+        pass
 
     def land(self) -> None:
-        """Nothing has moved."""
+        pass
 
     def computed(self, step: int) -> None:
-        """Nobody waits."""
+        pass
 
     def finish(self) -> None:
-        """Nothing was moving."""
+        pass

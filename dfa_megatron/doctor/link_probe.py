@@ -13,9 +13,9 @@ import torch.distributed as dist
 from dfa_megatron.doctor.kernel_trial import stopwatch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.comm.channel import channel
-from dfa_megatron.runtime.comm.communicator import Communicator, Parcel
+from dfa_megatron.runtime.comm.communicator import Communicator
 from dfa_megatron.runtime.comm.groups import group_name
-from dfa_megatron.runtime.comm.transport import Transport
+from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def time_all_to_alls(device: torch.device, node: range, sizes: Sequence[int]) ->
     Returns:
         For each size the bytes that a rank sends to the others together, and the median of the slowest rank.
     """
-    group = channel(group_name(None)).part(node).collectives(device)
+    group = channel(group_name(None)).subgroup(node).collectives(device)
     timings = []
     for nbytes in sizes:
         rows = max(1, nbytes // _ROW // len(node))
@@ -127,7 +127,7 @@ def _exchange(transport: Transport, outgoing: torch.Tensor, ring: tuple[int, int
     to, source = ring
     incoming = transport.arena(outgoing.nbytes, outgoing.device).flat[: outgoing.nbytes]
     transport.start()
-    transport.post(-1, lambda: [Parcel(to, [outgoing], [0])], [Parcel(source, [incoming], [0])])
+    transport.post(-1, lambda: [Send(to, [outgoing], [0])], [Recv(source, [incoming])])
     transport.land()
     transport.computed(0)
     transport.finish()

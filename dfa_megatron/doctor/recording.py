@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from dfa_megatron.plan.cost.simulate import Event, Timeline
+from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.plan.language.grid import cell
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.plan.language.program import Call, Merge, Message
+from dfa_megatron.plan.language.program import Call, Merge
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.communicator import Parcel
-from dfa_megatron.runtime.comm.transport import Around, Transport
-from dfa_megatron.runtime.execute.tensors import Tensors
-from dfa_megatron.runtime.hooks import hooked
+from dfa_megatron.runtime.comm.transport import Recv, Send, StepTransport
+from dfa_megatron.runtime.hooks import Run, hooked
 
 Mark = Any
 """A CUDA event on its stream, or seconds of the host's clock."""
@@ -33,14 +32,10 @@ class Recording:
     """(kind, phase, step, label, peer, bytes, start, end)"""
     name = "recording"
 
-    def algebra(self, algebra: Tensors, plan: Plan) -> Tensors:
+    def wrap(self, run: Run) -> tuple[Algebra, StepTransport]:
         """See `Hook`."""
-        return RecordedTensors(algebra, plan, self)
-
-    def transport(self, transport: Transport, algebra: Tensors) -> Transport:
-        """See `Hook`."""
-        assert isinstance(algebra, RecordedTensors)
-        return RecordedTransport(transport, algebra)
+        marked = _RecordedRun(run, self)
+        return marked, marked
 
     def events(self, phase: str, rank: int) -> list[Event]:
         """What happened in a phase, in seconds after the first thing in it; waits for the device."""
@@ -88,74 +83,77 @@ def gathered(recording: Recording, plan: Plan, channel: Channel | None) -> Timel
     )
 
 
-class RecordedTensors(Tensors):
-    """The algebra with a mark before and after each kernel call and merge."""
+class _RecordedRun:
+    """The algebra and the transport of one run, with a mark before and after each call, merge and batch."""
 
-    def __init__(self, algebra: Tensors, plan: Plan, recording: Recording) -> None:
-        self.__dict__.update(algebra.__dict__)
-        self.plan, self.recording, self.step = plan, recording, 0
+    def __init__(self, run: Run, recording: Recording) -> None:
+        self.run, self.spans, self.step = run, recording.spans, 0
+        streams = getattr(run.transport, "streams", None)
+        self.stream: torch.cuda.Stream | None = None if streams is None else streams.stream
+        self.posted: Mark = None
+
+    # The algebra.
 
     def begin(self, step: int) -> None:
-        """Remember the step."""
         self.step = step
+        self.run.algebra.begin(step)
+
+    def open(self, buffer: int) -> None:
+        self.run.algebra.open(buffer)
 
     def compute(self, call: Call) -> None:
-        """See `Tensors.compute`."""
-        start = self.mark()
-        super().compute(call)
-        self.note("compute", cell(self.plan, call.blocks), start, self.mark())
+        start = self._mark()
+        self.run.algebra.compute(call)
+        self._note("compute", cell(self.run.plan, call.blocks), start, self._mark())
 
     def merge(self, merge: Merge) -> None:
-        """See `Tensors.merge`."""
-        start = self.mark()
-        super().merge(merge)
-        self.note("compute", f"merge {merge.source.name}", start, self.mark())
+        start = self._mark()
+        self.run.algebra.merge(merge)
+        self._note("compute", f"merge {merge.source.name}", start, self._mark())
 
-    def mark(self, stream: torch.cuda.Stream | None = None) -> Mark:
-        """Now, on a stream: the current one if none is given."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream if stream is not None else torch.cuda.current_stream(self.device))
-        return event
+    def end(self, step: int) -> None:
+        self.run.algebra.end(step)
 
-    def note(self, kind: str, label: str, start: Mark, end: Mark, peer: int = -1, nbytes: int = 0) -> None:
-        """Add a span of this step."""
-        phase = self.program.phase.name
-        self.recording.spans.append((kind, phase, self.step, label, peer, nbytes, start, end))
+    # The transport.
 
+    def start(self) -> None:
+        self.run.transport.start()
 
-class RecordedTransport(Around):
-    """A transport with a mark where each batch was let go, and where it had landed."""
+    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
+        """Mark when the batch may leave: the transport then asks for what to send."""
 
-    def __init__(self, inner: Transport, algebra: RecordedTensors) -> None:
-        super().__init__(inner)
-        self.algebra = algebra
-        streams = getattr(inner, "streams", None)
-        self.stream: torch.cuda.Stream | None = None if streams is None else streams.stream
-        self.start_mark: Mark = None
-
-    def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
-        """See `Transport`: the mark comes once the batch may go."""
-
-        def marked() -> Sequence[Parcel]:
-            self.start_mark = self.algebra.mark(self.stream)
+        def marked() -> Sequence[Send]:
+            self.posted = self._mark(self.stream)
             return sends()
 
-        self.inner.post(after, marked, receives)
+        self.run.transport.post(after, marked, receives)
 
     def land(self) -> None:
-        """See `Transport`."""
-        self.inner.land()
-        end, step = self.algebra.mark(self.stream), self.algebra.program.steps[self.algebra.step]
+        self.run.transport.land()
+        end, sizes = self._mark(self.stream), self.run.tensors.format
+        step = self.run.tensors.program.steps[self.step]
         for kind, messages in (("send", step.sends), ("receive", step.receives)):
             for message in messages:
-                self._note(kind, message, end)
+                label = "+".join(name for name, _ in message.signature)
+                self._note(kind, label, self.posted, end, message.peer, sizes.nbytes(message.signature))
 
-    def _note(self, kind: str, message: Message, end: Mark) -> None:
-        label = "+".join(name for name, _ in message.signature)
-        nbytes = self.algebra.format.nbytes(message.signature)
-        self.algebra.note(kind, label, self.start_mark, end, message.peer, nbytes)
+    def computed(self, step: int) -> None:
+        self.run.transport.computed(step)
+
+    def finish(self) -> None:
+        self.run.transport.finish()
+
+    def _mark(self, stream: torch.cuda.Stream | None = None) -> Mark:
+        """Return the time on a stream, by default the current one."""
+        device = self.run.tensors.device
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream if stream is not None else torch.cuda.current_stream(device))
+        return event
+
+    def _note(self, kind: str, label: str, start: Mark, end: Mark, peer: int = -1, nbytes: int = 0) -> None:
+        self.spans.append((kind, self.run.plan.phase.name, self.step, label, peer, nbytes, start, end))
 
 
 def _seconds(start: Mark, end: Mark) -> float:

@@ -1,27 +1,38 @@
-"""What a measurement may wrap around an attention: its transport and its algebra. Nothing is wrapped outside of one."""
+"""Hooks: a measurement may wrap the algebra and the transport of every attention that runs while it lasts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
+from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.runtime.comm.transport import Transport
+from dfa_megatron.runtime.comm.transport import StepTransport
 from dfa_megatron.runtime.execute.tensors import Tensors
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One phase of one attention, about to run.
+
+    tensors: the memory of this rank. algebra, transport: what the loop drives, unless a hook replaces it.
+    """
+
+    plan: Plan
+    tensors: Tensors
+    algebra: Algebra
+    transport: StepTransport
+
+
 class Hook(Protocol):
-    """One measurement. name: tells its CUDA graphs from others."""
+    """One measurement. Its name tells the CUDA graphs captured under it from others."""
 
     name: str
 
-    def algebra(self, algebra: Tensors, plan: Plan) -> Tensors:
-        """The algebra of one phase of a plan, or one that wraps it."""
-        ...
-
-    def transport(self, transport: Transport, algebra: Tensors) -> Transport:
-        """The transport of that phase, or one that wraps it."""
+    def wrap(self, run: Run) -> tuple[Algebra, StepTransport]:
+        """Return the algebra and the transport to drive instead; either may be the run's own."""
         ...
 
 
@@ -30,7 +41,7 @@ _hooks: list[Hook] = []
 
 @contextmanager
 def hooked(hook: Hook) -> Iterator[None]:
-    """Wrap every distributed attention of this process inside."""
+    """Wrap every distributed attention that this process runs inside."""
     _hooks.append(hook)
     try:
         yield
@@ -39,5 +50,5 @@ def hooked(hook: Hook) -> Iterator[None]:
 
 
 def active_hooks() -> list[Hook]:
-    """The measurements that are under way."""
+    """Return the hooks under which attentions run now, the first one innermost."""
     return _hooks

@@ -226,7 +226,7 @@ def _build_and_agree(
             heads = split_heads(degree, size, q.shape[2], k.shape[2])
             tokens = split_tokens(degree, rank, size, request.layout, q.shape[1])
             splits = heads, tokens
-            prepared = build(request, len(tokens.outer), tokens.outer.index(rank), *stand_ins(heads, q, k, v))
+            prepared = build(request, len(tokens.plan_group), tokens.plan_group.index(rank), *stand_ins(heads, q, k, v))
     except Exception as error:
         if compare and over is not None:
             _tell(error, over)
@@ -278,9 +278,9 @@ def _connected(
     prepared: Prepared, heads: HeadSplit, tokens: TokenSplit, over: Channel, device: torch.device
 ) -> Prepared:
     """With the channels of the parts of the group, which all ranks make now that they have agreed."""
-    inner = over.part(tokens.inner)
+    inner = over.subgroup(tokens.exchange_group)
     inner.collectives(device)
-    outer = over.part(tokens.outer) if len(tokens.outer) > 1 else None
+    outer = over.subgroup(tokens.plan_group) if len(tokens.plan_group) > 1 else None
     return replace(prepared, exchange=HeadExchange(heads, tokens, inner), channel=outer)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from dfa_megatron.kernels.merge import row_dot
+from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.arena import Arena
-from dfa_megatron.runtime.comm.communicator import Parcel
-from dfa_megatron.runtime.comm.transport import Transport
+from dfa_megatron.runtime.comm.transport import Recv, Send, StepTransport, Transport
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.accumulators import Fields
 from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
@@ -19,7 +19,7 @@ from dfa_megatron.runtime.execute.cuda_graph import Captured
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 from dfa_megatron.runtime.execute.steps import execute
 from dfa_megatron.runtime.execute.tensors import Tensors
-from dfa_megatron.runtime.hooks import active_hooks
+from dfa_megatron.runtime.hooks import Run, active_hooks
 from dfa_megatron.runtime.prepare import Prepared
 
 
@@ -151,12 +151,12 @@ def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[
     return transport, transport.arena(memory.arena_bytes, device)
 
 
-def _execute(prepared: Prepared, algebra: Tensors, transport: Transport) -> None:
+def _execute(prepared: Prepared, tensors: Tensors, transport: Transport) -> None:
+    driven: tuple[Algebra, StepTransport] = (tensors, transport)
     for hook in active_hooks():
         phases = prepared.plan
-        algebra = hook.algebra(algebra, phases.forward if algebra.forward else phases.backward)
-        transport = hook.transport(transport, algebra)
-    execute(algebra, transport, lambda step: prepared.picture(algebra.program.phase.name, step))
+        driven = hook.wrap(Run(phases.forward if tensors.forward else phases.backward, tensors, *driven))
+    execute(tensors, *driven, lambda step: prepared.picture(tensors.program.phase.name, step))
 
 
 class _Nobody:
@@ -176,7 +176,7 @@ class _Nobody:
     def where(self) -> tuple[int, tuple[int, ...]]:
         return -1, ()
 
-    def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
+    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
         assert not receives
 
     def land(self) -> None:

@@ -43,10 +43,10 @@ def test_gathered_tokens_are_those_of_a_rank_of_the_plan(layout: str, ranks: int
     rows = 6
     for rank in range(ranks):
         split = split_tokens(degree, rank, ranks, layout, rows)
-        theirs = [tokens_of(layout, ranks * rows, ranks, other) for other in split.inner]
+        theirs = [tokens_of(layout, ranks * rows, ranks, other) for other in split.exchange_group]
         in_order = [token for one in theirs for token in one]
         gathered = [token for at, part in split.pieces for token in theirs[at][part.lo : part.hi]] or in_order
-        assert gathered == tokens_of(layout, ranks * rows, len(split.outer), split.outer.index(rank))
+        assert gathered == tokens_of(layout, ranks * rows, len(split.plan_group), split.plan_group.index(rank))
         if split.pieces:
             back = [token for part in split.returned for token in gathered[part.lo : part.hi]]
             assert back == in_order, "and they find their way back"
@@ -56,8 +56,8 @@ def test_gathered_tokens_are_those_of_a_rank_of_the_plan(layout: str, ranks: int
 
 def test_neighbours_exchange_and_ranks_with_the_same_heads_share_a_plan() -> None:
     split = split_tokens(2, 5, 8, "contiguous", 4)
-    assert list(split.inner) == [4, 5]
-    assert list(split.outer) == [1, 3, 5, 7]
+    assert list(split.exchange_group) == [4, 5]
+    assert list(split.plan_group) == [1, 3, 5, 7]
     assert split.pieces == split.returned == ()
 
 

@@ -25,8 +25,8 @@ from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
 from dfa_megatron.runtime.comm import channel, copy_engine
-from dfa_megatron.runtime.comm.communicator import Parcel
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
+from dfa_megatron.runtime.comm.transport import Recv, Send
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
 from dfa_megatron.runtime.execute.wire_format import Format
 
@@ -222,8 +222,8 @@ def queue_call(
             if number:
                 transport.computed(number - 1)
 
-            def sends(number: int = number, step: Any = step) -> list[Parcel]:
-                parcels = []
+            def sends(number: int = number, step: Any = step) -> list[Send]:
+                messages = []
                 for message in step.sends:
                     offsets = memory.offsets[number, message.peer]
                     tensors = []
@@ -231,10 +231,10 @@ def queue_call(
                         address = world.new_address()
                         world.content[address] = (call, number, rank, message.peer, index)
                         tensors.append(SimpleNamespace(data_ptr=lambda address=address: address, nbytes=1))
-                    parcels.append(Parcel(message.peer, tensors, offsets))  # type: ignore[arg-type]
-                return parcels
+                    messages.append(Send(message.peer, tensors, offsets))  # type: ignore[arg-type]
+                return messages
 
-            transport.post(step.after, sends, [Parcel(message.peer, []) for message in step.receives])
+            transport.post(step.after, sends, [Recv(message.peer, []) for message in step.receives])
         else:
             transport.land()
             for message in step.receives:

@@ -29,7 +29,7 @@ def _kept(rank: int, ranks: int) -> tuple[int, int]:
     """How many groups and communicators there were, and how many are left after all groups were destroyed."""
     _attend(ranks)
     whole = channel(group_name(None))
-    made = [x._backend for part in (whole, *whole._parts.values()) for x in part._made]
+    made = [x._backend for part in (whole, *whole._subgroups.values()) for x in part._made]
     groups = [weakref.ref(x) for x in (*distributed_c10d._world.pg_map, *made)]
     dist.barrier()
     del whole, made
@@ -102,7 +102,7 @@ def _timeouts(rank: int, ranks: int) -> set[timedelta | None]:
     dfa_megatron.dist_flash_attn_func(q, k, v, group=patient, ulysses_degree=2)
     dfa_megatron.dist_flash_attn_func(q, k, v, group=patient)
     known = channel(group_name(patient))
-    parts = [*known._parts.values(), known]
+    parts = [*known._subgroups.values(), known]
     return {made.timeout for one in parts for made in one._made}
 
 

@@ -126,7 +126,7 @@ def _communicators(rank: int, ranks: int) -> None:
 
     def count() -> int:
         whole = channel(group_name(None))
-        return sum(len(part._made) for part in (whole, *whole._parts.values()))
+        return sum(len(part._made) for part in (whole, *whole._subgroups.values()))
 
     attend_and_compare(case(ranks * 8), rank, ranks)
     plain = count()

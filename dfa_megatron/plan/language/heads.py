@@ -101,13 +101,13 @@ def split_heads(degree: int, ranks: int, heads: int, kv_heads: int) -> HeadSplit
 class TokenSplit:
     """The tokens of a rank of the plan, and the ranks that bring them together.
 
-    inner: the ranks of the group that exchange heads with this one: neighbours, so that they share a node.
-    outer: the ranks of the group that run a plan with this one: those that compute the same heads.
-    pieces: (position in `inner`, its rows) in the order of the sequence; () where that is the order of the ranks.
+    exchange_group: the ranks of the group that exchange heads with this one: neighbours, so that they share a node.
+    plan_group: the ranks of the group that run a plan with this one: those that compute the same heads.
+    pieces: (position in `exchange_group`, its rows) in the order of the sequence; () if that is the order of the ranks.
     """
 
-    inner: range
-    outer: range
+    exchange_group: range
+    plan_group: range
     pieces: tuple[tuple[int, Span], ...]
 
     @property
@@ -132,13 +132,13 @@ def split_tokens(degree: int, rank: int, ranks: int, layout: str, rows: int) -> 
     Raises:
         UnsupportedError: together neighbours do not hold what a rank of the plan must.
     """
-    inner = range(rank - rank % degree, rank - rank % degree + degree)
-    outer = range(rank % degree, ranks, degree)
+    exchange_group = range(rank - rank % degree, rank - rank % degree + degree)
+    plan_group = range(rank % degree, ranks, degree)
     if layout == "load_balanced":
         raise _apart(degree, layout)
     fine, coarse = by_name(layout, ranks * rows, ranks), by_name(layout, ranks * rows, ranks // degree)
     found = []
-    for position, other in enumerate(inner):
+    for position, other in enumerate(exchange_group):
         for chunk, at in fine.offsets(fine.of(other)).items():
             found.append((fine.chunks[chunk], position, Span(at, at + len(fine.chunks[chunk]))))
     found.sort()
@@ -146,7 +146,7 @@ def split_tokens(degree: int, rank: int, ranks: int, layout: str, rows: int) -> 
         raise _apart(degree, layout)
     pieces = tuple((position, part) for _, position, part in found)
     in_order = pieces == tuple((position, Span(0, rows)) for position in range(degree))
-    return TokenSplit(inner, outer, () if in_order else pieces)
+    return TokenSplit(exchange_group, plan_group, () if in_order else pieces)
 
 
 def _apart(degree: int, layout: str) -> UnsupportedError:

@@ -71,7 +71,7 @@ class Board:
         self._stores += 1
         return PrefixStore(f"store {self._stores}", self._store)
 
-    def part(self, ranks: Sequence[int]) -> Board:
+    def subgroup(self, ranks: Sequence[int]) -> Board:
         """A board of some ranks of this one, this rank among them; `ranks` are those of this board."""
         store = PrefixStore("part " + " ".join(map(str, ranks)), self._store)
         made = Board(store, list(ranks).index(self.rank), [self.members[rank] for rank in ranks])

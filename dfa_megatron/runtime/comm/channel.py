@@ -28,8 +28,10 @@ from dfa_megatron.runtime.agreement.waiter import Waiter
 from dfa_megatron.runtime.agreement.watcher import Watch
 from dfa_megatron.runtime.comm.communicator import Communicator
 from dfa_megatron.runtime.comm.copy_engine import open_transport
+from dfa_megatron.runtime.comm.gloo import GlooTransport
 from dfa_megatron.runtime.comm.groups import before_destroying, is_known, resolve, timeout_of
-from dfa_megatron.runtime.comm.transport import GlooTransport, NcclTransport, Transport
+from dfa_megatron.runtime.comm.nccl import NcclTransport
+from dfa_megatron.runtime.comm.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +109,7 @@ class Channel:
         self._watch: Watch | None = None if whole is None else whole._watch
         self._collectives: dict[str, Communicator] = {}
         self._transports: dict[tuple[str, str], Transport] = {}
-        self._parts: dict[tuple[int, ...], Channel] = {}
+        self._subgroups: dict[tuple[int, ...], Channel] = {}
         self._backward, self.on_cpu, self._name = -1, True, ""
         board.interrupted = self.calls.check
         everyone = self.exchange({"host": host(), **process()}, "make contact for the first time")
@@ -203,8 +205,8 @@ class Channel:
 
     def close(self) -> None:
         """Let go of the connections, and stop what looks after the group."""
-        for part in self._parts.values():
-            part.close()
+        for subgroup in self._subgroups.values():
+            subgroup.close()
         if self._watch is not None:
             self._watch.stop()
         self._waiter.stop()
@@ -275,15 +277,15 @@ class Channel:
             self._collectives[device.type] = self._communicator(device)
         return self._collectives[device.type]
 
-    def part(self, ranks: Sequence[int]) -> Channel:
+    def subgroup(self, ranks: Sequence[int]) -> Channel:
         """The channel of some of this channel's ranks, with this one among them; the first call is collective.
 
         Every rank of the whole must make the channels of its parts in the same order, after all have agreed.
         """
         key = tuple(ranks)
-        if key not in self._parts:
-            self._parts[key] = Channel(self.board.part(key), self._timeout, self.guard, self._alive, self)
-        return self._parts[key]
+        if key not in self._subgroups:
+            self._subgroups[key] = Channel(self.board.subgroup(key), self._timeout, self.guard, self._alive, self)
+        return self._subgroups[key]
 
     def symmetric_name(self) -> str:
         """The name by which PyTorch's symmetric memory finds these ranks; the first call is collective."""

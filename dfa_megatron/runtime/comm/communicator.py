@@ -10,25 +10,18 @@ import ctypes
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dfa_megatron.runtime.agreement.board import Board
+from dfa_megatron.runtime.comm.transport import Recv, Send
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE = timedelta(minutes=30)
 """PyTorch's default for gloo."""
-
-
-class Parcel(NamedTuple):
-    """A message to or from a peer (a rank of the group): dense tensors, and where they go in the peer's arena."""
-
-    peer: int
-    tensors: Sequence[torch.Tensor]
-    offsets: Sequence[int] = ()
 
 
 class Communicator:
@@ -61,7 +54,7 @@ class Communicator:
             self._group.allreduce([torch.zeros(1, device=device)]).wait()
             logger.info("made a NCCL communicator of %d ranks for distributed attention", board.size)
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> list[dist.Work]:
+    def post(self, sends: Sequence[Send], receives: Sequence[Recv]) -> list[dist.Work]:
         """Start a batch of messages; NCCL's run on the current stream's side stream, gloo's in its threads."""
         if not sends and not receives:
             return []

@@ -20,8 +20,8 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.agreement.process import host
 from dfa_megatron.runtime.comm.arena import Arena
-from dfa_megatron.runtime.comm.communicator import Parcel
-from dfa_megatron.runtime.comm.transport import Streams
+from dfa_megatron.runtime.comm.streams import Streams
+from dfa_megatron.runtime.comm.transport import Recv, Send
 from dfa_megatron.runtime.cuda_driver import driver
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class CopyEngineTransport:
         self._place_flags(over.rank, addresses)
         self._arena = Arena.allocate(0, device)
         self._arenas: list[int] = []
-        self._receives: Sequence[Parcel] = ()
-        self._sending: Sequence[Parcel] = ()
+        self._receives: Sequence[Recv] = ()
+        self._sending: Sequence[Send] = ()
         self._finished = torch.cuda.Event()
         self._token = 1
         self.generation = 0
@@ -95,29 +95,29 @@ class CopyEngineTransport:
         """See `Transport`."""
         return self.streams.where()
 
-    def post(self, after: int, sends: Callable[[], Sequence[Parcel]], receives: Sequence[Parcel]) -> None:
+    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
         """Queue the batch on the communication stream: say what may come, then write what others are ready for."""
         stream, queue = self.streams.stream.cuda_stream, self.driver
         self.streams.wait_for_compute(after)
-        for parcel in receives:
-            queue.write(stream, self._their_ready[parcel.peer], self._token)
+        for recv in receives:
+            queue.write(stream, self._their_ready[recv.peer], self._token)
         with self.streams.moving():
             self._sending = sends()
-        for parcel in self._sending:
-            queue.wait(stream, self._my_ready[parcel.peer], self._token)
-            queue.write(stream, self._my_ready[parcel.peer], 0)
-            for x, offset in zip(parcel.tensors, parcel.offsets, strict=True):
-                queue.copy(stream, self._arenas[parcel.peer] + offset, x.data_ptr(), x.nbytes)
-            queue.write(stream, self._their_filled[parcel.peer], self._token)
+        for send in self._sending:
+            queue.wait(stream, self._my_ready[send.peer], self._token)
+            queue.write(stream, self._my_ready[send.peer], 0)
+            for x, offset in zip(send.tensors, send.offsets, strict=True):
+                queue.copy(stream, self._arenas[send.peer] + offset, x.data_ptr(), x.nbytes)
+            queue.write(stream, self._their_filled[send.peer], self._token)
         self._receives = receives
-        self.streams.awaited.append(tuple(parcel.peer for parcel in receives))
+        self.streams.awaited.append(tuple(recv.peer for recv in receives))
 
     def land(self) -> None:
         """Queue the wait of the compute stream."""
         stream, queue = self.streams.stream.cuda_stream, self.driver
-        for parcel in self._receives:
-            queue.wait(stream, self._my_filled[parcel.peer], self._token)
-            queue.write(stream, self._my_filled[parcel.peer], 0)
+        for recv in self._receives:
+            queue.wait(stream, self._my_filled[recv.peer], self._token)
+            queue.write(stream, self._my_filled[recv.peer], 0)
         self._receives, self._sending = (), ()
         self.streams.land()
 
@@ -144,8 +144,8 @@ class CopyEngineTransport:
         self.start()
         self.post(
             -1,
-            lambda: [Parcel(peer, [mine[peer : peer + 1]], [rank * _WORD]) for peer in peers],
-            [Parcel(peer, [landing[peer : peer + 1]]) for peer in peers],
+            lambda: [Send(peer, [mine[peer : peer + 1]], [rank * _WORD]) for peer in peers],
+            [Recv(peer, [landing[peer : peer + 1]]) for peer in peers],
         )
         self.land()
         self.finish()

@@ -121,7 +121,7 @@ class HeadExchange:
             return torch.cat(parts, 1).contiguous()
         whole = landed.flatten(0, 1).transpose(0, 1)
         # A plan of several ranks reads it block by block, and some kernels copy what is not dense each time.
-        return whole.contiguous() if len(self.tokens.outer) > 1 else whole
+        return whole.contiguous() if len(self.tokens.plan_group) > 1 else whole
 
     def _gather_heads(self, phase: str, fields: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """From (batch, degree * local_seq, heads, width) to (batch, local_seq, degree * heads, width), contiguous."""

@@ -1,0 +1,62 @@
+"""Point-to-point messages over NCCL, on a communicator and a stream of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.comm.communicator import Communicator
+from dfa_megatron.runtime.comm.streams import Streams
+from dfa_megatron.runtime.comm.transport import Recv, Send
+
+
+class NcclTransport:
+    """Point-to-point over NCCL on a communicator and a stream of its own; the host waits for nothing."""
+
+    generation = 0
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._communicator, self.streams = communicator, Streams(device)
+        self.works: list[dist.Work] = []
+        self.sending: Sequence[Send] = ()
+
+    def reserve(self, nbytes: int) -> None:
+        """Each call takes its memory from PyTorch's allocator."""
+
+    def arena(self, nbytes: int, device: torch.device) -> Arena:
+        """Memory of the call's own, from PyTorch's allocator."""
+        return Arena.allocate(nbytes, device)
+
+    def start(self) -> None:
+        """See `Streams.start`."""
+        self.streams.start()
+
+    def where(self) -> tuple[int, tuple[int, ...]]:
+        """See `Streams.where`."""
+        return self.streams.where()
+
+    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
+        """Queue the batch on the communication stream."""
+        with self.streams.moving():
+            self.streams.wait_for_compute(after)
+            self.sending = sends()
+            self.works = self._communicator.post(self.sending, receives)
+        self.streams.awaited.append(tuple(recv.peer for recv in receives))
+
+    def land(self) -> None:
+        """Queue the wait of the compute stream."""
+        with self.streams.moving():
+            for work in self.works:
+                work.wait()  # the communication stream waits, not the host
+        self.works, self.sending = [], ()
+        self.streams.land()
+
+    def computed(self, step: int) -> None:
+        """See `Streams.computed`."""
+        self.streams.computed(step)
+
+    def finish(self) -> None:
+        """All has landed, as far as the streams are concerned."""
