@@ -222,7 +222,7 @@ def _message_bytes(plan: AttentionPlan, shape: AttentionShape) -> int:
     most = 0
     for one in phases_of(plan):
         tokens = max(len(chunk) for chunk in one.layout.chunks)
-        for program in lower_all(one):
+        for program in lower_all(one, shape.batch):
             slots = program.peak_slots().items()
             most = max(most, sum(count * bytes_of(name, tokens, shape) for name, count in slots))
     return most
@@ -250,7 +250,7 @@ def report(
     lines = [f"{plan}, layout {plan.layout}, digest {plan.digest}"]
     for one in _shown(plan, phase):
         timeline = simulate(one, shape, hardware)
-        slots = [program.peak_slots() for program in lower_all(one)]
+        slots = [program.peak_slots() for program in lower_all(one, shape.batch)]
         peak = {name: max(slot.get(name, 0) for slot in slots) for name in sorted({n for slot in slots for n in slot})}
         lines += [
             "",

@@ -72,6 +72,7 @@ def planned(problem: Problem) -> tuple[AttentionPlan, tuple[Program, ...], tuple
     Raises:
         UnsupportedError: no schedule serves the problem.
     """
+    batch = problem.shape.batch
     plan = make_plan(
         problem.asks.mask(problem.ranks * problem.local_length),
         problem.ranks,
@@ -80,7 +81,7 @@ def planned(problem: Problem) -> tuple[AttentionPlan, tuple[Program, ...], tuple
         shape=problem.shape,
         hardware=problem.hardware,
     )
-    return plan, tuple(check(plan.forward)), tuple(check(plan.backward))
+    return plan, tuple(check(plan.forward, batch)), tuple(check(plan.backward, batch))
 
 
 def forms_of(*programs: tuple[Program, ...]) -> frozenset[Form]:
@@ -105,7 +106,8 @@ def work_out(problem: Problem, rank: int, format_for: Callable[[frozenset[Form]]
     forms = forms_of(forward, backward)
     sizes = format_for(forms)
     memories = plan_memory(forward, rank, sizes), plan_memory(backward, rank, sizes)
-    rows = tokens(plan.forward, forward[rank]), tokens(plan.backward, backward[rank])
+    batch = problem.shape.batch
+    rows = tokens(plan.forward, forward[rank], batch), tokens(plan.backward, backward[rank], batch)
     return RankPlan(problem, rank, plan.schedule, plan.digest, forms, sizes, *memories, rows)
 
 

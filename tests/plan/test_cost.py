@@ -18,15 +18,15 @@ from dfa_megatron.plan.schedules import SCHEDULES, plan_named
 TOKENS = 16
 
 
-def units(plan: Plan, group: int = 1, payload: str = "out") -> tuple[list[float], list[float]]:
+def units(plan: Plan, group: int = 1, needs: str = "out") -> tuple[list[float], list[float]]:
     """Sent and received per rank in units of one rank's q: lse and delta left out, `group` query heads per kv head."""
-    shape = AttentionShape(heads=8, kv_heads=8 // group, head_dim=4, accumulator_bytes=0, backward_needs=payload)  # type: ignore[arg-type]
+    shape = AttentionShape(heads=8, kv_heads=8 // group, head_dim=4, accumulator_bytes=0, backward_needs=needs)  # type: ignore[arg-type]
     unit = bytes_of("q", plan.mask.length // plan.ranks, shape)
     return [b / unit for b in bytes_sent(plan, shape)], [b / unit for b in bytes_received(plan, shape)]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "phase", "payload", "sent"),
+    ("ranks", "phase", "needs", "sent"),
     [
         (8, "forward", "out", [11, 10, 9, 8, 6, 5, 4, 3]),
         (7, "forward", "out", [9, 8, 7, 6, 5, 4, 3]),
@@ -36,9 +36,9 @@ def units(plan: Plan, group: int = 1, payload: str = "out") -> tuple[list[float]
         (7, "backward", "delta", [9, 10, 11, 12, 12, 12, 12]),
     ],
 )
-def test_balanced_moves_the_bytes_of_the_published_table(ranks: int, phase: str, payload: str, sent: list[int]) -> None:
+def test_balanced_moves_the_bytes_of_the_published_table(ranks: int, phase: str, needs: str, sent: list[int]) -> None:
     plan = getattr(plan_named("balanced", causal(ranks * TOKENS), ranks), phase)
-    assert units(plan, backward_needs=payload) == (sent, sent[::-1])
+    assert units(plan, needs=needs) == (sent, sent[::-1])
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 16])
@@ -46,12 +46,12 @@ def test_balanced_moves_the_bytes_of_the_published_table(ranks: int, phase: str,
 def test_balanced_moves_on_average_what_the_closed_form_says(ranks: int, group: int) -> None:
     attention = plan_named("balanced", causal(ranks * TOKENS), ranks)
     owned, helped = (3 * ranks - 2) / 8, (ranks - 2) / 8
-    for plan, payload, per_owned, per_helped in (
+    for plan, needs, per_owned, per_helped in (
         (attention.forward, "out", 2 / group, 2),
         (attention.backward, "out", 4 / group, 4),
         (attention.backward, "delta", 4 / group, 3),
     ):
-        sent, _ = units(plan, group, payload)
+        sent, _ = units(plan, group, needs)
         assert math.isclose(sum(sent) / ranks, owned * per_owned + helped * per_helped)
 
 
@@ -198,7 +198,7 @@ def test_a_slower_link_never_makes_a_run_faster() -> None:
         ({"heads": 0}, "heads=0"),
         ({"heads": 6, "kv_heads": 4}, "6 heads with 4 kv_heads"),
         ({"head_dim_v": -1}, "value_dim=-1"),
-        ({"payload": "nothing"}, "payload='nothing'"),
+        ({"backward_needs": "nothing"}, "backward_needs='nothing'"),
     ],
 )
 def test_a_shape_that_makes_no_sense_is_refused(sizes: dict[str, int], complaint: str) -> None:

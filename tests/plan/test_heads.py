@@ -143,7 +143,7 @@ def test_the_command_reads_the_degree_of_a_file_of_flags_and_refuses_wrong_ones(
         assert main(["plan", "--config", str(flags)]) == 0
         backward = 1024 * ((again + 4 + 4 + 3 * 4) * 128 + 4 * 4)
         assert f"{backward / 1e6:.1f} around the backward" in capsys.readouterr().out
-    slow = ["--ranks", "4", "--seq-length", "32768", "--hardware", "h200-slow-link-flash4", "--payload", "delta"]
+    slow = ["--ranks", "4", "--seq-length", "32768", "--hardware", "h200-slow-link-flash4", "--backward-needs", "delta"]
     slow += ["--kv-heads", "8"]
     for remat, degree in (("--remat", 1), ("--no-remat", 4)):  # heads that are exchanged once more cost what they save
         assert main(["plan", *slow, "--layout", "contiguous", "--ulysses-degree", "0", remat]) == 0

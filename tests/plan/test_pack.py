@@ -20,6 +20,9 @@ from dfa_megatron.plan.proof.check import check, check_programs
 from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.plan.schedules.greedy import own_rows
 from dfa_megatron.plan.schedules.route import direct
+from tests.support import arrays
+from tests.support import plan_dense as dense
+from tests.support.plan_cases import every_mask, heterogeneous_masks
 
 
 def square(lo: int, hi: int) -> Tile:
@@ -105,7 +108,7 @@ def test_what_lands_in_a_step_lies_in_one_buffer_in_the_order_of_the_sequence(sc
     lengths.append(-sum(lengths) % 8 or 8)
     plan = plan_named(schedule, documents(lengths), 4)
     for phase in (plan.forward, plan.backward):
-        for program, share in zip(lower_all(phase), shares(phase), strict=True):
+        for program, share in zip(lower_all(phase), shares(phase, 1), strict=True):
             for number, step in enumerate(program.steps):
                 parts = [
                     (region, phase.layout.chunks[chunks[0]].lo)
@@ -131,3 +134,17 @@ def test_messages_that_land_on_one_another_are_refused() -> None:
     programs[2] = replace(programs[2], steps=tuple(steps))
     with pytest.raises(PlanError, match="no place for a message to land in"):
         check_programs(plan, programs)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "greedy"])
+def test_what_lands_for_several_sequences_fills_its_tensor_and_is_proved(schedule: str) -> None:
+    for case in (*every_mask(32, random.Random(1)), *heterogeneous_masks(32, random.Random(2))):
+        plan = plan_named(schedule, case.mask, 4)
+        for phase in (plan.forward, plan.backward):
+            reference = dense.reference(case.dense, seed=3)
+            programs = check(phase, batch=2)
+            assert arrays.is_right(phase, programs, reference, "random")
+            for program in programs:
+                for message in (message for step in program.steps for message in step.receives):
+                    for (region,) in message.parts:
+                        assert (0, region.hi) == (region.lo, dict(program.buffers[region.buffer].parts)[region.name])

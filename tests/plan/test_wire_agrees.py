@@ -10,7 +10,7 @@ from dfa_megatron.runtime.execute.wire_format import Format
 
 
 @pytest.mark.parametrize("name", ["q", "kv", "out", "qdo", "dq", "dkv"])
-@pytest.mark.parametrize("payload", ["delta", "out"])
+@pytest.mark.parametrize("needs", ["delta", "out"])
 @pytest.mark.parametrize(
     ("dtype", "wire", "statistic"),
     [
@@ -21,8 +21,8 @@ from dfa_megatron.runtime.execute.wire_format import Format
     ],
 )
 def test_a_name_has_the_bytes_of_its_fields(
-    name: str, payload: str, dtype: torch.dtype, wire: torch.dtype, statistic: int
+    name: str, needs: str, dtype: torch.dtype, wire: torch.dtype, statistic: int
 ) -> None:
-    form = Format(2, 6, 3, 16, 8, dtype, wire, payload)  # type: ignore[arg-type]
-    shape = AttentionShape(2, 6, 3, 16, 8, dtype.itemsize, statistic, payload, wire.itemsize)  # type: ignore[arg-type]
+    form = Format(2, 6, 3, 16, 8, dtype, wire, needs)  # type: ignore[arg-type]
+    shape = AttentionShape(2, 6, 3, 16, 8, dtype.itemsize, statistic, needs, wire.itemsize)  # type: ignore[arg-type]
     assert sum(field.nbytes(2, 5) for field in form.fields(name)) == bytes_of(name, 5, shape)

@@ -203,7 +203,7 @@ def imbalance(plan: AttentionPlan) -> float:
 
 
 def _outlined(name: str, plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
-    parts = [estimate(outline(phase), shape, hardware) for phase in phases_of(plan)]
+    parts = [estimate(outline(phase, shape.batch), shape, hardware) for phase in phases_of(plan)]
     seconds = sum(part.seconds for part in parts)
     idle = sum(part.idle_share * part.seconds for part in parts) / seconds if seconds else 0.0
     return Candidate(name, plan, seconds, idle_share=idle, sent=max(bytes_sent(plan, shape)))
@@ -211,7 +211,7 @@ def _outlined(name: str, plan: AttentionPlan, shape: AttentionShape, hardware: H
 
 def _simulated(name: str, plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
     run = simulate(plan, shape, hardware)
-    slots = max(len(program.slots) for phase in phases_of(plan) for program in lower_all(phase))
+    slots = max(len(program.slots) for phase in phases_of(plan) for program in lower_all(phase, shape.batch))
     sent = max(bytes_sent(plan, shape))
     return Candidate(name, plan, run.makespan, idle_share=run.idle_share, sent=sent, slots=slots, simulated=True)
 

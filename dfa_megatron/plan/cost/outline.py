@@ -45,13 +45,20 @@ class Estimate:
     network_bytes: int
 
 
-def outline(plan: Plan) -> Outline:
-    """A plan in outline."""
+def outline(plan: Plan, batch: int = 1) -> Outline:
+    """A plan in outline, for that many sequences at once."""
     steps, home = plan.steps, [len(chunk) for chunk in plan.layout.chunks]
     area = {pair: sum(tile.area for tile in tiles) for pair, tiles in needed_pairs(plan.mask, plan.layout).items()}
+    together = joined(plan.mask, batch)
     work: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(steps)]
     for block in plan.blocks:
-        call = block.rank, *(_memory(plan, block.rank, name, chunk_of(block, side)) for side, name in plan.phase.reads)
+        call = (
+            block.rank,
+            *(
+                _memory(plan.layout.home[chunk_of(block, side)], block.rank, name in together)
+                for side, name in plan.phase.reads
+            ),
+        )
         work[block.step][call] += area[block.q_chunk, block.kv_chunk]
     sent: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in range(steps)]
     for t in plan.transfers:
@@ -76,10 +83,9 @@ def outline(plan: Plan) -> Outline:
     )
 
 
-def _memory(plan: Plan, rank: int, name: str, chunk: int) -> int:
+def _memory(home: int, rank: int, is_joined: bool) -> int:
     """Which of a rank's buffers a chunk is read from: its own, or that of the rank it came from, or of all others."""
-    home = plan.layout.home[chunk]
-    return -1 if home != rank and name in joined(plan) else home
+    return -1 if home != rank and is_joined else home
 
 
 def estimate(plan: Outline, shape: AttentionShape, hardware: Hardware, length: int | None = None) -> Estimate:

@@ -114,7 +114,7 @@ def simulate(
         PlanError: the plan breaks a rule of the language.
     """
     shape = shape or AttentionShape()
-    timelines = [simulate_programs(phase, lower_all(phase), shape, hardware) for phase in phases_of(plan)]
+    timelines = [simulate_programs(phase, lower_all(phase, shape.batch), shape, hardware) for phase in phases_of(plan)]
     return timelines[0] if len(timelines) == 1 else timelines[0].then(timelines[1])
 
 

@@ -24,29 +24,34 @@ Place = tuple[int, int]
 """(buffer, first row) of a chunk."""
 
 
-def lower(plan: Plan, rank: int) -> Program:
-    """The program of one rank of a plan that `validate` accepts.
+def lower(plan: Plan, rank: int, batch: int = 1) -> Program:
+    """Return the program of one rank of a plan that `validate` accepts, for that many sequences at once.
 
     Raises:
         PlanError: the plan breaks a rule of the language that shows on this rank (R1 to R5).
     """
-    return _Lowering(plan, rank, shares(plan)[rank]).program()
+    return _Lowering(plan, rank, shares(plan, batch)[rank], joined(plan.mask, batch)).program()
 
 
-def lower_all(plan: Plan) -> list[Program]:
+def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
     """Validate a plan and lower it for every rank.
+
+    Args:
+        plan: one phase.
+        batch: sequences at once. It decides whether messages share a buffer, see `messages.joined`.
 
     Raises:
         PlanError: the plan breaks a rule of the language.
     """
     if plan.ranks > REMEMBERED_RANKS:
-        return _lower_all(plan)
-    return list(_remembered(_Same(plan)))
+        return _lower_all(plan, batch)
+    return list(_remembered(_Same(plan), batch))
 
 
-def _lower_all(plan: Plan) -> list[Program]:
+def _lower_all(plan: Plan, batch: int) -> list[Program]:
     validate(plan)
-    return [_Lowering(plan, rank, share).program() for rank, share in enumerate(shares(plan))]
+    together = joined(plan.mask, batch)
+    return [_Lowering(plan, rank, share, together).program() for rank, share in enumerate(shares(plan, batch))]
 
 
 REMEMBERED_RANKS = 64
@@ -67,14 +72,14 @@ class _Same:
 
 
 @lru_cache(maxsize=8)  # what "auto" looks at: each plan is simulated, measured, and the chosen one checked
-def _remembered(same: _Same) -> tuple[Program, ...]:
-    return tuple(_lower_all(same.plan))
+def _remembered(same: _Same, batch: int) -> tuple[Program, ...]:
+    return tuple(_lower_all(same.plan, batch))
 
 
 class _Lowering:
     """The working state of one lowering: where each chunk lies at which step, and how long each buffer lives."""
 
-    def __init__(self, plan: Plan, rank: int, share: Share) -> None:
+    def __init__(self, plan: Plan, rank: int, share: Share, together: frozenset[str]) -> None:
         self.plan, self.rank, self.share = plan, rank, share
         self.layout, self.phase = plan.layout, plan.phase
         self.reads, self.writes = plan.phase.reads, plan.phase.writes
@@ -86,7 +91,7 @@ class _Lowering:
         self.home_rows = self.layout.offsets(self.layout.of(rank))
         self.arrivals: dict[tuple[str, int], list[tuple[int, Place]]] = defaultdict(list)
         self.departures: dict[tuple[str, int], list[tuple[int, Place]]] = defaultdict(list)
-        self.joined = joined(plan)
+        self.joined = together
         self.landings: dict[tuple[int, int, int], Region] = {}
         self._place_home()
         for step, by_peer in share.incoming.items():

@@ -7,23 +7,22 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from dfa_megatron.plan.language.ir import Block, Plan
+from dfa_megatron.plan.language.mask import Mask
 
 Cargo = tuple[tuple[str, tuple[int, ...]], ...]
 """What one message carries: the name and the chunks of each part, in an order that source and destination agree on."""
 
-JOINED = frozenset(("q", "kv"))
-"""Reads of which all that lands in a step may lie in one buffer. The other has statistics, of which some rows are not
-dense.
-"""
+JOINABLE = frozenset(("q", "kv"))
+"""Names without statistics: some rows of (1, rows, heads, width) are dense, some of (1, heads, rows) are not."""
 
 
-def joined(plan: Plan) -> frozenset[str]:
-    """Names of which all that a rank receives in a step lands in one buffer, in the order of the sequence, whichever
-    rank it comes from: so one kernel call can read the parts of a document, and those of several documents.
+def joined(mask: Mask, batch: int) -> frozenset[str]:
+    """Names (q, kv) that a rank receives into one buffer per step, sorted by token position, whoever sends them.
 
-    Only where the mask has several tiles, as packs do: then there is one sequence at a time, and rows of it are dense.
+    One kernel call can then read all parts of a document, and several documents. It pays where the mask has several
+    tiles. It needs a batch of one: a message lands in some rows of the buffer, which are dense for one sequence only.
     """
-    return JOINED if len(plan.mask.tiles) > 1 else frozenset()
+    return JOINABLE if batch == 1 and len(mask.tiles) > 1 else frozenset()
 
 
 @dataclass(slots=True)
@@ -35,7 +34,7 @@ class Share:
     outgoing: dict[int, dict[int, Cargo]] = field(default_factory=lambda: defaultdict(dict))
 
 
-def shares(plan: Plan) -> list[Share]:
+def shares(plan: Plan, batch: int) -> list[Share]:
     """The share of every rank; the plan's records must name ranks that exist."""
     out = [Share() for _ in range(plan.ranks)]
     for block in sorted(plan.blocks):
@@ -43,7 +42,7 @@ def shares(plan: Plan) -> list[Share]:
     cargos: dict[tuple[int, int, int], dict[str, list[int]]] = defaultdict(dict)
     for t in sorted(plan.transfers):  # by step, source, destination, name and chunk
         cargos[t.step, t.src, t.dst].setdefault(t.what, []).append(t.chunk)
-    parts = _runs(plan, cargos)
+    parts = _runs(plan, cargos, joined(plan.mask, batch))
     for (step, src, dst), names in cargos.items():
         cargo = tuple(
             (name, chunks)
@@ -55,12 +54,12 @@ def shares(plan: Plan) -> list[Share]:
 
 
 def _runs(
-    plan: Plan, cargos: dict[tuple[int, int, int], dict[str, list[int]]]
+    plan: Plan, cargos: dict[tuple[int, int, int], dict[str, list[int]]], together: frozenset[str]
 ) -> dict[tuple[int, int, int, str], list[tuple[int, ...]]]:
     """(step, source, destination, joined name) -> the chunks that land one after another, as a part each."""
     arriving: dict[tuple[int, int, str], list[tuple[int, int, int]]] = defaultdict(list)
     for (step, src, dst), names in cargos.items():
-        for name in joined(plan) & names.keys():
+        for name in together & names.keys():
             arriving[step, dst, name] += [(plan.layout.chunks[chunk].lo, src, chunk) for chunk in names[name]]
     runs: dict[tuple[int, int, int, str], list[tuple[int, ...]]] = defaultdict(list)
     for (step, dst, name), chunks in arriving.items():

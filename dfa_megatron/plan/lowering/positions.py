@@ -11,15 +11,15 @@ Tokens = dict[tuple[int, str], tuple[Span, ...]]
 """(buffer, name of what is read) -> the spans of the sequence that its rows are, one after another."""
 
 
-def tokens(plan: Plan, program: Program) -> Tokens:
-    """The tokens of everything that a rank's kernels read, from its program and the plan that it was lowered from.
+def tokens(plan: Plan, program: Program, batch: int = 1) -> Tokens:
+    """Return the tokens of everything that a rank's kernels read; plan and batch are those that were lowered.
 
     Rows that lie next to each other need not be neighbours in the sequence, in one kernel call either: a rank's chunks
     may lie far apart, and rectangles of them are fused wherever their bands allow.
     """
     chunks, names = plan.layout.chunks, [name for _, name in plan.phase.reads]
     held = {(program.home_buffer(name), name): [(0, plan.layout.spans(program.rank))] for name in names}
-    incoming = shares(plan)[program.rank].incoming
+    incoming = shares(plan, batch)[program.rank].incoming
     for number, step in enumerate(program.steps):
         for message in step.receives:
             for (region,), (name, its) in zip(message.parts, incoming[number][message.peer], strict=True):

@@ -15,25 +15,26 @@ from dfa_megatron.plan.proof.sets import Content, Sets, clip
 from dfa_megatron.plan.schedules import AttentionPlan
 
 
-def check_plan(plan: AttentionPlan | Plan, *, max_slots: int | None = None) -> None:
+def check_plan(plan: AttentionPlan | Plan, *, batch: int = 1, max_slots: int | None = None) -> None:
     """Prove that a plan computes every pair of its mask exactly once and brings every result home.
 
     The programs that would run are run over sets, so lowering (fused calls, slots, waits) is proved with the plan.
 
     Args:
         plan: both phases, or one.
+        batch: sequences at once; messages share buffers for one sequence only.
         max_slots: the most slots of messages and remote accumulators that a rank may need; None for no bound.
 
     Raises:
         PlanError: the plan is wrong, or needs more slots than that; the message shows the grid with the failing cell.
     """
     for phase in (plan,) if isinstance(plan, Plan) else (plan.forward, plan.backward):
-        check(phase, max_slots)
+        check(phase, batch, max_slots)
 
 
-def check(plan: Plan, max_slots: int | None = None) -> list[Program]:
+def check(plan: Plan, batch: int = 1, max_slots: int | None = None) -> list[Program]:
     """Check one phase, as `check_plan` does, and return its programs, one per rank."""
-    programs = lower_all(plan)
+    programs = lower_all(plan, batch)
     check_programs(plan, programs)
     for program in programs:
         if max_slots is not None and len(program.slots) > max_slots:
