@@ -1,0 +1,193 @@
+"""The size of the house: how long, how wide and how deep the package is. `python -m tests.support.house [TREE]` prints it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "dfa_megatron"
+ELSEWHERE = ("benchmarks", "docs", "examples", "tests")
+"""Folders of Python beside the package."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function as it is written."""
+
+    where: str
+    """Its file and its name: `plan/interpret.py:load_plan`."""
+    parameters: int
+    """Without self, cls and what stars collect."""
+    lines: int
+    """Without its docstring."""
+    triton: bool
+    """Whether Triton compiles it."""
+
+
+def files(tree: Path, *folders: str) -> list[Path]:
+    """Every Python file below these folders of a tree."""
+    return sorted(path for folder in folders for path in (tree / folder).rglob("*.py"))
+
+
+def functions(tree: Path, *folders: str) -> Iterator[Function]:
+    """Every function and method, inner ones too."""
+    for path in files(tree, *folders):
+        place = path.relative_to(tree).as_posix().removeprefix(f"{PACKAGE}/")
+        parsed = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(parsed):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield Function(f"{place}:{node.name}", _parameters(node), _lines(node), _is_triton(node))
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return sum(argument.arg not in ("self", "cls") for argument in named)
+
+
+def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first = node.body[0]
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    docstring = (first.end_lineno or 0) - first.lineno + 1 if documented else 0
+    return (node.end_lineno or 0) - node.lineno + 1 - docstring
+
+
+def _is_triton(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def modules_by_folder(tree: Path) -> dict[str, int]:
+    """How many modules each folder of the package holds, `__init__` apart."""
+    names = (path.relative_to(tree) for path in files(tree, PACKAGE) if path.name != "__init__.py")
+    return dict(Counter(path.parent.as_posix() for path in names))
+
+
+def repeated_names(tree: Path) -> dict[str, list[str]]:
+    """File names of the package that occur more than once, and their folders."""
+    places: dict[str, list[str]] = {}
+    for path in files(tree, PACKAGE):
+        if path.name != "__init__.py":
+            places.setdefault(path.name, []).append(path.relative_to(tree).parent.as_posix())
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def path_hacks(tree: Path) -> list[str]:
+    """Lines of Python beside the package that change where imports come from."""
+    found = []
+    for path in files(tree, *ELSEWHERE):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if re.match(r"\s*sys\.path\.(insert|append|extend)\(", line):
+                found.append(f"{path.relative_to(tree).as_posix()}:{number}")
+    return found
+
+
+def lines_by_file(tree: Path, *folders: str) -> dict[str, int]:
+    """How many lines each Python file has."""
+    return {
+        path.relative_to(tree).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for path in files(tree, *folders)
+    }
+
+
+def words_of_markdown(tree: Path) -> int:
+    """Words of all pages that git knows."""
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=tree, capture_output=True, text=True, check=True)
+    return sum(len((tree / name).read_text(encoding="utf-8").split()) for name in listed.stdout.split())
+
+
+def refusals(tree: Path, folder: str = f"{PACKAGE}/megatron") -> tuple[int, int]:
+    """Rows of tables (objects of a class named ...Refusal), and errors that are raised one by one."""
+    rows = alone = 0
+    for path in files(tree, folder):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func).rpartition(".")[2]
+                rows += name.endswith("Refusal")
+                alone += name == "UnsupportedError"
+    return rows, alone
+
+
+COUNT_CALLS = """
+import json, os, sys, tempfile
+import torch, torch.distributed as dist
+import dfa_megatron
+root = os.path.dirname(dfa_megatron.__file__)
+dist.init_process_group("gloo", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
+q, k, v = (torch.randn(1, 64, 2, 16, requires_grad=True) for _ in range(3))
+function = dfa_megatron.dist_flash_attn_func
+
+def counted(run):
+    codes, calls = set(), 0
+    def see(frame, event, arg):
+        nonlocal calls
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(root) and code.co_name != "<module>":
+            codes.add((code.co_filename, code.co_name, code.co_firstlineno))
+            calls += 1
+    sys.setprofile(see)
+    result = run()
+    sys.setprofile(None)
+    return result, [len({code[0] for code in codes}), len(codes), calls]
+
+def both():
+    function(q, k, v, causal=True).sum().backward()
+
+_, first = counted(lambda: function(q, k, v, causal=True))
+both(); both()
+out, forward = counted(lambda: function(q, k, v, causal=True))
+_, backward = counted(lambda: out.sum().backward())
+_, pair = counted(both)
+print(json.dumps({"first forward": first, "warm forward": forward, "warm backward": backward, "warm pair": pair}))
+"""
+
+
+def calls(tree: Path) -> dict[str, tuple[int, int, int]]:
+    """Files, functions and Python calls of the package that one call of the public function enters, on one rank."""
+    environment = {**os.environ, "PYTHONPATH": str(tree), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", COUNT_CALLS]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr)
+    return {name: (counted[0], counted[1], counted[2]) for name, counted in json.loads(done.stdout).items()}
+
+
+def figures(tree: Path) -> list[tuple[str, str]]:
+    """The table: what is counted, and how many."""
+    lines = lines_by_file(tree, PACKAGE)
+    written = list(functions(tree, PACKAGE))
+    wide = [f for f in written if f.parameters > 8 and not f.triton]
+    long = [f for f in written if f.lines > 50 and not f.triton]
+    widest = max(f.parameters for f in written if "attention.py:dist_flash_attn" in f.where)
+    entered = calls(tree)
+    rows, alone = refusals(tree)
+    folders = sorted(modules_by_folder(tree).items(), key=lambda item: -item[1])[:3]
+    return [
+        ("lines, files of the package", f"{sum(lines.values()):,}, {len(lines)}"),
+        *(
+            (f"{name}: files, functions, calls entered", f"{counted[0]}, {counted[1]}, {counted[2]:,}")
+            for name, counted in entered.items()
+        ),
+        ("functions over 8 parameters (Triton apart)", str(len(wide))),
+        ("parameters of the widest public function", str(widest)),
+        ("functions over 50 lines (docstrings apart)", str(len(long))),
+        ("files over 300 lines", str(sum(count > 300 for count in lines.values()))),
+        ("file names that occur more than once", str(len(repeated_names(tree)))),
+        ("largest folders", ", ".join(f"{name.removeprefix(PACKAGE + '/')} {count}" for name, count in folders)),
+        ("changes of sys.path beside the package", str(len(path_hacks(tree)))),
+        ("words of Markdown", f"{words_of_markdown(tree):,}"),
+        ("refusals of Megatron: rows of tables, raised one by one", f"{rows}, {alone}"),
+    ]
+
+
+if __name__ == "__main__":
+    tree = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT
+    for name, value in figures(tree):
+        print(f"{name:58} {value}")
