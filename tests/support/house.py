@@ -1,4 +1,7 @@
-"""The size of the house: how long, how wide and how deep the package is. `python -m tests.support.house [TREE]` prints it."""
+"""The size of the house, how wide its signatures are and how deep a call goes.
+
+`python -m tests.support.house [TREE]` prints the figures of a tree.
+"""
 
 from __future__ import annotations
 
@@ -98,9 +101,11 @@ def lines_by_file(tree: Path, *folders: str) -> dict[str, int]:
 
 
 def words_of_markdown(tree: Path) -> int:
-    """Words of all pages that git knows."""
-    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=tree, capture_output=True, text=True, check=True)
-    return sum(len((tree / name).read_text(encoding="utf-8").split()) for name in listed.stdout.split())
+    """Words of all pages, what is installed apart."""
+    pages = (
+        path for path in tree.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(tree).parts)
+    )
+    return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
 
 
 def refusals(tree: Path, folder: str = f"{PACKAGE}/megatron") -> tuple[int, int]:
