@@ -57,8 +57,10 @@ def attention(
         checkpointing.configure(None, checkpoint_in_cpu=True)
         function = checkpointing.checkpoint
     if method.attention == "dfa":
-        options = DistAttentionConfig(schedule=schedule, kernel=kernel, remat_offload=on_host)
-        distribute_attention(inner, group=mesh.group, options=options, checkpoint=method.checkpoint)
+        options = DistAttentionConfig(
+            schedule=schedule, kernel=kernel, checkpoint=method.checkpoint, remat_offload=on_host
+        )
+        distribute_attention(inner, group=mesh.group, options=options)
         if function is not None:
             set_checkpointing(inner, method.checkpoint, offload=on_host, function=function)
         yield

@@ -73,7 +73,7 @@ class Mode:
         if self.remat is None:
             return None
         return DistAttentionConfig(
-            kernel=kernel, schedule=schedule, layout=self.layout, remat=self.remat, remat_offload=self.offload
+            kernel=kernel, schedule=schedule, data_layout=self.layout, remat=self.remat, remat_offload=self.offload
         )
 
 

@@ -117,7 +117,7 @@ def batches(vocabulary: int, length: int, step: int, options: Any, device: torch
         "labels": tokens[:, 1:],
         "position_ids": torch.arange(length)[None],
     }
-    zigzag = DistAttentionConfig(layout="zigzag")  # Megatron's own batches, for its own attention
+    zigzag = DistAttentionConfig(data_layout="zigzag")  # Megatron's own batches, for its own attention
     sharded = shard_batch(whole, parallel_state.get_context_parallel_group(), options or zigzag)
     yield {name: part.contiguous().to(device) for name, part in sharded.items() if part is not None}
 

@@ -34,7 +34,7 @@ def dist_flash_attn_func(
     deterministic: bool = False,
     schedule: str = "auto",
     layout: str = "contiguous",
-    ulysses_degree: int = 1,
+    ulysses_degree: int | str = "auto",
     kernel: str = "auto",
     return_lse: bool = False,
     wire_dtype: str = "input",
@@ -71,8 +71,8 @@ def dist_flash_attn_func(
         schedule: "ring", "balanced", "balanced_shared", "zigzag" or "auto".
         layout: the tokens a rank holds: "contiguous", or "zigzag" (chunks r and 2P-1-r of 2P).
         ulysses_degree: ranks that exchange heads for tokens with their neighbours around the schedule, which then runs
-            over P / ulysses_degree ranks with heads / ulysses_degree heads; it must divide both. 0 takes the degree
-            that the planner finds cheapest.
+            over P / ulysses_degree ranks with heads / ulysses_degree heads; it must divide both. "auto" is 1
+            unless the planner finds more clearly faster.
         kernel: "auto", or the name of one: see `dfa_megatron.kernels`.
         return_lse: also return lse.
         wire_dtype: "input" or "float32", of partial outputs and gradients between ranks.
@@ -141,12 +141,9 @@ def _attend(
 
 def _request(q: torch.Tensor, *, softmax_scale: float | None, deterministic: bool, **options: Any) -> str:
     """What both functions ask the operator for, as text."""
-    # A frame means a recompute, and what is compiled keeps what the operator was given.
-    keeps = options["ulysses_degree"] == 0 and active_frame() is None and not torch.compiler.is_compiling()
     text: str = _request_text(
         softmax_scale=softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-        keeps_exchanged=keeps,
         **options,
     )
     return text
@@ -184,7 +181,7 @@ def dist_flash_attn_varlen_func(
     deterministic: bool = False,
     schedule: str = "auto",
     layout: str = "contiguous",
-    ulysses_degree: int = 1,
+    ulysses_degree: int | str = "auto",
     kernel: str = "auto",
     return_lse: bool = False,
     wire_dtype: str = "input",

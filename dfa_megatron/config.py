@@ -4,69 +4,85 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.names import (
+    CHECKPOINT,
+    DATA_LAYOUTS,
+    KERNELS,
+    REMAT,
+    SCHEDULES,
+    SCOPES,
+    TRANSPORTS,
+    VERIFY,
+    WIRE_DTYPES,
+    nearest,
+)
 
-SCHEDULES = ("auto", "ring", "balanced", "balanced_shared", "zigzag", "greedy")
-LAYOUTS = ("contiguous", "boundary", "zigzag")
-KERNELS = ("auto", "reference", "cpu", "triton", "aten", "flash2", "cudnn", "flash3", "flash4")
-REMAT = ("auto", "on", "off")
-WIRE_DTYPES = ("input", "float32")
-VERIFY = ("on", "off")
-TRANSPORTS = ("auto", "p2p", "copy_engine")
 
-
-def _option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
+def _option(default: Any, help: str, choices: tuple[str, ...] | None = None, scope: tuple[str, ...] = SCOPES) -> Any:
+    """Declare a field. scope: where it can be set, some of SCOPES."""
+    return field(default=default, metadata={"help": help, "choices": choices, "scope": scope})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistAttentionConfig:
-    """The options of one distributed attention; a field means what the user wrote.
+    """The options of distributed attention: how it is computed, not which mathematics it computes.
 
     Raises:
-        UnsupportedError: a value is of the wrong type or not among its choices; the nearest known one is named.
+        UnsupportedError: a value has the wrong type, is out of range or is unknown; the nearest known one is named.
     """
 
     schedule: str = _option(
         "auto",
-        "Who computes which block at which step. ring: every rank computes its own rows. balanced: DISTFLASHATTN as "
-        "published. balanced_shared: the same with the idle slot of an even number of ranks filled. zigzag: needs the "
-        "zigzag layout. greedy: helpers take work by area, for packed documents. auto: the cheapest of those that the "
-        "mask and the layout allow.",
+        "Who computes which block at which step, on contiguous tokens. ring: every rank computes its own rows. "
+        "balanced: DISTFLASHATTN as published. balanced_shared: the same with the idle slot of an even number of ranks "
+        "filled. greedy: helpers take work by area, for packed documents. auto: the cheapest of those that the mask "
+        "and the layout allow; on other layouts every rank computes its own rows, and auto is the only value.",
         SCHEDULES,
     )
-    layout: str = _option(
+    data_layout: str = _option(
         "contiguous",
         "Which tokens a rank holds. contiguous: one slice, in order (this package slices the data). boundary: the "
         "framework's data stay zigzag, hidden states are exchanged before the first layer and after the last. zigzag: "
         "the framework's data stay zigzag and attention works on them as they are.",
-        LAYOUTS,
+        DATA_LAYOUTS,
+        ("megatron",),
     )
-    ulysses_degree: int = _option(
-        1,
-        "Ranks that exchange heads for tokens with their neighbours, all-to-all, around the schedule, which then runs "
-        "over the ranks of the group divided by it, with the heads divided by it. It must divide both; kv heads that "
-        "several ranks need are copied. Meant for the ranks of one node. 0: what the planner finds cheapest.",
+    ulysses_degree: int | str = _option(
+        "auto",
+        "Number of neighbouring ranks that exchange heads for tokens, all-to-all, around the schedule. The schedule "
+        "then runs over the ranks divided by it, with the heads divided by it. It must divide both; kv heads that "
+        "several ranks need are copied. 1: no exchange. auto: more than 1 only where the planner's simulation says "
+        "that it is clearly faster, which slow links make it; 1 for packed documents.",
+        ("auto",),
     )
     kernel: str = _option(
         "auto", "Which kernel computes a block. auto: the fastest that can do the request on this device.", KERNELS
     )
     remat: str = _option(
         "auto",
-        "Rematerialization-aware checkpointing: keep attention's output and lse, recompute the rest of the layer. "
-        "auto: on where full recomputation was asked for.",
+        "Rematerialization-aware checkpointing: save attention's output and lse, recompute the rest of the layer. "
+        "auto: on where Megatron's flags ask for full recomputation.",
         REMAT,
+        ("megatron",),
+    )
+    checkpoint: str = _option(
+        "none",
+        "Activation checkpointing of the model's layers. none: the model's own setting stays. full: attention runs and "
+        "sends twice. remat: attention's output and lse are saved, so that it runs and sends once.",
+        CHECKPOINT,
+        ("deepspeed", "huggingface"),
     )
     remat_offload: bool = _option(
         False,
-        "Keep them in pinned host memory until the recompute takes them; they travel beside the computation. Needs "
-        "rematerialization.",
+        "Keep what rematerialization saves in pinned host memory until the recompute takes it. The copies run beside "
+        "the computation. Needs rematerialization.",
+        scope=("megatron", "deepspeed", "huggingface"),
     )
     deterministic: bool = _option(False, "The same gradients to the bit from run to run; may be slower.")
     wire_dtype: str = _option(
@@ -90,7 +106,7 @@ class DistAttentionConfig:
     )
     hardware: str = _option(
         "auto",
-        "The machine on which schedule=auto and ulysses_degree=0 compare costs: the name of a shipped profile (as "
+        "The machine on which schedule=auto and ulysses_degree=auto compare costs: the name of a shipped profile (as "
         "`dfa-megatron plan --help` lists them), or a .json file that `dfa-megatron doctor --profile` wrote, the same "
         "on every rank. auto: the shipped profile that is nearest to what the ranks see.",
     )
@@ -117,116 +133,144 @@ class DistAttentionConfig:
         for spec in fields(self):
             if type(spec.default) is float and type(value := getattr(self, spec.name)) is int:
                 object.__setattr__(self, spec.name, float(value))
-        check_options({spec.name: getattr(self, spec.name) for spec in fields(self)})
+            _check(spec, getattr(self, spec.name))
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> DistAttentionConfig:
-        """Build from a mapping (JSON, YAML); an unknown key is an error that names the nearest known one."""
-        known = tuple(spec.name for spec in fields(cls))
+    def options(cls, scope: str | None = None) -> tuple[Field[Any], ...]:
+        """Return the fields that can be set in a scope, all for None."""
+        return tuple(spec for spec in fields(cls) if scope is None or scope in spec.metadata["scope"])
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], scope: str | None = None) -> DistAttentionConfig:
+        """Build from a mapping (JSON, YAML).
+
+        Raises:
+            UnsupportedError: a key is unknown in the scope (the nearest known one is named), or a value is wrong.
+        """
+        known = tuple(spec.name for spec in cls.options(scope))
         for key in values:
             if key not in known:
-                raise UnsupportedError(f"the key {key!r}", "no option has that name", _nearest(str(key), known))
+                raise UnsupportedError(f"the key {key!r}", "no option has that name", nearest(key, known))
         return cls(**values)
 
     @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser, prefix: str = "--dfa-") -> argparse.ArgumentParser:
-        """Add one argument group with a flag for every field."""
+    def add_arguments(
+        cls, parser: argparse.ArgumentParser, prefix: str = "--dfa-", scope: str | None = None
+    ) -> argparse.ArgumentParser:
+        """Add one argument group with a flag for every field of a scope."""
         group = parser.add_argument_group("dfa", "distributed attention (dfa_megatron)")
-        for spec in fields(cls):
+        for spec in cls.options(scope):
             flag = prefix + spec.name.replace("_", "-")
-            # Of the parser, which may have set another default than ours.
-            help_text = f"{spec.metadata['help']} Default: %(default)s."
+            # %(default)s: a parser may set another default than ours.
+            given: dict[str, Any] = {"default": spec.default, "help": f"{spec.metadata['help']} Default: %(default)s."}
             if isinstance(spec.default, bool):
-                group.add_argument(flag, action=argparse.BooleanOptionalAction, default=spec.default, help=help_text)
+                group.add_argument(flag, action=argparse.BooleanOptionalAction, **given)
+            elif _takes_numbers(spec):
+                group.add_argument(flag, type=_number_or_word, metavar="{auto,1,2,...}", **given)
             else:
-                group.add_argument(
-                    flag,
-                    type=type(spec.default),
-                    choices=spec.metadata["choices"],
-                    default=spec.default,
-                    help=help_text,
-                )
+                group.add_argument(flag, type=type(spec.default), choices=spec.metadata["choices"], **given)
         return parser
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace) -> DistAttentionConfig:
+    def from_args(cls, args: argparse.Namespace, prefix: str = "dfa_") -> DistAttentionConfig:
         """Read the fields that `add_arguments` put on a namespace; a field whose flag is missing keeps its default."""
-        return cls(**{s.name: getattr(args, f"dfa_{s.name}") for s in fields(cls) if hasattr(args, f"dfa_{s.name}")})
+        return cls(**{s.name: getattr(args, prefix + s.name) for s in fields(cls) if hasattr(args, prefix + s.name)})
 
     @classmethod
-    def json_schema(cls) -> dict[str, Any]:
-        """A JSON schema (draft 2020-12) of the mapping that `from_mapping` takes."""
-        names = {str: "string", bool: "boolean", int: "integer", float: "number"}
-        properties: dict[str, Any] = {}
-        for spec in fields(cls):
-            entry: dict[str, Any] = {
-                "type": names[type(spec.default)],
-                "default": spec.default,
-                "description": spec.metadata["help"],
-            }
-            if spec.metadata["choices"]:
-                entry["enum"] = list(spec.metadata["choices"])
-            properties[spec.name] = entry
+    def json_schema(cls, scope: str | None = None) -> dict[str, Any]:
+        """Return a JSON schema (draft 2020-12) of the mapping that `from_mapping` takes."""
         return {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "title": "dfa_megatron distributed attention",
             "type": "object",
             "additionalProperties": False,
-            "properties": properties,
+            "properties": {spec.name: _property(spec) for spec in cls.options(scope)},
         }
 
     @classmethod
     def markdown_table(cls) -> str:
-        """The options as the table that the documentation prints."""
-        rows = ["| option | default | values | meaning |", "|---|---|---|---|"]
+        """Return the options as the table that the documentation prints: names, values, scopes, meaning."""
+        lines = ["| option | values, the default first | where | meaning |", "|---|---|---|---|"]
         for spec in fields(cls):
-            choices = ", ".join(spec.metadata["choices"]) if spec.metadata["choices"] else type(spec.default).__name__
-            rows.append(f"| `{spec.name}` | `{spec.default}` | {choices} | {spec.metadata['help']} |")
-        return "\n".join(rows)
+            values: Iterable[object] = dict.fromkeys((spec.default, *(spec.metadata["choices"] or ())))
+            if isinstance(spec.default, bool):
+                values = (False, True)
+            shown = ", ".join(f"`{value}`" for value in values) + (", `1`, `2`, ..." if _takes_numbers(spec) else "")
+            scope = spec.metadata["scope"]
+            where = "all" if scope == SCOPES else ", ".join(scope)
+            lines.append(f"| `{spec.name}` | {shown} | {where} | {spec.metadata['help']} |")
+        return "\n".join(lines)
 
     def keywords(self) -> dict[str, Any]:
-        """These options as keywords of `dist_flash_attn_func`, for layers whose tokens lie as the layout says inside.
-
-        `boundary` is contiguous there; rematerialization is no matter of the function's.
-        """
-        values = {spec.name: getattr(self, spec.name) for spec in fields(self) if not spec.name.startswith("remat")}
-        return values | {"layout": "contiguous" if self.layout == "boundary" else self.layout}
+        """Return these options as keywords of `dist_flash_attn_func`, with the layout inside Megatron's layers."""
+        values = {spec.name: getattr(self, spec.name) for spec in self.options("function")}
+        return values | {"layout": self.layout_inside}
 
     def replace(self, **changes: Any) -> DistAttentionConfig:
-        """A copy with some fields changed, validated again."""
+        """Return a copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)
 
+    def within(self, scope: str) -> DistAttentionConfig:
+        """Return a copy in which fields outside a scope have their defaults."""
+        return self.replace(**{spec.name: spec.default for spec in self._outside(scope)})
 
-def check_options(values: Mapping[str, Any], open_ended: Collection[str] = ()) -> None:
-    """Refuse values that some of the options cannot have.
+    def refuse_outside(self, scope: str, instead: str) -> None:
+        """Refuse fields that have no meaning in a scope.
 
-    Args:
-        values: by the option's name; names that are no option are passed over.
-        open_ended: options with more values than their choices here, which are compared elsewhere.
+        Raises:
+            UnsupportedError: such a field does not have its default value.
+        """
+        for spec in self._outside(scope):
+            if (value := getattr(self, spec.name)) != spec.default:
+                where = " and ".join(spec.metadata["scope"])
+                raise UnsupportedError(f"{spec.name}={value!r}", f"it is an option of {where} alone", instead)
 
-    Raises:
-        UnsupportedError: a value is of the wrong type, out of range or not among its choices.
-    """
-    for spec in fields(DistAttentionConfig):
-        if spec.name not in values:
-            continue
-        value: Any = values[spec.name]
-        choices: tuple[str, ...] | None = spec.metadata["choices"]
-        kind: Any = type(spec.default)
-        what = f"{spec.name}={value!r}"
-        if type(value) is not kind:
-            raise UnsupportedError(what, f"it must be of type {kind.__name__}", f"for example {spec.default!r}")
-        if choices and value not in choices and spec.name not in open_ended:
-            raise UnsupportedError(what, "there is no such value", _nearest(str(value), choices))
-        if spec.name == "ulysses_degree" and value < 0:
-            works = "1, which exchanges nothing, more, or 0 for the cheapest"
-            raise UnsupportedError(what, "it is a number of ranks", works)
-        if spec.name == "agreement_timeout" and not 0 < value < math.inf:
-            raise UnsupportedError(what, "it must be positive and finite", "seconds above 0")
-        if spec.name == "stall_timeout" and not 0 <= value < math.inf:
-            raise UnsupportedError(what, "it is a time", "seconds, or 0 for no limit")
+    @property
+    def fixed_degree(self) -> int:
+        """`ulysses_degree` where it is a number; 1 for "auto"."""
+        return 1 if isinstance(self.ulysses_degree, str) else self.ulysses_degree
+
+    @property
+    def layout_inside(self) -> str:
+        """The tokens of a rank inside Megatron's layers, as the functions' `layout` says it."""
+        return "contiguous" if self.data_layout == "boundary" else self.data_layout
+
+    def _outside(self, scope: str) -> list[Field[Any]]:
+        return [spec for spec in fields(self) if scope not in spec.metadata["scope"]]
 
 
-def _nearest(value: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
-    return (f"perhaps {close[0]!r}; " if close else "") + "one of " + ", ".join(known)
+def _takes_numbers(spec: Field[Any]) -> bool:
+    """Whether a field takes numbers from 1 beside its words."""
+    return spec.name == "ulysses_degree"
+
+
+def _number_or_word(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _property(spec: Field[Any]) -> dict[str, Any]:
+    """A field as a JSON schema has it."""
+    names = {str: "string", bool: "boolean", int: "integer", float: "number"}
+    about = {"default": spec.default, "description": spec.metadata["help"]}
+    choices = list(spec.metadata["choices"] or ())
+    if _takes_numbers(spec):
+        return {"anyOf": [{"enum": choices}, {"type": "integer", "minimum": 1}], **about}
+    return {"type": names[type(spec.default)], **about, **({"enum": choices} if choices else {})}
+
+
+def _check(spec: Field[Any], value: Any) -> None:
+    """Refuse a value that a field cannot have."""
+    what, choices = f"{spec.name}={value!r}", spec.metadata["choices"]
+    kind: Any = type(spec.default)
+    if _takes_numbers(spec) and type(value) is int:
+        if value < 1:
+            raise UnsupportedError(what, "it is a number of ranks", "1, which exchanges nothing, more, or 'auto'")
+        return
+    if type(value) is not kind:
+        raise UnsupportedError(what, f"it must be of type {kind.__name__}", f"for example {spec.default!r}")
+    if choices and value not in choices:
+        raise UnsupportedError(what, "there is no such value", nearest(value, choices))
+    if spec.name == "agreement_timeout" and not 0 < value < math.inf:
+        raise UnsupportedError(what, "it must be positive and finite", "seconds above 0")
+    if spec.name == "stall_timeout" and not 0 <= value < math.inf:
+        raise UnsupportedError(what, "it is a time", "seconds, or 0 for no limit")

@@ -1,6 +1,6 @@
 """`python -m dfa_megatron.launch pretrain_gpt.py ARGS...` runs Megatron's unmodified script with the `--dfa-*` flags.
 
-    torchrun --nproc-per-node 8 -m dfa_megatron.launch pretrain_gpt.py --dfa-layout contiguous \\
+    torchrun --nproc-per-node 8 -m dfa_megatron.launch pretrain_gpt.py --dfa-data-layout contiguous \\
         --spec dfa_megatron.megatron get_spec --context-parallel-size 8 ...
 
 `@FILE` among the arguments stands for the flags of an argument file, such as those of configs/megatron.

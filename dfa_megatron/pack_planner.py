@@ -58,7 +58,7 @@ class PackPlanner:
             plan depends on may be left out.
 
     Raises:
-        UnsupportedError: no kernel serves the shape, or the planner was to choose ulysses_degree.
+        UnsupportedError: no kernel serves the shape.
     """
 
     def __init__(
@@ -82,9 +82,7 @@ class PackPlanner:
         place, counts = torch.device(device), (heads, kv_heads or heads)
         q, k = (torch.empty((), dtype=dtype, device=place).expand(1, local_tokens, count, head_dim) for count in counts)
         v = k[..., :1].expand(*k.shape[:3], head_dim_v or head_dim)
-        if request.ulysses_degree == 0:
-            raise UnsupportedError("a PackPlanner with ulysses_degree=0", "a call chooses the degree", "a degree")
-        if request.ulysses_degree > 1:
+        if isinstance(request.ulysses_degree, int) and request.ulysses_degree > 1:
             split = split_heads(request.ulysses_degree, ranks, *counts)
             outer = split_tokens(split.degree, self.rank, ranks, request.layout, local_tokens).plan_group
             self.rank, ranks, over = outer.index(self.rank), len(outer), None

@@ -99,9 +99,14 @@ def test_the_command_prints_its_version() -> None:
 
 
 def test_every_option_that_the_function_takes_reaches_it_by_its_name() -> None:
-    options = dfa_megatron.DistAttentionConfig(layout="boundary", schedule="ring", deterministic=True)
+    options = dfa_megatron.DistAttentionConfig(data_layout="boundary", schedule="ring", deterministic=True)
     keywords = options.keywords()
     assert set(keywords) <= set(inspect.signature(dfa_megatron.dist_flash_attn_func).parameters)
-    assert set(keywords) == {spec.name for spec in dataclasses.fields(options)} - {"remat", "remat_offload"}
+    assert set(keywords) == {spec.name for spec in dataclasses.fields(options)} - {
+        "data_layout",
+        "remat",
+        "remat_offload",
+        "checkpoint",
+    } | {"layout"}
     assert (keywords["layout"], keywords["schedule"], keywords["deterministic"]) == ("contiguous", "ring", True)
-    assert options.replace(layout="zigzag").keywords()["layout"] == "zigzag"
+    assert options.replace(data_layout="zigzag").keywords()["layout"] == "zigzag"

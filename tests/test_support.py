@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dfa_megatron import config
+from dfa_megatron import names
 
 ROOT = Path(__file__).parents[1]
 TESTS = {
@@ -60,7 +60,7 @@ def test_every_cell_stands_for_tests_that_are_there(script: ModuleType, tmp_path
 
 
 def test_every_kernel_has_a_column(script: ModuleType) -> None:
-    assert set(script.rows.KERNELS) == set(config.KERNELS) - {"auto"}
+    assert set(script.rows.KERNELS) == set(names.KERNELS) - {"auto"}
 
 
 def reported(script: ModuleType, *results: tuple[str, str, bool, str], device: str = "CPU") -> dict[str, Any]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.attention.job import ABLATIONS, DTYPES, INSTALLED, MASKS, PASSES, PEERS, PRESETS, Job, head_pairs
-from dfa_megatron.config import KERNELS, SCHEDULES, TRANSPORTS
 from dfa_megatron.errors import DistAttentionError
+from dfa_megatron.names import KERNELS, SCHEDULES, TRANSPORTS
 
 DEFAULTS: dict[str, Any] = {
     "seq_length": (32768, 131072),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.names import LAYOUTS
 from dfa_megatron.selfcheck.case import Case, Section
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ Tensor = Any
 """torch.Tensor; the command line loads torch only where it is needed."""
 
 MOST_RANKS = 32
-_OF_LAYERS = ("remat", "remat_offload")
-"""Options that the functions do not have."""
 
 
 def case_of(words: Sequence[str]) -> Case:
@@ -37,16 +35,10 @@ def case_of(words: Sequence[str]) -> Case:
             "each is at least 1, and key/value heads divide the heads",
             "--heads 4 --kv-heads 2",
         )
-    for spec in fields(DistAttentionConfig):
-        if spec.name in _OF_LAYERS and getattr(args, spec.name) != spec.default:
-            what = f"--{spec.name.replace('_', '-')} with the functions alone"
-            raise UnsupportedError(what, "it is an option of a model's layers", "`dfa-megatron selfcheck megatron`")
     offsets = [int(offset) for offset in args.cu_seqlens.split(",")] if args.cu_seqlens else None
     if offsets and args.batch != 1:
         raise UnsupportedError(f"--batch {args.batch} with --cu-seqlens", "a pack is one row", "--batch 1")
-    # The layout of packs alone, which no framework's data have.
-    given = {spec.name: getattr(args, spec.name) for spec in fields(DistAttentionConfig) if spec.name not in _OF_LAYERS}
-    options = DistAttentionConfig(**{**given, "layout": "contiguous"}).keywords() | {"layout": args.layout}
+    options = DistAttentionConfig.from_args(args, prefix="").keywords() | {"layout": args.layout}
     tokens = offsets[-1] if offsets else args.tokens or 16 * args.ranks
     if tokens < 1 or tokens % args.ranks:
         raise UnsupportedError(f"{tokens} tokens", f"they must divide among {args.ranks} ranks", f"{16 * args.ranks}")
@@ -80,14 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window-size", type=int, nargs=2, default=(-1, -1), metavar=("LEFT", "RIGHT"))
     parser.add_argument("--softcap", type=float, default=0.0)
     parser.add_argument("--cu-seqlens", help="offsets of packed documents: 0,7,20,64; the last is the tokens")
-    DistAttentionConfig.add_arguments(parser, prefix="--")
-    for action in parser._actions:
-        if action.dest == "layout":
-            action.choices = ("contiguous", "zigzag", "load_balanced")
-            action.help = "Which tokens a rank holds; load_balanced is for packed documents. Default: %(default)s."
-        elif action.dest in _OF_LAYERS:
-            action.help = argparse.SUPPRESS
-    return parser
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, default="contiguous", help="tokens of a rank; load_balanced is for packs"
+    )
+    return DistAttentionConfig.add_arguments(parser, prefix="--", scope="function")
 
 
 def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, recorder: Recorder) -> None:

@@ -33,8 +33,8 @@ class Model:
     use_distributed_optimizer: bool = False
     recompute_granularity: str | None = None
     dfa_schedule: str = "auto"
-    dfa_layout: str = "boundary"
-    dfa_ulysses_degree: int = 1
+    dfa_data_layout: str = "boundary"
+    dfa_ulysses_degree: str = "auto"
 
     @property
     def head_dim(self) -> int:

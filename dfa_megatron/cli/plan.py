@@ -11,7 +11,7 @@ from typing import Any
 from dfa_megatron.argument_file import read_arguments
 from dfa_megatron.cli import memory_estimate as models
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.cost.choose import TOKEN_LAYOUTS, Candidate, candidates, cheapest_degree, explain, make_plan
+from dfa_megatron.plan.cost.choose import TOKEN_LAYOUTS, Candidate, automatic_degree, candidates, explain, make_plan
 from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, Link
 from dfa_megatron.plan.cost.profile import profile_named
 from dfa_megatron.plan.cost.simulate import phases_of, simulate
@@ -43,7 +43,7 @@ DEFAULTS = {
     "ranks": 8,
     "schedule": "auto",
     "layout": "auto",
-    "ulysses_degree": 1,
+    "ulysses_degree": "auto",
     "remat": True,
     "seq_length": 65536,
     "batch": 1,
@@ -70,8 +70,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--layout", help="auto, " + ", ".join(TOKEN_LAYOUTS) + " (default: auto)")
     parser.add_argument(
         "--ulysses-degree",
-        type=int,
-        help="ranks that exchange heads for tokens around the schedule, 0 for the cheapest (default: 1)",
+        help="ranks that exchange heads for tokens around the schedule, or auto (default: auto)",
     )
     parser.add_argument(
         "--remat",
@@ -144,17 +143,17 @@ def run(args: argparse.Namespace) -> int:
         backward_needs=args.backward_needs,
     )
     hardware = _hardware(args)
-    degree = args.ulysses_degree or cheapest_degree(
-        mask, args.ranks, schedule=args.schedule, layout=args.layout, shape=shape, hardware=hardware, kept=kept
+    degree = _degree(args.ulysses_degree) or automatic_degree(
+        mask, args.ranks, schedule=args.schedule, layout=args.layout, shape=shape, hardware=hardware
     )
     heads = split_heads(degree, args.ranks, shape.heads, shape.kv_heads)
     whole, shape, ranks = shape, heads.shape(shape), args.ranks // degree
     plan = make_plan(mask, ranks, schedule=args.schedule, layout=args.layout, shape=shape, hardware=hardware)
     print(report(plan, shape, hardware, args.phase, args.width))
     tokens = args.seq_length // args.ranks
-    if args.ulysses_degree == 0:
-        print(f"\nof all degrees of Ulysses {degree} is the cheapest")
     if degree > 1:
+        if args.ulysses_degree == "auto":
+            print(f"\nulysses_degree=auto is {degree} here")
         split_tokens(degree, 0, args.ranks, plan.layout, tokens)
         print("\n" + _exchange(heads, whole, tokens, args.ranks, kept=kept))
     if model is not None:
@@ -171,6 +170,15 @@ def run(args: argparse.Namespace) -> int:
         print("\n" + _comparison(f"auto took {plan.schedule}", looked_at))
     _write_files(args, plan, shape, hardware)
     return 0
+
+
+def _degree(asked: str | int) -> int:
+    """The number, or 0 for "auto"."""
+    if asked == "auto":
+        return 0
+    if not str(asked).isdigit() or int(asked) < 1:
+        raise UnsupportedError(f"ulysses_degree={asked!r}", "it is a number of ranks", "1 or more, or auto")
+    return int(asked)
 
 
 def _mask(args: argparse.Namespace) -> Mask:
@@ -205,7 +213,7 @@ def _fill_in(args: argparse.Namespace, model: models.Model | None) -> None:
             schedule=model.dfa_schedule,
             ulysses_degree=model.dfa_ulysses_degree,
             remat=model.recompute_granularity == "full",
-            layout="zigzag" if model.dfa_layout == "zigzag" else "contiguous",  # inside the layers
+            layout="zigzag" if model.dfa_data_layout == "zigzag" else "contiguous",  # inside the layers
             seq_length=model.seq_length,
             batch=model.micro_batch_size,
             heads=model.num_attention_heads // model.tensor_model_parallel_size,

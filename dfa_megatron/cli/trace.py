@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dfa_megatron.config import KERNELS, SCHEDULES, TRANSPORTS
+from dfa_megatron.names import KERNELS, SCHEDULES, TRANSPORTS
 
 
 def add_parser(subparsers: Any) -> None:

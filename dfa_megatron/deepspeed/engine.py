@@ -103,7 +103,7 @@ def _pipelined(
 
     def finish(engine: Any) -> None:
         _accept(engine, mesh)
-        if block.checkpoint == "remat":
+        if block.options.checkpoint == "remat":
             pipeline.set_remat(engine, offload=block.options.remat_offload)
 
     return pipeline.settings_for(_common(settings), module, block), finish
@@ -172,18 +172,17 @@ def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: Block) ->
 
 
 def _distribute(model: torch.nn.Module, settings: dict[str, Any], mesh: Mesh, block: Block, accelerate: bool) -> None:
-    function = deepspeeds_function(settings, block.checkpoint)
+    function = deepspeeds_function(settings, block.options.checkpoint)
     distribute_attention(
         model,
         group=mesh.group,
         options=block.options,
-        checkpoint=block.checkpoint,
         reentrant=block.reentrant or function is not None,
         accelerate=accelerate,
     )
     if function is not None:
         offload = block.options.remat_offload
-        set_checkpointing(transformers_model(model), block.checkpoint, offload=offload, function=function)
+        set_checkpointing(transformers_model(model), block.options.checkpoint, offload=offload, function=function)
 
 
 def _own_attention(model: torch.nn.Module) -> list[DistFlashAttention]:
@@ -192,9 +191,9 @@ def _own_attention(model: torch.nn.Module) -> list[DistFlashAttention]:
 
 
 def _check_own(model: torch.nn.Module, block: Block) -> None:
-    if block.checkpoint != "none" and _own_attention(model):
+    if block.options.checkpoint != "none" and _own_attention(model):
         raise UnsupportedError(
-            f"{KEY}.checkpoint={block.checkpoint!r} for a model of your own",
+            f"{KEY}.checkpoint={block.options.checkpoint!r} for a model of your own",
             "its layers are not known",
             "checkpoint 'none', and dfa_megatron.deepspeed.checkpoint or dfa_megatron.remat.context_fn in the model",
         )

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checkpointing import CHECKPOINTS, check_checkpoint
+from dfa_megatron.huggingface.checkpointing import check_checkpoint
+from dfa_megatron.names import nearest
 
 KEY = "dist_flash_attention"
 """The top-level key of the block."""
 
-_OWN = ("enabled", "size", "checkpoint", "reentrant", "selfcheck")
-_OPTIONS = tuple(spec.name for spec in fields(DistAttentionConfig) if spec.name != "remat")
+_OWN = ("enabled", "size", "reentrant", "selfcheck")
+_OPTIONS = tuple(spec.name for spec in DistAttentionConfig.options("deepspeed"))
 
 _HELP = {
     "enabled": "Distribute attention. Without the block DeepSpeed is called as it is.",
     "size": "Ranks that share a sequence; they are consecutive, and their number divides that of all ranks. Left out: "
     "sequence_parallel_size if that key is there, else all ranks.",
-    "checkpoint": "Activation checkpointing of the model's layers. none: the model's own setting stays. full: "
-    "attention runs and sends twice. remat: attention's output and lse are kept, so that it runs and sends once.",
     "reentrant": "Checkpoint a Hugging Face model's layers with PyTorch's re-entrant form. activation_checkpointing's "
     "cpu_checkpointing, which keeps their inputs on the host, always does.",
     "selfcheck": "Before the engine is made, compare many ranks with one on rank 0's CPU, with a small model of this "
@@ -41,7 +39,6 @@ class Block:
 
     enabled: bool = True
     size: int | None = None
-    checkpoint: str = "none"
     reentrant: bool = False
     selfcheck: bool = False
     options: DistAttentionConfig = field(default_factory=DistAttentionConfig)
@@ -51,20 +48,11 @@ class Block:
             raise UnsupportedError(f"{KEY}.enabled={self.enabled!r}", "it must be of type bool", "true or false")
         if self.size is not None and (type(self.size) is not int or self.size < 1):
             raise UnsupportedError(f"{KEY}.size={self.size!r}", "it must be a number of ranks", "for example 8")
-        if self.checkpoint not in CHECKPOINTS:
-            raise UnsupportedError(
-                f"{KEY}.checkpoint={self.checkpoint!r}",
-                "there is no such value",
-                _nearest(str(self.checkpoint), CHECKPOINTS),
-            )
         for name in ("reentrant", "selfcheck"):
             if type(value := getattr(self, name)) is not bool:
                 raise UnsupportedError(f"{KEY}.{name}={value!r}", "it must be of type bool", "true or false")
-        check_checkpoint(self.checkpoint, reentrant=self.reentrant, offload=self.options.remat_offload)
-        if self.options.layout != "contiguous":
-            raise UnsupportedError(
-                f"{KEY}.layout={self.options.layout!r}", "batches are cut into one slice a rank", "'contiguous'"
-            )
+        check_checkpoint(self.options, reentrant=self.reentrant)
+        self.options.refuse_outside("deepspeed", "leaving it out")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Block:
@@ -72,12 +60,8 @@ class Block:
         if not isinstance(values, Mapping):
             raise UnsupportedError(f"{KEY}={values!r}", "it must be a block", '{"enabled": true, "size": 8}')
         for key in values:
-            if key == "remat":
-                raise UnsupportedError(f"the key {KEY}.remat", "it goes by another name here", "checkpoint='remat'")
             if key not in _OWN + _OPTIONS:
-                raise UnsupportedError(
-                    f"the key {KEY}.{key}", "no option has that name", _nearest(str(key), _OWN + _OPTIONS)
-                )
+                raise UnsupportedError(f"the key {KEY}.{key}", "no option has that name", nearest(key, _OWN + _OPTIONS))
         own = {key: value for key, value in values.items() if key in _OWN}
         shared = {key: value for key, value in values.items() if key in _OPTIONS}
         return cls(**own, options=DistAttentionConfig.from_mapping(shared))
@@ -91,33 +75,20 @@ class Block:
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """A JSON schema (draft 2020-12) of a DeepSpeed file with the block in it; the other keys are DeepSpeed's."""
-        shared = DistAttentionConfig.json_schema()
-        properties = {name: entry for name, entry in shared["properties"].items() if name in _OPTIONS}
-        properties["layout"] = {**properties["layout"], "enum": ["contiguous"]}
+        shared = DistAttentionConfig.json_schema("deepspeed")
         own = {
             "enabled": {"type": "boolean", "default": True, "description": _HELP["enabled"]},
             "size": {"type": "integer", "minimum": 1, "description": _HELP["size"]},
-            "checkpoint": {
-                "type": "string",
-                "default": "none",
-                "description": _HELP["checkpoint"],
-                "enum": list(CHECKPOINTS),
-            },
             "reentrant": {"type": "boolean", "default": False, "description": _HELP["reentrant"]},
             "selfcheck": {"type": "boolean", "default": False, "description": _HELP["selfcheck"]},
         }
-        block = {"type": "object", "additionalProperties": False, "properties": {**own, **properties}}
+        block = {"type": "object", "additionalProperties": False, "properties": {**own, **shared["properties"]}}
         return {
             "$schema": shared["$schema"],
             "title": "DeepSpeed configuration with dfa_megatron's distributed attention",
             "type": "object",
             "properties": {KEY: block},
         }
-
-
-def _nearest(value: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(value, known, n=1, cutoff=0.4)
-    return (f"perhaps {close[0]!r}; " if close else "") + "one of " + ", ".join(known)
 
 
 if (

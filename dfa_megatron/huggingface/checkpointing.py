@@ -9,11 +9,8 @@ from typing import Any
 import torch
 
 from dfa_megatron import remat
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-
-CHECKPOINTS = ("none", "full", "remat")
-"""none: the model's own setting stays. full: transformers' activation checkpointing, in which attention runs twice.
-remat: the same with attention's output and lse kept, so that it runs and sends once."""
 
 _FUNCTION = "_gradient_checkpointing_func"
 """Where transformers keeps the checkpoint function of a layer."""
@@ -30,7 +27,7 @@ def set_checkpointing(
     """Checkpoint the layers of a transformers model.
 
     Args:
-        checkpoint: one of `CHECKPOINTS`.
+        checkpoint: a value of `DistAttentionConfig.checkpoint`.
         reentrant: with PyTorch's re-entrant form, which keeps nothing but a layer's input while it runs. A layer's
             input must have a gradient then, so with frozen embeddings (PEFT) it is given one.
         offload: with 'remat', keep attention's output and lse in pinned host memory.
@@ -80,17 +77,17 @@ def check_layers(model: Any, checkpoint: str, *, reentrant: bool) -> None:
         )
 
 
-def check_checkpoint(checkpoint: str, *, reentrant: bool, offload: bool) -> None:
-    """Refuse what is no way of checkpointing.
+def check_checkpoint(options: DistAttentionConfig, *, reentrant: bool) -> None:
+    """Refuse combinations of checkpointing options that cannot work.
 
     Raises:
-        UnsupportedError: an unknown value, or a form without a checkpoint.
+        UnsupportedError: a form of checkpointing without a checkpoint.
     """
-    if checkpoint not in CHECKPOINTS:
-        raise UnsupportedError(f"checkpoint={checkpoint!r}", "there is no such way", "one of " + ", ".join(CHECKPOINTS))
-    if reentrant and checkpoint == "none":
+    if reentrant and options.checkpoint == "none":
         raise UnsupportedError("reentrant with checkpoint='none'", "nothing is checkpointed", "'remat' or 'full'")
-    if offload and checkpoint != "remat":
+    if options.remat_offload and options.checkpoint != "remat":
         raise UnsupportedError(
-            f"remat_offload with checkpoint={checkpoint!r}", "nothing is kept for a recompute", "checkpoint='remat'"
+            f"remat_offload with checkpoint={options.checkpoint!r}",
+            "nothing is kept for a recompute",
+            "checkpoint='remat'",
         )

@@ -17,7 +17,7 @@ from dfa_megatron.huggingface import inputs
 from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, LayerContext
 from dfa_megatron.huggingface.checkpointing import check_checkpoint, check_layers, set_checkpointing
 from dfa_megatron.huggingface.positions import check_padding
-from dfa_megatron.huggingface.refusals import check_model, check_options
+from dfa_megatron.huggingface.refusals import check_model
 from dfa_megatron.plan.language.heads import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 
@@ -36,7 +36,6 @@ def distribute_attention(
     *,
     group: Group = None,
     options: DistAttentionConfig | None = None,
-    checkpoint: str = "none",
     reentrant: bool = False,
     accelerate: bool = False,
 ) -> torch.nn.Module:
@@ -48,8 +47,7 @@ def distribute_attention(
     Args:
         model: a transformers model, or a module that holds one (PEFT).
         group: the ranks that share a sequence, in the order of their tokens; None is the default group.
-        options: schedule, kernel and the like.
-        checkpoint: one of `CHECKPOINTS`.
+        options: schedule, kernel, checkpoint and the like.
         reentrant: checkpoint with PyTorch's re-entrant form; see `set_checkpointing`.
         accelerate: batches come from HF Trainer or accelerate. In evaluation, every rank then has whole sequences of
             its own and attention is local; in training, whoever called the model weighs the loss of this rank's tokens.
@@ -61,18 +59,18 @@ def distribute_attention(
         UnsupportedError: the model computes what would not be honoured; the message names it.
     """
     options = options or DistAttentionConfig()
-    check_options(options)
-    check_checkpoint(checkpoint, reentrant=reentrant, offload=options.remat_offload)
+    options.refuse_outside("huggingface", "leaving it out: batches are cut into one slice a rank")
+    check_checkpoint(options, reentrant=reentrant)
     inner = transformers_model(model)
     layers = check_model(inner)
-    check_layers(inner, checkpoint, reentrant=reentrant)
+    check_layers(inner, options.checkpoint, reentrant=reentrant)
     if accelerate:
         check_padding(inner.get_decoder(), f"a {inner.config.model_type} model")
     _note_untested(inner.config.model_type)
     attention.register()
     name = group_name(group)
-    if options.ulysses_degree:  # 0 takes one that divides
-        check_degree(options.ulysses_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
+    if options.fixed_degree > 1:  # "auto" takes one that divides
+        check_degree(options.fixed_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
     before = known.before if known is not None else inner.config._attn_implementation
     _take_attention(inner)
@@ -85,7 +83,7 @@ def distribute_attention(
         decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
     for module in {inner, decoder, *layers}:
         setattr(module, CONTEXT, context)
-    set_checkpointing(inner, checkpoint, reentrant=reentrant, offload=options.remat_offload)
+    set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -16,22 +15,6 @@ _OWN_MASKS = ("doge",)
 
 _LOCAL_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that depend on the longest position of the batch, which differs between ranks."""
-
-
-def check_options(options: DistAttentionConfig) -> None:
-    """Refuse the options that mean something in other frameworks only."""
-    if options.layout != "contiguous":
-        raise UnsupportedError(
-            f"layout={options.layout!r} for a transformers model",
-            "its batches are cut into one slice a rank",
-            "layout='contiguous', which the balanced schedules are made for",
-        )
-    if options.remat != "auto":
-        raise UnsupportedError(
-            f"remat={options.remat!r} for a transformers model",
-            "activation checkpointing is chosen with `checkpoint`",
-            "checkpoint='remat', 'full' or 'none'",
-        )
 
 
 def check_model(model: Any) -> list[torch.nn.Module]:

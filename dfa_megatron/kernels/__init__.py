@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from dfa_megatron import names
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.adapters.aten import AtenFlashKernel
 from dfa_megatron.kernels.adapters.cpu import CpuKernel
@@ -20,6 +20,7 @@ from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.alibi import Biasing
 from dfa_megatron.kernels.api import BlockKernel, Capping, Need
 from dfa_megatron.kernels.triton.adapter import TritonKernel
+from dfa_megatron.names import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ KERNELS: Mapping[str, BlockKernel] = MappingProxyType(
 )
 """Every kernel by name, the one to prefer first."""
 
+assert ("auto", *KERNELS) == names.KERNELS, "the kernels are not those of dfa_megatron.names"
+
 BY_NAME_ONLY = frozenset({"flash3", "flash2"})
 """Kernels that "auto" passes over: they have not been through the whole conformance suite on a GPU yet."""
 
@@ -55,9 +58,7 @@ def get(name: str) -> BlockKernel:
     """
     if name in KERNELS:
         return KERNELS[name]
-    near = difflib.get_close_matches(name, KERNELS, n=1, cutoff=0.4)
-    hint = f"perhaps {near[0]!r}; " if near else ""
-    raise UnsupportedError(f"kernel={name!r}", "there is no such kernel", f"{hint}one of auto, {', '.join(KERNELS)}")
+    raise UnsupportedError(f"kernel={name!r}", "there is no such kernel", nearest(name, names.KERNELS))
 
 
 def select(name: str, need: Need) -> BlockKernel:

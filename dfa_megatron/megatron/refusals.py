@@ -36,7 +36,7 @@ def _recompute_modules(config: Any) -> list[str]:
 
 def _permuted(config: Any, options: DistAttentionConfig) -> bool:
     """Inside the layers tokens are not where Megatron believes them to be."""
-    return bool(_get(config, "context_parallel_size", 1) > 1) and options.layout != "zigzag"
+    return bool(_get(config, "context_parallel_size", 1) > 1) and options.data_layout != "zigzag"
 
 
 def _heads_per_rank(config: Any) -> int:
@@ -191,34 +191,34 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c, o: _permuted(c, o) and _get(c, "mrope_section") is not None,
         "multimodal rotary embeddings in this layout",
         "their table changes with every micro-batch",
-        "--dfa-layout zigzag",
+        "--dfa-data-layout zigzag",
     ),
     Refusal(
-        lambda c, o: o.layout == "contiguous" and _permuted(c, o) and bool(_get(c, "is_hybrid_model")),
+        lambda c, o: o.data_layout == "contiguous" and _permuted(c, o) and bool(_get(c, "is_hybrid_model")),
         "a hybrid model in the contiguous layout",
         "its other layers rely on Megatron's zigzag order",
-        "--dfa-layout boundary or zigzag",
+        "--dfa-data-layout boundary or zigzag",
     ),
     Refusal(
-        lambda c, o: o.layout == "contiguous" and _permuted(c, o) and bool(_get(c, "mtp_num_layers")),
+        lambda c, o: o.data_layout == "contiguous" and _permuted(c, o) and bool(_get(c, "mtp_num_layers")),
         "multi-token prediction in the contiguous layout",
         "Megatron shifts its labels assuming zigzag order",
-        "--dfa-layout boundary or zigzag",
+        "--dfa-data-layout boundary or zigzag",
     ),
     Refusal(
-        lambda c, o: (o.schedule == "zigzag") != (o.layout == "zigzag") and "zigzag" in (o.schedule,),
-        "the zigzag schedule in this layout",
-        "its ranks must hold zigzag chunks inside the layers",
-        "--dfa-layout zigzag, or another schedule",
+        lambda c, o: o.schedule != "auto" and o.data_layout == "zigzag",
+        "a schedule by name with zigzag data",
+        "zigzag tokens share out the work, and every rank computes its own rows",
+        "--dfa-schedule auto, or --dfa-data-layout contiguous or boundary",
     ),
     Refusal(
-        lambda c, o: o.ulysses_degree > 1 and _get(c, "context_parallel_size", 1) % o.ulysses_degree != 0,
+        lambda c, o: o.fixed_degree > 1 and _get(c, "context_parallel_size", 1) % o.fixed_degree != 0,
         "a ulysses_degree with context_parallel_size={context_parallel_size}",
         "it must divide the context-parallel ranks",
         "a --dfa-ulysses-degree that does",
     ),
     Refusal(
-        lambda c, o: o.ulysses_degree > 1 and _heads_per_rank(c) % o.ulysses_degree != 0,
+        lambda c, o: o.fixed_degree > 1 and _heads_per_rank(c) % o.fixed_degree != 0,
         "a ulysses_degree with num_attention_heads={num_attention_heads}",
         "it must divide the query heads of a tensor-parallel rank",
         "a --dfa-ulysses-degree that does, or another tensor-parallel size",

@@ -44,7 +44,7 @@ def dfa_ify(
 ) -> Any:
     """A copy of a Megatron spec whose layers run distributed attention; the given spec is not changed.
 
-        spec = dfa_ify(get_gpt_layer_local_spec(), config, DistAttentionConfig(layout="contiguous", remat="on"))
+        spec = dfa_ify(get_gpt_layer_local_spec(), config, DistAttentionConfig(data_layout="contiguous", remat="on"))
         model = GPTModel(config, spec, vocab_size, max_sequence_length, ...)
         batch = shard_batch(batch, parallel_state.get_context_parallel_group(), options)
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -126,11 +126,11 @@ def _check_replaced(core_attention: Any) -> None:
 
 
 def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
-    if context.options.layout == "contiguous":
+    if context.options.data_layout == "contiguous":
         raise UnsupportedError(
             "a hybrid model in the contiguous layout",
             "its other layers rely on Megatron's zigzag order",
-            "--dfa-layout boundary or zigzag",
+            "--dfa-data-layout boundary or zigzag",
         )
     stack = copy.copy(spec)
     stack.submodules = copy.copy(spec.submodules)

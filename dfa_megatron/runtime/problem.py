@@ -8,7 +8,7 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.kernels.api import BlockKernel, Form, Need
-from dfa_megatron.plan.cost.choose import cheapest_degree
+from dfa_megatron.plan.cost.choose import automatic_degree
 from dfa_megatron.plan.cost.hardware import Hardware
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.runtime.comm.channel import Channel
@@ -73,17 +73,18 @@ def format_of(request: Request, kernel: BlockKernel, q: torch.Tensor, k: torch.T
 
 
 def degree_of(request: Request, over: Channel | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """The degree of Ulysses that was asked for, or the cheapest by simulation."""
-    if request.ulysses_degree or over is None:
-        return request.ulysses_degree or 1
+    """Return the degree of Ulysses to run with, 1 for no exchange of heads."""
+    if isinstance(request.ulysses_degree, int):
+        return request.ulysses_degree
+    if over is None or request.cu_seqlens or (request.hardware == "auto" and not q.is_cuda):
+        return 1
     shape, hardware = _timed_as(request, q, k, v, over)
     mask = request.mask(over.size * q.shape[1])
-    return cheapest_degree(
+    return automatic_degree(
         mask,
         over.size,
         schedule=request.schedule,
         layout=request.layout,
         shape=shape,
         hardware=hardware,
-        kept=request.keeps_exchanged,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from dfa_megatron.config import check_options
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.mask import Mask, of_window
 from dfa_megatron.runtime.comm.channel import Guard
@@ -23,7 +23,6 @@ class Request:
     sinks: the call brings a sink for each head; a tensor, but ranks must agree on whether there is one.
     alibi: the call brings a slope for each head, the same.
     cu_seqlens: global token offsets of packed documents; empty for sequences that are one document each.
-    keeps_exchanged: where ulysses_degree is left open: the backward will find q, k and v as heads were exchanged to.
     """
 
     softmax_scale: float
@@ -34,7 +33,7 @@ class Request:
     alibi: bool = False
     schedule: str = "auto"
     layout: str = "contiguous"
-    ulysses_degree: int = 1
+    ulysses_degree: int | str = "auto"
     kernel: str = "auto"
     deterministic: bool = False
     wire_dtype: str = "input"
@@ -45,7 +44,6 @@ class Request:
     agreement_timeout: float = 120.0
     stall_timeout: float = 1800.0
     cu_seqlens: Offsets = ()
-    keeps_exchanged: bool = False
 
     def __post_init__(self) -> None:
         for name in ("softmax_scale", "softcap", "agreement_timeout", "stall_timeout"):
@@ -58,8 +56,8 @@ class Request:
         Raises:
             UnsupportedError: names the option, and values that it can have.
         """
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        check_options(values, open_ended=("schedule", "layout", "kernel"))
+        names = {spec.name for spec in DistAttentionConfig.options("function")} - {"schedule", "kernel"}
+        DistAttentionConfig(**{name: getattr(self, name) for name in names})
         if type(self.causal) is not bool:
             raise UnsupportedError(f"causal={self.causal!r}", "it must be of type bool", "True or False")
         window = self.window_size

@@ -37,6 +37,6 @@ def unseen(options: DistAttentionConfig) -> list[str]:
         "GPU kernels and transports: `dfa-megatron doctor` compares kernels on the GPUs themselves",
         "your data and weights: tokens and initial weights are random, the same on every rank",
     ]
-    if options.schedule == "auto" or options.ulysses_degree == 0:
+    if "auto" in (options.schedule, options.ulysses_degree):
         lines.append("the schedule of auto at your sizes, where it is another than at these: name it to check it")
     return lines

@@ -21,4 +21,4 @@ exec docker run --rm --gpus all \
   "$IMAGE" \
   torchrun --standalone --nproc-per-node "$GPUS" \
   -m dfa_megatron.launch /workspace/Megatron-LM/pretrain_gpt.py "@$CONFIG" \
-  --context-parallel-size "$GPUS" --dfa-layout contiguous "$@"
+  --context-parallel-size "$GPUS" --dfa-data-layout contiguous "$@"

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.models import LAYERS, build, gradients, text
@@ -70,7 +71,7 @@ def checkpointed(rank: int, world_size: int) -> None:
     batch = dfa_hf.shard_batch(text(1, 12, seed=3))
     seen = {}
     for checkpoint in ("none", "full", "remat"):
-        model = dfa_hf.distribute_attention(build("Qwen2"), checkpoint=checkpoint)
+        model = dfa_hf.distribute_attention(build("Qwen2"), options=DistAttentionConfig(checkpoint=checkpoint))
         COUNTERS.reset()
         model(**batch).loss.backward()
         seen[checkpoint] = (gradients(model), COUNTERS.snapshot())
@@ -94,6 +95,8 @@ def test_a_copy_of_a_model_is_distributed_as_well() -> None:
     batch = dfa_hf.shard_batch(text(1, 8, seed=1))
     other = copy.deepcopy(model)
     assert torch.equal(other(**batch).logits, model(**batch).logits)
-    dfa_hf.distribute_attention(other, checkpoint="remat")  # once more: hooks are not doubled
+    dfa_hf.distribute_attention(
+        other, options=DistAttentionConfig(checkpoint="remat")
+    )  # once more: hooks are not doubled
     assert len(other.model._forward_pre_hooks) == 1
     assert torch.equal(other(**batch).loss, model(**batch).loss)

@@ -106,7 +106,7 @@ def checkpointed(rank: int, world_size: int) -> None:
     other = text(1, 24, seed=12)
     seen = {}
     for checkpoint in ("none", "full", "remat"):
-        model = dfa_hf.distribute_attention(build("Qwen2"), checkpoint=checkpoint)
+        model = dfa_hf.distribute_attention(build("Qwen2"), options=DistAttentionConfig(checkpoint=checkpoint))
         COUNTERS.reset()
         plain = model(**dfa_hf.shard_batch(other)).loss
         loss = model(**dfa_hf.shard_batch(batch)).loss  # before the other's backward, whose recompute is of no pack

@@ -153,7 +153,9 @@ def test_windows_survive_checkpointing(name: str, reentrant: bool) -> None:
     seen = []
     for checkpoint in ("none", "full"):
         again = reentrant and checkpoint == "full"
-        model = dfa_hf.distribute_attention(build(kind, **changes), checkpoint=checkpoint, reentrant=again)
+        model = dfa_hf.distribute_attention(
+            build(kind, **changes), options=DistAttentionConfig(checkpoint=checkpoint), reentrant=again
+        )
         out = model(**batch)
         out.loss.backward()
         seen.append((out.logits, gradients(model)))

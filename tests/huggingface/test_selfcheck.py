@@ -114,7 +114,7 @@ def test_a_model_is_made_small_and_keeps_its_heads_windows_pattern_rope_and_cap(
     [
         ({"model_type": "no-such-type"}, [], "no such type"),
         ({}, ["--ranks", "33"], "at most 32"),
-        ({}, ["--dfa-layout", "zigzag"], "layout"),
+        ({}, ["--dfa-data-layout", "zigzag"], "layout"),
         ({}, ["--rank", "2"], "unrecognized arguments: --rank 2"),
         ({}, ["--dfa-remat-offload"], "remat_offload"),
     ],

@@ -68,7 +68,7 @@ def case(layout: str = "contiguous", remat: str = "off", **changes: Any) -> Case
     """A case by its two usual options; remat "on" comes from Megatron's flag, as users ask for it."""
     recompute = ("uniform", 1) if remat == "auto" else None
     given = {"recompute": recompute, **changes}
-    return Case(DistAttentionConfig(layout=layout, remat=remat), **given)
+    return Case(DistAttentionConfig(data_layout=layout, remat=remat), **given)
 
 
 @dataclass
@@ -259,7 +259,7 @@ def prediction_spec(config: Any, plain: Any, options: DistAttentionConfig | None
 
     from dfa_megatron.megatron import dfa_ify
 
-    layer = plain if options is None else dfa_ify(plain, config, options.replace(layout="zigzag"))
+    layer = plain if options is None else dfa_ify(plain, config, options.replace(data_layout="zigzag"))
     block = TransformerBlockSubmodules(layer_specs=[layer])
     return get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
 

@@ -36,7 +36,7 @@ def test_the_flag_alone_puts_distributed_attention_into_the_default_spec(comm_ty
     wanted = config(comm_type)
     layer = clone.layer_spec(megatrons_spec(wanted), wanted)
     assert issubclass(layer.module, DistributedAttentionLayer)
-    assert layer.params["distributed_attention"].options.layout == "boundary"
+    assert layer.params["distributed_attention"].options.data_layout == "boundary"
     again = clone.layer_spec(layer, wanted)  # a user who also gives --spec
     assert again.module is layer.module
 
@@ -48,7 +48,7 @@ def test_prediction_layers_get_it_in_megatrons_order() -> None:
     spec = clone.prediction_spec(megatrons_spec(wanted), wanted)
     assert isinstance(spec, TransformerBlockSubmodules)  # get_gpt_mtp_block_spec takes its last layer
     context = spec.layer_specs[0].params["distributed_attention"]
-    assert (context.options.layout, context.options.schedule) == ("zigzag", "auto")
+    assert (context.options.data_layout, context.options.schedule) == ("zigzag", "auto")
 
 
 def slices(rank: int, world_size: int) -> None:
@@ -62,9 +62,9 @@ def slices(rank: int, world_size: int) -> None:
     takes = inspect.signature(utils.get_batch_on_this_cp_rank).parameters
     hybrid = {"is_hybrid_cp": False} if "is_hybrid_cp" in takes else {}
     for layout, places in (("boundary", (0, 1, 6, 7)), ("contiguous", (0, 1, 2, 3))):
-        options = DistAttentionConfig(layout=layout)
+        options = DistAttentionConfig(data_layout=layout)
         clone.options_of = lambda options=options: options
-        clone.global_args = lambda layout=layout: SimpleNamespace(dfa_layout=layout)
+        clone.global_args = lambda layout=layout: SimpleNamespace(dfa_data_layout=layout)
         batch = clone.get_batch_on_this_cp_rank(dict(whole), **hybrid)
         if rank == 0:
             assert torch.equal(batch["tokens"], whole["tokens"][:, list(places)])
@@ -79,7 +79,7 @@ def slices(rank: int, world_size: int) -> None:
     teacher = make_config(Topology(cp=world_size), harness.MEGATRONS)
     spec = clone.layer_spec(megatrons_spec(teacher), teacher)
     spec.submodules.self_attention.submodules.core_attention = harness.DenseAttention
-    with pytest.raises(UnsupportedError, match="Megatron's own attention beside --dfa-layout contiguous"):
+    with pytest.raises(UnsupportedError, match="Megatron's own attention beside --dfa-data-layout contiguous"):
         GPTModel(teacher, spec, harness.VOCABULARY, harness.SEQUENCE)
 
 

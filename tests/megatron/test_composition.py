@@ -45,7 +45,7 @@ def full(layout: str, config: Any = (), steps: int = 3, **more: Any) -> Case:
 def selective(layout: str, *modules: str, more: Any = ()) -> Case:
     """--recompute-granularity selective --recompute-modules ...: Megatron's own, attention runs once without us."""
     config = (*more, ("recompute_granularity", "selective"), ("recompute_modules", list(modules)))
-    return Case(DistAttentionConfig(layout=layout), steps=3, config=config)
+    return Case(DistAttentionConfig(data_layout=layout), steps=3, config=config)
 
 
 def offloaded() -> Case:

@@ -31,7 +31,7 @@ def parse_and_validate(rank: int, world_size: int) -> list[str]:
         os.environ.update(RANK="0", WORLD_SIZE=ranks, CUDA_DEVICE_MAX_CONNECTIONS="1")
         for more, provider, layout in (
             ([], None, "boundary"),
-            (["--dfa-layout", "contiguous"], add_dfa_arguments, "contiguous"),
+            (["--dfa-data-layout", "contiguous"], add_dfa_arguments, "contiguous"),
         ):
             sys.argv = [path.name, *flags, *more]
             args = parse_args(provider)

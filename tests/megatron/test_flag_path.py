@@ -55,7 +55,7 @@ def train_from_flags(rank: int, world_size: int, flags: str, with_provider: bool
 
     args, model = build(f"{FLAGS} {OURS} {FULL} {flags}", add_dfa_arguments if with_provider else None)
     options = options_of()
-    assert options.layout == layout
+    assert options.data_layout == layout
     for layer in model.decoder.layers:
         assert isinstance(layer, DistributedAttentionLayer)
         assert isinstance(layer.self_attention.core_attention, DistributedCoreAttention)
@@ -83,9 +83,9 @@ def train_from_flags(rank: int, world_size: int, flags: str, with_provider: bool
     ("flags", "with_provider", "layout"),
     [
         ("", False, "boundary"),
-        ("--dfa-layout boundary --dfa-schedule ring", True, "boundary"),
-        ("--dfa-layout zigzag", True, "zigzag"),
-        ("--dfa-layout contiguous", True, "contiguous"),
+        ("--dfa-data-layout boundary --dfa-schedule ring", True, "boundary"),
+        ("--dfa-data-layout zigzag", True, "zigzag"),
+        ("--dfa-data-layout contiguous", True, "contiguous"),
     ],
     ids=["an unmodified script", "boundary", "zigzag", "contiguous"],
 )

@@ -122,7 +122,7 @@ def compare_with_one_rank(rank: int, world_size: int, layout: str, remat: str) -
     expected, expected_gradients = run(reference, alone, causal)
 
     config = make_config(Topology(cp=world_size), case(layout, remat), **layers)
-    ours = build(dfa_ify(spec, config, DistAttentionConfig(layout=layout, remat=remat)), config, groups)
+    ours = build(dfa_ify(spec, config, DistAttentionConfig(data_layout=layout, remat=remat)), config, groups)
     assert set(ours.state_dict()) == set(reference.state_dict())
     COUNTERS.reset()
     InMegatronsOrder.calls = 0
@@ -152,14 +152,14 @@ def test_the_given_stack_spec_stays_and_every_layer_shares_one_context() -> None
 
     given = plain_spec()
     modules = {slot: layer.module for slot, layer in vars(given.submodules).items() if hasattr(layer, "module")}
-    made = dfa_ify(given, None, DistAttentionConfig(layout="boundary"))
+    made = dfa_ify(given, None, DistAttentionConfig(data_layout="boundary"))
     assert {slot: getattr(given.submodules, slot).module for slot in modules} == modules
     assert issubclass(made.submodules.attention_layer.module, DistributedAttentionLayer)
     for slot, module in modules.items():
         assert issubclass(getattr(made.submodules, slot).module, module)
     contexts = {id(getattr(made.submodules, slot).params["distributed_attention"]) for slot in modules}
     assert len(contexts) == 1
-    again = dfa_ify(made, None, DistAttentionConfig(layout="boundary"))
+    again = dfa_ify(made, None, DistAttentionConfig(data_layout="boundary"))
     assert again.submodules.mlp_layer.module is made.submodules.mlp_layer.module
 
 
@@ -170,9 +170,9 @@ def refuse(rank: int, world_size: int) -> None:
 
     harness.start(Topology(cp=2))
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    boundary = DistAttentionConfig(layout="boundary")
+    boundary = DistAttentionConfig(data_layout="boundary")
     with pytest.raises(UnsupportedError, match=r"a hybrid model in the contiguous layout.*boundary or zigzag"):
-        dfa_ify(plain_spec(), None, DistAttentionConfig(layout="contiguous"))
+        dfa_ify(plain_spec(), None, DistAttentionConfig(data_layout="contiguous"))
     config = make_config(Topology(cp=2), case("boundary", recompute=("block", 1)), num_layers=len(PATTERN))
     with pytest.raises(UnsupportedError, match=r"'block' in a hybrid model.*uniform"):
         build(dfa_ify(plain_spec(), config, boundary), config, groups)
@@ -201,6 +201,6 @@ def test_megatrons_spec_flag_finds_the_stack_spec_or_says_what_is_missing(monkey
     monkeypatch.setattr(spec_module, "default_stack_spec", plain_spec)
     try:
         made = import_module(("dfa_megatron.megatron", "hybrid_stack_spec"))
-        assert made.submodules.attention_layer.params["distributed_attention"].options.layout == "boundary"
+        assert made.submodules.attention_layer.params["distributed_attention"].options.data_layout == "boundary"
     finally:
         vars(package).pop("hybrid_stack_spec", None)

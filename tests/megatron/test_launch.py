@@ -91,7 +91,9 @@ def build_a_teacher() -> Any:
 
 def check_teacher(layout: str) -> None:
     if layout == "contiguous":
-        with pytest.raises(UnsupportedError, match=r"beside --dfa-layout contiguous.*teacher.*dfa_ify for the spec"):
+        with pytest.raises(
+            UnsupportedError, match=r"beside --dfa-data-layout contiguous.*teacher.*dfa_ify for the spec"
+        ):
             build_a_teacher()
     else:
         build_a_teacher()
@@ -106,8 +108,8 @@ def slice_through_a_script(rank: int, world_size: int, script_path: str, layout:
     from dfa_megatron.megatron.tokens.batch import check_declared
 
     for _ in range(2):  # the second time replaces nothing
-        assert launch.main([script_path, *SPEC, "--dfa-layout", layout, "--dfa-schedule", "ring"]) == 0
-    assert (SEEN["args"].dfa_layout, SEEN["args"].dfa_schedule) == (layout, "ring")
+        assert launch.main([script_path, *SPEC, "--dfa-data-layout", layout, "--dfa-schedule", "ring"]) == 0
+    assert (SEEN["args"].dfa_data_layout, SEEN["args"].dfa_schedule) == (layout, "ring")
     whole = {"tokens": torch.arange(16).view(2, 8), "labels": None}
     if layout == "contiguous":
         with pytest.raises(UnsupportedError, match="a model without distributed attention"):
@@ -146,7 +148,7 @@ def test_the_help_of_a_script_shows_our_flags(clone: Path) -> None:
     done = run(str(clone / "pretrain_gpt.py"), "--help")
     assert done.returncode == 0, done.stderr
     assert "a bare % (as 10%)" in done.stdout
-    assert "--dfa-layout {contiguous,boundary,zigzag}" in done.stdout
+    assert "--dfa-data-layout {contiguous,boundary,zigzag}" in done.stdout
 
 
 @needs_no_training
@@ -170,7 +172,7 @@ def test_what_megatrons_training_package_lacks_is_named(clone: Path) -> None:
 
 def test_a_missing_script_and_no_script_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert launch.main([]) == 2
-    assert launch.main(["--dfa-layout", "contiguous"]) == 2
+    assert launch.main(["--dfa-data-layout", "contiguous"]) == 2
     assert launch.main([str(tmp_path / "none.py")]) == 2
     assert f"there is no script {tmp_path / 'none.py'}" in capsys.readouterr().err
     assert launch.main(["--help"]) == 0
@@ -178,7 +180,7 @@ def test_a_missing_script_and_no_script_are_refused(capsys: pytest.CaptureFixtur
 
 
 REFUSED = [
-    ("without --spec", ["--dfa-layout", "contiguous"]),
+    ("without --spec", ["--dfa-data-layout", "contiguous"]),
     ("without --spec", ["--spec"]),
     ("--spec local", ["--spec", "local"]),
     ("--yaml-cfg", [*SPEC, "--yaml-cfg", "a.yaml"]),
@@ -226,10 +228,10 @@ def test_an_unknown_way_of_slicing_is_refused_for_contiguous_and_left_alone_othe
 ) -> None:
     stub(monkeypatch, training={}, training_arguments={"add_megatron_arguments": lambda parser: parser})
     stub(monkeypatch, core_utils={"get_batch_on_this_cp_rank": slicing})
-    assert script.prepare([*SPEC, "--dfa-layout", "zigzag"]).layout == "zigzag"
+    assert script.prepare([*SPEC, "--dfa-data-layout", "zigzag"]).data_layout == "zigzag"
     assert script.prepare(SPEC).layout == "boundary"
-    with pytest.raises(UnsupportedError, match=r"get_batch_on_this_cp_rank.*--dfa-layout boundary"):
-        script.prepare([*SPEC, "--dfa-layout=contiguous"])
+    with pytest.raises(UnsupportedError, match=r"get_batch_on_this_cp_rank.*--dfa-data-layout boundary"):
+        script.prepare([*SPEC, "--dfa-data-layout=contiguous"])
 
 
 @pytest.mark.parametrize(
@@ -268,7 +270,7 @@ def test_our_flags_are_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
     script.prepare(SPEC)
     assert arguments.add_megatron_arguments is once  # type: ignore[attr-defined]
     parsed = once(argparse.ArgumentParser()).parse_args(["--dfa-schedule", "ring"])
-    assert (parsed.dfa_schedule, parsed.dfa_layout) == ("ring", "boundary")
+    assert (parsed.dfa_schedule, parsed.dfa_data_layout) == ("ring", "boundary")
 
 
 @pytest.mark.parametrize("flag", [{"is_hybrid_cp": True}, {"new_in_a_later_version": 3}])
@@ -280,7 +282,7 @@ def test_slicing_that_is_asked_for_in_another_way_is_refused(
 
     stub(monkeypatch, training={}, training_arguments={"add_megatron_arguments": lambda parser: parser})
     stub(monkeypatch, core_utils={"get_batch_on_this_cp_rank": megatrons})
-    script.prepare([*SPEC, "--dfa-layout", "contiguous"])
+    script.prepare([*SPEC, "--dfa-data-layout", "contiguous"])
     slicing = sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedError, match=f"{next(iter(flag))}={next(iter(flag.values()))}"):
         slicing({}, **{"is_hybrid_cp": False, **flag})
@@ -313,7 +315,7 @@ if __name__ == "__main__":
         loss.backward()
         total += loss.detach() / harness.MICRO_BATCHES / parallel_state.get_context_parallel_world_size()
     torch.distributed.all_reduce(total)
-    test_launch.SEEN.update(total=total.item(), layout=args.dfa_layout)
+    test_launch.SEEN.update(total=total.item(), layout=args.dfa_data_layout)
 """
 
 
@@ -324,7 +326,7 @@ def train_through_a_script(rank: int, world_size: int, script_path: str, layout:
     harness.start(harness.Topology(cp=2))
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
-    assert launch.main([script_path, *FLAGS.split(), *OURS.split(), *FULL.split(), "--dfa-layout", layout]) == 0
+    assert launch.main([script_path, *FLAGS.split(), *OURS.split(), *FULL.split(), "--dfa-data-layout", layout]) == 0
     assert SEEN["layout"] == layout
     check_teacher(layout)
     assert abs(SEEN["total"] - torch.load(path, weights_only=True)["losses"][0]) <= 1e-5
@@ -350,4 +352,4 @@ def test_megatrons_own_help_shows_our_flags(tmp_path: Path) -> None:
     (tmp_path / "pretrain_gpt.py").write_text("from megatron.training.arguments import parse_args\nparse_args()\n")
     shown = run_ranks(1, help_of_a_script, str(tmp_path / "pretrain_gpt.py"))[0]
     assert "--context-parallel-size" in shown
-    assert "--dfa-layout {contiguous,boundary,zigzag}" in shown
+    assert "--dfa-data-layout {contiguous,boundary,zigzag}" in shown

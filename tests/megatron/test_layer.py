@@ -30,7 +30,7 @@ def wrong_batches(rank: int, world_size: int) -> None:
     from dfa_megatron.megatron import declare_batch_layout, shard_batch
 
     start(Topology(cp=world_size))
-    contiguous, boundary = DistAttentionConfig(), DistAttentionConfig(layout="boundary")
+    contiguous, boundary = DistAttentionConfig(), DistAttentionConfig(data_layout="boundary")
     whole = harness.micro_batch(0, 0)
     mine = {name: part.chunk(world_size, 1)[rank] for name, part in whole.items()}
     with pytest.raises(UnsupportedError, match=r"batches that are sliced zigzag.*shard_batch"):
@@ -38,7 +38,7 @@ def wrong_batches(rank: int, world_size: int) -> None:
     declare_batch_layout(dist_group(), "contiguous")
     expected = loss_of(model_of(contiguous), mine)
     assert torch.equal(expected, loss_of(model_of(contiguous), shard_batch(whole, dist_group(), contiguous)))
-    with pytest.raises(UnsupportedError, match="layout='boundary' on batches that are sliced contiguous"):
+    with pytest.raises(UnsupportedError, match="data_layout='boundary' on batches that are sliced contiguous"):
         loss_of(model_of(boundary), mine)
     with pytest.raises(UnsupportedError, match="contiguous or zigzag"):
         declare_batch_layout(dist_group(), "boundary")
@@ -48,7 +48,7 @@ def wrong_batches(rank: int, world_size: int) -> None:
         shard_batch({"tokens": torch.zeros(1, 7)}, dist_group(), contiguous)
     model = model_of(contiguous)
     loss_of(model, shard_batch(whole, dist_group(), contiguous))
-    with pytest.raises(UnsupportedError, match="layout='contiguous' on batches that are sliced zigzag"):
+    with pytest.raises(UnsupportedError, match="data_layout='contiguous' on batches that are sliced zigzag"):
         loss_of(model, shard_batch(whole, dist_group(), boundary))  # the model has taken a batch of the right order
     other_size = make_config(Topology(cp=1), case())
     with pytest.raises(UnsupportedError, match=r"context_parallel_size=1 in the config of a layer whose .* 2 ranks"):
@@ -83,7 +83,7 @@ def slices(rank: int, world_size: int) -> None:
     )
     theirs = get_batch_on_this_cp_rank(dict(whole), cp_group=dist_group(), **hybrid)
     for layout in ("boundary", "zigzag"):
-        ours = shard_batch(whole, dist_group(), DistAttentionConfig(layout=layout))
+        ours = shard_batch(whole, dist_group(), DistAttentionConfig(data_layout=layout))
         assert ours.keys() == theirs.keys()
         assert all(ours[name] is None or torch.equal(ours[name], theirs[name]) for name in ours)
     ours = shard_batch(whole, dist_group(), DistAttentionConfig())
@@ -99,7 +99,7 @@ def evaluate_and_freeze(rank: int, world_size: int) -> None:
 
     start(Topology(cp=world_size))
     for layout in ("contiguous", "boundary"):
-        options = DistAttentionConfig(layout=layout, remat="on")
+        options = DistAttentionConfig(data_layout=layout, remat="on")
         batch = shard_batch(harness.micro_batch(0, 0), dist_group(), options)
         model = model_of(options)
         COUNTERS.reset()
@@ -176,7 +176,7 @@ def multi_token_prediction(rank: int, world_size: int) -> None:
 
     start(Topology(cp=world_size))
     config = make_config(Topology(cp=world_size), case(), mtp_num_layers=1)
-    spec = dfa_ify(get_gpt_layer_local_spec(), config, DistAttentionConfig(layout="boundary"))
+    spec = dfa_ify(get_gpt_layer_local_spec(), config, DistAttentionConfig(data_layout="boundary"))
     with pytest.raises(UnsupportedError, match="multi-token prediction layer"):
         spec(config=config, layer_number=harness.LAYERS + 1)
 

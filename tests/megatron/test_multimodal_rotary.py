@@ -35,7 +35,7 @@ def run(topology: Topology, options: DistAttentionConfig | None, batch: dict[str
 
     from dfa_megatron.megatron import dfa_ify
 
-    wanted = MEGATRONS if options is None else case(options.layout)
+    wanted = MEGATRONS if options is None else case(options.data_layout)
     config = harness.make_config(topology, wanted, mrope_section=SECTIONS)
     spec = harness.megatrons_spec(config)
     model = GPTModel(
@@ -70,7 +70,7 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
 
     harness.start(Topology(cp=ranks))
     group = parallel_state.get_context_parallel_group()
-    zigzag = DistAttentionConfig(layout="zigzag")
+    zigzag = DistAttentionConfig(data_layout="zigzag")
     local = shard_batch(batch, group, zigzag)
     assert torch.equal(local["position_ids"], batch["position_ids"])
     losses, gradients = run(Topology(cp=ranks), zigzag, local)
@@ -80,8 +80,8 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
         assert error <= 1e-5, f"the gradient of {name} is off by {error:.2e}"
 
     for layout in ("contiguous", "boundary"):
-        with pytest.raises(UnsupportedError, match=rf"position_ids.*layout='{layout}'.*layout='zigzag'"):
-            shard_batch(batch, group, DistAttentionConfig(layout=layout))
+        with pytest.raises(UnsupportedError, match=rf"position_ids.*data_layout='{layout}'.*data_layout='zigzag'"):
+            shard_batch(batch, group, DistAttentionConfig(data_layout=layout))
     with pytest.raises(UnsupportedError, match=r"position_ids.*packed documents.*one document per row"):
         shard_batch({**batch, "cu_seqlens": harness.documents(0, 0)}, group, zigzag)
 

@@ -78,9 +78,9 @@ def train_through_a_script(rank: int, world_size: int, script_path: str, flags: 
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--dataloader-inter-document-masking", "--dfa-layout", "contiguous"],
-        ["--dataloader-inter-document-masking", "--dfa-layout", "boundary"],
-        ["--sft", "--dfa-layout", "contiguous"],
+        ["--dataloader-inter-document-masking", "--dfa-data-layout", "contiguous"],
+        ["--dataloader-inter-document-masking", "--dfa-data-layout", "boundary"],
+        ["--sft", "--dfa-data-layout", "contiguous"],
     ],
     ids=lambda flags: " ".join(flags),
 )
@@ -138,7 +138,7 @@ def slice_a_pack(rank: int, world_size: int) -> None:
 
     dfa_ify(get_gpt_layer_local_spec())
     for _ in range(2):
-        script._slice_in_order(DistAttentionConfig(layout="contiguous"))
+        script._slice_in_order(DistAttentionConfig(data_layout="contiguous"))
     tokens = torch.arange(10)[None]
     offsets = torch.tensor([[0, 3, 4, 10]], dtype=torch.int32)
     slicing = megatron.core.utils.get_thd_batch_on_this_cp_rank
@@ -182,7 +182,7 @@ def forward(options: DistAttentionConfig, params: Any, tokens: int, rows: int = 
 
 def refused_on_one_rank(rank: int, world_size: int) -> None:
     harness.start(Topology())
-    options = DistAttentionConfig(layout="contiguous")
+    options = DistAttentionConfig(data_layout="contiguous")
     ends = torch.tensor([0, 5, 12], dtype=torch.int32)
     other = torch.tensor([0, 4, 12], dtype=torch.int32)
     for params, message in (
@@ -220,11 +220,13 @@ def refused_on_two_ranks(rank: int, world_size: int) -> None:
     from dfa_megatron.megatron import declare_batch_layout
 
     for layout in ("boundary", "zigzag"):
-        with pytest.raises(UnsupportedError, match=f"layout='{layout}' that nobody is known to have sliced by rows"):
-            forward(DistAttentionConfig(layout=layout), pack([0, 5, 12]), tokens=6)
-        forward(DistAttentionConfig(layout=layout), None, tokens=6)
+        with pytest.raises(
+            UnsupportedError, match=f"data_layout='{layout}' that nobody is known to have sliced by rows"
+        ):
+            forward(DistAttentionConfig(data_layout=layout), pack([0, 5, 12]), tokens=6)
+        forward(DistAttentionConfig(data_layout=layout), None, tokens=6)
     declare_batch_layout(parallel_state.get_context_parallel_group(), "zigzag")
-    forward(DistAttentionConfig(layout="boundary"), pack([0, 5, 12]), tokens=6)
+    forward(DistAttentionConfig(data_layout="boundary"), pack([0, 5, 12]), tokens=6)
 
 
 def test_packs_that_megatron_may_have_sliced_one_by_one_are_refused() -> None:
@@ -236,7 +238,7 @@ def stage_without_documents(rank: int, world_size: int) -> None:
     from dfa_megatron.megatron.start import flags
 
     flags.global_args = lambda: SimpleNamespace(sft=True)
-    options = DistAttentionConfig(layout="contiguous")
+    options = DistAttentionConfig(data_layout="contiguous")
     forward(options, pack([0, 5, 12]), tokens=12)
     with pytest.raises(UnsupportedError, match="a pipeline stage that was given no packed_seq_params"):
         forward(options, None, tokens=12)

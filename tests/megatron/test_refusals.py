@@ -17,7 +17,7 @@ from dfa_megatron.megatron.start.flags import FLAG_REFUSALS, add_dfa_arguments, 
 from dfa_megatron.megatron.start.script import LAUNCH_REFUSALS
 from tests.megatron.harness import Case, Topology, case, make_config
 
-OPTIONS = DistAttentionConfig(layout="boundary")
+OPTIONS = DistAttentionConfig(data_layout="boundary")
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # text of the message, fields of the TransformerConfig, our options
@@ -54,9 +54,9 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("partial_activation_checkpoints", {"num_microbatches_with_partial_activation_checkpoints": 1}, {}),
     ("heterogeneous_block_specs", {"heterogeneous_block_specs": True}, {}),
     ("multimodal rotary", {"mrope_section": [4, 2, 2]}, {}),
-    ("hybrid model", {"is_hybrid_model": True}, {"layout": "contiguous"}),
-    ("multi-token prediction", {"mtp_num_layers": 1}, {"layout": "contiguous"}),
-    ("the zigzag schedule", {}, {"schedule": "zigzag"}),
+    ("hybrid model", {"is_hybrid_model": True}, {"data_layout": "contiguous"}),
+    ("multi-token prediction", {"mtp_num_layers": 1}, {"data_layout": "contiguous"}),
+    ("a schedule by name with zigzag data", {}, {"schedule": "ring", "data_layout": "zigzag"}),
     ("context_parallel_size=2", {}, {"ulysses_degree": 4}),
     (
         "num_attention_heads=10",
@@ -85,7 +85,7 @@ def test_every_refusal_of_the_table_is_tested() -> None:
 
 def test_the_layouts_that_keep_megatrons_order_refuse_less() -> None:
     for fields in ({"multi_latent_attention": True}, {"is_hybrid_model": True}, {"mtp_num_layers": 1}):
-        check_config(SimpleNamespace(context_parallel_size=2, **fields), DistAttentionConfig(layout="zigzag"))
+        check_config(SimpleNamespace(context_parallel_size=2, **fields), DistAttentionConfig(data_layout="zigzag"))
     check_config(SimpleNamespace(context_parallel_size=2, mtp_num_layers=1), OPTIONS)
     check_config(SimpleNamespace(context_parallel_size=1, mtp_num_layers=1), DistAttentionConfig())
 
@@ -156,11 +156,11 @@ def test_the_help_of_a_flag_names_the_default_that_it_has_there() -> None:
 
 
 def test_flags_become_options_and_scripts_default_to_their_own_data_order() -> None:
-    assert options_of(parse()).layout == "boundary"
-    assert options_of(argparse.Namespace()).layout == "boundary"
-    assert options_of() == DistAttentionConfig(layout="boundary")
-    options = options_of(parse("--dfa-layout", "contiguous", "--dfa-schedule", "ring", "--dfa-deterministic"))
-    assert options == DistAttentionConfig(layout="contiguous", schedule="ring", deterministic=True)
+    assert options_of(parse()).data_layout == "boundary"
+    assert options_of(argparse.Namespace()).data_layout == "boundary"
+    assert options_of() == DistAttentionConfig(data_layout="boundary")
+    options = options_of(parse("--dfa-data-layout", "contiguous", "--dfa-schedule", "ring", "--dfa-deterministic"))
+    assert options == DistAttentionConfig(data_layout="contiguous", schedule="ring", deterministic=True)
 
 
 @pytest.mark.parametrize(
@@ -171,11 +171,11 @@ def test_flags_become_options_and_scripts_default_to_their_own_data_order() -> N
         ("--sft in this layout", {"sft": True, "context_parallel_size": 2}),
         (
             "--logits-load-dir.*boundary or zigzag",
-            {"logits_load_dir": "logits", "context_parallel_size": 2, "dfa_layout": "contiguous"},
+            {"logits_load_dir": "logits", "context_parallel_size": 2, "dfa_data_layout": "contiguous"},
         ),
         (
             "--logits-save-dir.*boundary or zigzag",
-            {"logits_save_dir": "logits", "context_parallel_size": 2, "dfa_layout": "contiguous"},
+            {"logits_save_dir": "logits", "context_parallel_size": 2, "dfa_data_layout": "contiguous"},
         ),
         (
             "--moe-routing-trace-path in the boundary layout",
@@ -195,8 +195,8 @@ def test_flags_that_the_model_never_sees_are_refused(message: str, fields: dict[
     "fields",
     [
         {"logits_load_dir": "logits", "logits_save_dir": "logits"},
-        {"logits_load_dir": "logits", "dfa_layout": "zigzag"},
-        {"moe_routing_trace_path": "trace", "dfa_layout": "contiguous"},
+        {"logits_load_dir": "logits", "dfa_data_layout": "zigzag"},
+        {"moe_routing_trace_path": "trace", "dfa_data_layout": "contiguous"},
         {"moe_routing_trace_path": "trace", "hybrid_layer_pattern": "M*E"},
     ],
 )
@@ -207,7 +207,7 @@ def test_files_that_go_by_the_place_of_tokens_are_taken_where_it_is_that_of_the_
 def test_packed_data_of_scripts_are_taken_where_they_are_sliced_by_rows() -> None:
     for fields in (
         {"sft": True, "context_parallel_size": 1},
-        {"sft": True, "context_parallel_size": 2, "dfa_layout": "contiguous"},
+        {"sft": True, "context_parallel_size": 2, "dfa_data_layout": "contiguous"},
         {"dataloader_inter_document_masking": True, "context_parallel_size": 2},
     ):
         options_of(argparse.Namespace(**fields))

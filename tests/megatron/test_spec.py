@@ -19,7 +19,7 @@ from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
 from dfa_megatron.megatron.layers.recompute import take_over
 from tests.megatron.harness import Topology, case, make_config
 
-OPTIONS = DistAttentionConfig(layout="boundary")
+OPTIONS = DistAttentionConfig(data_layout="boundary")
 
 
 def local_spec(**arguments: Any) -> Any:
@@ -139,7 +139,7 @@ def test_full_recomputation_is_taken_over_once_for_all_chunks_of_a_model() -> No
 
 def test_a_config_whose_recomputation_was_taken_over_is_refused_to_a_model_that_leaves_it_to_megatron() -> None:
     full = config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    own, off = copy.deepcopy(full), DistAttentionConfig(layout="boundary", remat="off")
+    own, off = copy.deepcopy(full), DistAttentionConfig(data_layout="boundary", remat="off")
     assert take_over(full, AttentionContext(OPTIONS)) is not None
     with pytest.raises(UnsupportedError, match=r"another model has taken over.*a config for each model"):
         take_over(full, AttentionContext(off))
@@ -184,7 +184,7 @@ def test_spec_for_older_scripts_is_made_of_their_global_arguments(monkeypatch: p
     try:
         spec = import_module(("dfa_megatron.megatron", "SPEC"))
         assert issubclass(spec.module, DistributedAttentionLayer)
-        assert spec.params["distributed_attention"].options.layout == "boundary"
+        assert spec.params["distributed_attention"].options.data_layout == "boundary"
     finally:
         vars(package).pop("SPEC", None)
     args.mla_down_proj_fusion = True

@@ -9,8 +9,16 @@ from itertools import pairwise
 import pytest
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.cost.choose import TIE, best, candidates, cheapest_degree, make_plan
-from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK, Hardware, Link
+from dfa_megatron.plan.cost.choose import TIE, automatic_degree, best, candidates, make_plan
+from dfa_megatron.plan.cost.hardware import (
+    H200_NIC_400G,
+    H200_NVLINK,
+    H200_SLOW_LINK,
+    IDEAL_LINK,
+    Hardware,
+    Link,
+    computing_with,
+)
 from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
 from dfa_megatron.plan.language.heads import split_tokens
 from dfa_megatron.plan.language.mask import Mask, causal, documents, full, sliding_window
@@ -138,11 +146,50 @@ def test_what_auto_takes_for_a_pack_has_been_simulated_and_is_the_best_of_all_si
 def test_no_degree_is_taken_that_load_balanced_tokens_do_not_allow() -> None:
     """Exchanging heads would be cheapest here, and ranks that exchange them hold tokens of other documents."""
     mask, shape = documents([21], causal=True), AttentionShape(heads=3, kv_heads=1, head_dim=8, head_dim_v=1)
-    degree = cheapest_degree(
-        mask, 3, schedule="auto", layout="load_balanced", shape=shape, hardware=H200_NVLINK, kept=False
-    )
+    degree = automatic_degree(mask, 3, schedule="auto", layout="load_balanced", shape=shape, hardware=H200_NVLINK)
     assert degree == 1
     looked_at = candidates(mask, 3, shape=shape, hardware=H200_NVLINK, degrees=True)
     assert all(not one.plan for one in looked_at if one.name == "load_balanced" and one.ulysses_degree > 1)
     with pytest.raises(UnsupportedError, match=r"ulysses_degree=3 in layout 'load_balanced' .* hold tokens"):
         split_tokens(3, 0, 3, "load_balanced", 7)
+
+
+@pytest.mark.parametrize("kernel", ["flash4", "cudnn", "aten", "triton"])
+@pytest.mark.parametrize("kv_heads", [32, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_over_nvlink_the_automatic_degree_is_1_at_every_length(ranks: int, kv_heads: int, kernel: str) -> None:
+    shape, hardware = AttentionShape(kv_heads=kv_heads, backward_needs="delta"), computing_with(kernel, H200_NVLINK)
+    for length in (2048, 8192, 32768, 131072):
+        degree = automatic_degree(
+            causal(length), ranks, schedule="auto", layout="contiguous", shape=shape, hardware=hardware
+        )
+        assert degree == 1, length
+
+
+@pytest.mark.parametrize(
+    ("ranks", "length", "kv_heads", "degree"),
+    [
+        (4, 32768, 32, 4),  # measured: 0.79 of the time
+        (4, 131072, 32, 1),  # 1.10
+        (4, 131072, 8, 1),  # 1.10
+        (8, 32768, 32, 8),
+        (8, 131072, 32, 8),
+    ],
+)
+def test_on_a_slow_link_the_automatic_degree_exchanges_heads_where_ranks_wait(
+    ranks: int, length: int, kv_heads: int, degree: int
+) -> None:
+    shape = AttentionShape(kv_heads=kv_heads, backward_needs="delta")
+    found = automatic_degree(
+        causal(length), ranks, schedule="auto", layout="contiguous", shape=shape,
+        hardware=computing_with("flash4", H200_SLOW_LINK),
+    )  # fmt: skip
+    assert found == degree
+
+
+def test_documents_exchange_no_heads_automatically() -> None:
+    for mask, degree in ((causal(8192), 8), (documents([4096, 4096]), 1)):
+        found = automatic_degree(
+            mask, 8, schedule="auto", layout="contiguous", shape=AttentionShape(), hardware=H200_SLOW_LINK
+        )
+        assert found == degree

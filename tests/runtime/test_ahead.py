@@ -118,7 +118,7 @@ def test_a_plan_is_the_same_after_it_has_travelled() -> None:
 
 
 def test_the_options_of_a_framework_integration_make_a_planner() -> None:
-    options = DistAttentionConfig(layout="boundary", schedule="ring")
+    options = DistAttentionConfig(data_layout="boundary", schedule="ring")
     planner = PackPlanner(TOKENS, **SHAPE, **options.keywords())
     assert (planner.problem.asks.layout, planner.problem.asks.schedule) == ("contiguous", "ring")
 

@@ -35,12 +35,13 @@ def test_a_single_process_has_nobody_to_exchange_with() -> None:
 
 
 def test_the_option_is_a_number_of_ranks() -> None:
-    for wrong in (-1, -2, 2.0, True, "2"):
+    for wrong in (-1, 0, 2.0, True, "2"):
         with pytest.raises(UnsupportedError, match="ulysses_degree"):
             dfa_megatron.DistAttentionConfig(ulysses_degree=wrong)  # type: ignore[arg-type]
     assert dfa_megatron.DistAttentionConfig(ulysses_degree=2).keywords()["ulysses_degree"] == 2
     schema = dfa_megatron.DistAttentionConfig.json_schema()["properties"]["ulysses_degree"]
-    assert (schema["type"], schema["default"]) == ("integer", 1)
+    assert schema["anyOf"] == [{"enum": ["auto"]}, {"type": "integer", "minimum": 1}]
+    assert schema["default"] == "auto"
 
 
 def test_groups_whose_ranks_do_not_ascend_are_refused() -> None:
@@ -198,7 +199,7 @@ def test_gradients_of_copied_kv_heads_are_equal_to_the_bit_from_run_to_run() -> 
 # The planner's choice.
 
 
-def _cheapest(rank: int, ranks: int) -> dict[str, int]:
+def _automatic(rank: int, ranks: int) -> dict[str, int]:
     """As if nothing but bytes cost anything: the rank that a schedule lets send most sends more than an all-to-all."""
     from dfa_megatron.plan.cost.hardware import IDEAL_LINK, Link
     from dfa_megatron.runtime import problem
@@ -207,37 +208,16 @@ def _cheapest(rank: int, ranks: int) -> dict[str, int]:
     exchanges = {}
     for name, heads, kv_heads in (("many", 8, 8), ("thirty-three", 33, 33)):
         COUNTERS.reset()
-        attend_and_compare(case(ranks * 8, heads=heads, kv_heads=kv_heads), rank, ranks, ulysses_degree=0)
+        whole = case(ranks * 8, heads=heads, kv_heads=kv_heads)
+        attend_and_compare(whole, rank, ranks, ulysses_degree="auto", hardware="h200-slow-link")
         exchanges[name] = COUNTERS.ulysses_exchanges
     return exchanges
 
 
-def test_degree_0_is_the_cheapest_that_the_heads_allow() -> None:
-    for exchanges in run_ranks(4, _cheapest):
+def test_the_automatic_degree_is_one_that_the_heads_allow() -> None:
+    for exchanges in run_ranks(4, _automatic):
         assert exchanges["many"] > 0
         assert exchanges["thirty-three"] == 0
-
-
-def _asked_for(rank: int, ranks: int) -> list[bool]:
-    """Whether the choice counts on what was exchanged: for a plain call, and for one that is rematerialized."""
-    from dfa_megatron.runtime import problem
-
-    asked = []
-
-    def choose(*_: Any, kept: bool, **__: Any) -> int:
-        asked.append(kept)
-        return 2
-
-    problem.cheapest_degree = choose
-    q, k, v = (x[:, :8].clone().requires_grad_() for x in case(8).inputs)
-    attention = functools.partial(dfa_megatron.dist_flash_attn_func, ulysses_degree=0)
-    attention(q, k, v).sum().backward()
-    remat.remat_checkpoint(attention, q, k, v).sum().backward()
-    return asked
-
-
-def test_the_choice_knows_whether_a_backward_exchanges_again() -> None:
-    assert run_ranks(2, _asked_for) == [[True, False]] * 2
 
 
 # Agreement.

@@ -38,7 +38,6 @@ def test_packed_documents_and_options_of_the_command_line_are_run(capsys: pytest
         ("--ranks 64", "1 to 32"),
         ("--heads 3 --kv-heads 2", "key/value heads divide the heads"),
         ("--ranks 3 --tokens 10", "must divide among 3 ranks"),
-        ("--remat on", "an option of a model's layers"),
         ("--batch 2 --cu-seqlens 0,4", "a pack is one row"),
     ],
 )

@@ -68,17 +68,17 @@ def make_case(
     check_ranks(size, f"{KEY}.size")
     model = class_of(config)
     reduced: list[Reduction] = []
-    small = shrink(config, size, block.options.ulysses_degree, tokens, reduced)
+    small = shrink(config, size, block.options.fixed_degree, tokens, reduced)
     data_size = min(2, data_size) if 2 * size <= MOST_RANKS else 1
     reduced.append(Reduction("sequences at a time", "as the launch says", str(data_size)))
     engine, optimizer = engine_settings(settings, block, size, reduced)
     stage = engine["zero_optimization"]["stage"]
     sections = [Section("three steps", "three steps")]
-    if block.checkpoint != "remat" and model.supports_gradient_checkpointing:
+    if block.options.checkpoint != "remat" and model.supports_gradient_checkpointing:
         sections.append(Section("rematerialized", "three steps"))
     return Case(
         title=f"DeepSpeed {deepspeed.__version__}, ZeRO {stage}, size {size}, {data_size} sequences at a time, "
-        f"{config.model_type}, schedule {block.options.schedule}, checkpoint {block.checkpoint}",
+        f"{config.model_type}, schedule {block.options.schedule}, checkpoint {block.options.checkpoint}",
         ranks=size * data_size,
         measure="dfa_megatron.deepspeed.selfcheck.train:measure",
         settings={"config": small, "engine": engine, "optimizer": optimizer, "size": size, "data_size": data_size},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.deepspeed.json_block import KEY, Block
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.selfcheck.case import Reduction
@@ -47,10 +48,10 @@ def engine_settings(
         "zero_allow_untested_optimizer": True,
         "zero_optimization": _zero(settings, reduced),
         "gradient_clipping": _number(settings, "gradient_clipping", 0.0, 1.0),
-        KEY: {"enabled": True, "size": size, "checkpoint": block.checkpoint, "reentrant": block.reentrant},
+        KEY: {"enabled": True, "size": size, "reentrant": block.reentrant},
     }
     options = on_cpu(block.options, f"{KEY}.", reduced)
-    made[KEY] |= {name: value for name, value in options.items() if name != "remat"}
+    made[KEY] |= {spec.name: options[spec.name] for spec in DistAttentionConfig.options("deepspeed")}
     for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         asked = _number(settings, name, 1, MOST)
         made[name] = min(MOST, asked)

@@ -10,8 +10,7 @@ from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checkpointing import CHECKPOINTS, check_checkpoint
-from dfa_megatron.huggingface.refusals import check_options
+from dfa_megatron.huggingface.checkpointing import check_checkpoint
 from dfa_megatron.huggingface.selfcheck.shrink import shrink
 from dfa_megatron.selfcheck.case import Case, Reduction, Section
 from dfa_megatron.selfcheck.options import MOST_SEQUENCE_RANKS, SECONDS_OF_A_RANK, on_cpu, unseen
@@ -41,21 +40,18 @@ def case_of(words: Sequence[str]) -> Case:
     parser.add_argument("config", metavar="CONFIG", help="a config.json of transformers, or its folder")
     parser.add_argument("--ranks", type=int, default=2, help="that share a sequence (2)")
     parser.add_argument("--tokens", type=int, help="of your sequences, which a window is a part of")
-    parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="none", help="as in distribute_attention")
     parser.add_argument("--reentrant", action="store_true", help="as in distribute_attention")
-    args = DistAttentionConfig.add_arguments(parser).parse_args(list(words))
+    args = DistAttentionConfig.add_arguments(parser, scope="huggingface").parse_args(list(words))
     options = DistAttentionConfig.from_args(args)
-    check_options(options)
-    check_checkpoint(args.checkpoint, reentrant=args.reentrant, offload=options.remat_offload)
+    check_checkpoint(options, reentrant=args.reentrant)
     check_ranks(args.ranks, "--ranks")
     config = read_config(Path(args.config))
     reduced: list[Reduction] = []
-    small = shrink(config, args.ranks, options.ulysses_degree, args.tokens, reduced)
+    small = shrink(config, args.ranks, options.fixed_degree, args.tokens, reduced)
     settings = {
         "config": small,
         "ranks": args.ranks,
         "options": on_cpu(options, "--dfa-", reduced),
-        "checkpoint": args.checkpoint,
         "reentrant": args.reentrant,
     }
     sections = [Section("plain", "plain"), Section("three steps", "three steps")]
@@ -65,7 +61,7 @@ def case_of(words: Sequence[str]) -> Case:
     else:
         lines.append("rematerialization: transformers does not checkpoint these layers")
     return Case(
-        title=f"{versions()}, {config.model_type}, schedule {options.schedule}, checkpoint {args.checkpoint}",
+        title=f"{versions()}, {config.model_type}, schedule {options.schedule}, checkpoint {options.checkpoint}",
         ranks=args.ranks,
         measure="dfa_megatron.huggingface.selfcheck.train:measure",
         settings=settings,

@@ -67,10 +67,11 @@ def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, r
             if whole:
                 watch.of_theirs(model)
         if not whole:
-            kind = {"plain": "none", "rematerialized": "remat"}.get(section, settings["checkpoint"])
-            reentrant = settings["reentrant"] and section == "three steps"
             options = DistAttentionConfig(**settings["options"])
-            dfa_hf.distribute_attention(model, options=options, checkpoint=kind, reentrant=reentrant)
+            if section != "three steps":
+                options = options.replace(checkpoint="remat" if section == "rematerialized" else "none")
+            reentrant = settings["reentrant"] and section == "three steps"
+            dfa_hf.distribute_attention(model, options=options, reentrant=reentrant)
             watch.of_ours()
         watch.on = section != "three steps"
         (_steps if section == "three steps" else _passes)(run)

@@ -51,7 +51,7 @@ class AttentionContext:
 
     def check_batch(self, cp_group: dist.ProcessGroup, *, packed: bool) -> None:
         """Refuse a batch that was sliced for another layout than the one the layers work in; asked of every batch."""
-        check_declared(cp_group, self.options.layout, packed=packed)
+        check_declared(cp_group, self.options.data_layout, packed=packed)
 
     def check_unpacked(self) -> None:
         """Refuse a batch without documents where the script's flags say that it has some.

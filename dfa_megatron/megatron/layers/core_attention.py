@@ -124,7 +124,10 @@ class DistributedCoreAttention(torch.nn.Module):
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
         window = "" if self.window_size == (-1, -1) else f", window_size={self.window_size}"
-        return f"schedule={self.options.schedule}, layout={self.options.layout}, kernel={self.options.kernel}{window}"
+        return (
+            f"schedule={self.options.schedule}, data_layout={self.options.data_layout}, "
+            f"kernel={self.options.kernel}{window}"
+        )
 
 
 def check_call(attention_mask: Any, attention_bias: Any, inference_context: Any = None) -> None:

@@ -66,7 +66,7 @@ def make_contiguous(attention: Any) -> None:
         raise UnsupportedError(
             f"{type(attention).__name__} in this layout",
             "its rotary table is not made by a module whose order of tokens can be chosen",
-            "--dfa-layout zigzag",
+            "--dfa-data-layout zigzag",
         )
     base: Any = type(rotary)
     rotary.__class__ = _subclass(base)

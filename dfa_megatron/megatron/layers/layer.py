@@ -44,18 +44,18 @@ class DistributedAttentionLayer:
         _check_group(layer.pg_collection.cp, config)
         local_layer = kwargs.get("layer_number", 1)
         self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
-        self._dfa_permuted = config.context_parallel_size > 1 and context.options.layout != "zigzag"
+        self._dfa_permuted = config.context_parallel_size > 1 and context.options.data_layout != "zigzag"
         context.say_once(
             "on",
             "dfa: distributed attention over %d context-parallel ranks, layout %s, schedule %s; %s",
             config.context_parallel_size,
-            context.options.layout,
+            context.options.data_layout,
             context.options.schedule,
             "layers are recomputed without their attention" if self._dfa_remat else "recomputation is left to Megatron",
         )
         if self._dfa_permuted and getattr(layer.config, "multi_latent_attention", False):
             make_contiguous(layer.self_attention)
-        exchanges = self._dfa_permuted and context.options.layout == "boundary"
+        exchanges = self._dfa_permuted and context.options.data_layout == "boundary"
         if context.hybrid:
             self._dfa_first = self._dfa_last = exchanges
             return
@@ -63,13 +63,13 @@ class DistributedAttentionLayer:
             raise UnsupportedError(
                 "an attention layer by itself in a hybrid model",
                 "the layers beside it rely on Megatron's zigzag order",
-                "dfa_ify of the whole hybrid stack spec, or --dfa-layout zigzag",
+                "dfa_ify of the whole hybrid stack spec, or --dfa-data-layout zigzag",
             )
         if self._dfa_permuted and (kwargs.get("is_mtp_layer") or layer.layer_number > config.num_layers):
             raise UnsupportedError(
                 "this layer as a multi-token prediction layer",
                 "after the last decoder layer tokens are in zigzag order again",
-                "Megatron's own layer spec in get_gpt_mtp_block_spec, or --dfa-layout zigzag",
+                "Megatron's own layer spec in get_gpt_mtp_block_spec, or --dfa-data-layout zigzag",
             )
         if exchanges:
             exchange_routing(self)
@@ -93,9 +93,9 @@ class DistributedAttentionLayer:
         if layer.layer_number == 1 or self._dfa.hybrid:
             self._dfa.check_batch(layer.pg_collection.cp, packed=packed is not None)
         if self._dfa_permuted:
-            if kwargs.get("padding_mask") is not None and self._dfa.options.layout == "boundary":
+            if kwargs.get("padding_mask") is not None and self._dfa.options.data_layout == "boundary":
                 raise UnsupportedError(
-                    "padding_mask in the boundary layout", "it would stay in zigzag order", "--dfa-layout zigzag"
+                    "padding_mask in the boundary layout", "it would stay in zigzag order", "--dfa-data-layout zigzag"
                 )
             if packed is None:  # of documents Megatron hands over a table that is not sliced
                 tables = self._dfa.relayout(layer.pg_collection, sequence_parallel=False)
@@ -118,7 +118,7 @@ class DistributedAttentionLayer:
         check_packable(layer.config, self._dfa.options)
         pack = place(packed)
         check_samples(layer.config, packed, pack)
-        inside = self._dfa.options.keywords()["layout"]
+        inside = self._dfa.options.layout_inside
         return pack, rotary_rows(table, pack, self._dfa_tokens(hidden_states), layer.pg_collection.cp, inside)
 
     def _dfa_tokens(self, hidden_states: torch.Tensor) -> int:

@@ -76,7 +76,7 @@ def _title(asked: Asked, parallel: Mapping[str, Any]) -> str:
     version = str(megatron.core.__version__).partition("+")[0]
     sizes = ", ".join(f"{name} {size}" for name, size in parallel.items() if name == "cp" or (size or 1) > 1)
     o = asked.options
-    return f"Megatron-Core {version}, {sizes}, layout {o.layout}, schedule {o.schedule}"
+    return f"Megatron-Core {version}, {sizes}, layout {o.data_layout}, schedule {o.schedule}"
 
 
 def _parallel(asked: Asked, reduced: list[Reduction]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _heads(asked: Asked, c: dict[str, Any], parallel: Mapping[str, Any], reduced
     heads = c["num_attention_heads"]
     groups = c.get("num_query_groups") or heads
     ratio = heads // groups
-    degree = max(1, asked.options.ulysses_degree)
+    degree = asked.options.fixed_degree
     few = next(
         n for n in range(1, groups + 1) if n >= min(2, groups) and n % parallel["tp"] == 0 and n * ratio % degree == 0
     ) if groups % parallel["tp"] == 0 else groups  # fmt: skip

@@ -176,7 +176,7 @@ def _slice(run: Run, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
     from dfa_megatron.megatron.tokens.batch import shard_batch
 
-    if run.parallel.options is not None and run.parallel.options.layout == "contiguous":
+    if run.parallel.options is not None and run.parallel.options.data_layout == "contiguous":
         return dict(shard_batch(batch, run.cp_group, run.parallel.options))
     slices: Any = megatron.core.utils.get_batch_on_this_cp_rank
     more = {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(slices).parameters else {}

@@ -25,7 +25,7 @@ def tokens_of(parallel: Parallel, tokens: int, *, inside: bool) -> torch.Tensor:
     everything = torch.arange(tokens)
     if parallel.options is None or parallel.cp == 1:
         return everything
-    rank, layout = parallel_state.get_context_parallel_rank(), parallel.options.layout
+    rank, layout = parallel_state.get_context_parallel_rank(), parallel.options.data_layout
     if layout == "contiguous" or (layout == "boundary" and inside):
         contiguous: torch.Tensor = everything.chunk(parallel.cp)[rank]
         return contiguous

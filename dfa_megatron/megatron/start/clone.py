@@ -24,7 +24,7 @@ def asked_for(config: Any) -> bool:
 
 def _in_order() -> bool:
     """Whether the script's batches are sliced in order. Of a run without our flags nothing else is asked."""
-    return getattr(global_args(), "dfa_layout", "boundary") == "contiguous"
+    return getattr(global_args(), "dfa_data_layout", "boundary") == "contiguous"
 
 
 def layer_spec(spec: Any, config: Any, vp_stage: int | None = None) -> Any:
@@ -43,13 +43,13 @@ def prediction_spec(spec: Any, config: Any) -> Any:
         return spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    zigzag = options_of().replace(layout="zigzag", schedule="auto")
+    zigzag = options_of().replace(data_layout="zigzag", schedule="auto")
     # A block, because Megatron takes the spec of a layer only if its class is TransformerLayer itself.
     return dfa_ify(TransformerBlockSubmodules(layer_specs=[spec]), config, zigzag)
 
 
 def get_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> Any:
-    """Megatron's function of that name; with --dfa-layout contiguous it slices in order."""
+    """Megatron's function of that name; with --dfa-data-layout contiguous it slices in order."""
     from megatron.core import utils
 
     megatrons = utils.get_batch_on_this_cp_rank

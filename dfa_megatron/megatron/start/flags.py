@@ -17,7 +17,7 @@ def add_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     is for a loop that slices its batches with `dfa_megatron.megatron.shard_batch`.
     """
     DistAttentionConfig.add_arguments(parser)
-    parser.set_defaults(dfa_layout="boundary")
+    parser.set_defaults(dfa_data_layout="boundary")
     parser.add_argument(
         "--dfa-selfcheck",
         action="store_true",
@@ -35,10 +35,10 @@ def options_of(args: Any = None) -> DistAttentionConfig:
     """
     args = global_args() if args is None else args
     if args is None:
-        return DistAttentionConfig(layout="boundary")
+        return DistAttentionConfig(data_layout="boundary")
     options = DistAttentionConfig.from_args(args)
-    if not hasattr(args, "dfa_layout"):
-        options = options.replace(layout="boundary")
+    if not hasattr(args, "dfa_data_layout"):
+        options = options.replace(data_layout="boundary")
     check_args(args, options)
     return options
 
@@ -86,33 +86,33 @@ FLAG_REFUSALS: tuple[Refusal, ...] = (
         lambda args, options: bool(
             getattr(args, "sft", False)
             and getattr(args, "context_parallel_size", 1) > 1
-            and options.layout != "contiguous"
+            and options.data_layout != "contiguous"
         ),
         "--sft in this layout",
         "Megatron slices its documents one by one, each in zigzag order",
-        "dfa_megatron.launch with --dfa-layout contiguous",
+        "dfa_megatron.launch with --dfa-data-layout contiguous",
     ),
     Refusal(
         lambda args, options: bool(
             (getattr(args, "logits_load_dir", None) or getattr(args, "logits_save_dir", None))
             and getattr(args, "context_parallel_size", 1) > 1
-            and options.layout == "contiguous"
+            and options.data_layout == "contiguous"
         ),
         "--logits-load-dir or --logits-save-dir in the contiguous layout",
         "Megatron matches cached logits with tokens by their place on a rank, which is another in its own runs, and in "
         "those of other layouts",
-        "--dfa-layout boundary or zigzag, where it is the same",
+        "--dfa-data-layout boundary or zigzag, where it is the same",
     ),
     Refusal(
         lambda args, options: bool(
             getattr(args, "moe_routing_trace_path", None)
             and getattr(args, "context_parallel_size", 1) > 1
-            and options.layout == "boundary"
+            and options.data_layout == "boundary"
             and not any(getattr(args, name, None) for name in _HYBRID)
         ),
         "--moe-routing-trace-path in the boundary layout",
         "a trace tells tokens by their place, and those in the layers have another than those of the batch",
-        "--dfa-layout zigzag, or dfa_megatron.launch with --dfa-layout contiguous",
+        "--dfa-data-layout zigzag, or dfa_megatron.launch with --dfa-data-layout contiguous",
     ),
     Refusal(
         lambda args, options: getattr(getattr(args, "attention_backend", None), "name", None) == "local",

@@ -103,7 +103,7 @@ def prepare(flags: Sequence[str]) -> DistAttentionConfig:
                 "--spec dfa_megatron.megatron get_spec, or no --dfa-selfcheck",
             )
     _add_flags()
-    if options.layout == "contiguous":
+    if options.data_layout == "contiguous":
         _slice_in_order(options)
         _leave_documents_unpadded()
         refuse_other_layers()
@@ -138,7 +138,7 @@ def _named(module_name: str, name: str) -> tuple[Any, Callable[..., Any]]:
         raise UnsupportedError(
             f"{where} of Megatron-Core {version()}",
             "there is no such function",
-            "Megatron-Core 0.16 to 0.19; with --dfa-layout boundary its scripts also run without the launcher",
+            "Megatron-Core 0.16 to 0.19; with --dfa-data-layout boundary its scripts also run without the launcher",
         )
     return module, function
 
@@ -177,7 +177,7 @@ def _slice_in_order(options: DistAttentionConfig) -> None:
         raise UnsupportedError(
             f"layout 'contiguous' with Megatron-Core {version()}",
             f"{_SLICE}{signature} is not known here",
-            "--dfa-layout boundary",
+            "--dfa-data-layout boundary",
         )
 
     @functools.wraps(megatrons)
@@ -282,7 +282,7 @@ def _check_slicing(signature: inspect.Signature, arguments: dict[str, Any]) -> N
             raise UnsupportedError(
                 f"{_SLICE}({name}={value!r}) in layout 'contiguous'",
                 "every sequence is cut into equal parts, in order",
-                "--dfa-layout boundary",
+                "--dfa-data-layout boundary",
             )
     if not layer_class.cache_info().currsize:
         raise UnsupportedError(

@@ -61,7 +61,7 @@ def shard_batch(
             "attention is causal over the whole row, or over each document of cu_seqlens",
             "attention_mask=None (Megatron's scripts: --no-create-attention-mask-in-dataloader)",
         )
-    layout = _DATA_LAYOUT[options.layout]
+    layout = _DATA_LAYOUT[options.data_layout]
     ranks = dist.get_world_size(cp_group)
     stay = (*_WHOLE, "position_ids") if _multimodal(batch, options, ranks) else _WHOLE
     declare_batch_layout(cp_group, layout)
@@ -85,11 +85,11 @@ def _multimodal(batch: Mapping[str, torch.Tensor | None], options: DistAttention
             "the table of multimodal rotary embeddings follows them, not documents",
             "one document per row",
         )
-    if options.layout != "zigzag" and ranks > 1:
+    if options.data_layout != "zigzag" and ranks > 1:
         raise UnsupportedError(
-            f"position_ids of shape {tuple(positions.shape)} in layout={options.layout!r}",
+            f"position_ids of shape {tuple(positions.shape)} in data_layout={options.data_layout!r}",
             "Megatron slices the table of multimodal rotary embeddings in zigzag order",
-            "layout='zigzag'",
+            "data_layout='zigzag'",
         )
     return True
 
@@ -137,18 +137,18 @@ def check_declared(cp_group: dist.ProcessGroup, layout_option: str, *, packed: b
     needed, declared = _DATA_LAYOUT[layout_option], _DECLARED.get(cp_group, "zigzag")
     if needed != declared and dist.get_world_size(cp_group) > 1:
         raise UnsupportedError(
-            f"layout={layout_option!r} on batches that are sliced {declared}",
+            f"data_layout={layout_option!r} on batches that are sliced {declared}",
             "tokens would not be where attention believes them to be",
             "dfa_megatron.megatron.shard_batch with the model's options"
             + (
-                ", declare_batch_layout where your own code slices, or layout='boundary'"
+                ", declare_batch_layout where your own code slices, or data_layout='boundary'"
                 if needed == "contiguous"
                 else ""
             ),
         )
     if packed and cp_group not in _DECLARED and dist.get_world_size(cp_group) > 1 and packs_of_args() != "rows":
         raise UnsupportedError(
-            f"packed documents in layout={layout_option!r} that nobody is known to have sliced by rows",
+            f"packed documents in data_layout={layout_option!r} that nobody is known to have sliced by rows",
             "Megatron slices them one by one, each in zigzag order, with TransformerEngine's help",
             "dfa_megatron.megatron.shard_batch with the model's options, or declare_batch_layout(cp_group, 'zigzag') "
             "where your own code slices whole rows",

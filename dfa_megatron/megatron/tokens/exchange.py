@@ -157,7 +157,7 @@ class TableCache:
             raise UnsupportedError(
                 f"a rotary table of shape {tuple(table.shape)} for {rows} tokens of a rank",
                 "its first dimension has to be these tokens, which change places",
-                "a table (tokens, 1, 1, rotary_dim) or a tuple of such, or --dfa-layout zigzag",
+                "a table (tokens, 1, 1, rotary_dim) or a tuple of such, or --dfa-data-layout zigzag",
             )
         key = (
             table.untyped_storage().data_ptr(),

@@ -28,10 +28,10 @@ def refuse_other_layers() -> None:
         megatrons(self, *args, **kwargs)
         if self.config.context_parallel_size > 1 and not isinstance(self, DistributedAttentionLayer):
             raise UnsupportedError(
-                "a layer with Megatron's own attention beside --dfa-layout contiguous",
+                "a layer with Megatron's own attention beside --dfa-data-layout contiguous",
                 "all batches of the script are sliced in order, and this attention takes them for Megatron's zigzag "
                 "order (a second model, such as a teacher, gets the same batches)",
-                "--dfa-layout boundary or zigzag, or dfa_ify for the spec of every model",
+                "--dfa-data-layout boundary or zigzag, or dfa_ify for the spec of every model",
             )
 
     setattr(checked, _MARK, megatrons)

@@ -53,7 +53,7 @@ class ExchangedReplay:
         raise UnsupportedError(
             f"the routing action {action} in the boundary layout",
             "it is not known in which order its tokens are",
-            "--dfa-layout zigzag or contiguous",
+            "--dfa-data-layout zigzag or contiguous",
         )
 
     def _to_replay(self, given: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

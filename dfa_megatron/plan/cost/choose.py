@@ -24,6 +24,11 @@ TIE = 0.02
 EVEN = 1.05
 """Work over the mean, of the most loaded rank, up to which nobody asks `greedy` for help."""
 
+WAITING, MARGIN = 0.25, 0.1
+"""What ulysses_degree="auto" asks of an exchange of heads. Over NVLink the simulation leaves ranks idle for less than a
+quarter of the time, and an exchange was measured to be slower. All-to-alls are not overlapped, hence the margin.
+"""
+
 MANY_RANKS = 16
 """Above so many ranks plans are timed in outline, which takes seconds less and is a few per cent off."""
 
@@ -122,13 +127,26 @@ def best(looked_at: tuple[Candidate, ...]) -> Candidate | None:
     return next((candidate for candidate in served if candidate.seconds <= least * (1 + TIE)), None)
 
 
-def cheapest_degree(
-    mask: Mask, ranks: int, *, schedule: str, layout: str, shape: AttentionShape, hardware: Hardware, kept: bool
+def automatic_degree(
+    mask: Mask, ranks: int, *, schedule: str, layout: str, shape: AttentionShape, hardware: Hardware
 ) -> int:
-    """How many neighbours exchange heads where that is left open: by `best` of all degrees, 1 where nothing serves."""
-    looked_at = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware, degrees=True, kept=kept)
-    taken = best(tuple(one for one in looked_at if schedule in ("auto", one.schedule)))
-    return 1 if taken is None else taken.ulysses_degree
+    """Return how many neighbours exchange heads for ulysses_degree="auto".
+
+    More than 1 only where ranks wait for more than WAITING of the time without an exchange, which fast links never make
+    them do, and where the simulation is faster by more than MARGIN with one. 1 for documents, which are sent little.
+    """
+    if len(components(mask)) > 1:
+        return 1
+
+    def fastest(degrees: bool) -> Candidate | None:
+        looked_at = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware, degrees=degrees)
+        return best(tuple(one for one in looked_at if schedule in ("auto", one.schedule)))
+
+    without = fastest(degrees=False)
+    if without is None or without.idle_share <= WAITING:
+        return 1
+    taken = fastest(degrees=True)
+    return taken.ulysses_degree if taken is not None and taken.seconds < (1 - MARGIN) * without.seconds else 1
 
 
 def candidates(

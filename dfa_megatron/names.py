@@ -1,0 +1,33 @@
+"""The names that options, flags, JSON and documentation share; free of PyTorch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+SCHEDULES = ("auto", "ring", "balanced", "balanced_shared", "greedy")
+OWNER_COMPUTES = "owner_computes"
+"""The schedule of plans in which every rank computes its own rows because its layout shares out the work."""
+
+LAYOUTS = ("contiguous", "zigzag", "load_balanced")
+"""Which tokens a rank holds, as the functions take it."""
+
+DATA_LAYOUTS = ("contiguous", "boundary", "zigzag")
+"""Which tokens a framework's batches bring to a rank."""
+
+KERNELS = ("auto", "flash4", "flash3", "cudnn", "flash2", "aten", "cpu", "triton", "reference")
+"""In the order in which "auto" prefers them."""
+
+TRANSPORTS = ("auto", "p2p", "copy_engine")
+WIRE_DTYPES = ("input", "float32")
+REMAT = ("auto", "on", "off")
+CHECKPOINT = ("none", "full", "remat")
+VERIFY = ("on", "off")
+SCOPES = ("function", "megatron", "deepspeed", "huggingface")
+"""Where an option can be set."""
+
+
+def nearest(value: object, known: Collection[str]) -> str:
+    """Return a hint for an unknown name: the most similar known one, and all of them."""
+    close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.4)
+    return (f"perhaps {close[0]!r}; " if close else "") + "one of " + ", ".join(known)
