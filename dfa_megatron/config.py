@@ -266,10 +266,10 @@ def _check(spec: Field[Any], value: Any) -> None:
         if value < 1:
             raise UnsupportedError(what, "it is a number of ranks", "1, which exchanges nothing, more, or 'auto'")
         return
-    if type(value) is not kind:
-        raise UnsupportedError(what, f"it must be of type {kind.__name__}", f"for example {spec.default!r}")
     if choices and value not in choices:
         raise UnsupportedError(what, "there is no such value", nearest(value, choices))
+    if type(value) is not kind:
+        raise UnsupportedError(what, f"it must be of type {kind.__name__}", f"for example {spec.default!r}")
     if spec.name == "agreement_timeout" and not 0 < value < math.inf:
         raise UnsupportedError(what, "it must be positive and finite", "seconds above 0")
     if spec.name == "stall_timeout" and not 0 <= value < math.inf:
