@@ -17,6 +17,9 @@ import transformers
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
 from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.doctor.machine import machine
+from dfa_megatron.doctor.world import join as join_ranks
+from dfa_megatron.doctor.world import slowest
 from dfa_megatron.runtime.prepare import in_use
 
 TILE = 2048
@@ -90,9 +93,8 @@ class Training(torch.nn.Module):
 
 def join(seconds: float) -> None:
     """Join the other ranks; a collective that takes longer than that ends the run."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
+    world = join_ranks(patience=seconds)
+    if not world.cuda:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and serves inference
     deepspeed.init_distributed(timeout=timedelta(seconds=seconds))
 
@@ -221,10 +223,8 @@ def mean(loss: torch.Tensor) -> float:
 
 
 def most(value: float) -> float:
-    """The largest of all ranks."""
-    shared = torch.tensor(value, dtype=torch.float64, device=device())
-    dist.all_reduce(shared, dist.ReduceOp.MAX)
-    return shared.item()
+    """Return the largest of all ranks."""
+    return slowest([value])[0]
 
 
 def any_rank(fact: bool) -> bool:
@@ -248,13 +248,9 @@ def peak_gib(engine: Any, attention: str) -> float:
     return most((torch.cuda.max_memory_allocated() - engine.module.held_before + max(arenas, default=0)) / 2**30)
 
 
-def versions() -> dict[str, Any]:
-    """What the figures were made with."""
-    return {
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-        "transformers": transformers.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+def made_with() -> dict[str, Any]:
+    """Return what the figures were made with."""
+    return machine() | {
         "gpus": dist.get_world_size(),
         "zero_stage": 3,
         "cpu_threads": torch.get_num_threads(),

@@ -189,14 +189,14 @@ def agreement(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RuntimeError: too far.
     """
-    from deepspeed_common import versions
+    from deepspeed_common import made_with
     from deepspeed_methods import Method, compare
 
     length = (16 if args.dry_run else 1024) * int(os.environ["WORLD_SIZE"])
     engine, name, vocabulary = engine_for(args, length)
     methods = {method: Method(**METHODS[method]) for method in args.methods}  # type: ignore[arg-type]
     report = compare(engine, methods, length, vocabulary, kernel=args.kernel, sdpa=args.sdpa)
-    return {"agreement": report, "optimizer": name, **versions()}
+    return {"agreement": report, "optimizer": name, **made_with()}
 
 
 def step(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:

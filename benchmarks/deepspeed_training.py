@@ -30,11 +30,11 @@ from deepspeed_common import (
     batch_of,
     build,
     join,
+    made_with,
     mean,
     peak_gib,
     take_step,
-    versions,
-)  # fmt: skip
+)
 from deepspeed_longest import is_memory
 from deepspeed_methods import Method, attention, compare
 
@@ -200,15 +200,15 @@ def main() -> None:
     join(300.0)
     _gloo_group()
     cut = [name for name in args.shapes if MODELS.get(name) != (args.layers, args.vocabulary)]
-    about: dict[str, Any] = {
-        **versions(),
+    report: dict[str, Any] = {
+        **made_with(),
         "arguments": {name: str(value) for name, value in vars(args).items()},
         "note": f"{args.layers} layers and a vocabulary of {args.vocabulary}"
         + (f": cut from the models of {', '.join(cut)}" if cut else ", none cut"),
         "agreement": {},
         "results": [],
     }
-    run(args, about)
+    run(args, report)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.metadata
 import importlib.util
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -21,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import DistAttentionConfig
+from dfa_megatron.doctor.stopwatch import stopwatch
+from dfa_megatron.doctor.world import join as join_ranks
+from dfa_megatron.doctor.world import own_device, slowest
 from dfa_megatron.errors import DistAttentionError
-
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "flash-attn-4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +102,17 @@ def join(tensor: int) -> torch.device:
 
     `tensor` ranks share each layer's weights; the ranks that do not share a sequence.
     """
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
+    world = join_ranks(patience=120.0)
+    if not world.cuda:
         from dfa_megatron.megatron.start.cpu import use_cpu
 
         use_cpu()
     from megatron.core import parallel_state
 
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
     context = dist.get_world_size() // tensor
     parallel_state.initialize_model_parallel(tensor, context_parallel_size=context)
     seed()
-    return device
+    return world.device
 
 
 def seed(number: int = 1) -> None:
@@ -183,40 +177,10 @@ def make_spec(config: Any, mode: Mode, options: DistAttentionConfig | None) -> A
     return spec if options is None else dfa_ify(spec, config, options)
 
 
-def stopwatch(step: Callable[[], object], *, warmup: int, repeats: int) -> float:
-    """Milliseconds of a step: the median, and of the slowest rank."""
-    times = []
-    for repeat in range(warmup + repeats):
-        before = mark()
-        step()
-        elapsed = milliseconds(before, mark())
-        if repeat >= warmup:
-            times.append(elapsed)
-    return slowest(statistics.median(times))
-
-
-def mark() -> Any:
-    """A point in time: an event on the GPU, or the clock."""
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def milliseconds(before: Any, after: Any) -> float:
-    """Between two marks; waits for the later one."""
-    if isinstance(before, float):
-        return (float(after) - before) * 1e3
-    after.synchronize()
-    return float(before.elapsed_time(after))
-
-
-def slowest(value: float) -> float:
-    """The largest value of all ranks."""
-    shared = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(shared, dist.ReduceOp.MAX)  # CPU tensors travel by gloo
-    return shared.item()
+def median_ms(step: Callable[[], object], *, warmup: int, repeats: int) -> float:
+    """Return the milliseconds of a step: the median, and of the slowest rank."""
+    times = [stopwatch(step, own_device()) for _ in range(warmup + repeats)]
+    return 1e3 * slowest([statistics.median(times[warmup:])])[0]
 
 
 def peak_gib(*, reset: bool = False) -> float:
@@ -233,7 +197,7 @@ def peak_gib(*, reset: bool = False) -> float:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         return 0.0
-    return slowest(torch.cuda.max_memory_allocated() / 2**30)
+    return slowest([torch.cuda.max_memory_allocated() / 2**30])[0]
 
 
 def attempt(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -254,7 +218,7 @@ def attempt(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         torch.cuda.empty_cache()
     # Ranks that are stuck in a collective of the case do not come; this names them instead of waiting for minutes.
     dist.monitored_barrier(_gloo_group(), timeout=timedelta(seconds=30))
-    if slowest(float("failed" in result)) != float("failed" in result):
+    if slowest([float("failed" in result)])[0] != float("failed" in result):
         raise RuntimeError("some ranks ran out of memory and others did not")
     return result
 
@@ -262,24 +226,6 @@ def attempt(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 @functools.cache
 def _gloo_group() -> Any:
     return dist.new_group(backend="gloo")
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were made on."""
-    versions: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        "ranks": dist.get_world_size(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "versions": versions,
-        "environment": {
-            name: value for name, value in os.environ.items() if name.startswith(("CUDA_DEVICE_MAX", "NCCL_"))
-        },
-    }
 
 
 def described(shape: Shape) -> dict[str, int]:

@@ -39,12 +39,13 @@ from megatron_common import (
     available,
     described,
     join,
-    machine,
     make_config,
     make_spec,
+    median_ms,
     peak_gib,
-    stopwatch,
 )
+
+from dfa_megatron.doctor.machine import machine
 
 LAYERS = ("65536:8:14336", "131072:8:14336", "131072:32:11008")
 TRAINING = (
@@ -62,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = flags(argv)
     begin = time.perf_counter()
     device = join(args.tensor_model_parallel_size)
-    report: dict[str, Any] = {"machine": machine(), "arguments": vars(args) | {"out": str(args.out)}}
+    report: dict[str, Any] = {
+        "machine": {"ranks": dist.get_world_size(), **machine()},
+        "arguments": vars(args) | {"out": str(args.out)},
+    }
     report |= {"layers": [], "training": []}
     for case in args.layers:
         length, groups, ffn = case
@@ -167,7 +171,7 @@ def time_layers(
 
     block.train()
     peak_gib(reset=True)
-    elapsed = stopwatch(step, warmup=args.warmup, repeats=args.repeats) / DEPTH
+    elapsed = median_ms(step, warmup=args.warmup, repeats=args.repeats) / DEPTH
     useful = 3 * shape.layer_flop(length) / dist.get_world_size()
     return {
         "ms_per_layer": round(elapsed, 3),

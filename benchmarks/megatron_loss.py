@@ -28,11 +28,13 @@ from pathlib import Path
 from typing import Any
 
 # Before torch is imported: the environment that Megatron demands.
-from megatron_common import MODES, Shape, join, machine, make_config, seed  # isort: skip
+from megatron_common import MODES, Shape, join, make_config, seed  # isort: skip
 import torch
 import torch.distributed as dist
 from megatron_training import build, forward_step
 from torch._C._distributed_c10d import HashStore
+
+from dfa_megatron.doctor.machine import machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in args.seeds:
         curves[together, number] = train(args, tokens, device, together, number)
     report: dict[str, Any] = {
-        "machine": machine(),
+        "machine": {"ranks": dist.get_world_size(), **machine()},
         "arguments": vars(args) | {"out": str(args.out)},
         "text": tokens.name,
         "dtype": "bfloat16" if device.type == "cuda" else "float32",

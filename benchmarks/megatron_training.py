@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_common import Mode, Shape, make_config, make_spec, mark, milliseconds, peak_gib, slowest
+from megatron_common import Mode, Shape, make_config, make_spec, peak_gib
+
+from dfa_megatron.doctor.stopwatch import mark, seconds_between
+from dfa_megatron.doctor.world import slowest
 
 
 def train(
@@ -24,7 +27,7 @@ def train(
     peak_gib(reset=True)
     times, losses = [], []
     for step in range(2 + steps):
-        before = mark()
+        before = mark(device)
         model.zero_grad_buffer()
         optimizer.zero_grad()
         reduced = get_forward_backward_func()(
@@ -37,9 +40,9 @@ def train(
             forward_only=False,
         )
         optimizer.step()
-        times.append(milliseconds(before, mark()))
+        times.append(1e3 * seconds_between(before, mark(device)))
         losses.append(reduced[0]["loss"])
-    elapsed = slowest(statistics.median(times[2:]))
+    elapsed = slowest([statistics.median(times[2:])])[0]
     embedding = shape.hidden_size * args.vocab_size
     useful = 3 * (layers * shape.layer_flop(length) + 2.0 * embedding * length)
     ranks = dist.get_world_size()

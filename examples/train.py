@@ -15,7 +15,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from gpt.parent import end_with_parent
+from gpt.parent import LAUNCHER, end_with_parent
 
 IS_RANK = "RANK" in os.environ
 if IS_RANK:  # die of Ctrl-C at once, even inside a collective; whoever launched the ranks says so
@@ -26,11 +26,11 @@ if IS_RANK:  # die of Ctrl-C at once, even inside a collective; whoever launched
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 
 from dfa_megatron import DistAttentionConfig
+from dfa_megatron.doctor.start_ranks import INTERRUPTED_STATUS, USER_ERROR_STATUS, ranks_here, start
 from dfa_megatron.errors import DistAttentionError
-from gpt.errors import USER_ERROR_STATUS, UserError
+from gpt.errors import UserError
 from gpt.flags import parse_flags, settle
 from gpt.folders import writable
-from gpt.launch import INTERRUPTED_STATUS, launch, ranks_here
 from gpt.saved import facts_of, find
 from gpt.text import open_tokens
 
@@ -57,7 +57,8 @@ def main(argv: list[str]) -> int:
         if args.save:
             writable(args.save, "--save")
     if not IS_RANK:
-        return launch(__file__, ranks, [*argv, "--save-report", args.save_report])
+        os.environ[LAUNCHER] = str(os.getpid())
+        return start([__file__, *argv, "--save-report", args.save_report], ranks)
 
     import torch.distributed as dist
 

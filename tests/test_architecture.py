@@ -14,7 +14,7 @@ import dfa_megatron
 
 PACKAGE = Path(dfa_megatron.__file__).parent
 
-GROUND = {"config", "errors", "names"}
+GROUND = {"config", "errors", "flags", "names"}
 """Importable by all; they import the standard library only."""
 
 ROOMS = {"plan", "runtime", "kernels"}
@@ -29,6 +29,7 @@ FRAMEWORKS = {"megatron", "huggingface", "deepspeed"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "flags": set(),
     "config": {"names"},
     "names": set(),
     # A plan: the language, then what writes plans, lowers, proves, times and draws them. The loop is `plan.interpret`.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.doctor.stopwatch import mark, seconds_between
 from dfa_megatron.doctor.world import StuckError, World
 
 logger = logging.getLogger(__name__)
@@ -50,9 +51,10 @@ def once(world: World, run: Callable[[], object]) -> tuple[float, float]:
         StuckError: a rank failed at what it has done before; the others may wait for it on their devices.
     """
     failed = 0.0
-    clock = _Events() if world.cuda else _HostClock()
     dist.barrier(None if world.cuda else world.side)
-    clock.start()
+    if world.cuda:
+        torch.cuda.synchronize()
+    start = mark(world.device)
     begin = time.perf_counter()
     try:
         run()
@@ -60,37 +62,10 @@ def once(world: World, run: Callable[[], object]) -> tuple[float, float]:
         logger.exception("a repetition failed")
         failed = 1.0
     host = 1e3 * (time.perf_counter() - begin)
-    clock.stop()
+    end = mark(world.device)
     if world.slowest([failed])[0]:
         raise StuckError("a repetition failed after the same call had gone well")
-    return clock.milliseconds(), host
-
-
-class _HostClock:
-    def start(self) -> None:
-        self.begin = time.perf_counter()
-
-    def stop(self) -> None:
-        self.end = time.perf_counter()
-
-    def milliseconds(self) -> float:
-        return 1e3 * (self.end - self.begin)
-
-
-class _Events:
-    def __init__(self) -> None:
-        self.begin, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def start(self) -> None:
-        torch.cuda.synchronize()
-        self.begin.record()
-
-    def stop(self) -> None:
-        self.end.record()
-
-    def milliseconds(self) -> float:
-        self.end.synchronize()
-        return float(self.begin.elapsed_time(self.end))
+    return 1e3 * seconds_between(start, end), host
 
 
 def repetitions(milliseconds: float, least: int, seconds: float) -> int:

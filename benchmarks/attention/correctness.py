@@ -11,6 +11,7 @@ import torch
 from benchmarks.attention.job import Problem
 from benchmarks.attention.method import Attention, Method
 from dfa_megatron.doctor.world import World
+from dfa_megatron.testing.dense import dense_attention
 
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """Largest |got - exact| / |exact| (Frobenius norms over the whole sequence)."""
@@ -42,23 +43,9 @@ def truth(problem: Problem, world: World) -> Truth:
         for count in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
     )
     exact = [x.double().requires_grad_() for x in drawn[:3]]
-    out = dense(short, *exact)
+    out, _ = dense_attention(*exact, causal=short.causal, window_size=short.window_size)
     gradients = torch.autograd.grad(out, exact, drawn[3].double())
     return Truth(short, drawn, (out.detach(), *gradients))
-
-
-def dense(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention with all scores in memory; shapes as everywhere, any dtype."""
-    k, v = (x.repeat_interleave(problem.heads // problem.kv_heads, dim=2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * problem.head_dim**-0.5
-    if problem.causal:
-        rows = torch.arange(q.shape[1], device=q.device)
-        behind = rows[:, None] - rows[None, :]
-        hidden = behind < 0
-        if problem.mask == "window":
-            hidden |= behind > problem.window
-        scores = scores.masked_fill(hidden, float("-inf"))
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
 
 
 def squares(method: Method, exact: Truth, world: World) -> torch.Tensor:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.flags import flag
+from dfa_megatron.names import KERNELS, SCHEDULES, TRANSPORTS
 
 MASKS = ("causal", "full", "window")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-PEERS = ("pytorch", "ulysses", "deepspeed", "ring_flash_attn", "yunchang", "transformer_engine")
+BASELINES = ("pytorch", "ulysses", "deepspeed", "ring_flash_attn", "yunchang", "transformer_engine")
 """Modules of `benchmarks.attention.baselines`."""
 INSTALLED = "installed"
-"""In place of peers' names: those that run here."""
+"""In place of names: those that run here."""
 ABLATIONS = ("none", "no_overlap", "no_communication")
 """As in `dfa_megatron.doctor.ablation`, which needs PyTorch."""
 PASSES = ("forward", "both")
@@ -61,50 +63,9 @@ BACKWARD_FLOPS = 2.5
 FLOPS_OF = {"forward": 1.0, "both": 1.0 + BACKWARD_FLOPS}
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A whole run: every problem at every length by every method. Names are those of the flags."""
-
-    seq_length: tuple[int, ...]
-    heads: tuple[tuple[int, int], ...]
-    """(heads, kv_heads) of each problem."""
-    head_dim: int = 128
-    mask: tuple[str, ...] = ("causal",)
-    window: int = 4096
-    dtype: str = "bfloat16"
-    schedule: tuple[str, ...] = ("auto",)
-    kernel: tuple[str, ...] = ("auto",)
-    transport: tuple[str, ...] = ("auto",)
-    ablation: tuple[Any, ...] = ("none",)
-    ulysses_degree: tuple[int, ...] = (1,)
-    cuda_graph: tuple[bool, ...] = (False,)
-    peers: tuple[str, ...] = ()
-    passes: tuple[str, ...] = PASSES
-    repetitions: int = 5
-    seconds: float = 0.3
-    budget: float = 0.0
-    """Seconds for all; 0 is no limit."""
-    out: str = ""
-    device: str = "cpu"
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """Every attention to measure."""
-        return tuple(
-            Problem(heads, kv_heads, self.head_dim, mask, self.window, self.dtype)
-            for mask in self.mask
-            for heads, kv_heads in self.heads
-        )
-
-    @property
-    def cells(self) -> tuple[tuple[Problem, int], ...]:
-        """Every (problem, length), short ones first: what runs out of memory or time comes last."""
-        return tuple((problem, length) for length in sorted(set(self.seq_length)) for problem in self.problems)
-
-
 K = 1024
-PRESETS: dict[str, dict[str, tuple[object, ...]]] = {
-    "toy": {"seq_length": (256, 512), "heads": (4,), "kv_heads": (4, 2), "head_dim": (32,)},
+PRESETS: dict[str, dict[str, Any]] = {
+    "toy": {"seq_length": (256, 512), "heads": (4,), "kv_heads": (4, 2), "head_dim": 32},
     "quick": {"seq_length": (32 * K, 128 * K), "heads": (32,), "kv_heads": (32, 8)},
     "grid": {
         "seq_length": (8 * K, 32 * K, 64 * K, 128 * K, 512 * K),
@@ -133,16 +94,61 @@ PRESETS: dict[str, dict[str, tuple[object, ...]]] = {
     },
     "one_gpu": {"seq_length": (4 * K, 8 * K, 32 * K, 64 * K), "heads": (32,), "kv_heads": (32, 8, 1)},
 }
-"""Flags by name; a flag that is given goes before its preset."""
+"""Flags by name; a flag that is given wins over its preset."""
 
 
-def head_pairs(heads: Sequence[int], kv_heads: Sequence[int] | None) -> tuple[tuple[int, int], ...]:
+@dataclass(frozen=True)
+class Job:
+    """A whole run: every problem at every length by every method."""
+
+    preset: str = flag("", "a set of these flags; the ones given here win over it", choices=tuple(PRESETS))
+    ranks: int | None = flag(None, "default: one per GPU, two without GPUs", metavar="N")
+    device: str = flag("auto", "where to run", choices=("auto", "cuda", "cpu"))
+    seq_length: tuple[int, ...] = flag((32 * K, 128 * K), "tokens of all ranks together", metavar="N")
+    heads: tuple[int, ...] = flag((32,), "query heads", metavar="N")
+    kv_heads: tuple[int, ...] = flag(
+        (), "in pairs with --heads where there are as many; default: the same", metavar="N"
+    )
+    head_dim: int = flag(128, "of a head", metavar="N")
+    mask: tuple[str, ...] = flag(("causal",), "which tokens a token sees", choices=MASKS)
+    window: int = flag(4096, "tokens back, for the mask window", metavar="N")
+    dtype: str = flag("", "default: bfloat16, float32 on a CPU", choices=DTYPES)
+    schedule: tuple[str, ...] = flag(("auto",), "of ours", choices=SCHEDULES)
+    kernel: tuple[str, ...] = flag(("auto",), "of ours, and of the all-to-all baselines", choices=KERNELS)
+    transport: tuple[str, ...] = flag(("auto",), "of ours", choices=TRANSPORTS)
+    ulysses_degree: tuple[int, ...] = flag((1,), "of ours", metavar="N")
+    ablation: tuple[str, ...] = flag(("none",), "what ours leaves out", choices=ABLATIONS)
+    cuda_graph: bool = flag(False, "each of ours as CUDA graphs too")
+    baselines: tuple[str, ...] = flag((), f"some of these, or {INSTALLED}", choices=(INSTALLED, *BASELINES))
+    passes: tuple[str, ...] = flag(PASSES, "what is timed", choices=PASSES)
+    repetitions: int = flag(5, "at least", metavar="N")
+    seconds: float = flag(0.3, "and until this many are spent on a pass", metavar="S")
+    budget: float = flag(0.0, "seconds for all; cells that do not fit are named; 0 is no limit", metavar="S")
+    out: str = flag("", "folder for the results; default: runs/bench-DATE-TIME", metavar="FOLDER")
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Every attention to measure."""
+        dtype = self.dtype or ("bfloat16" if self.device == "cuda" else "float32")
+        return tuple(
+            Problem(heads, kv_heads, self.head_dim, mask, self.window, dtype)
+            for mask in self.mask
+            for heads, kv_heads in head_pairs(self.heads, self.kv_heads)
+        )
+
+    @property
+    def cells(self) -> tuple[tuple[Problem, int], ...]:
+        """Every (problem, length), short ones first: what runs out of memory or time comes last."""
+        return tuple((problem, length) for length in sorted(set(self.seq_length)) for problem in self.problems)
+
+
+def head_pairs(heads: Sequence[int], kv_heads: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """(heads, kv_heads) of every problem: one after another where there are as many of both, else every combination.
 
     Raises:
         UnsupportedError: kv_heads does not divide heads.
     """
-    if kv_heads is None:
+    if not kv_heads:
         pairs = [(count, count) for count in heads]
     elif len(heads) == len(kv_heads):
         pairs = list(zip(heads, kv_heads, strict=True))

@@ -14,7 +14,7 @@ from benchmarks.attention import correctness as check
 from benchmarks.attention.clock import LONG, Memory, Timer, once, repetitions, take_turns
 from benchmarks.attention.job import FLOPS_OF, Job, Problem
 from benchmarks.attention.method import Attention, Method
-from benchmarks.attention.rows import Record, Row
+from benchmarks.attention.report import Record, Row
 from dfa_megatron.doctor.world import OUT_OF_MEMORY, REFUSED, Failure, StuckError, World, together
 from dfa_megatron.runtime.counters import COUNTERS
 
@@ -83,7 +83,7 @@ class _Run:
         for entry in racing:
             _fill(entry, problem, length, self.world.size)
         for entry in entries:
-            self.record.add(entry.row)
+            self.record.rows.append(entry.row)
         if racing:
             self.rate = (time.monotonic() - begin) / self._guess(problem, length, len(racing))
 
@@ -92,7 +92,7 @@ class _Run:
         for method in self.methods:
             row = self._row(method, problem, length)
             row.state, row.why = "dropped", why
-            self.record.add(row)
+            self.record.rows.append(row)
 
     def work_left(self, first: int) -> float:
         """Seconds that the cells from `first` on may take."""

@@ -50,7 +50,7 @@ def zigzag(x: torch.Tensor, world: World, together: int = 1) -> torch.Tensor:
 class Method:
     """One competitor.
 
-    kind: "ours"; "peer"; "kernel", the bare kernel on one GPU; or "ablation", which shows what a part of ours costs.
+    kind: "ours"; "baseline"; "kernel", bare, on one GPU; or "ablation", which shows the cost of a part of ours.
     split: the tokens a rank holds.
     note: what the table says beside the name.
     exact: False where a wrong answer is intended; it is timed without a check, and no result of the project.
@@ -60,7 +60,7 @@ class Method:
     """
 
     name: str
-    kind: Literal["ours", "peer", "kernel", "ablation"]
+    kind: Literal["ours", "baseline", "kernel", "ablation"]
     start: Start
     split: Split = contiguous
     note: str = ""
@@ -72,7 +72,8 @@ class Method:
 
 def our_methods(job: Job) -> list[Method]:
     """Every combination of the flags that describe our attention."""
-    many = itertools.product(job.schedule, job.kernel, job.transport, job.ulysses_degree, job.cuda_graph, job.ablation)
+    graphs = (False, True) if job.cuda_graph else (False,)
+    many = itertools.product(job.schedule, job.kernel, job.transport, job.ulysses_degree, graphs, job.ablation)
     return [_ours(*one) for one in many]
 
 

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.attention.progress import short
-from benchmarks.attention.rows import Row
+from benchmarks.attention.report import Row, short
 
 logger = logging.getLogger(__name__)
 

@@ -1,123 +1,181 @@
-"""The tables of a benchmark: a line per method, a column per length, the best marked, ours against the others."""
+"""Rows of a benchmark: results.json after every cell, a line for each row, and a table per attention at the end."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
-from benchmarks.attention.job import PASSES
-from benchmarks.attention.progress import short
-from benchmarks.attention.rows import Row
+from benchmarks.attention.job import Job
+from dfa_megatron.doctor.machine import machine
+from dfa_megatron.doctor.world import World
 
 BEST = "*"
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Text in cells; `best` are the (line, column) of the marked ones."""
+@dataclass(slots=True)
+class Row:
+    """One method on one attention at one length; times are medians over repetitions of the slowest rank.
 
-    title: str
-    head: tuple[str, ...]
-    lines: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...]
+    state: "timed"; "refused", "wrong", "out of memory", "failed" or "dropped", and `why` says more.
+    forward_ms, both_ms: milliseconds of a forward alone, and of a forward and its backward. tflops: per rank.
+    host_ms: until the call has returned to Python. Launches decide the time where the two are close.
+    inputs_gib: q, k, v and dout of a rank. beyond_gib: the most that the method needs beside them at once, with out,
+        dq, dk, dv and our transport's symmetric memory. peak_gib: both together. outside_gib: taken past PyTorch's
+        allocator meanwhile.
+    sent_mib: bytes that the busiest rank sends in a forward and its backward; counted for our methods only.
+    took: the schedule that "auto" came to.
+    error: the largest relative error of out, dq, dk and dv on a short sequence.
+    times: every repetition, by pass.
+    """
+
+    method: str
+    kind: str
+    ranks: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mask: str
+    window: int
+    dtype: str
+    seq_length: int
+    state: str = ""
+    why: str = ""
+    note: str = ""
+    took: str = ""
+    error: float = 0.0
+    forward_ms: float = 0.0
+    both_ms: float = 0.0
+    forward_tflops: float = 0.0
+    both_tflops: float = 0.0
+    forward_host_ms: float = 0.0
+    both_host_ms: float = 0.0
+    inputs_gib: float = 0.0
+    beyond_gib: float = 0.0
+    peak_gib: float = 0.0
+    outside_gib: float = 0.0
+    sent_mib: float = 0.0
+    times: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int, int, str, int, str]:
+        """Equal for the rows of one table."""
+        return self.heads, self.kv_heads, self.head_dim, self.mask, self.window, self.dtype
+
+    @property
+    def speed(self) -> float:
+        """TFLOP/s of forward and backward, or of a forward if only that was timed."""
+        return (self.both_tflops or self.forward_tflops) if self.state == "timed" else 0.0
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """One for every attention, whatever its length."""
+class Record:
+    """The rows so far; on rank 0 also a file in a folder, and lines on standard output."""
+
+    def __init__(self, job: Job, world: World, absent: Sequence[str] = ()) -> None:
+        self.job, self.absent, self.first = job, absent, world.rank == 0
+        self.machine = {"ranks": world.size, **machine()}
+        self.rows: list[Row] = []
+        self._told = self._cells = 0
+        self.say(*(f"not compared with {why}" for why in absent))
+
+    def say(self, *lines: str) -> None:
+        """Print lines on rank 0."""
+        for text in lines if self.first else ():
+            print(text, flush=True)
+
+    def cell_done(self, seconds_left: float) -> None:
+        """Tell of the rows since the last call, and write the file."""
+        self._cells += 1
+        done = f"[{self._cells}/{len(self.job.cells)}] about {seconds_left:.0f} s left"
+        self.say(*map(line, self.rows[self._told :]), done)
+        self._told = len(self.rows)
+        if self.first:
+            folder = Path(self.job.out)
+            folder.mkdir(parents=True, exist_ok=True)
+            content = {"machine": self.machine, "arguments": asdict(self.job), "not_compared": list(self.absent)}
+            fresh = folder / "results.json.part"  # a reader sees the old file or the new one
+            fresh.write_text(json.dumps(content | {"rows": [asdict(row) for row in self.rows]}, indent=1) + "\n")
+            fresh.replace(folder / "results.json")
+
+
+def line(row: Row) -> str:
+    """Return a row in one line."""
+    what = f"{short(row.seq_length):>5} {row.heads}:{row.kv_heads}x{row.head_dim} {row.mask:6} {row.method:34}"
+    if row.state != "timed":
+        return f"{what} {row.state}: {row.why}"
+    timed = (("forward", row.forward_ms, row.forward_tflops), ("both", row.both_ms, row.both_tflops))
+    times = [f"{name} {ms:.3f} ms {tflops:.4g} TFLOP/s" for name, ms, tflops in timed if ms]
+    checked = f"error {row.error:.0e}" if row.error else row.note
+    return f"{what} {', '.join(times)}, peak {row.peak_gib:.2f} GiB, {checked}"
+
+
+def short(length: int) -> str:
+    """Return 131072 as 128K."""
+    return f"{length // 1024}K" if length % 1024 == 0 else str(length)
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Return a table for every attention: a line per method, a column per length, the fastest marked."""
     shapes = dict.fromkeys(row.shape for row in rows)
-    return [_table([row for row in rows if row.shape == shape]) for shape in shapes]
+    return "\n".join(_table([row for row in rows if row.shape == shape]) for shape in shapes)
 
 
-def show(table: Table) -> None:
-    """Print it, the best in colour where rich is installed and someone watches."""
-    text = text_of(table)
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.text import Text
-        except ImportError:
-            pass
-        else:
-            coloured = Text(text)
-            coloured.highlight_regex(r"\S+ \(\S+\)\*", "bold green")
-            Console().print(coloured, soft_wrap=True)
-            return
-    print(text, flush=True)
-
-
-def text_of(table: Table) -> str:
-    """The table in plain characters."""
-    everything = (table.head, *table.lines)
-    widths = [max(len(cells[column]) for cells in everything) for column in range(len(table.head))]
-    lines = [table.title]
-    for cells in everything:
-        first, *rest = (
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        lines.append("  ".join((first, *rest)).rstrip())
-    return "\n".join((*lines, *table.notes)) + "\n"
-
-
-def best(rows: Sequence[Row], *kinds: str) -> float:
-    """The most TFLOP/s of forward and backward (of a forward, if only that was timed) of the methods of some kinds."""
-    return max((_speed(row) for row in rows if row.kind in kinds and row.state == "timed"), default=0.0)
-
-
-def _speed(row: Row) -> float:
-    return row.both_tflops or row.forward_tflops
-
-
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[Row]) -> str:
     first = rows[0]
-    lengths = sorted({row.seq_length for row in rows})
-    cell_rows = {length: [row for row in rows if row.seq_length == length] for length in lengths}
-    fastest = {length: best(cell_rows[length], "ours", "peer") for length in lengths}
-    prefix, scale = ("G", 1e3) if max(map(_speed, rows)) < 1 else ("T", 1.0)
-    lines = []
+    columns = {
+        length: [row for row in rows if row.seq_length == length] for length in sorted({r.seq_length for r in rows})
+    }
+    fastest = {length: _best(column, "ours", "baseline") for length, column in columns.items()}
+    prefix, scale = ("G", 1e3) if max(row.speed for row in rows) < 1 else ("T", 1.0)
+    lines = [["method", *map(short, columns), "GiB", "host ms"]]
     for method in dict.fromkeys(row.method for row in rows):
         mine = {row.seq_length: row for row in rows if row.method == method}
-        cells = [_cell(mine[length], fastest[length], scale) if length in mine else "" for length in lengths]
+        cells = [_cell(mine.get(length), fastest[length], scale) for length in columns]
         timed = [row for row in mine.values() if row.state == "timed"]
         memory = f"{timed[-1].peak_gib:.2f}" if timed and timed[-1].peak_gib > timed[-1].inputs_gib else ""
         host = f"{max(timed[0].forward_host_ms, timed[0].both_host_ms):.2f}" if timed else ""
-        lines.append((method, *cells, memory, host))
-    lines += _ratios(cell_rows)
+        lines.append([method, *cells, memory, host])
+    for kind, name in (("baseline", "ours / best baseline"), ("kernel", "ours / bare kernel")):
+        pairs = [(_best(column, "ours"), _best(column, kind)) for column in columns.values()]
+        ratios = [f"{ours / theirs:.3f}" if ours and theirs else "" for ours, theirs in pairs]
+        lines += [[name, *ratios, "", ""]] if any(ratios) else []
     window = f" of {first.window}" if first.window else ""
     title = (
         f"{first.ranks} ranks, {first.heads} heads, {first.kv_heads} kv_heads of {first.head_dim}, "
         f"{first.mask}{window}, {first.dtype}: {prefix}FLOP/s per rank, forward and backward (forward alone)"
     )
-    head = ("method", *(short(length) for length in lengths), "GiB", "host ms")
-    return Table(title, head, tuple(lines), tuple(_notes(rows)))
+    return "\n".join([title, *_aligned(lines), *_notes(rows), ""])
 
 
-def _cell(row: Row, fastest: float, scale: float) -> str:
-    if row.state != "timed":
-        return row.state
-    values = {name: scale * getattr(row, f"{name}_tflops") for name in PASSES}
-    both, forward = (f"{values[name]:.3g}" if values[name] else "-" for name in ("both", "forward"))
-    mark = BEST if row.kind in ("ours", "peer") and _speed(row) == fastest else ""
-    return f"{both} ({forward}){mark}"
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(f"{cell:{'>' if at else '<'}{widths[at]}}" for at, cell in enumerate(cells)).rstrip()
+        for cells in lines
+    ]
 
 
-def _ratios(cells: dict[int, list[Row]]) -> list[tuple[str, ...]]:
-    """Our best against the others' best of each length."""
-    lines = []
-    for name, kind in (("ours / best peer", "peer"), ("ours / bare kernel", "kernel")):
-        pairs = [(best(rows, "ours"), best(rows, kind)) for rows in cells.values()]
-        if any(ours and theirs for ours, theirs in pairs):
-            lines.append((name, *(f"{ours / theirs:.3f}" if ours and theirs else "" for ours, theirs in pairs), "", ""))
-    return lines
+def _best(rows: Iterable[Row], *kinds: str) -> float:
+    return max((row.speed for row in rows if row.kind in kinds), default=0.0)
+
+
+def _cell(row: Row | None, fastest: float, scale: float) -> str:
+    if row is None or row.state != "timed":
+        return "" if row is None else row.state
+    both, forward = (f"{scale * speed:.3g}" if speed else "-" for speed in (row.both_tflops, row.forward_tflops))
+    return f"{both} ({forward}){BEST if row.kind in ('ours', 'baseline') and row.speed == fastest else ''}"
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """What is behind a word in a cell or a name, once each."""
+    """Say once each what a word in a cell or a name stands for."""
     notes = [f"{BEST} the fastest; GiB: peak at the longest length; host ms: until the call returned, at the shortest"]
-    said = dict.fromkeys(f"{row.method}: {row.note}" for row in rows if row.note and row.state == "timed")
+    for row in rows:
+        if row.state != "timed":
+            notes.append(f"{row.method}: {row.state}, {row.why}")
+        elif row.note:
+            notes.append(f"{row.method}: {row.note}")
     for method, took in dict.fromkeys((row.method, row.took) for row in rows if row.took):
         lengths = (short(row.seq_length) for row in rows if (row.method, row.took) == (method, took))
-        said[f"{method}: took {took} at {', '.join(lengths)}"] = None
-    said |= dict.fromkeys(f"{row.method}: {row.state}, {row.why}" for row in rows if row.state != "timed")
-    return [*notes, *said]
+        notes.append(f"{method}: took {took} at {', '.join(lengths)}")
+    return list(dict.fromkeys(notes))

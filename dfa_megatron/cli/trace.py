@@ -5,10 +5,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dfa_megatron.names import KERNELS, SCHEDULES, TRANSPORTS
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.flags import add_flags, flag, from_flags
+
+
+@dataclass(frozen=True)
+class TraceFlags:
+    """The flags of the command beside the options of distributed attention."""
+
+    ranks: int | None = flag(None, "default: one per GPU, two without GPUs", metavar="N")
+    device: str = flag("auto", "where to run", choices=("auto", "cuda", "cpu"))
+    seq_length: int = flag(32768, "tokens of all ranks together", metavar="N")
+    heads: int = flag(32, "query heads", metavar="N")
+    kv_heads: int | None = flag(None, "default: as many as heads", metavar="N")
+    head_dim: int = flag(128, "of a head", metavar="N")
+    layout: str = flag("contiguous", "the tokens a rank holds", choices=("contiguous", "zigzag"))
+    out: str = flag("trace.json", "the trace", metavar="FILE")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -19,43 +35,31 @@ def add_parser(subparsers: Any) -> None:
         description=__doc__,
         epilog="Started by torchrun it is one of its ranks; otherwise it starts the ranks itself.",
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="default: one per GPU, two without GPUs")
-    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    parser.add_argument(
-        "--seq-length", type=int, default=32768, metavar="N", help="of all ranks (default: %(default)s)"
-    )
-    parser.add_argument("--heads", type=int, default=32, metavar="N", help="default: %(default)s")
-    parser.add_argument("--kv-heads", type=int, metavar="N", help="default: as many as heads")
-    parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--schedule", default="auto", choices=SCHEDULES)
-    parser.add_argument("--kernel", default="auto", choices=KERNELS)
-    parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
-    parser.add_argument(
-        "--hardware", default="auto", metavar="NAME", help="to simulate (default: what `auto` takes for this machine)"
-    )
-    parser.add_argument("--out", type=Path, default=Path("trace.json"), help="default: %(default)s")
+    add_flags(parser, TraceFlags)
+    DistAttentionConfig.add_arguments(parser, prefix="--", scope="function")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the ranks, or be one; returns the exit status."""
-    from dfa_megatron.doctor.start_ranks import device_of, start
+    """Start the ranks, or be one; return the exit status."""
+    from dfa_megatron.doctor.start_ranks import device_of, ranks_here, start
 
-    device = device_of(args.device)
+    flags = from_flags(TraceFlags, args)
+    device = device_of(flags.device)
     if "RANK" not in os.environ:
-        return start("dfa_megatron.cli.main", args.argv, args.ranks, device)
-    return _rank(args, device)
+        return start(["-m", "dfa_megatron.cli.main", *args.argv], ranks_here(flags.ranks, device))
+    return _rank(flags, DistAttentionConfig.from_args(args, prefix=""), device)
 
 
-def _rank(args: argparse.Namespace, device: str) -> int:
+def _rank(args: TraceFlags, options: DistAttentionConfig, device: str) -> int:
     from dfa_megatron.doctor.world import join
     from dfa_megatron.plan.draw.chrome import trace
 
     world = join(device)
-    simulated, measured = _both(args, device)
+    simulated, measured = _both(args, options, device)
     if world.rank == 0:
-        title = f"{args.schedule} schedule, {args.seq_length:,} tokens, {world.size} ranks"
-        args.out.write_text(trace(title, simulated, measured), encoding="utf-8")
+        title = f"{options.schedule} schedule, {args.seq_length:,} tokens, {world.size} ranks"
+        Path(args.out).write_text(trace(title, simulated, measured), encoding="utf-8")
         for (plan, model), (_, real) in zip(simulated, measured, strict=True):
             off = model.makespan / real.makespan - 1
             print(
@@ -67,7 +71,7 @@ def _rank(args: argparse.Namespace, device: str) -> int:
     return 0
 
 
-def _both(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
+def _both(args: TraceFlags, options: DistAttentionConfig, device: str) -> tuple[Any, Any]:
     """The phases with their simulated and with their measured timelines; collective."""
     import torch
     import torch.distributed as dist
@@ -75,12 +79,10 @@ def _both(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
     from dfa_megatron import dist_flash_attn_func
     from dfa_megatron.doctor.recording import gathered, record
     from dfa_megatron.plan.cost.simulate import simulate
-    from dfa_megatron.plan.schedules import SCHEDULES as KNOWN
     from dfa_megatron.runtime.inputs import shape_of
     from dfa_megatron.runtime.machine import profile_of
     from dfa_megatron.runtime.prepare import in_use
 
-    layout = KNOWN[args.schedule].layout if args.schedule in KNOWN else "contiguous"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     counts = (args.heads, args.kv_heads or args.heads, args.kv_heads or args.heads, args.heads)
     local = args.seq_length // dist.get_world_size()
@@ -88,9 +90,7 @@ def _both(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
     inputs = [x.requires_grad_() for x in (q, k, v)]
 
     def step() -> None:
-        out = dist_flash_attn_func(
-            *inputs, layout=layout, schedule=args.schedule, kernel=args.kernel, transport=args.transport
-        )
+        out = dist_flash_attn_func(*inputs, **options.keywords() | {"layout": args.layout})
         torch.autograd.grad(out, inputs, dout)
 
     for _ in range(3):
@@ -99,7 +99,7 @@ def _both(args: argparse.Namespace, device: str) -> tuple[Any, Any]:
     with record() as recording:
         step()
     prepared = in_use()[-1]
-    hardware = profile_of(args.hardware, device == "cuda", prepared.channel, prepared.kernel.name)
+    hardware = profile_of(options.hardware, device == "cuda", prepared.channel, prepared.kernel.name)
     shape = dataclasses.replace(shape_of(prepared.request, q, k, v), backward_needs=prepared.format.backward_needs)
     phases = (prepared.plan.forward, prepared.plan.backward)
     return (

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
+from dfa_megatron.doctor.stopwatch import stopwatch
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockKernel, Need, Saved, accumulator_dtype, form_of
 from dfa_megatron.kernels.bands import tile_of
@@ -143,34 +143,6 @@ def passes(kernel: BlockKernel, trial: Trial, inputs: Inputs | None = None) -> d
         band=trial.band, softmax_scale=trial.softmax_scale, deterministic=False,
     )  # fmt: skip
     return {"forward": forward, "backward": backward}
-
-
-def stopwatch(
-    call: Callable[[], object], device: torch.device, *, times: int = 1, behind: bool = False, before: int = 1
-) -> float:
-    """Seconds of a call, by the device's clock, the mean of several in a row.
-
-    behind: let the device pause until the host has queued all calls, so that only the device's part is counted. So many
-    calls go `before` those that count: ranks which wait for one another start together, and a GPU that has rested takes
-    a tenth of a second to fall from a clock that it cannot keep.
-    """
-    if device.type != "cuda":
-        start = time.perf_counter()
-        for _ in range(times):
-            call()
-        return (time.perf_counter() - start) / times
-    stream = torch.cuda.current_stream(device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    if behind:
-        torch.cuda._sleep(int(2e6) * (before + times))  # clock cycles, about 1 ms a call
-        for _ in range(before):
-            call()
-    begin.record(stream)
-    for _ in range(times):
-        call()
-    end.record(stream)
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / times
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor, least: float) -> float:

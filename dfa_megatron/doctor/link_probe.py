@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
-from dfa_megatron.doctor.kernel_trial import stopwatch
+from dfa_megatron.doctor.stopwatch import stopwatch
+from dfa_megatron.doctor.world import slowest
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.comm.channel import channel
 from dfa_megatron.runtime.comm.communicator import Communicator
@@ -96,15 +96,6 @@ def _timed(call: Callable[[], None], device: torch.device, nbytes: int) -> float
     slowest([0.0])  # all ranks start together
     taken = [stopwatch(call, device, times=times, behind=True) for _ in range(2 + _REPETITIONS)][2:]
     return slowest([statistics.median(taken)])[0]
-
-
-def slowest(seconds: Sequence[float]) -> list[float]:
-    """Each figure of the rank where it is largest; collective, over the default group's backend for CPU tensors."""
-    if not dist.is_initialized():
-        return list(seconds)
-    longest = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return [float(value) for value in longest]
 
 
 def fit(timings: Sequence[Timing]) -> tuple[float, float]:

@@ -1,8 +1,9 @@
-"""What a machine has: versions of packages and libraries, GPUs, and which of them reach each other's memory."""
+"""The machine: versions of packages and libraries, GPUs, and direct access between their memories."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from typing import Any
 
@@ -11,19 +12,22 @@ import torch
 from dfa_megatron import __version__
 
 PACKAGES = (
-    "torch", "triton", "flash-attn-4", "flash_attn_3", "flash-attn", "transformer-engine",
+    "torch", "triton", "numpy", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "nvidia-cutlass-dsl", "quack-kernels",
+    "flash-attn-4", "flash_attn_3", "flash-attn", "ring-flash-attn", "yunchang", "transformer-engine",
     "megatron-core", "deepspeed", "transformers",
 )  # fmt: skip
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def versions() -> dict[str, str]:
-    """Of this package, Python, PyTorch's libraries, and the optional packages that are installed."""
+    """Return the versions of this package, Python, PyTorch's libraries and the installed optional packages."""
     found = {"dfa-megatron": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    found["torch"] = torch.__version__  # with its build
     if torch.version.cuda and torch.cuda.is_available():
         found["cuda"] = torch.version.cuda
         found["cudnn"] = str(torch.backends.cudnn.version())
@@ -31,8 +35,16 @@ def versions() -> dict[str, str]:
     return found
 
 
+def machine() -> dict[str, Any]:
+    """Return all that a figure depends on beside its arguments: device, versions, NCCL's and CUDA's environment."""
+    told = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "CUDA_DEVICE_MAX"))}
+    gpus = devices()
+    where = {"device": gpus[0]["name"], "memory_gib": gpus[0]["gib"]} if gpus else {"device": platform.machine()}
+    return where | {"versions": versions(), "environment": told}
+
+
 def devices() -> list[dict[str, Any]]:
-    """The GPUs that PyTorch sees."""
+    """Return the GPUs that PyTorch sees."""
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -49,6 +61,6 @@ def devices() -> list[dict[str, Any]]:
 
 
 def p2p_access() -> list[list[bool]]:
-    """Whether GPU i reaches the memory of GPU j; true for itself."""
+    """Return whether GPU i reaches the memory of GPU j; true for itself."""
     count = torch.cuda.device_count()
     return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]

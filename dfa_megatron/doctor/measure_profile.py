@@ -108,8 +108,9 @@ def _timed(kernel: BlockKernel, block: Trial) -> tuple[list[float], list[str]]:
 
     import torch
 
-    from dfa_megatron.doctor.kernel_trial import passes, stopwatch
-    from dfa_megatron.doctor.link_probe import slowest
+    from dfa_megatron.doctor.kernel_trial import passes
+    from dfa_megatron.doctor.stopwatch import stopwatch
+    from dfa_megatron.doctor.world import slowest
 
     device = torch.device(block.device)
     times = 3 if device.type == "cpu" or block.operations("forward") > 1e12 else 10

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from dfa_megatron.doctor.stopwatch import Mark, mark, seconds_between
 from dfa_megatron.plan.cost.simulate import Event, Timeline
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.plan.language.grid import cell
@@ -19,9 +18,6 @@ from dfa_megatron.plan.language.program import Call, Merge
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.transport import Recv, Send, StepTransport
 from dfa_megatron.runtime.hooks import Run, hooked
-
-Mark = Any
-"""A CUDA event on its stream, or seconds of the host's clock."""
 
 
 @dataclass
@@ -44,8 +40,8 @@ class Recording:
             return []
         first = spans[0][6]
         return [
-            Event(rank, kind, phase, step, _seconds(first, start), _seconds(first, end), label, peer, nbytes)  # type: ignore[arg-type]
-            for kind, _, step, label, peer, nbytes, start, end in spans
+            Event(rank, kind, phase, step, seconds_between(first, start), seconds_between(first, end), *rest)  # type: ignore[arg-type]
+            for kind, _, step, *rest, start, end in spans
         ]
 
 
@@ -145,19 +141,7 @@ class _RecordedRun:
 
     def _mark(self, stream: torch.cuda.Stream | None = None) -> Mark:
         """Return the time on a stream, by default the current one."""
-        device = self.run.tensors.device
-        if device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream if stream is not None else torch.cuda.current_stream(device))
-        return event
+        return mark(self.run.tensors.device, stream)
 
     def _note(self, kind: str, label: str, start: Mark, end: Mark, peer: int = -1, nbytes: int = 0) -> None:
         self.spans.append((kind, self.run.plan.phase.name, self.step, label, peer, nbytes, start, end))
-
-
-def _seconds(start: Mark, end: Mark) -> float:
-    if isinstance(start, float):
-        return float(end - start)
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3

@@ -1,4 +1,4 @@
-"""From a command line to ranks: start this command again on every rank, with torchrun's launcher."""
+"""From a command line to ranks: start a command again on every rank of this machine, with torchrun's launcher."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
+
+USER_ERROR_STATUS = 2
+"""The exit status of a rank that has said itself what is wrong, as argparse has it."""
+
+INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
 def device_of(asked: str) -> str:
@@ -19,6 +23,8 @@ def device_of(asked: str) -> str:
     Raises:
         UnsupportedError: CUDA was asked for and there is none.
     """
+    import torch
+
     if asked == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("--device cuda", "PyTorch sees no GPU here", "--device cpu")
     if asked == "auto":
@@ -26,34 +32,55 @@ def device_of(asked: str) -> str:
     return asked
 
 
-def start(module: str, argv: Sequence[str], ranks: int | None, device: str) -> int:
-    """Run `python -m MODULE ARGV...` on so many ranks of this machine: one per GPU, or two on a CPU, if None.
-
-    Returns:
-        The exit status: that of the first rank that failed, 130 after Ctrl-C.
+def ranks_here(asked: int | None, device: str = "auto") -> int:
+    """Return how many ranks to start: as asked, else one per GPU, else two.
 
     Raises:
         UnsupportedError: more ranks than GPUs.
     """
-    gpus = torch.cuda.device_count() if device == "cuda" else 0
-    if gpus and ranks is not None and ranks > gpus:
-        raise UnsupportedError(f"--ranks {ranks}", f"this machine has {gpus} GPUs", "one rank per GPU")
-    count = ranks or gpus or 2
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    import torch
+
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if gpus and asked is not None and asked > gpus:
+        raise UnsupportedError(f"{asked} ranks", f"this machine has {gpus} GPUs", "one rank per GPU")
+    return asked or gpus or 2
+
+
+def start(command: Sequence[str], ranks: int) -> int:
+    """Run `python COMMAND...` (a script or `-m MODULE`, and its arguments) on some ranks of this machine.
+
+    Returns:
+        The exit status: that of the first rank that failed, 130 after Ctrl-C.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     logging.disable(logging.ERROR)  # of torchrun, in this process only: the ranks say what is wrong
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    flags = ["--standalone", "--nproc-per-node", str(count), "-m", module, *argv]
     try:
-        torchrun.run(torchrun.parse_args(flags))
+        torchrun.run(torchrun.parse_args(["--standalone", "--nproc-per-node", str(ranks), *command]))
     except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        if failure.exitcode > 2 or failure.exitcode < 0:
-            print(f"rank {rank} ended with status {failure.exitcode}; the other ranks were ended too", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        return _tell_of(failed.failures)
     except SignalException as cut:
-        print(f"\n{signal.Signals(cut.sigval).name}: all {count} ranks have ended", file=sys.stderr)
+        print(f"\n{signal.Signals(cut.sigval).name}: all {ranks} ranks have ended", file=sys.stderr)
         return 128 + int(cut.sigval)
     return 0
+
+
+def _tell_of(failures: Mapping[int, Any]) -> int:
+    """Say in a line which rank failed first, and return the exit status.
+
+    Args:
+        failures: by rank, torchrun's ProcessFailure; the ranks that torchrun ended with SIGTERM are among them.
+    """
+    codes: dict[int, int] = {rank: failure.exitcode for rank, failure in failures.items()}
+    # A signal comes before an exit status: other ranks fail when a rank is gone. torchrun's own SIGTERM comes last.
+    rank = min(codes, key=lambda rank: (codes[rank] == -signal.SIGTERM, codes[rank] > 0, rank))
+    code = codes[rank]
+    if code == USER_ERROR_STATUS:
+        return code
+    how = f"ended with exit status {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+    who = "a rank" if code == -signal.SIGTERM and len(codes) > 1 else f"rank {rank}"
+    print(f"{who} {how}; the other ranks were ended too", file=sys.stderr)
+    return code if code > 0 else 128 - code

@@ -72,9 +72,7 @@ class World:
 
     def slowest(self, values: Iterable[float]) -> list[float]:
         """The largest over the ranks of each value."""
-        largest = torch.tensor(list(values), dtype=torch.float64)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.side)
-        return [float(value) for value in largest]
+        return slowest(values, self.side)
 
     def from_first(self, value: float) -> float:
         """Rank 0's value, on every rank."""
@@ -88,27 +86,46 @@ class World:
         dist.destroy_process_group()
 
 
-def join(device: str) -> World:
-    """Join the ranks that torchrun (or whoever set its environment variables) has started.
+def slowest(values: Iterable[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """Return the largest of each value over the ranks of a group that takes CPU tensors; collective."""
+    largest = torch.tensor(list(values), dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return [float(value) for value in largest]
+
+
+def own_device(kind: str = "auto") -> torch.device:
+    """Return this rank's device and make it the current one; "auto" is a GPU where there is one.
 
     Raises:
-        UnsupportedError: a rank has no GPU of its own.
+        UnsupportedError: the rank has no GPU of its own.
     """
-    patience = timedelta(seconds=PATIENCE)
-    if device == "cuda":
+    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if local >= torch.cuda.device_count():
             raise UnsupportedError(
                 f"local rank {local}", f"this machine has {torch.cuda.device_count()} GPUs", "one rank per GPU"
             )
-        where = torch.device("cuda", local)
-        torch.cuda.set_device(where)
-    else:
-        where = torch.device("cpu")
+        torch.cuda.set_device(local)
+        return torch.device("cuda", local)
+    return torch.device("cpu")
+
+
+def join(device: str = "auto", patience: float = PATIENCE) -> World:
+    """Join the ranks that torchrun, or whoever set its environment variables, has started.
+
+    Args:
+        device: "cuda", "cpu", or "auto" for GPUs where there are some.
+        patience: seconds that a collective waits for the other ranks.
+
+    Raises:
+        UnsupportedError: a rank has no GPU of its own.
+    """
+    where, limit = own_device(device), timedelta(seconds=patience)
     if not dist.is_initialized():
-        backend, own = ("cpu:gloo,cuda:nccl", where) if device == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, device_id=own, timeout=patience)
-    side = dist.new_group(backend="gloo", timeout=patience)
+        backend, own = ("cpu:gloo,cuda:nccl", where) if where.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, device_id=own, timeout=limit)
+    side = dist.new_group(backend="gloo", timeout=limit)
     world = World(dist.get_rank(), dist.get_world_size(), where, side)
     dist.all_reduce(torch.zeros(1, device=where))  # communicators are made before anything is measured
     return world

@@ -10,10 +10,6 @@ class UserError(Exception):
     """What was asked cannot be done; the message says what would work."""
 
 
-USER_ERROR_STATUS = 2
-"""The exit status of a run that ended with a UserError, as argparse has it."""
-
-
 @contextlib.contextmanager
 def user_error_if_impossible(doing: str) -> Iterator[None]:
     """Turn an error of the operating system (a full disk, no permission, no such folder) into a UserError.

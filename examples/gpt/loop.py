@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import DistAttentionConfig
+from dfa_megatron.doctor.world import own_device
 from dfa_megatron.runtime.counters import COUNTERS
 from gpt.errors import UserError
 from gpt.flags import Sizes
@@ -26,16 +26,14 @@ Step = dict[str, float]
 
 def join(sizes: Sizes) -> torch.device:
     """Join the process group: NCCL with one GPU per rank, or gloo on CPU."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
+    device = own_device()
+    if device.type == "cpu":
         from dfa_megatron.megatron.start.cpu import use_cpu
 
         use_cpu()
     from megatron.core import parallel_state
 
+    cuda = device.type == "cuda"
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     parallel_state.initialize_model_parallel(sizes.tensor, sizes.pipeline, context_parallel_size=sizes.context)
     return device

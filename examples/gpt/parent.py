@@ -10,7 +10,7 @@ import threading
 import time
 
 LAUNCHER = "DFA_EXAMPLE_LAUNCHER"
-"""Where the launcher of gpt.launch leaves its process id for its ranks."""
+"""Where the process that started torchrun leaves its process id for its ranks."""
 
 _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h: the signal that the kernel sends when the parent ends; it reaches a stopped process as well."""

@@ -2,56 +2,53 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from benchmarks.attention.__main__ import job_of
+from benchmarks.attention.__main__ import job_of, main
 from benchmarks.attention.clock import repetitions
 from benchmarks.attention.job import ABLATIONS, PRESETS, Job, Problem, head_pairs
-from dfa_megatron.cli.main import build_parser, main
 from dfa_megatron.doctor import ablation
 from dfa_megatron.errors import UnsupportedError
 
 
-def parsed(*flags: str) -> argparse.Namespace:
-    return build_parser().parse_args(["bench", *flags])
-
-
 def test_the_grid_preset_is_the_one_that_targets_are_given_for() -> None:
-    job = job_of(parsed("--preset", "grid"), "cuda")
+    job = job_of(["--preset", "grid"])
     assert job.seq_length == (8192, 32768, 65536, 131072, 524288)
-    assert job.heads == ((32, 32), (32, 8), (32, 1), (33, 33), (2, 2))
-    assert (job.head_dim, job.dtype, job.mask) == (128, "bfloat16", ("causal",))
+    assert head_pairs(job.heads, job.kv_heads) == ((32, 32), (32, 8), (32, 1), (33, 33), (2, 2))
+    assert (job.head_dim, job.mask) == (128, ("causal",))
+    assert {problem.dtype for problem in replace(job, device="cuda").problems} == {"bfloat16"}
 
 
 def test_a_flag_goes_before_its_preset_and_the_preset_before_the_default() -> None:
-    job = job_of(parsed("--preset", "quick", "--seq-length", "64", "--kernel", "cpu", "reference"), "cpu")
+    job = job_of(["--device", "cpu", "--preset", "quick", "--seq-length", "64", "--kernel", "cpu", "reference"])
     assert job.seq_length == (64,)
-    assert job.heads == ((32, 32), (32, 8))
-    assert (job.kernel, job.schedule, job.dtype) == (("cpu", "reference"), ("auto",), "float32")
+    assert head_pairs(job.heads, job.kv_heads) == ((32, 32), (32, 8))
+    assert (job.kernel, job.schedule, job.problems[0].dtype) == (("cpu", "reference"), ("auto",), "float32")
 
 
 def test_heads_that_are_given_do_not_meet_the_kv_heads_of_a_preset() -> None:
-    assert job_of(parsed("--preset", "grid", "--heads", "6"), "cpu").heads == ((6, 6),)
+    job = job_of(["--preset", "grid", "--heads", "6"])
+    assert head_pairs(job.heads, job.kv_heads) == ((6, 6),)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_is_a_job(preset: str) -> None:
-    assert job_of(parsed("--preset", preset), "cpu").cells
+    assert job_of(["--preset", preset]).cells
 
 
 def test_heads_are_paired_where_there_are_as_many_and_combined_otherwise() -> None:
     assert head_pairs((32, 33), (8, 33)) == ((32, 8), (33, 33))
     assert head_pairs((32,), (8, 1)) == ((32, 8), (32, 1))
-    assert head_pairs((6, 4), None) == ((6, 6), (4, 4))
+    assert head_pairs((6, 4), ()) == ((6, 6), (4, 4))
     with pytest.raises(UnsupportedError, match="33 heads with 8"):
         head_pairs((32, 33), (8, 8))
 
 
 def test_short_sequences_come_first_because_long_ones_may_run_out_of_memory() -> None:
-    job = Job(seq_length=(512, 128, 512), heads=((4, 4), (4, 2)))
+    job = Job(seq_length=(512, 128, 512), heads=(4,), kv_heads=(4, 2))
     assert [(length, problem.kv_heads) for problem, length in job.cells] == [(128, 4), (128, 2), (512, 4), (512, 2)]
 
 
@@ -85,7 +82,7 @@ def test_the_ablations_of_the_flag_are_those_of_the_runtime() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--peers", "nobody"),
+        ("--baselines", "nobody"),
         ("--mask", "diagonal"),
         ("--schedule", "fast"),
         ("--transport", "pigeon"),
@@ -97,12 +94,12 @@ def test_unknown_names_are_refused_with_those_that_there_are(
     flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parsed(*flags)
+        job_of(flags)
     assert "choose from" in capsys.readouterr().err
 
 
 def test_heads_that_do_not_divide_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--device", "cpu", "--heads", "33", "--kv-heads", "8"]) == 2
+    assert main(["--device", "cpu", "--heads", "33", "--kv-heads", "8"]) == 2
     assert "33 heads with 8 kv_heads is not supported" in capsys.readouterr().err
 
 
@@ -110,10 +107,12 @@ def test_gpus_that_are_not_there_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["bench", "--device", "cuda"]) == 2
+    assert main(["--device", "cuda"]) == 2
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_a_peer_that_does_not_run_here_is_refused_before_ranks_are_started(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--device", "cpu", "--peers", "pytorch"]) == 2
+def test_a_baseline_that_does_not_run_here_is_refused_before_ranks_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--device", "cpu", "--baselines", "pytorch"]) == 2
     assert "context_parallel on a CPU is not supported" in capsys.readouterr().err

@@ -6,10 +6,12 @@ import argparse
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
+from benchmarks.attention.job import Job
 from dfa_megatron.cli.main import build_parser
 from dfa_megatron.config import DistAttentionConfig
 
@@ -46,11 +48,12 @@ def written_in(file: Path) -> Iterator[str]:
 
 def test_no_flag_is_an_abbreviation_of_torchruns() -> None:
     found = dict.fromkeys(flags_of(build_parser()), "dfa-megatron")
+    found |= dict.fromkeys(["--" + spec.name.replace("_", "-") for spec in fields(Job)], "benchmarks.attention")
     found |= dict.fromkeys(flags_of(DistAttentionConfig.add_arguments(argparse.ArgumentParser())), "--dfa-*")
     for folder in ("benchmarks", "examples", "dfa_megatron"):
         for file in (ROOT / folder).rglob("*.py"):
             found |= dict.fromkeys(written_in(file), str(file.relative_to(ROOT)))
     found.pop(OF_ANOTHER_LAUNCHER)
-    assert {"--shortest", "--seq-length", "--peers", "--dfa-schedule"} <= set(found)
+    assert {"--shortest", "--seq-length", "--baselines", "--dfa-schedule"} <= set(found)
     assert abbreviated("--start")  # --start-method and --start_method: an error
     assert {flag: (where, abbreviated(flag)) for flag, where in found.items() if abbreviated(flag)} == {}

@@ -11,6 +11,7 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.doctor import kernel_survey as examine
 from dfa_megatron.doctor import kernel_trial as trial
+from dfa_megatron.doctor.stopwatch import stopwatch
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
@@ -98,7 +99,7 @@ def test_both_passes_are_timed() -> None:
     taken = trial.seconds(kernels.get("cpu"), SMALL, repetitions=2)
     assert list(taken) == ["forward", "backward"]
     assert all(seconds > 0 for seconds in taken.values())
-    assert trial.stopwatch(lambda: None, torch.device("cpu"), times=3) >= 0
+    assert stopwatch(lambda: None, torch.device("cpu"), times=3) >= 0
 
 
 def test_verdicts_tell_usable_refused_wrong_and_failing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

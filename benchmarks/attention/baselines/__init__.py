@@ -1,6 +1,6 @@
-"""Other distributed attentions, each adapted in one file with the name that --peers takes.
+"""Other distributed attentions, each adapted in one file with the name that --baselines takes.
 
-A file has `methods(job)`, which raises UnsupportedError if nothing of the peer runs here.
+A file has `methods(job)`, which raises UnsupportedError if nothing of the baseline runs here.
 """
 
 from __future__ import annotations
@@ -8,24 +8,24 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 
-from benchmarks.attention.job import INSTALLED, PEERS, Job, Problem
+from benchmarks.attention.job import BASELINES, INSTALLED, Job, Problem
 from benchmarks.attention.method import Method
 from dfa_megatron.errors import UnsupportedError
 
 
-def peer_methods(job: Job) -> tuple[list[Method], list[str]]:
-    """The methods of the peers that the job names, or of all that are installed; and why the others are not there.
+def baseline_methods(job: Job) -> tuple[list[Method], list[str]]:
+    """The methods of the baselines that the job names, or of all that are installed; and why the others are not there.
 
     Raises:
-        UnsupportedError: a peer that was named does not run here.
+        UnsupportedError: a baseline that was named does not run here.
     """
     methods: list[Method] = []
     absent: list[str] = []
-    for name in PEERS if INSTALLED in job.peers else job.peers:
+    for name in BASELINES if INSTALLED in job.baselines else job.baselines:
         try:
             methods += importlib.import_module(f"{__name__}.{name}").methods(job)
         except UnsupportedError as error:
-            if INSTALLED not in job.peers:
+            if INSTALLED not in job.baselines:
                 raise
             absent.append(f"{error.what}: {error.why}")
     return methods, absent

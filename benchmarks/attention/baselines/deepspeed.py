@@ -51,4 +51,6 @@ def _with_kernel(kernel: str) -> Method:
 
         return attend
 
-    return Method(f"deepspeed ulysses {kernel}", "peer", start, note="DistributedAttention around this block kernel")
+    return Method(
+        f"deepspeed ulysses {kernel}", "baseline", start, note="DistributedAttention around this block kernel"
+    )

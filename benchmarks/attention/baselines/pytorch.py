@@ -52,4 +52,4 @@ def _rotating(rotate: str) -> Method:
 
         return attend
 
-    return Method(f"pytorch {rotate}", "peer", start, zigzag, "torch context_parallel, cuDNN")
+    return Method(f"pytorch {rotate}", "baseline", start, zigzag, "torch context_parallel, cuDNN")

@@ -28,9 +28,9 @@ def methods(job: Job) -> list[Method]:
     version_of("ring-flash-attn")
     version_of("flash-attn")
     return [
-        Method("ring-flash-attn ring", "peer", _start(_ring)),
-        Method("ring-flash-attn zigzag", "peer", _start(_zigzag), zigzag),
-        Method("ring-flash-attn llama3", "peer", _start(_llama3)),
+        Method("ring-flash-attn ring", "baseline", _start(_ring)),
+        Method("ring-flash-attn zigzag", "baseline", _start(_zigzag), zigzag),
+        Method("ring-flash-attn llama3", "baseline", _start(_llama3)),
     ]
 
 

@@ -58,7 +58,7 @@ def _communicating(kind: str) -> Method:
 
         return attend
 
-    return Method(f"transformer_engine {kind}", "peer", start, zigzag)
+    return Method(f"transformer_engine {kind}", "baseline", start, zigzag)
 
 
 @functools.cache

@@ -48,7 +48,7 @@ def _with_kernel(kernel: str) -> Method:
 
         return attend
 
-    return Method(f"ulysses {kernel}", "peer", start, note="reference over torch.distributed.all_to_all_single")
+    return Method(f"ulysses {kernel}", "baseline", start, note="reference over torch.distributed.all_to_all_single")
 
 
 class _Exchange(torch.autograd.Function):

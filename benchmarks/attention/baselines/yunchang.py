@@ -53,7 +53,7 @@ def _usp(name: str, ulysses: Callable[[int], int]) -> Method:
     def split(x: torch.Tensor, world: World) -> torch.Tensor:
         return zigzag(x, world, ulysses(world.size))
 
-    return Method(f"yunchang {name}", "peer", start, split)
+    return Method(f"yunchang {name}", "baseline", start, split)
 
 
 @functools.cache
