@@ -63,7 +63,9 @@ def draw_documents(tokens: int, multiple: int, seed: int, mean: float, sigma: fl
 def our_method(schedule: str, kernel: str, transport: str, causal: bool) -> Method:
     """One way to run ours."""
     layout = schedule if schedule in ("zigzag", "load_balanced") else "contiguous"
-    options: dict[str, Any] = {"schedule": schedule, "layout": layout, "kernel": kernel, "transport": transport}
+    options: dict[str, Any] = {"layout": layout, "kernel": kernel, "transport": transport}
+    if layout == "contiguous":
+        options["schedule"] = schedule
 
     def start(offsets: Offsets) -> Attend:
         return lambda q, k, v: dist_flash_attn_varlen_func(q, k, v, offsets, causal=causal, **options)  # type: ignore[return-value]

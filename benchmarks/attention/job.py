@@ -113,7 +113,7 @@ class Job:
     mask: tuple[str, ...] = flag(("causal",), "which tokens a token sees", choices=MASKS)
     window: int = flag(4096, "tokens back, for the mask window", metavar="N")
     dtype: str = flag("", "default: bfloat16, float32 on a CPU", choices=DTYPES)
-    schedule: tuple[str, ...] = flag(("auto",), "of ours", choices=SCHEDULES)
+    schedule: tuple[str, ...] = flag(("auto",), "of ours; zigzag: zigzag tokens", choices=(*SCHEDULES, "zigzag"))
     kernel: tuple[str, ...] = flag(("auto",), "of ours, and of the all-to-all baselines", choices=KERNELS)
     transport: tuple[str, ...] = flag(("auto",), "of ours", choices=TRANSPORTS)
     ulysses_degree: tuple[int, ...] = flag((1,), "of ours", metavar="N")

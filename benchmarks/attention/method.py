@@ -16,7 +16,6 @@ from dfa_megatron.attention import dist_flash_attn_func
 from dfa_megatron.doctor.ablation import Ablation
 from dfa_megatron.doctor.ablation import ablation as ablated
 from dfa_megatron.doctor.world import World
-from dfa_megatron.plan.schedules import SCHEDULES
 from dfa_megatron.runtime.prepare import in_use, plans_in_use
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -80,14 +79,15 @@ def our_methods(job: Job) -> list[Method]:
 def _ours(
     schedule: str, kernel: str, transport: str, ulysses_degree: int, cuda_graph: bool, ablation: Ablation
 ) -> Method:
-    layout = SCHEDULES[schedule].layout if schedule in SCHEDULES else "contiguous"
-    options: dict[str, Any] = {"schedule": schedule, "kernel": kernel, "layout": layout}
+    layout = "zigzag" if schedule == "zigzag" else "contiguous"
+    options: dict[str, Any] = {"kernel": kernel, "layout": layout, "ulysses_degree": ulysses_degree}
+    if layout == "contiguous":
+        options["schedule"] = schedule
     words = ["dfa", schedule, kernel]
     if transport != "auto":
         options["transport"] = transport
         words.append(transport)
     if ulysses_degree != 1:
-        options["ulysses_degree"] = ulysses_degree
         words.append(f"ulysses{ulysses_degree}")
     if cuda_graph:
         options["cuda_graph"] = True
