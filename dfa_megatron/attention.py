@@ -11,7 +11,7 @@ from torch import nn
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.remat import active_frame
-from dfa_megatron.runtime.comm.channel import Guard
+from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.comm.groups import Group, group_name
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
 from dfa_megatron.runtime.op import Replay, attend

@@ -22,8 +22,8 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Form
 from dfa_megatron.plan.language.heads import split_heads, split_tokens
-from dfa_megatron.runtime.comm.channel import channel
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
+from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
 from dfa_megatron.runtime.execute.ulysses import stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format

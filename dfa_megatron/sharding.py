@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.plan.schedules.load_balanced import layout_of
-from dfa_megatron.runtime.comm.groups import Group, resolve
+from dfa_megatron.runtime.comm.groups import Group, group_name, resolve
 from dfa_megatron.runtime.cu_seqlens import balancing_mask, offsets_of
 
 CuSeqlens = torch.Tensor | Sequence[int] | None
@@ -173,20 +173,12 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _membership(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
-    """This process's rank in the group, the group's size, and the group (None for a single rank without one)."""
-    if isinstance(group, str):
-        group = resolve(group) if group else None
-    if group is None and not (dist.is_available() and dist.is_initialized()):
+    """Return this process's rank in the group, the group's size, and the group (None without process groups)."""
+    name = group_name(group)
+    if not name:
         return 0, 1, None
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise UnsupportedError(
-            f"global rank {dist.get_rank()} sharding over a group that it is not in",
-            "it has no tokens of that sequence",
-            "a group that contains this rank",
-        )
-    members = dist.group.WORLD if group is None else group
-    return rank, dist.get_world_size(group), members
+    members = resolve(name)
+    return members.rank(), members.size(), members
 
 
 def _sequence_dim(x: torch.Tensor, dim: int) -> int:

@@ -12,9 +12,9 @@ import torch
 from dfa_megatron.doctor.stopwatch import stopwatch
 from dfa_megatron.doctor.world import slowest
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.comm.channel import channel
 from dfa_megatron.runtime.comm.communicator import Communicator
 from dfa_megatron.runtime.comm.groups import group_name
+from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
 
 logger = logging.getLogger(__name__)
@@ -40,11 +40,11 @@ def open_transports(device: torch.device, largest: int) -> dict[str, Transport]:
         device: of the tensors that are sent.
         largest: bytes of the largest message.
     """
-    ours = channel(group_name(None))
+    ours = channel(group_name(None)).transports
     found = {}
     for kind in ("p2p", "copy_engine") if device.type == "cuda" else ("p2p",):
         try:
-            found[kind] = ours.transport(device, kind)
+            found[kind] = ours.get(device, kind)
         except UnsupportedError as error:
             logger.warning("%s is not in the profile: %s", kind, error.why)
             continue

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from dfa_megatron.errors import DisagreementError, DistAttentionError, UnsupportedError
 from dfa_megatron.runtime.agreement.agree import exchange
 from dfa_megatron.runtime.agreement.board import Board
-from dfa_megatron.runtime.comm.channel import renew
 from dfa_megatron.runtime.comm.groups import group_name
+from dfa_megatron.runtime.comm.registry import renew
 
 T = TypeVar("T")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from functools import lru_cache
 
 from dfa_megatron.plan.cost.hardware import (
@@ -16,6 +15,7 @@ from dfa_megatron.plan.cost.hardware import (
 )
 from dfa_megatron.plan.cost.profile import profile_named
 from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.environment import forbids_p2p
 
 _named = lru_cache(maxsize=8)(profile_named)
 
@@ -41,5 +41,5 @@ def profile_of(hardware: str, cuda: bool, channel: Channel | None, kernel: str |
     if channel is not None and channel.hosts > 1:
         found = dataclasses.replace(H200_NIC_400G, ranks_per_node=max(1, channel.size // channel.hosts))
     else:
-        found = H200_SLOW_LINK if os.environ.get("NCCL_P2P_DISABLE") == "1" else H200_NVLINK
+        found = H200_SLOW_LINK if forbids_p2p() else H200_NVLINK
     return computing_with(kernel, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 from collections import OrderedDict
@@ -10,7 +11,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel, Form
@@ -19,8 +19,10 @@ from dfa_megatron.plan.language.heads import HeadSplit, TokenSplit, split_heads,
 from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime.agreement.agree import Facts
 from dfa_megatron.runtime.agreement.calls import Kind
-from dfa_megatron.runtime.comm.channel import Channel, Guard, channel
-from dfa_megatron.runtime.comm.groups import before_destroying, group_name, group_size
+from dfa_megatron.runtime.agreement.guard import Guard
+from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.comm.groups import group_size
+from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute import alibi_positions as alibi
 from dfa_megatron.runtime.execute.cuda_graph import Captured
@@ -108,7 +110,7 @@ class Prepared:
     @property
     def symmetric_bytes(self) -> int:
         """Bytes that its messages need in the symmetric memory of its transport, or 0 where that has none."""
-        if self.channel is None or not self.channel.has_symmetric_memory(self.transport):
+        if self.channel is None or not self.channel.transports.has_symmetric_memory(self.transport):
             return 0
         return self.arena_bytes
 
@@ -156,10 +158,10 @@ _known: OrderedDict[str, _Known] = OrderedDict()
 """By the name of the group, the one used last at the end."""
 
 
-def _forget(group: dist.ProcessGroup | None) -> None:
-    """A group is about to be destroyed, or all are: its plans and graphs go with it."""
-    for name in list(_known) if group is None else [group_name(group)]:
-        _known.pop(name, None)
+def _forget(group: str, over: Channel) -> None:
+    """Drop the plans and graphs of a group whose channel closes; it may have another one by now."""
+    if group in _known and _known[group].over is over:
+        del _known[group]
 
 
 def in_use() -> tuple[Prepared, ...]:
@@ -185,9 +187,12 @@ def prepare(
     """
     request = from_text(text)
     over = channel(group, request.guard) if group_size(group) > 1 else None
+    if over is None:
+        group = ""  # one rank needs no channel: the plans are the same over every group
     if group not in _known or _known[group].over is not over:
-        before_destroying(_forget)
         _known[group] = _Known(over)
+        if over is not None:
+            over.before_closing(functools.partial(_forget, group, over))
     _known.move_to_end(group)
     known = _known[group].prepared
     key = (text, q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
@@ -265,7 +270,7 @@ def _open_transport(prepared: Prepared, device: torch.device) -> None:
                 "messages go point to point: they need %.1f GiB, which the copy engines would keep between calls",
                 nbytes / 2**30,
             )
-        prepared.channel.reserve(device, prepared.transport, nbytes)
+        prepared.channel.transports.reserve(device, prepared.transport, nbytes)
 
 
 def _roomy(nbytes: int) -> int:

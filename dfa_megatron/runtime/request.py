@@ -12,7 +12,7 @@ from typing import Any
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.mask import Mask, of_window
-from dfa_megatron.runtime.comm.channel import Guard
+from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.cu_seqlens import Offsets, balancing_mask, mask_of
 
 

@@ -125,7 +125,7 @@ def _captured_or_not(prepared: Prepared, memory: MemoryPlan, run: Callable[..., 
     if key not in prepared.graphs:
         for stale in [other for other in prepared.graphs if other[0] == key[0]]:
             del prepared.graphs[stale]
-        prepared.graphs[key] = Captured(functools.partial(run, prepared), inputs, prepared.channel is not None)
+        prepared.graphs[key] = Captured(functools.partial(run, prepared), inputs, prepared.channel)
     return prepared.graphs[key](inputs)
 
 
@@ -146,7 +146,7 @@ def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[
     if channel is None:
         transport: Transport = _Nobody()
     else:
-        transport = channel.transport(device, prepared.transport)
+        transport = channel.transports.get(device, prepared.transport)
         channel.calls.where = transport.where
     return transport, transport.arena(memory.arena_bytes, device)
 

@@ -15,6 +15,7 @@ from dfa_megatron.errors import DisagreementError, DistAttentionError, Execution
 from dfa_megatron.plan.schedules import SCHEDULES
 from dfa_megatron.plan.schedules.route import direct
 from dfa_megatron.testing.workers import run_ranks
+from tests.support.groups import alone
 
 
 def attempt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> str:
@@ -196,7 +197,8 @@ def _packs_of_its_own(rank: int, ranks: int) -> list[str]:
 
     told = [pack(4, (0, 4 * ranks))]
     if rank == 0:
-        told += [pack(70, (0, first, 70), group="") for first in range(1, 70)]
+        mine = alone()
+        told += [pack(70, (0, first, 70), group=mine) for first in range(1, 70)]
     return [*told, pack(4, (0, 4 * ranks))]
 
 
@@ -257,7 +259,7 @@ def _strangers(rank: int, ranks: int) -> list[str]:
     """Tensors without numbers, and groups that this rank is no member of: as it has them, and by a name."""
     group = torch.distributed.new_group([0, 1])
     meta = [x.to("meta") for x in tensors()]
-    told = [attempt(*meta, group=""), attempt(*tensors(), group="nobody's")]
+    told = [attempt(*meta, group=alone()), attempt(*tensors(), group="nobody's")]
     if rank == 2:
         return [*told, attempt(*tensors(), group=group)]
     return [*told, attempt(*meta, group=group), attempt(*(tensors() if rank else meta), group=group)]

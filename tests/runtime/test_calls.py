@@ -17,6 +17,7 @@ import dfa_megatron
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.agreement.calls import Calls, Kind, at_layer
 from dfa_megatron.testing.workers import run_ranks
+from tests.support.groups import alone
 
 KNOWN = ({"softmax_scale": 0.25}, {"softmax_scale": 0.5}, {"window_size": (3, 0)}, {"causal": False})
 """Plans that all ranks know before their calls part."""
@@ -199,7 +200,7 @@ def _stopped(rank: int, ranks: int, seconds: float) -> tuple[str, str, float, bo
         os.kill(pid, signal.SIGSTOP)
     results: list[torch.Tensor] = []
     name, text, waited = told(lambda: results.append(run()))
-    whole = dfa_megatron.dist_flash_attn_func(q, k, v, group="") if results else None
+    whole = dfa_megatron.dist_flash_attn_func(q, k, v, group=alone()) if results else None
     exact = isinstance(whole, torch.Tensor) and torch.allclose(results[0], whole[:, mine], atol=1e-5)
     return name, text, waited, exact
 
@@ -294,10 +295,16 @@ def test_two_threads_on_one_group_are_refused_by_their_names() -> None:
 
 def _left(rank: int, ranks: int) -> tuple[int, int, int]:
     """File descriptors and threads that a group leaves behind, and the plans of it."""
+    from dfa_megatron.runtime.comm import registry
     from dfa_megatron.runtime.prepare import in_use
 
-    def count() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    def settled() -> tuple[int, int, int]:
+        """Descriptors, threads and plans once no channel is left, or after five seconds."""
+        deadline = time.monotonic() + 5
+        while (registry._channels or in_use()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.2)
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(in_use())
 
     def once(shape: int) -> None:
         group = dist.new_group(list(range(ranks)))
@@ -308,13 +315,11 @@ def _left(rank: int, ranks: int) -> tuple[int, int, int]:
         dist.destroy_process_group(group)
 
     once(8)  # what is made once for a process stays
-    time.sleep(0.3)
-    descriptors, threads = count()
+    descriptors, threads, _ = settled()
     for shape in (10, 12):
         once(shape)
-    time.sleep(0.3)
-    after = count()
-    return after[0] - descriptors, after[1] - threads, len(in_use())
+    after = settled()
+    return after[0] - descriptors, after[1] - threads, after[2]
 
 
 def test_a_destroyed_group_leaves_nothing_behind() -> None:

@@ -24,9 +24,10 @@ from dfa_megatron.plan.language.program import Call, Merge, Program
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
-from dfa_megatron.runtime.comm import channel, copy_engine
+from dfa_megatron.runtime.comm import copy_engine
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
 from dfa_megatron.runtime.comm.transport import Recv, Send
+from dfa_megatron.runtime.comm.transports import _refuse_one_queue
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
 from dfa_megatron.runtime.execute.wire_format import Format
 
@@ -316,6 +317,6 @@ def test_a_machine_without_gpus_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_one_queue_for_all_streams_is_left_to_point_to_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(UnsupportedError, match="by name"):
-        channel._refuse_one_queue()
+        _refuse_one_queue()
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    channel._refuse_one_queue()
+    _refuse_one_queue()

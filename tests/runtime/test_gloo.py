@@ -163,8 +163,8 @@ def test_torchs_own_switch_asks_for_determinism() -> None:
 
 
 def _communicators(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.comm.channel import channel
     from dfa_megatron.runtime.comm.groups import group_name
+    from dfa_megatron.runtime.comm.registry import channel
 
     attend_and_compare(case(ranks * 8), rank, ranks)
     made = len(channel(group_name(None))._made)

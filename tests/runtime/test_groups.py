@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dfa_megatron
-from dfa_megatron.runtime.comm.channel import channel
-from dfa_megatron.runtime.comm.groups import before_destroying, group_name
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.comm.groups import group_name
+from dfa_megatron.runtime.comm.registry import channel
+from dfa_megatron.runtime.prepare import in_use
 from dfa_megatron.testing.workers import run_ranks
 
 
@@ -25,8 +30,17 @@ def _attend(ranks: int) -> None:
     dfa_megatron.dist_flash_attn_varlen_func(*packed, (0, 5, 8 * ranks))
 
 
-def _kept(rank: int, ranks: int) -> tuple[int, int]:
-    """How many groups and communicators there were, and how many are left after all groups were destroyed."""
+def _soon(left: Callable[[], int]) -> int:
+    """How many are left once a destroyed group has been noticed, or after five seconds."""
+    deadline = time.monotonic() + 5
+    while left() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+    return left()
+
+
+def _kept(rank: int, ranks: int) -> tuple[int, int, int]:
+    """How many groups and communicators there were, and how many and how many plans are left after destruction."""
     _attend(ranks)
     whole = channel(group_name(None))
     made = [x._backend for part in (whole, *whole._subgroups.values()) for x in part._made]
@@ -34,15 +48,58 @@ def _kept(rank: int, ranks: int) -> tuple[int, int]:
     dist.barrier()
     del whole, made
     dist.destroy_process_group()
-    gc.collect()
-    return len(groups), sum(group() is not None for group in groups)
+    return len(groups), _soon(lambda: sum(group() is not None for group in groups)), len(in_use())
 
 
 def test_no_group_is_kept_after_all_were_destroyed() -> None:
     """A gloo group that is kept has threads, which now and then abort a process that ends."""
-    for made, left in run_ranks(4, _kept):
+    for made, left, plans in run_ranks(4, _kept):
         assert made >= 5  # the default group; messages and comparisons of all ranks; of each pair
-        assert left == 0
+        assert (left, plans) == (0, 0)
+
+
+def _unwatched(rank: int, ranks: int) -> tuple[int, int, bool]:
+    """Plans that are left of a destroyed group without a watcher: at once, and after an attention over another one."""
+    ours = dist.destroy_process_group
+    q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
+    for _ in range(2):
+        part = dist.new_group([0, 1])
+        dfa_megatron.dist_flash_attn_func(q, k, v, group=part, verify="off")
+        dist.barrier(part)
+        dist.destroy_process_group(part)
+    before = len(in_use())
+    dfa_megatron.dist_flash_attn_func(q, k, v)
+    return (
+        before,
+        len(in_use()),
+        ours is distributed_c10d.destroy_process_group and ours.__module__ == "torch.distributed.distributed_c10d",
+    )
+
+
+def test_without_a_watcher_a_destroyed_group_goes_with_the_next_that_is_made() -> None:
+    assert run_ranks(2, _unwatched) == [(1, 1, True)] * 2
+
+
+def _held_in_order(rank: int, ranks: int) -> list[str]:
+    """What a closing channel lets go of, in order."""
+    _attend(ranks)
+    whole, events = channel(group_name(None)), []
+    real = whole._made[0].close
+
+    def closed(*, abort: bool) -> None:
+        events.append("connections")
+        real(abort=abort)
+
+    whole._made[0].close = closed  # type: ignore[method-assign]
+    whole.before_closing(lambda: events.append("what is held over them"))
+    dist.barrier()
+    whole.close()
+    whole.close()
+    return events
+
+
+def test_what_connections_would_wait_for_goes_before_them_and_once() -> None:
+    assert run_ranks(2, _held_in_order) == [["what is held over them", "connections"]] * 2
 
 
 def _again(rank: int, ranks: int) -> int:
@@ -59,35 +116,15 @@ def test_groups_can_be_made_anew_under_the_same_names() -> None:
     assert len(set(run_ranks(2, _again))) == 1
 
 
-def _released(rank: int, ranks: int) -> tuple[list[str], bool]:
-    """What happened in which order, and whether the process still has a name of before for the function."""
-    events: list[str] = []
-    before_destroying(lambda group: events.append("all released" if group is None else "one released"))
-    part = dist.new_group([0, 1])
-    dist.destroy_process_group(part)
-    events.append("one destroyed")
-    before = dist.destroy_process_group
-    before_destroying(lambda group: events.append("released, too"))
-    dist.barrier()
-    dist.destroy_process_group()
-    events.append("all destroyed" if not dist.is_initialized() else "some are left")
-    return events, before is dist.destroy_process_group
-
-
-def test_what_groups_would_wait_for_is_released_before_all_are_destroyed() -> None:
-    for events, once in run_ranks(2, _released):
-        assert events == ["one released", "one destroyed", "all released", "released, too", "all destroyed"]
-        assert once
-
-
 def _before_its_groups(rank: int, ranks: int) -> tuple[float, bool]:
-    """How far a module that was built without process groups is from the function; and one that was given none."""
+    """How far a module that was built without process groups is from the function; whether that needs the others."""
     with patch.object(dist, "is_initialized", return_value=False):
-        module, alone = dfa_megatron.DistFlashAttention(), dfa_megatron.DistFlashAttention(group="")
-    q, k, v = (torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(rank)) for _ in range(3))
+        module = dfa_megatron.DistFlashAttention()
+        q, k, v = (torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(rank)) for _ in range(3))
+        without = dfa_megatron.dist_flash_attn_func(q, k, v)
     want = dfa_megatron.dist_flash_attn_func(q, k, v)
     assert isinstance(want, torch.Tensor)
-    return float((module(q, k, v) - want).abs().max()), bool(torch.equal(alone(q, k, v), want))
+    return float((module(q, k, v) - want).abs().max()), bool(torch.equal(without, want))
 
 
 def test_a_module_may_be_built_before_its_process_groups() -> None:
@@ -120,3 +157,53 @@ def _without_a_backend(rank: int, ranks: int) -> str:
 
 def test_a_group_whose_backend_was_left_to_pytorch_works() -> None:
     assert len(set(run_ranks(2, _without_a_backend))) == 1
+
+
+def _over_meshes(rank: int, ranks: int) -> dict[str, object]:
+    """Attention over a mesh of (2, 2) ranks: by its second dimension as a mesh and a group, and what is refused."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    q, k, v = (torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(rank)) for _ in range(3))
+
+    def attend(group: object) -> torch.Tensor | str:
+        try:
+            return dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=group)  # type: ignore[arg-type,return-value]
+        except UnsupportedError as error:
+            return str(error)
+
+    backwards = DeviceMesh("cpu", [3, 2, 1, 0])
+    return {
+        "equal": torch.equal(attend(mesh["cp"]), attend(mesh["cp"].get_group())),  # type: ignore[arg-type]
+        "sharded": dfa_megatron.local_positions(16, group=mesh["cp"]).tolist(),
+        "whole": attend(mesh),
+        "backwards": attend(backwards),
+        "nameless": attend(DeviceMesh("cpu", [[0, 1], [2, 3]])),
+        "empty": attend(""),
+    }
+
+
+def test_a_group_may_be_one_dimension_of_a_mesh_and_the_order_of_its_ranks_is_that_of_the_tokens() -> None:
+    for rank, found in enumerate(run_ranks(4, _over_meshes)):
+        assert found["equal"]
+        assert found["sharded"] == list(range(8 * (rank % 2), 8 * (rank % 2) + 8))
+        assert 'What works: that dimension: group=mesh["cp"]' in found["whole"]
+        assert "2 dimensions ('dp', 'cp')" in found["whole"]
+        assert "2 dimensions (2, 2)" in found["nameless"]
+        assert "a DeviceMesh of ranks [3, 2, 1, 0]" in found["backwards"]
+        assert "a mesh whose ranks ascend" in found["backwards"]
+        assert "dist.new_group([rank]" in found["empty"]
+
+
+def _ahead_of(rank: int, ranks: int) -> list[str]:
+    """A mesh of ranks 0 and 1, as a rank that is no member of it meets it."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    try:
+        group_name(mesh)
+    except UnsupportedError as error:
+        return [str(error)]
+    return []
+
+
+def test_a_mesh_without_this_rank_is_refused() -> None:
+    first, second, stranger = run_ranks(3, _ahead_of)
+    assert first == second == []
+    assert "a DeviceMesh of ranks [0, 1]" in stranger[0]

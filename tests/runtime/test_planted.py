@@ -17,9 +17,9 @@ from dfa_megatron.testing.workers import run_ranks
 def test_a_process_keeps_a_bounded_number_of_prepared_attentions() -> None:
     q = torch.randn(1, 4, 1, 8)
     for call in range(prepare._KEPT + 6):
-        dfa_megatron.dist_flash_attn_func(q, q, q, group="", softmax_scale=1.0 + call)
+        dfa_megatron.dist_flash_attn_func(q, q, q, softmax_scale=1.0 + call)
         if call > 3:  # used again and again, so that it stays
-            dfa_megatron.dist_flash_attn_func(q, q, q, group="", softmax_scale=1.0 + 3)
+            dfa_megatron.dist_flash_attn_func(q, q, q, softmax_scale=1.0 + 3)
     kept = [prepared.request.softmax_scale for prepared in prepare._known[""].prepared.values()]
     assert len(kept) == prepare._KEPT
     assert set(kept) == {4.0, *(1.0 + call for call in range(7, prepare._KEPT + 6))}

@@ -10,9 +10,10 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime import prepare
 from dfa_megatron.runtime.comm import copy_engine
 from dfa_megatron.runtime.comm.arena import Arena
-from dfa_megatron.runtime.comm.channel import Channel, channel
 from dfa_megatron.runtime.comm.groups import group_name
+from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.comm.transport import Transport
+from dfa_megatron.runtime.comm.transports import Transports
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.cases import case, positions
 
@@ -20,13 +21,13 @@ from tests.support.cases import case, positions
 def _asked_for(rank: int, ranks: int) -> list[set[str]]:
     """The kinds that a forward and backward ask their channel for, by the largest arena that is allowed."""
     asked: set[str] = set()
-    real = Channel.transport
+    real = Transports.get
 
-    def noted(self: Channel, device: torch.device, kind: str = "auto") -> Transport:
+    def noted(self: Transports, device: torch.device, kind: str = "auto") -> Transport:
         asked.add(kind)
         return real(self, device, "p2p")
 
-    Channel.transport = noted  # type: ignore[method-assign]  # the process ends with this function
+    Transports.get = noted  # type: ignore[method-assign]  # the process ends with this function
     whole, found = case(ranks * 8), []
     rows = positions("contiguous", ranks * 8, ranks)[rank]
     for transport, spare in (("auto", 0), ("auto", -1), ("copy_engine", -1), ("p2p", 0)):
@@ -74,17 +75,17 @@ def _full(rank: int, ranks: int) -> tuple[list[str], int, int, str]:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     copy_engine._zeros = zeros
-    over._transports["cpu", "copy_engine"] = over._transports["cpu", "auto"] = engine
+    over.transports._open["cpu", "copy_engine"] = over.transports._open["cpu", "auto"] = engine
     for kind in ("copy_engine", "auto"):
         try:
-            over.reserve(device, kind, 1 << 21)
+            over.transports.reserve(device, kind, 1 << 21)
         except UnsupportedError as error:
             errors.append(str(error))
     return (
         errors,
         engine._arena.flat.numel() + len(engine._arenas),
         engine.generation,
-        type(over.transport(device, "auto")).__name__,
+        type(over.transports.get(device, "auto")).__name__,
     )
 
 

@@ -17,7 +17,8 @@ from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.heads import split_heads
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.runtime.agreement.board import Board
-from dfa_megatron.runtime.comm.channel import Channel, Guard
+from dfa_megatron.runtime.agreement.guard import Guard
+from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.dense import assert_close, dense_attention
 from dfa_megatron.testing.nan_memory import nan_memory
@@ -121,8 +122,8 @@ def test_groups_of_other_than_all_ranks_exchange_among_themselves() -> None:
 
 
 def _communicators(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.comm.channel import channel
     from dfa_megatron.runtime.comm.groups import group_name
+    from dfa_megatron.runtime.comm.registry import channel
     from dfa_megatron.runtime.prepare import in_use
 
     def count() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -13,6 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dfa_megatron.errors import AbsentError, DistAttentionError
 from dfa_megatron.runtime.agreement.waiter import bounded
+from dfa_megatron.runtime.environment import launcher_keeps_store
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def _no_answer(members: Sequence[int], keeper: int | None, seconds: float) -> Ab
 
 def _keeper(members: Sequence[int], rank: int) -> int | None:
     """The other rank that keeps the store of the group, if one does: global rank 0, unless the launcher does."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or 0 not in members or members[rank] == 0:
+    if launcher_keeps_store() or 0 not in members or members[rank] == 0:
         return None
     return list(members).index(0)
 

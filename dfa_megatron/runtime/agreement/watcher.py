@@ -51,6 +51,7 @@ class Watch:
         board: of the group.
         calls: of this rank.
         alive: whether the group still exists.
+        ended: called once it does not, on the watcher's thread, which ends then.
         gone: whether the process of a rank is known to have ended; None where that cannot be known.
         stall: seconds that a rank may be waited for which gives no sign of life; 0 for no limit.
         patience: seconds that a rank may be waited for which lives, but does something else; the group's own timeout.
@@ -61,11 +62,12 @@ class Watch:
         board: Board,
         calls: Calls,
         alive: Callable[[], bool],
+        ended: Callable[[], None],
         gone: Callable[[int], bool],
         stall: float,
         patience: float,
     ) -> None:
-        self.board, self.calls, self.alive, self.gone = board, calls, alive, gone
+        self.board, self.calls, self.alive, self.ended, self.gone = board, calls, alive, ended, gone
         self.stall, self.patience = stall, patience
         self._beat, self._process = 0, os.getpid()
         self._signs: list[Sign | None] = [None] * board.size
@@ -181,6 +183,7 @@ class Watch:
         looked = time.monotonic()
         while not self._stopped.wait(PERIOD):
             if not self.alive():
+                self.ended()
                 return
             now = time.monotonic()
             if now - looked > SILENT:  # this process was stopped itself, maybe with all others: nobody is silent yet

@@ -89,10 +89,11 @@ class Communicator:
         if self._name:
             torch._C._distributed_c10d._unregister_process_group(self._name)
         if self.device.type != "cpu":
-            if abort:
-                self._backend.abort()
-            else:
-                self._backend.shutdown()
+            with torch.cuda.device(self.device):  # the thread that closes may not be the one that has computed
+                if abort:
+                    self._backend.abort()
+                else:
+                    self._backend.shutdown()
         elif abort:
             # Gloo's destructor joins threads that wait for a rank which never answers, until the group's timeout: the
             # process would not end. So these are kept, and go with it.

@@ -10,7 +10,6 @@ before it waits for any: by induction on the step nobody waits for ever.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from dfa_megatron.runtime.comm.arena import Arena
 from dfa_megatron.runtime.comm.streams import Streams
 from dfa_megatron.runtime.comm.transport import Recv, Send
 from dfa_megatron.runtime.cuda_driver import driver
+from dfa_megatron.runtime.environment import forbids_p2p, without_multicast
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.comm.channel import Channel
@@ -197,7 +197,7 @@ def open_transport(over: Channel, device: torch.device) -> CopyEngineTransport |
 def _local_refusal(device: torch.device) -> str:
     if device.type != "cuda":
         return f"it moves between GPUs, not on {device.type}"
-    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+    if forbids_p2p():
         return "NCCL_P2P_DISABLE=1 says that GPUs must not reach each other's memory"
     try:
         import torch.distributed._symmetric_memory
@@ -214,8 +214,6 @@ def _symmetric(nbytes: int, over: Channel, device: torch.device) -> tuple[torch.
     Raises:
         UnsupportedError: on every rank, where one has no memory for it.
     """
-    # Multicast would bind all GPUs' memory to one address, which nothing here needs.
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     memory, why = None, ""
     try:
         memory = _zeros(nbytes, device)
@@ -239,11 +237,14 @@ def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     import torch.distributed._symmetric_memory as symmetric_memory
 
     torch.cuda.empty_cache()
-    return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).zero_()
+    with without_multicast():
+        return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).zero_()
 
 
 def _mapped(memory: torch.Tensor, over: Channel) -> list[int]:
     """The addresses at which this rank reaches every rank's memory; collective."""
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    return list(_SymmetricMemory.rendezvous(memory, over.symmetric_name()).buffer_ptrs)
+    name = over.symmetric_name()
+    with without_multicast():
+        return list(_SymmetricMemory.rendezvous(memory, name).buffer_ptrs)

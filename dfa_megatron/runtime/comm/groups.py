@@ -1,36 +1,67 @@
-"""Process groups by name, as operators take them, and as whatever outlives a call keeps them."""
+"""Process groups as callers give them, and by the names that operators take and that outlive a group."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from dfa_megatron.errors import UnsupportedError
 
-Group = dist.ProcessGroup | str | None
-"""A process group, its name, or None for the default group (a single process where there is none)."""
+Group = dist.ProcessGroup | DeviceMesh | str | None
+"""A process group, a one-dimensional mesh, a group's name, or None: the default group, or this process where none is.
+
+The order of the ranks in the group or mesh is the order of their tokens.
+"""
 
 
 def group_name(group: Group) -> str:
-    """The name that the operator takes for a group; "" is a single process.
+    """Return the name that the operator takes for a group; "" is a process without process groups.
 
     Raises:
-        UnsupportedError: this process is no member of the group.
+        UnsupportedError: this process is no member of the group, or the mesh has several dimensions.
     """
-    if isinstance(group, str):
-        return group
-    if group is None:
+    if group is None or group == "":
         if not (dist.is_available() and dist.is_initialized()):
             return ""
+        if group == "":
+            raise UnsupportedError(
+                "group=''",
+                "no process group has this name",
+                "dist.new_group([rank], use_local_synchronization=True) for attention on one rank of several",
+            )
         group = dist.group.WORLD
+    if isinstance(group, str):
+        return group
+    if isinstance(group, DeviceMesh):
+        group = _of_mesh(group)
     assert group is not None
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]  # as new_group returns it
         raise _no_member("a process group that this rank is no member of")
     return str(group.group_name)
+
+
+def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    names, ranks = mesh.mesh_dim_names or (), mesh.mesh.flatten().tolist()
+    if mesh.ndim != 1:
+        example = f'mesh["{names[-1]}"]' if names else 'mesh["cp"], of a mesh whose dimensions have names'
+        raise UnsupportedError(
+            f"group=a DeviceMesh of {mesh.ndim} dimensions {tuple(names) or tuple(mesh.mesh.shape)}",
+            "a sequence is shared along one of them",
+            f"that dimension: group={example}",
+        )
+    if mesh.get_coordinate() is None:
+        raise _no_member(f"a DeviceMesh of ranks {ranks}")
+    group = mesh.get_group()
+    if dist.get_process_group_ranks(group) != ranks:
+        raise UnsupportedError(
+            f"group=a DeviceMesh of ranks {ranks}",
+            "tokens follow the order of the mesh, and its process group has another",
+            "a mesh whose ranks ascend",
+        )
+    return group
 
 
 def group_size(name: str) -> int:
@@ -64,29 +95,3 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 def is_known(group: dist.ProcessGroup | None) -> bool:
     """Whether a group still is one of torch.distributed's."""
     return group is not None and group in distributed_c10d._world.pg_map
-
-
-Release = Callable[[dist.ProcessGroup | None], None]
-
-
-def before_destroying(release: Release) -> None:
-    """Have this called when torch.distributed.destroy_process_group is about to destroy a group (None: all groups).
-
-    PyTorch has no hook for it, so its function is wrapped, once and for as long as the process lives.
-    """
-    _releases()[release] = None
-
-
-@functools.cache
-def _releases() -> dict[Release, None]:
-    releases: dict[Release, None] = {}
-    destroy = distributed_c10d.destroy_process_group
-
-    @functools.wraps(destroy)
-    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        for release in releases:
-            release(None if group is dist.group.WORLD else group)
-        destroy(group)
-
-    dist.destroy_process_group = distributed_c10d.destroy_process_group = destroy_process_group
-    return releases

@@ -1,4 +1,4 @@
-"""CUDA graphs: one phase of a prepared attention captured once and replayed, where launches cost more than kernels."""
+"""CUDA graphs: one phase of a prepared attention, captured once and replayed to spare the host its launches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import weakref
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
-from dfa_megatron.runtime.comm.groups import before_destroying
+from dfa_megatron.runtime.comm.channel import Channel
 
 logger = logging.getLogger(__name__)
 
@@ -17,37 +16,37 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Captured:
-    """One phase, captured with inputs and results in memory of its own.
+    """One phase, captured with memory of its own for inputs and results, which stays taken while this object lives.
 
-    Every rank of the group captures and replays at the same calls: the messages are in the graph. The memory of its
-    inputs, results and everything between stays taken for as long as this object lives.
+    The messages are in the graph, so every rank of the group captures and replays at the same calls.
 
     Args:
         run: the phase: tensors in, tensors out, all work issued on the current stream or joined to it.
         inputs: of the first call; later ones have the same shapes and dtypes.
-        messages: the phase has some. The graph is given up, for good, before all process groups are destroyed.
+        channel: over which the phase's messages go, if it has any. The graph is given up before the channel closes.
     """
 
     # A graph that an evaluation captured is replayed in training, which may not write to tensors of inference mode.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, run: Callable[..., Tensors], inputs: Tensors, messages: bool) -> None:
+    def __init__(self, run: Callable[..., Tensors], inputs: Tensors, channel: Channel | None) -> None:
         self._inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
+        self._channel, self._device = channel, inputs[0].device
         torch._foreach_copy_(self._inputs, inputs)
-        warm = torch.cuda.Stream(inputs[0].device)
-        warm.wait_stream(torch.cuda.current_stream(inputs[0].device))
+        warm = torch.cuda.Stream(self._device)
+        warm.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(warm):
             for _ in range(2):  # compiles kernels, opens libraries' handles
                 run(*self._inputs)
-        torch.cuda.current_stream(inputs[0].device).wait_stream(warm)
+        torch.cuda.current_stream(self._device).wait_stream(warm)
         self._graph = torch.cuda.CUDAGraph()
         # Other threads go on: NCCL's watchdog asks for the state of events meanwhile.
         with torch.cuda.graph(self._graph, stream=warm, capture_error_mode="thread_local"):
             self._results = run(*self._inputs)
         logger.info("captured a CUDA graph of an attention over %s", tuple(inputs[0].shape))
-        if messages:
-            _alive.add(self)
-            before_destroying(_release)
+        if channel is not None:
+            reference = weakref.ref(self)  # a graph that nobody replays any more goes before
+            channel.before_closing(lambda: _release(reference()))
 
     def __call__(self, inputs: Tensors) -> Tensors:
         """Replay on the current stream; the results are the caller's."""
@@ -58,17 +57,16 @@ class Captured:
         return results
 
     def release(self) -> None:
-        """Give the graph up: it cannot be replayed any more."""
-        self._graph.reset()
+        """Give the graph up: NCCL waits, without end, for graphs with its messages before it closes a communicator.
+
+        The thread that calls this may be another than the one that captured.
+        """
+        with torch.cuda.device(self._device):
+            if self._channel is None or self._channel.calls.lost is None:  # else a replay may never end
+                torch.cuda.synchronize()
+            self._graph.reset()
 
 
-_alive: weakref.WeakSet[Captured] = weakref.WeakSet()
-
-
-def _release(group: dist.ProcessGroup | None) -> None:
-    """NCCL waits, without end, for graphs that hold its messages before it lets go of a communicator."""
-    if group is not None:
-        return
-    torch.cuda.synchronize()
-    for captured in _alive:
+def _release(captured: Captured | None) -> None:
+    if captured is not None:
         captured.release()

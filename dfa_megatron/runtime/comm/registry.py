@@ -1,0 +1,73 @@
+"""The channels of this process by the name of their group: made at the first attention, closed with the group."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import weakref
+
+import torch.distributed as dist
+
+from dfa_megatron.runtime.agreement.board import Board
+from dfa_megatron.runtime.agreement.guard import Guard
+from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.comm.groups import is_known, resolve, timeout_of
+
+_channels: dict[str, tuple[weakref.ref[dist.ProcessGroup], Channel]] = {}
+
+
+def channel(name: str, guard: Guard | None = None) -> Channel:
+    """Return the channel of a named group; the first call for a group must be made by all of its ranks.
+
+    Other ranks need not take part. Every rank makes its channels in the order in which it first uses its groups.
+
+    guard: how calls are compared and watched from now on; None leaves that as it is.
+    """
+    group = resolve(name)
+    known = _channels.get(name)
+    if known is None or known[0]() is not group:
+        known = _make(name, group, guard or Guard())
+    elif guard is not None and guard != known[1].guard:
+        known[1].look_after(guard)
+    return known[1]
+
+
+def renew(name: str) -> None:
+    """Forget the channel of a group, so that the next attention makes a new one; every rank of it must do so.
+
+    Only after an error that all ranks have met and survived: no rank may be inside of an attention.
+    """
+    if name in _channels:
+        _close(name, _channels[name][1])
+
+
+def _make(name: str, group: dist.ProcessGroup, guard: Guard) -> tuple[weakref.ref[dist.ProcessGroup], Channel]:
+    _close_at_exit()
+    # Watchers close the channels of destroyed groups. With verify="off" there are none, and a name may be back sooner.
+    for other, (reference, old) in list(_channels.items()):
+        if not is_known(reference()):
+            _close(other, old)
+    reference = weakref.ref(group)
+    board = Board.of_group(group, guard.agreement_timeout)
+    made = Channel(board, timeout_of(group), guard, lambda: is_known(reference()))
+    made.ended = functools.partial(_close, name, made)
+    _channels[name] = reference, made
+    return _channels[name]
+
+
+def _close(name: str, old: Channel) -> None:
+    old.close()
+    known = _channels.get(name)
+    if known is not None and known[1] is old:
+        del _channels[name]
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Have threads and connections end before the interpreter does: a thread inside of gloo or NCCL would abort it."""
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for name, (_, known) in list(_channels.items()):
+        _close(name, known)

@@ -1,0 +1,105 @@
+"""The transports of a channel: which of them serves, opened once for each kind of device."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.comm.copy_engine import open_transport
+from dfa_megatron.runtime.comm.gloo import GlooTransport
+from dfa_megatron.runtime.comm.nccl import NcclTransport
+from dfa_megatron.runtime.comm.transport import Transport
+from dfa_megatron.runtime.environment import has_one_queue
+
+if TYPE_CHECKING:
+    from dfa_megatron.runtime.comm.channel import Channel
+
+logger = logging.getLogger(__name__)
+
+
+class Transports:
+    """The open transports of the ranks of a channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._open: dict[tuple[str, str], Transport] = {}
+
+    def get(self, device: torch.device, kind: str = "auto") -> Transport:
+        """Return the transport for tensors on that kind of device; the first call is collective.
+
+        The first call comes after the ranks have agreed. A rank with tensors elsewhere has then been told so, and
+        nobody waits for it.
+
+        Args:
+            device: of the tensors.
+            kind: "p2p", "copy_engine", or "auto" for the faster one that serves.
+
+        Raises:
+            UnsupportedError: "copy_engine" was asked for, and cannot serve these ranks.
+        """
+        known = self._open.get((device.type, kind))
+        if known is None:
+            known = self._open[device.type, kind] = self._make(device, kind)
+            if device.type == "cuda":
+                self._channel.calls.on_device()
+        return known
+
+    def _make(self, device: torch.device, kind: str) -> Transport:
+        if kind == "auto":
+            if device.type == "cpu":
+                return self.get(device, "p2p")
+            try:
+                _refuse_one_queue()
+                return self.get(device, "copy_engine")
+            except UnsupportedError as error:
+                logger.info("messages go point to point: the copy engines do not serve: %s", error.why)
+                return self.get(device, "p2p")
+        if kind == "copy_engine":
+            found = open_transport(self._channel, device)
+            if isinstance(found, str):
+                raise UnsupportedError("transport='copy_engine'", found, "transport='p2p'")
+            return found
+        own = self._channel.new_communicator(device)
+        return GlooTransport(own, self._channel.wait) if device.type == "cpu" else NcclTransport(own, device)
+
+    def reserve(self, device: torch.device, kind: str, nbytes: int) -> None:
+        """Reserve receive memory for that kind of transport; collective, as `get` is.
+
+        Where a GPU has no memory for it, "auto" is point to point from then on.
+
+        Raises:
+            UnsupportedError: "copy_engine" was asked for, and a GPU has no memory for it; on every rank.
+        """
+        try:
+            self.get(device, kind).reserve(nbytes)
+        except UnsupportedError as error:
+            if kind != "auto":
+                raise
+            logger.warning("messages go point to point from now on: %s", error.why)
+            self._open[device.type, kind] = self.get(device, "p2p")
+
+    def has_symmetric_memory(self, kind: str) -> bool:
+        """Return whether that kind of transport has reserved memory outside of PyTorch's allocator."""
+        known = self._open.get(("cuda", kind))
+        return known is not None and known.generation > 0
+
+    def clear(self) -> None:
+        """Let go of all transports and their memory."""
+        self._open.clear()
+
+
+def _refuse_one_queue() -> None:
+    """Refuse "auto" where a copy-engine stream shares its hardware queue with the streams that compute.
+
+    Raises:
+        UnsupportedError: CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron wants on Hopper, leaves one queue for all.
+    """
+    if has_one_queue():
+        raise UnsupportedError(
+            "transport='auto' over the copy engines",
+            "with CUDA_DEVICE_MAX_CONNECTIONS=1 kernels would queue up behind its waits, which has not been measured",
+            "transport='copy_engine' by name",
+        )
