@@ -13,13 +13,12 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.layers.hybrid import ATTENTION_SLOTS, default_stack_spec, is_stack, recomputed_class
 from dfa_megatron.megatron.layers.layer import layer_class
 from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
-from dfa_megatron.megatron.refusals import check_config
+from dfa_megatron.megatron.refusals import ARGS, SPEC, check_config
 from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
 from dfa_megatron.megatron.start.flags import global_args, options_of
 
@@ -67,10 +66,11 @@ def dfa_ify(
         UnsupportedError: the spec or the config asks for something that would be silently wrong.
     """
     options = DistAttentionConfig() if options is None else options
+    if is_stack(spec):
+        check_config(config, options, is_hybrid_model=True)
+        return _stack(spec, config, AttentionContext(options, hybrid=True))
     if config is not None:
         check_config(config, options)
-    if is_stack(spec):
-        return _stack(spec, config, AttentionContext(options, hybrid=True))
     context = AttentionContext(options)
     if isinstance(spec, TransformerBlockSubmodules):
         block = copy.copy(spec)
@@ -88,11 +88,7 @@ def dfa_ify(
 def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
     attention: Any = getattr(getattr(spec, "submodules", None), "self_attention", None)
     if not isinstance(spec, ModuleSpec) or not hasattr(getattr(attention, "submodules", None), "core_attention"):
-        raise UnsupportedError(
-            f"a spec of type {type(spec).__name__}",
-            "it has no submodules.self_attention.submodules.core_attention to replace",
-            "the spec of one TransformerLayer, or TransformerBlockSubmodules of such",
-        )
+        SPEC.check(no_core_attention=type(spec).__name__)
     _check_replaced(attention.submodules.core_attention)
     layer = copy.copy(spec)  # what is changed below is copied, everything else is shared with the given spec
     layer.submodules = copy.copy(spec.submodules)
@@ -111,27 +107,17 @@ def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
 
 
 def _check_replaced(core_attention: Any) -> None:
-    """Refuse to drop what an attention of somebody else's does beside softmax attention: caps, scales, windows."""
+    """Refuse to replace an attention that may do more than softmax attention: caps, scales, windows."""
     spec = core_attention if isinstance(core_attention, ModuleSpec) else ModuleSpec(module=core_attention)
     made: Any = spec.module
     known = str(getattr(made, "__module__", "")).startswith(("megatron.core.", "dfa_megatron."))
     if known and made.__name__ in _REPLACED and not set(spec.params or {}) - {"options"}:
         return
     params = f" with params {sorted(spec.params)}" if spec.params else ""
-    raise UnsupportedError(
-        f"a spec whose core_attention is {getattr(made, '__qualname__', made)}{params}",
-        "whatever it does beside softmax attention (caps, scales, windows, masks) would be dropped",
-        "a spec with Megatron's DotProductAttention or TEDotProductAttention there, if it does nothing beside",
-    )
+    SPEC.check(replaced=f"{getattr(made, '__qualname__', made)}{params}")
 
 
 def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
-    if context.options.data_layout == "contiguous":
-        raise UnsupportedError(
-            "a hybrid model in the contiguous layout",
-            "its other layers rely on Megatron's zigzag order",
-            "--dfa-data-layout boundary or zigzag",
-        )
     stack = copy.copy(spec)
     stack.submodules = copy.copy(spec.submodules)
     for slot, layer in vars(spec.submodules).items():
@@ -171,10 +157,7 @@ def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
     """
     from megatron.training.models.gpt import default_layer_spec
 
-    if getattr(getattr(model_cfg, "attention_backend", None), "name", None) == "local":
-        raise UnsupportedError(
-            "--attention-backend local", "Megatron would put its own attention in place of this one", "leaving it out"
-        )
+    ARGS.check(attention_backend=getattr(model_cfg, "attention_backend", None))
     check_if_asked(global_args())
     given = [model_cfg, vp_stage] if "vp_stage" in inspect.signature(default_layer_spec).parameters else [model_cfg]
     return dfa_ify(default_layer_spec(*given), model_cfg.transformer, options_of(), vp_stage=vp_stage)
@@ -187,25 +170,11 @@ def spec_from_args() -> Any:
         UnsupportedError: outside a Megatron script, or a model whose default spec is not one layer for all.
     """
     args = global_args()
-    if args is None:
-        raise UnsupportedError(
-            "SPEC outside a Megatron script",
-            "it is made from Megatron's global arguments",
-            "dfa_ify(spec, config, options)",
-        )
+    SPEC.check(no_script=args is None)
     check_if_asked(args)
-    if args.num_experts or (args.sequence_parallel and transformer_block.LayerNormImpl is WrappedTorchNorm):
-        raise UnsupportedError(
-            "SPEC for this model",
-            "its spec needs the model's config, which these versions do not hand over",
-            "dfa_ify in a model provider of your own, or Megatron-Core 0.19 and get_spec",
-        )
-    if on := [f"--{name.replace('_', '-')}" for name in _NOT_IN_SPEC if getattr(args, name, None) not in (None, False)]:
-        raise UnsupportedError(
-            f"SPEC with {', '.join(on)}",
-            "the spec that is made here does not have it",
-            "leaving it out, dfa_ify in a model provider of your own, or Megatron-Core 0.19 and get_spec",
-        )
+    torch_norm = transformer_block.LayerNormImpl is WrappedTorchNorm
+    on = [f"--{name.replace('_', '-')}" for name in _NOT_IN_SPEC if getattr(args, name, None) not in (None, False)]
+    SPEC.check(args, spec_flags=True, torch_norm=torch_norm, not_in_spec=", ".join(on))
     shared = {
         "qk_layernorm": args.qk_layernorm,
         "multi_latent_attention": args.multi_latent_attention,

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from dfa_megatron import launch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.refusals import PACK_REFUSALS, check_packable
 from dfa_megatron.megatron.start import script
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
@@ -187,7 +186,7 @@ def refused_on_one_rank(rank: int, world_size: int) -> None:
     other = torch.tensor([0, 4, 12], dtype=torch.int32)
     for params, message in (
         (pack([0, 5, 12], qkv_format="sbhd"), "format 'sbhd'"),
-        (pack([0, 5, 12], local_cp_size=2), "a group of its own"),
+        (pack([0, 5, 12], local_cp_size=2), "context-parallel group of its own"),
         (pack([0, 5, 12], cu_seqlens_kv=other), "cu_seqlens_kv other than cu_seqlens_q"),
         (pack([0, 5, 12], cu_seqlens_q=None), "without cu_seqlens_q"),
         (pack([0, 5, 12], max_seqlen_q=6, max_seqlen_kv=6), "max_seqlen 6.*max_seqlen_q=7"),
@@ -246,15 +245,3 @@ def stage_without_documents(rank: int, world_size: int) -> None:
 
 def test_a_stage_that_a_script_does_not_tell_its_documents_is_refused() -> None:
     run_ranks(1, stage_without_documents)
-
-
-def test_what_would_mistake_packed_documents_beside_attention_is_refused() -> None:
-    options = DistAttentionConfig()
-    plain = SimpleNamespace(context_parallel_size=2)
-    check_packable(plain, options)
-    found = set()
-    for field in ("multi_latent_attention", "mrope_section", "mtp_num_layers", "is_hybrid_model"):
-        with pytest.raises(UnsupportedError, match="packed documents") as error:
-            check_packable(SimpleNamespace(context_parallel_size=2, **{field: 1}), options)
-        found.add(str(error.value))
-    assert len(found) == len(PACK_REFUSALS)

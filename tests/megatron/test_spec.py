@@ -191,7 +191,7 @@ def test_spec_for_older_scripts_is_made_of_their_global_arguments(monkeypatch: p
     with pytest.raises(UnsupportedError, match="SPEC with --mla-down-proj-fusion"):
         spec_module.spec_from_args()
     args.num_experts = 8
-    with pytest.raises(UnsupportedError, match="SPEC for this model"):
+    with pytest.raises(UnsupportedError, match="SPEC with --num-experts"):
         spec_module.spec_from_args()
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.refusals import PACKS
 from dfa_megatron.megatron.start.flags import packs_of_args
 from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache
@@ -59,12 +59,7 @@ class AttentionContext:
         Scripts of Megatron-Core 0.16 give them to the first and the last pipeline stage only.
         """
         if "unpacked" not in self._said:
-            if packs_of_args():
-                raise UnsupportedError(
-                    "a pipeline stage that was given no packed_seq_params",
-                    "the script's data are packed documents, and attention here would not stop at their ends",
-                    "at most two pipeline stages, or scripts of Megatron-Core 0.17 and later",
-                )
+            PACKS.check(no_pack_params=packs_of_args())
             self._said.add("unpacked")
 
     def report_kept(self, layer: Any, hidden_states: torch.Tensor, *, packed: bool = False) -> None:

@@ -13,12 +13,8 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.refusals import check_config
+from dfa_megatron.megatron.refusals import CALLS, LAYERS, check_config
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
-
-COMM_TYPES = (None, "dfa", "p2p")
-"""Values of Megatron's --cp-comm-type that mean this class; p2p is Megatron's default."""
 
 
 class DistributedCoreAttention(torch.nn.Module):
@@ -53,7 +49,13 @@ class DistributedCoreAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_config(config, options)
-        _check_construction(attn_mask_type, attention_type, attention_dropout, cp_comm_type, others)
+        LAYERS.check(
+            attn_mask_type=_name_of(attn_mask_type),
+            attention_type=attention_type,
+            attention_dropout=attention_dropout,
+            cp_comm_type=cp_comm_type,
+            unknown_argument=_unknown(others),
+        )
         if pg_collection is None:
             from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -85,16 +87,16 @@ class DistributedCoreAttention(torch.nn.Module):
         from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
         from dfa_megatron.runtime.agreement.calls import at_layer
 
-        check_call(attention_mask, attention_bias)
-        _check_pack(packed_seq_params, query)
-        _check_mask_type(attn_mask_type)
-        _refuse_unknown(others)
-        if query.dim() != 4 or query.shape[0] != key.shape[0]:
-            raise UnsupportedError(
-                f"attention of {query.shape[0]} rows over {key.shape[0]}",
-                "there is no key cache: every rank holds as many queries as keys",
-                "training and evaluation on whole sequences",
-            )
+        packed = packed_seq_params is not None
+        CALLS.check(
+            attention_mask=attention_mask is not None,
+            attention_bias=attention_bias is not None,
+            attn_mask_type=_name_of(attn_mask_type),
+            unknown_argument=_unknown(others),
+            unplaced_pack=packed and not isinstance(packed_seq_params, PlacedPack),
+            pack_rows=query.shape[1] if packed else None,
+            key_cache=None if query.shape[0] == key.shape[0] else (query.shape[0], key.shape[0]),
+        )
         # Views only: the functions take any strides.
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         asked: dict[str, Any] = {
@@ -130,40 +132,6 @@ class DistributedCoreAttention(torch.nn.Module):
         )
 
 
-def check_call(attention_mask: Any, attention_bias: Any, inference_context: Any = None) -> None:
-    """Refuse what can only be seen at the call."""
-    if attention_mask is not None:
-        raise UnsupportedError(
-            "an attention_mask tensor",
-            "attention is causal by construction and would ignore the tensor",
-            "attention_mask=None, which in Megatron's scripts is --no-create-attention-mask-in-dataloader; documents "
-            "are told by packed_seq_params",
-        )
-    if attention_bias is not None:
-        raise UnsupportedError("attention_bias", "the block kernels take no bias", "rotary or learned positions")
-    if inference_context is not None:
-        raise UnsupportedError(
-            "an inference context", "there is no key cache", "training and evaluation on whole sequences"
-        )
-
-
-def _check_pack(pack: Any, query: torch.Tensor) -> None:
-    if pack is None:
-        return
-    if not isinstance(pack, PlacedPack):
-        raise UnsupportedError(
-            "packed_seq_params for core attention by itself",
-            "Megatron's rotary embeddings of packed tokens assume its zigzag order of every document",
-            "the layers of dfa_ify, which give every token its own",
-        )
-    if query.dim() != 4 or query.shape[1] != 1:
-        raise UnsupportedError(
-            f"packed documents in {query.shape[1]} rows",
-            "a pack is one row of tokens",
-            "the batch that shard_batch makes",
-        )
-
-
 def _softmax_offset(config: Any) -> torch.Tensor | None:
     """(heads / TP): a parameter where it is learned, as Megatron's own attention makes it; None for plain softmax."""
     kind = getattr(config, "softmax_type", "vanilla")
@@ -194,43 +162,11 @@ def _window_of(config: Any, layer_number: int) -> tuple[int, int]:
     return (window[0], window[1]) if windowed else (-1, -1)
 
 
-def _check_construction(
-    attn_mask_type: Any,
-    attention_type: str,
-    attention_dropout: float | None,
-    cp_comm_type: str | None,
-    others: dict[str, Any],
-) -> None:
-    _check_mask_type(attn_mask_type)
-    if attention_type != "self":
-        raise UnsupportedError(
-            f"attention_type={attention_type!r}", "queries and keys must come from one sequence", "self-attention"
-        )
-    if attention_dropout:
-        raise UnsupportedError(
-            f"attention_dropout={attention_dropout}", "the block kernels drop nothing inside the softmax", "0.0"
-        )
-    if cp_comm_type not in COMM_TYPES:
-        raise UnsupportedError(
-            f"cp_comm_type={cp_comm_type!r}",
-            "that is another distributed attention",
-            "--cp-comm-type dfa, or leave it out",
-        )
-    _refuse_unknown(others)
+def _name_of(attn_mask_type: Any) -> Any:
+    """Return the name of an AttnMaskType, None for None."""
+    return getattr(attn_mask_type, "name", attn_mask_type)
 
 
-def _check_mask_type(attn_mask_type: Any) -> None:
-    if attn_mask_type is not None and getattr(attn_mask_type, "name", None) != "causal":
-        raise UnsupportedError(
-            f"attn_mask_type={getattr(attn_mask_type, 'name', attn_mask_type)!r}",
-            "only causal attention is done",
-            "a layer spec whose self_attention has params={'attn_mask_type': AttnMaskType.causal}",
-        )
-
-
-def _refuse_unknown(others: dict[str, Any]) -> None:
-    for name, value in others.items():
-        if value is not None and name != "name":
-            raise UnsupportedError(
-                f"the argument {name}={value!r} of core attention", "its meaning is not known here", "leaving it unset"
-            )
+def _unknown(others: dict[str, Any]) -> str:
+    """Return the arguments that Megatron set and this class does not know; `name` has no effect."""
+    return ", ".join(f"{name}={value!r}" for name, value in others.items() if value is not None and name != "name")

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over
+from dfa_megatron.megatron.refusals import SPEC
 
 ATTENTION_SLOTS = ("attention_layer", "mla_layer")
 """Of a hybrid stack's submodules; the layers in them are TransformerLayers with a core_attention."""
@@ -72,9 +72,5 @@ def default_stack_spec() -> Any:
                 raise
             from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as spec
     except ImportError as error:
-        raise UnsupportedError(
-            "Megatron's hybrid stack spec",
-            f"it cannot be imported: {error}",
-            "an installation with Transformer Engine, or dfa_ify of a stack spec of your own",
-        ) from error
+        SPEC.check(stack_error=error)
     return spec

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.refusals import CALLS, LAYERS
 
 
 class ContiguousRotary:
@@ -25,12 +25,7 @@ class ContiguousRotary:
             UnsupportedError: packed_seq, which wants the rows of whole documents.
         """
         rotary: Any = self
-        if packed_seq:
-            raise UnsupportedError(
-                "a rotary table for packed documents in multi-latent attention",
-                "its rows would be those of whole documents",
-                "one document per row",
-            )
+        CALLS.check(packed_rotary=packed_seq)
         known = rotary.__dict__.get("_dfa_rows")
         if known is not None and known[0] == (max_seq_len, offset):
             return known[1]
@@ -63,11 +58,7 @@ def make_contiguous(attention: Any) -> None:
     """
     rotary: Any = getattr(attention, "rotary_pos_emb", None)
     if not (callable(getattr(rotary, "get_emb", None)) and hasattr(rotary, "cp_group")):
-        raise UnsupportedError(
-            f"{type(attention).__name__} in this layout",
-            "its rotary table is not made by a module whose order of tokens can be chosen",
-            "--dfa-data-layout zigzag",
-        )
+        LAYERS.check(own_rotary=type(attention).__name__)
     base: Any = type(rotary)
     rotary.__class__ = _subclass(base)
 

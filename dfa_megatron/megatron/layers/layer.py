@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.context import AttentionContext
-from dfa_megatron.megatron.layers.core_attention import check_call
 from dfa_megatron.megatron.layers.latent import make_contiguous
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over
-from dfa_megatron.megatron.refusals import check_config, check_packable
+from dfa_megatron.megatron.refusals import CALLS, LAYERS, PACKS, SPEC, check_config
 from dfa_megatron.megatron.tokens.outside import exchange_extracted, exchange_routing
 from dfa_megatron.megatron.tokens.packed_documents import check_samples, place, rotary_rows
 
@@ -41,7 +39,15 @@ class DistributedAttentionLayer:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self._dfa = context
         layer: Any = self
-        _check_group(layer.pg_collection.cp, config)
+        LAYERS.check(
+            context.options,
+            context_parallel_size=config.context_parallel_size,
+            is_hybrid_model=getattr(config, "is_hybrid_model", False),
+            group_size=layer.pg_collection.cp.size(),
+            single_layer=not context.hybrid,
+            prediction_layer=not context.hybrid
+            and (kwargs.get("is_mtp_layer") or layer.layer_number > config.num_layers),
+        )
         local_layer = kwargs.get("layer_number", 1)
         self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
         self._dfa_permuted = config.context_parallel_size > 1 and context.options.data_layout != "zigzag"
@@ -55,22 +61,11 @@ class DistributedAttentionLayer:
         )
         if self._dfa_permuted and getattr(layer.config, "multi_latent_attention", False):
             make_contiguous(layer.self_attention)
-        exchanges = self._dfa_permuted and context.options.data_layout == "boundary"
+        exchanges = self._dfa_exchanges = self._dfa_permuted and context.options.data_layout == "boundary"
+        self._dfa_packable = False
         if context.hybrid:
             self._dfa_first = self._dfa_last = exchanges
             return
-        if self._dfa_permuted and getattr(config, "is_hybrid_model", False):
-            raise UnsupportedError(
-                "an attention layer by itself in a hybrid model",
-                "the layers beside it rely on Megatron's zigzag order",
-                "dfa_ify of the whole hybrid stack spec, or --dfa-data-layout zigzag",
-            )
-        if self._dfa_permuted and (kwargs.get("is_mtp_layer") or layer.layer_number > config.num_layers):
-            raise UnsupportedError(
-                "this layer as a multi-token prediction layer",
-                "after the last decoder layer tokens are in zigzag order again",
-                "Megatron's own layer spec in get_gpt_mtp_block_spec, or --dfa-data-layout zigzag",
-            )
         if exchanges:
             exchange_routing(self)
             exchange_extracted()
@@ -88,18 +83,18 @@ class DistributedAttentionLayer:
     ) -> Any:
         """As TransformerLayer.forward, with the same result."""
         layer: Any = self
-        check_call(attention_mask, kwargs.get("attention_bias"), kwargs.get("inference_context"))
+        CALLS.check(
+            attention_mask=attention_mask is not None,
+            attention_bias=kwargs.get("attention_bias") is not None,
+            inference_context=kwargs.get("inference_context") is not None,
+            exchanged_padding_mask=self._dfa_exchanges and kwargs.get("padding_mask") is not None,
+        )
         packed = kwargs.get("packed_seq_params")
         if layer.layer_number == 1 or self._dfa.hybrid:
             self._dfa.check_batch(layer.pg_collection.cp, packed=packed is not None)
-        if self._dfa_permuted:
-            if kwargs.get("padding_mask") is not None and self._dfa.options.data_layout == "boundary":
-                raise UnsupportedError(
-                    "padding_mask in the boundary layout", "it would stay in zigzag order", "--dfa-data-layout zigzag"
-                )
-            if packed is None:  # of documents Megatron hands over a table that is not sliced
-                tables = self._dfa.relayout(layer.pg_collection, sequence_parallel=False)
-                rotary_pos_emb = self._dfa.tables.contiguous(rotary_pos_emb, tables, self._dfa_tokens(hidden_states))
+        if self._dfa_permuted and packed is None:  # for documents Megatron passes a table that is not sliced
+            tables = self._dfa.relayout(layer.pg_collection, sequence_parallel=False)
+            rotary_pos_emb = self._dfa.tables.contiguous(rotary_pos_emb, tables, self._dfa_tokens(hidden_states))
         if packed is None:
             self._dfa.check_unpacked()
         else:
@@ -115,7 +110,9 @@ class DistributedAttentionLayer:
     def _dfa_placed(self, packed: Any, hidden_states: torch.Tensor, table: Any) -> tuple[Any, Any]:
         """The documents of a pack, and the rotary rows of this rank's tokens."""
         layer: Any = self
-        check_packable(layer.config, self._dfa.options)
+        if not self._dfa_packable:
+            PACKS.check(layer.config, self._dfa.options)
+            self._dfa_packable = True
         pack = place(packed)
         check_samples(layer.config, packed, pack)
         inside = self._dfa.options.layout_inside
@@ -148,21 +145,6 @@ class DistributedAttentionLayer:
         return remat_checkpoint(body, hidden_states, context, checkpoint=checkpoint, offload=offload)
 
 
-def _check_group(group: Any, config: Any) -> None:
-    """What a model lays out and what is refused depends on the config's number, attention on the group's.
-
-    Raises:
-        UnsupportedError: they differ.
-    """
-    if group.size() != config.context_parallel_size:
-        raise UnsupportedError(
-            f"context_parallel_size={config.context_parallel_size} in the config of a layer whose context-parallel "
-            f"group has {group.size()} ranks",
-            "tokens would be taken to lie in another order than they do",
-            "the same number in both",
-        )
-
-
 @functools.cache
 def layer_class(base: type) -> type:
     """The subclass of a Megatron TransformerLayer class with `DistributedAttentionLayer` mixed in, made once per base.
@@ -174,10 +156,5 @@ def layer_class(base: type) -> type:
 
     if issubclass(base, DistributedAttentionLayer):
         return base
-    if not issubclass(base, TransformerLayer):
-        raise UnsupportedError(
-            f"the layer class {base.__name__}",
-            "it is not a megatron.core TransformerLayer",
-            "a spec of TransformerLayer",
-        )
+    SPEC.check(layer_class=None if issubclass(base, TransformerLayer) else base.__name__)
     return type(f"DistributedAttention{base.__name__}", (DistributedAttentionLayer, base), {"__module__": __name__})

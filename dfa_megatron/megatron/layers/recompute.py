@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.context import AttentionContext
+from dfa_megatron.megatron.refusals import LAYERS
 
 _ATTRIBUTE = "_dfa_recompute"
 """Where flags that were taken over stay on the TransformerConfig, for model chunks that are built later."""
@@ -35,28 +35,20 @@ def take_over(config: Any, context: AttentionContext) -> Recompute | None:
     Raises:
         UnsupportedError: a recompute method that is not known, or another model has the config's.
     """
+    taken: Recompute | None = getattr(config, _ATTRIBUTE, None)
+    granularity, method = (getattr(config, f"recompute_{name}", None) for name in ("granularity", "method"))
+    LAYERS.check(
+        context.options,
+        taken_over=taken is not None,
+        hybrid_stack=context.hybrid,
+        recompute_granularity=granularity,
+        recompute_method=method,
+    )
     if context.options.remat == "off":
-        if getattr(config, _ATTRIBUTE, None) is not None:
-            raise UnsupportedError(
-                "remat='off' on a config whose recomputation another model has taken over",
-                "the flags are cleared on it, and Megatron would recompute nothing",
-                "a config for each model, copied before the first is built",
-            )
         return None
-    if getattr(config, "recompute_granularity", None) != "full":
-        taken: Recompute | None = getattr(config, _ATTRIBUTE, None)
+    if granularity != "full":
         return taken
     asked = Recompute(config.recompute_method, config.recompute_num_layers)
-    if asked.method not in ("uniform", "block"):
-        raise UnsupportedError(
-            f"recompute_method={asked.method!r}", "the method is not known here", "--recompute-method uniform or block"
-        )
-    if asked.method == "block" and context.hybrid:
-        raise UnsupportedError(
-            "recompute_method='block' in a hybrid model",
-            "not every layer of its stack knows its place in the pipeline stage",
-            "--recompute-method uniform --recompute-num-layers 1",
-        )
     if asked.method == "uniform" and asked.num_layers not in (None, 1):
         context.say_once(
             "uniform",

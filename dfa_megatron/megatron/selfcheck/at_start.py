@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.refusals import SELFCHECK
 
 logger = logging.getLogger("dfa_megatron.megatron")
 
@@ -25,12 +25,7 @@ def check_if_asked(args: Any) -> None:
     """
     if not getattr(args, "dfa_selfcheck", False) or _DONE:
         return
-    if not dist.is_initialized():
-        raise UnsupportedError(
-            "--dfa-selfcheck before the process group stands",
-            "its outcome could not be told to every rank",
-            "a spec made after Megatron's initialization, or `dfa-megatron selfcheck megatron` with these flags",
-        )
+    SELFCHECK.check(no_process_group=not dist.is_initialized())
     from dfa_megatron.megatron.selfcheck.shrink import case_of
     from dfa_megatron.selfcheck.at_start import check_at_start
 

@@ -12,11 +12,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.refusals import check_config
+from dfa_megatron.megatron.refusals import ARGS, LAUNCH, SELFCHECK, check_config
 from dfa_megatron.megatron.selfcheck.names import FUSED_OFF, NO_PART
-from dfa_megatron.megatron.start.flags import add_dfa_arguments, check_args
-from dfa_megatron.megatron.start.script import LAUNCH_REFUSALS
+from dfa_megatron.megatron.start.flags import add_dfa_arguments
 
 _TO_CONFIG: dict[str, dict[str, Any]] = {
     "apply_layernorm_1p": {"layernorm_zero_centered_gamma": True},
@@ -147,7 +145,7 @@ def read(words: Sequence[str]) -> Asked:
     if model["use_rotary_position_embeddings"]:
         model["position_embedding_type"] = "rope"
     asked = Asked(config, model, training, options, tuple(off), tuple(unknown))
-    _check(asked, kinds)
+    _check(asked)
     return asked
 
 
@@ -160,7 +158,7 @@ def _flags(words: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
         elif found:
             found[-1][1].append(word)
         else:
-            raise UnsupportedError(f"{word!r} before any flag", "flags of Megatron begin with --", "--flag value")
+            SELFCHECK.check(stray_word=word)
     return [(name, tuple(values)) for name, values in found]
 
 
@@ -202,42 +200,24 @@ def _pattern(name: str, values: tuple[str, ...]) -> int | list[int]:
         raise ValueError
 
     said = " ".join(values)
+    found: int | list[int] = 0
     try:
-        found: int | list[int] = read(ast.parse(said, mode="eval").body)
-    except (ValueError, SyntaxError, TypeError) as error:
-        raise UnsupportedError(
-            f"--{name.replace('_', '-')} {said}",
-            "it is no pattern of layers",
-            "a number, or a list such as ([1]*3+[0])*2",
-        ) from error
+        found = read(ast.parse(said, mode="eval").body)
+    except (ValueError, SyntaxError, TypeError):
+        SELFCHECK.check(no_pattern=f"--{name.replace('_', '-')} {said}")
     return found
 
 
-class _Names:
-    """The flags as attributes, a field that is not given with TransformerConfig's default; for tables of refusals."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        vars(self).update(values)
-
-
-def _check(asked: Asked, kinds: Mapping[str, str]) -> None:
+def _check(asked: Asked) -> None:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if not isinstance(asked.config.get(name), int):
-            raise UnsupportedError(
-                f"flags without --{name.replace('_', '-')}", "the model needs it", "all flags of the script, or @FILE"
-            )
-    if not isinstance(asked.training["seq_length"], int):
-        raise UnsupportedError("flags without --seq-length", "its shape decides the plan", "all flags of the script")
     given = {spec.name: spec.default for spec in fields(MLATransformerConfig)} | {"kv_lora_rank": None}
-    namespace = _Names({**given, **asked.config})
-    check_config(namespace, asked.options)
-    backend = asked.training["attention_backend"]
-    flags = {**asked.config, **asked.training, "attention_backend": _Names({"name": backend}) if backend else None}
-    check_args(_Names(flags), asked.options)
+    config, training = {**given, **asked.config}, asked.training
+    sizes = {name: config.get(name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+    for name, size in {**sizes, "seq_length": training["seq_length"]}.items():
+        SELFCHECK.check(missing_flag=None if isinstance(size, int) else f"--{name.replace('_', '-')}")
+    check_config(config, asked.options)
+    ARGS.check(asked.config, training, asked.options)
     # In a patched clone --cp-comm-type dfa means the default model with this attention; see clone.py.
-    spec = asked.training["spec"] or (["dfa_megatron.megatron"] if asked.config.get("cp_comm_type") == "dfa" else None)
-    for refusal in LAUNCH_REFUSALS:
-        if refusal.applies(_Names({**asked.training, "spec": spec}), asked.options):
-            raise UnsupportedError(refusal.what, refusal.why, refusal.instead)
+    spec = training["spec"] or (["dfa_megatron.megatron"] if config["cp_comm_type"] == "dfa" else None)
+    LAUNCH.check(training, spec=spec, launched=True)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.refusals import SELFCHECK
 from dfa_megatron.megatron.selfcheck.flags import Asked, read
 from dfa_megatron.megatron.selfcheck.switched_off import steps, switch_off
 from dfa_megatron.selfcheck.case import Case, Reduction, Section
-from dfa_megatron.selfcheck.options import MOST_RANKS, MOST_SEQUENCE_RANKS, SECONDS_OF_A_RANK, on_cpu, unseen
+from dfa_megatron.selfcheck.options import MOST_RANKS, SECONDS_OF_A_RANK, on_cpu, unseen
 
 ROWS, HEAD, HIDDEN, FFN, VOCABULARY, LAYERS = 16, 16, 64, 96, 96, 8
 """Tokens of a rank, head dimension, width, width of the MLP, vocabulary and layers, where the user's are larger."""
@@ -28,7 +28,7 @@ def case_of(flags: Sequence[str]) -> Case:
         UnsupportedError: the flags are refused by the package, or ask for what the check cannot run.
     """
     asked = read(flags)
-    _check_spec(asked)
+    SELFCHECK.check(asked.training, context_parallel_size=asked.config.get("context_parallel_size"))
     reduced: list[Reduction] = []
     parallel = _parallel(asked, reduced)
     config = _config(asked, parallel, reduced)
@@ -58,18 +58,6 @@ def case_of(flags: Sequence[str]) -> Case:
     )
 
 
-def _check_spec(asked: Asked) -> None:
-    spec = asked.training["spec"] or ["dfa_megatron.megatron"]
-    if spec[0] != "dfa_megatron.megatron":
-        raise UnsupportedError(
-            f"--spec {' '.join(spec)} in a self-check",
-            "a spec of your own is made by code that flags do not show",
-            "--spec dfa_megatron.megatron get_spec with the same flags",
-        )
-    if "hybrid_stack_spec" in spec:
-        raise UnsupportedError("a hybrid model in a self-check", "its Mamba layers need a GPU", "a GPT model")
-
-
 def _title(asked: Asked, parallel: Mapping[str, Any]) -> str:
     import megatron.core
 
@@ -86,12 +74,6 @@ def _parallel(asked: Asked, reduced: list[Reduction]) -> dict[str, Any]:
         "tp": c.get("tensor_model_parallel_size", 1),
         "pp": c.get("pipeline_model_parallel_size", 1),
     }
-    if sizes["cp"] > MOST_SEQUENCE_RANKS:
-        raise UnsupportedError(
-            f"--context-parallel-size {sizes['cp']} in a self-check",
-            f"it runs at most {MOST_SEQUENCE_RANKS} processes, and this size is never reduced",
-            f"the same flags with --context-parallel-size {MOST_SEQUENCE_RANKS}",
-        )
     run = {name: size if name == "cp" else min(size, 2) for name, size in sizes.items()}
     for name in ("pp", "tp"):
         if run["cp"] * run["tp"] * run["pp"] > MOST_RANKS:
@@ -204,14 +186,6 @@ def _training(
             )
     if (words := t["vocab_size"]) != VOCABULARY:
         reduced.append(Reduction("vocabulary", str(words or "the tokenizer's"), str(VOCABULARY)))
-    if t["optimizer"] not in ("adam", "sgd"):
-        raise UnsupportedError(f"--optimizer {t['optimizer']} in a self-check", "it was not tried", "adam or sgd")
-    if t["sft"] or t["dataloader_inter_document_masking"]:
-        raise UnsupportedError(
-            "packed documents in a self-check",
-            "Megatron's attention for CPUs takes none, so there is nothing to compare with",
-            "flags without packing, and `dfa-megatron selfcheck attention --cu-seqlens` for the functions",
-        )
     for name in ("use_torch_fsdp2", "use_megatron_fsdp"):
         if t[name]:
             reduced.append(Reduction("--" + name.replace("_", "-"), "yes", "Megatron's DDP"))

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.refusals import Refusal
+from dfa_megatron.megatron.refusals import BATCHES, LAUNCH
 from dfa_megatron.megatron.start.flags import add_dfa_arguments
 from dfa_megatron.megatron.tokens.batch import shard_batch
 from dfa_megatron.megatron.tokens.others import refuse_other_layers
@@ -48,34 +47,6 @@ _SLICE_PARAMETERS = {
 }
 """What Megatron's function took in 0.16 (the first two) to 0.19; another argument must keep its default."""
 
-LAUNCH_REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        lambda args, options: not args.spec,
-        "dfa_megatron.launch without --spec",
-        "Megatron would build its own attention and the --dfa flags would mean nothing",
-        "--spec dfa_megatron.megatron get_spec (up to Megatron-Core 0.18: SPEC), or a spec of your own made by dfa_ify",
-    ),
-    Refusal(
-        lambda args, options: bool(args.spec) and args.spec[0] == "local",
-        "--spec local",
-        "it asks for Megatron's own attention",
-        "--spec dfa_megatron.megatron get_spec, with --transformer-impl local for Megatron's own modules",
-    ),
-    Refusal(
-        lambda args, options: args.yaml_cfg is not None,
-        "--yaml-cfg with dfa_megatron.launch",
-        "Megatron drops every flag for what the file says, the --dfa flags as well",
-        "the same settings as flags",
-    ),
-    Refusal(
-        lambda args, options: args.use_legacy_models,
-        "--use-legacy-models",
-        "those models have no layer specs",
-        "Megatron-Core models, the default",
-    ),
-)
-"""What the launcher refuses before it starts the script, by the script's flags."""
-
 
 def prepare(flags: Sequence[str]) -> DistAttentionConfig:
     """Put our flags into Megatron's parser, and our slicing into its scripts where the flags ask for `contiguous`.
@@ -93,15 +64,7 @@ def prepare(flags: Sequence[str]) -> DistAttentionConfig:
     args = _known(flags)
     options = DistAttentionConfig.from_args(args)
     if not {"-h", "--help"} & set(flags):
-        for refusal in LAUNCH_REFUSALS:
-            if refusal.applies(args, options):
-                raise UnsupportedError(refusal.what, refusal.why, refusal.instead)
-        if args.dfa_selfcheck and args.spec[0] != "dfa_megatron.megatron":
-            raise UnsupportedError(
-                f"--dfa-selfcheck with --spec {' '.join(args.spec)}",
-                "that spec would be made without a check",
-                "--spec dfa_megatron.megatron get_spec, or no --dfa-selfcheck",
-            )
+        LAUNCH.check(args, launched=True)
     _add_flags()
     if options.data_layout == "contiguous":
         _slice_in_order(options)
@@ -121,25 +84,15 @@ def _known(flags: Sequence[str]) -> argparse.Namespace:
 
 def _named(module_name: str, name: str) -> tuple[Any, Callable[..., Any]]:
     """A module of Megatron's and its function of that name."""
-    where = f"{module_name}.{name}"
+    where = f"{module_name}.{name} of Megatron-Core {version()}"
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
             raise ImportError(f"{module_name} of Megatron-Core {version()} cannot be imported: {error}") from error
-        raise UnsupportedError(
-            f"{where} of Megatron-Core {version()}",
-            f"there is no module {error.name}",
-            "a script in a Megatron-LM clone, or a megatron-core wheel from 0.17 on, which have megatron.training; "
-            "dfa_ify and shard_batch in a loop of your own need neither",
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UnsupportedError(
-            f"{where} of Megatron-Core {version()}",
-            "there is no such function",
-            "Megatron-Core 0.16 to 0.19; with --dfa-data-layout boundary its scripts also run without the launcher",
-        )
+        LAUNCH.check(missing_module=(where, error.name))
+    function: Any = getattr(module, name, None)
+    LAUNCH.check(missing_function=None if callable(function) else where)
     return module, function
 
 
@@ -174,11 +127,7 @@ def _slice_in_order(options: DistAttentionConfig) -> None:
         return
     signature = inspect.signature(megatrons)
     if next(iter(signature.parameters)) != "batch" or "cp_group" not in signature.parameters:
-        raise UnsupportedError(
-            f"layout 'contiguous' with Megatron-Core {version()}",
-            f"{_SLICE}{signature} is not known here",
-            "--dfa-data-layout boundary",
-        )
+        LAUNCH.check(unknown_signature=f"{_SLICE}{signature} of Megatron-Core {version()}")
 
     @functools.wraps(megatrons)
     def sliced_in_order(*args: Any, **kwargs: Any) -> Any:
@@ -202,11 +151,7 @@ def _slice_in_order(options: DistAttentionConfig) -> None:
 
         group = parallel_state.get_context_parallel_group()
         if cp_size not in (None, group.size()) or cp_rank not in (None, group.rank()):
-            raise UnsupportedError(
-                f"{_SLICE_PACKED} for rank {cp_rank} of {cp_size}",
-                "packs are spread over the whole context-parallel group",
-                "leaving both out",
-            )
+            BATCHES.check(part_of_group=f"rank {cp_rank} of {cp_size}")
         documents = {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
         local = shard_batch({**batch, **documents}, group, options)
         batch.update({name: local[name] for name in batch})
@@ -279,14 +224,5 @@ def _check_slicing(signature: inspect.Signature, arguments: dict[str, Any]) -> N
     for name, value in arguments.items():
         known = name in _SLICE_PARAMETERS and not (name == "is_hybrid_cp" and value)
         if not known and value != signature.parameters[name].default:
-            raise UnsupportedError(
-                f"{_SLICE}({name}={value!r}) in layout 'contiguous'",
-                "every sequence is cut into equal parts, in order",
-                "--dfa-data-layout boundary",
-            )
-    if not layer_class.cache_info().currsize:
-        raise UnsupportedError(
-            "layout 'contiguous' for a model without distributed attention",
-            "its attention would take the tokens for Megatron's zigzag order",
-            "--spec dfa_megatron.megatron get_spec, or a spec of your own made by dfa_ify",
-        )
+            BATCHES.check(unknown_slicing=f"{name}={value!r}")
+    BATCHES.check(no_layers=not layer_class.cache_info().currsize)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.refusals import BATCHES
 from dfa_megatron.megatron.start.flags import packs_of_args
 from dfa_megatron.sharding import shard_sequence
 
@@ -55,15 +55,18 @@ def shard_batch(
             multimodal position_ids with either of cu_seqlens and another layout than zigzag, or a length that does not
             divide among the ranks.
     """
-    if batch.get("attention_mask") is not None:
-        raise UnsupportedError(
-            "attention_mask in a batch",
-            "attention is causal over the whole row, or over each document of cu_seqlens",
-            "attention_mask=None (Megatron's scripts: --no-create-attention-mask-in-dataloader)",
-        )
+    ranks, positions = dist.get_world_size(cp_group), batch.get("position_ids")
+    # A time, a height and a width of every token.
+    has_axes = positions is not None and positions.dim() == 3
+    BATCHES.check(
+        options,
+        mask_in_batch=batch.get("attention_mask") is not None,
+        axes_shape=tuple(positions.shape) if positions is not None and has_axes else None,
+        has_documents=batch.get("cu_seqlens") is not None,
+        context_parallel_size=ranks,
+    )
     layout = _DATA_LAYOUT[options.data_layout]
-    ranks = dist.get_world_size(cp_group)
-    stay = (*_WHOLE, "position_ids") if _multimodal(batch, options, ranks) else _WHOLE
+    stay = (*_WHOLE, "position_ids") if has_axes else _WHOLE
     declare_batch_layout(cp_group, layout)
     batch = _one_row(batch)
     if ranks == 1:
@@ -74,26 +77,6 @@ def shard_batch(
     }
 
 
-def _multimodal(batch: Mapping[str, torch.Tensor | None], options: DistAttentionConfig, ranks: int) -> bool:
-    """Whether position_ids are (3, batch, seq), a time, a height and a width of every token."""
-    positions = batch.get("position_ids")
-    if positions is None or positions.dim() != 3:
-        return False
-    if batch.get("cu_seqlens") is not None:
-        raise UnsupportedError(
-            f"position_ids of shape {tuple(positions.shape)} with packed documents",
-            "the table of multimodal rotary embeddings follows them, not documents",
-            "one document per row",
-        )
-    if options.data_layout != "zigzag" and ranks > 1:
-        raise UnsupportedError(
-            f"position_ids of shape {tuple(positions.shape)} in data_layout={options.data_layout!r}",
-            "Megatron slices the table of multimodal rotary embeddings in zigzag order",
-            "data_layout='zigzag'",
-        )
-    return True
-
-
 def _one_row(batch: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Tensor | None]:
     """Packed documents of several rows as documents of a single one."""
     rows = next((x for name, x in batch.items() if x is not None and name not in _WHOLE), None)
@@ -102,12 +85,7 @@ def _one_row(batch: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Ten
     one = {name: x if x is None or name in _WHOLE else x.flatten(0, 1)[None] for name, x in batch.items()}
     for name in ("cu_seqlens", "cu_seqlens_padded"):
         if (offsets := batch.get(name)) is not None:
-            if offsets.dim() != 2 or offsets.shape[0] != rows.shape[0]:
-                raise UnsupportedError(
-                    f"{name} of shape {tuple(offsets.shape)} with {rows.shape[0]} rows",
-                    "it holds offsets into each row",
-                    f"({rows.shape[0]}, documents + 1)",
-                )
+            BATCHES.check(offsets_shape=tuple(offsets.shape), rows=rows.shape[0])
             starts = torch.arange(rows.shape[0], device=offsets.device, dtype=offsets.dtype) * rows.shape[1]
             one[name] = torch.unique_consecutive(offsets + starts[:, None])[None]
     if (longest := batch.get("max_seqlen")) is not None:
@@ -121,8 +99,7 @@ def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:
     `shard_batch` does it. Call it yourself only where your own code slices: a model cannot tell contiguous tokens from
     zigzag ones, so one in layout `contiguous` refuses to run before somebody has said that its tokens are.
     """
-    if layout not in ("contiguous", "zigzag"):
-        raise UnsupportedError(f"the batch layout {layout!r}", "there is no such layout", "contiguous or zigzag")
+    BATCHES.check(declared=layout)
     _DECLARED[cp_group] = layout
 
 
@@ -134,22 +111,11 @@ def check_declared(cp_group: dist.ProcessGroup, layout_option: str, *, packed: b
     Raises:
         UnsupportedError: the batches are sliced for another layout.
     """
-    needed, declared = _DATA_LAYOUT[layout_option], _DECLARED.get(cp_group, "zigzag")
-    if needed != declared and dist.get_world_size(cp_group) > 1:
-        raise UnsupportedError(
-            f"data_layout={layout_option!r} on batches that are sliced {declared}",
-            "tokens would not be where attention believes them to be",
-            "dfa_megatron.megatron.shard_batch with the model's options"
-            + (
-                ", declare_batch_layout where your own code slices, or data_layout='boundary'"
-                if needed == "contiguous"
-                else ""
-            ),
-        )
-    if packed and cp_group not in _DECLARED and dist.get_world_size(cp_group) > 1 and packs_of_args() != "rows":
-        raise UnsupportedError(
-            f"packed documents in data_layout={layout_option!r} that nobody is known to have sliced by rows",
-            "Megatron slices them one by one, each in zigzag order, with TransformerEngine's help",
-            "dfa_megatron.megatron.shard_batch with the model's options, or declare_batch_layout(cp_group, 'zigzag') "
-            "where your own code slices whole rows",
-        )
+    if dist.get_world_size(cp_group) == 1:
+        return
+    BATCHES.check(
+        dfa_data_layout=layout_option,
+        needed=_DATA_LAYOUT[layout_option],
+        sliced=_DECLARED.get(cp_group, "zigzag"),
+        unsliced_documents=packed and cp_group not in _DECLARED and packs_of_args() != "rows",
+    )

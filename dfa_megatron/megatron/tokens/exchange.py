@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.refusals import CALLS
 from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.sharding import positions_of
 
@@ -82,12 +82,8 @@ class Relayout:
         self.group = cp_group if self.splits == 1 or tp_cp_group is None else tp_cp_group
         tp_rank = 0 if tp_group is None else dist.get_rank(tp_group)
         self.member = dist.get_rank(cp_group) * self.splits + tp_rank
-        if dist.get_world_size(self.group) != self.ranks * self.splits or dist.get_rank(self.group) != self.member:
-            raise UnsupportedError(
-                "this order of ranks in the tensor and context parallel group",
-                "the tensor-parallel rank must run fastest",
-                "Megatron's default rank order (tp-cp-...)",
-            )
+        here = dist.get_world_size(self.group), dist.get_rank(self.group)
+        CALLS.check(rank_order=here != (self.ranks * self.splits, self.member))
         self._plans: dict[tuple[str, str, int, torch.device], ExchangePlan] = {}
 
     def move(self, rows: torch.Tensor, source: LayoutName, target: LayoutName) -> torch.Tensor:
@@ -153,12 +149,7 @@ class TableCache:
             return tuple(self.contiguous(member, relayout, rows) for member in table)
         if not isinstance(table, torch.Tensor):
             return table
-        if table.shape[0] != rows:
-            raise UnsupportedError(
-                f"a rotary table of shape {tuple(table.shape)} for {rows} tokens of a rank",
-                "its first dimension has to be these tokens, which change places",
-                "a table (tokens, 1, 1, rotary_dim) or a tuple of such, or --dfa-data-layout zigzag",
-            )
+        CALLS.check(table_shape=tuple(table.shape), rows=rows)
         key = (
             table.untyped_storage().data_ptr(),
             table.storage_offset(),

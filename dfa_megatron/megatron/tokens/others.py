@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
+from dfa_megatron.megatron.refusals import LAYERS
 
 _MARK = "_dfa_megatron"
 
@@ -26,13 +26,8 @@ def refuse_other_layers() -> None:
     @functools.wraps(megatrons)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         megatrons(self, *args, **kwargs)
-        if self.config.context_parallel_size > 1 and not isinstance(self, DistributedAttentionLayer):
-            raise UnsupportedError(
-                "a layer with Megatron's own attention beside --dfa-data-layout contiguous",
-                "all batches of the script are sliced in order, and this attention takes them for Megatron's zigzag "
-                "order (a second model, such as a teacher, gets the same batches)",
-                "--dfa-data-layout boundary or zigzag, or dfa_ify for the spec of every model",
-            )
+        other = not isinstance(self, DistributedAttentionLayer)
+        LAYERS.check(other_layer=other, context_parallel_size=self.config.context_parallel_size)
 
     setattr(checked, _MARK, megatrons)
     TransformerLayer.__init__ = checked

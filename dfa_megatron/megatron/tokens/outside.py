@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.refusals import CALLS
 
 _MARK = "_dfa_gives_back_in_order"
 
@@ -50,19 +50,10 @@ class ExchangedReplay:
             waiting = replay.replay_backward_list
             waiting[0] = self._to_replay(waiting[0], scores)  # which is taken from the list next
             return choose(scores, *args, **kwargs)
-        raise UnsupportedError(
-            f"the routing action {action} in the boundary layout",
-            "it is not known in which order its tokens are",
-            "--dfa-data-layout zigzag or contiguous",
-        )
+        CALLS.check(routing_action=action)
 
     def _to_replay(self, given: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if given.shape[0] != scores.shape[0]:
-            raise UnsupportedError(
-                f"replayed routing of {given.shape[0]} tokens",
-                f"this rank's router has {scores.shape[0]}",
-                "indices of this rank's tokens, in Megatron's zigzag order",
-            )
+        CALLS.check(replayed_tokens=given.shape[0], router_tokens=scores.shape[0])
         return self._moved(given.to(scores.device), "zigzag", "contiguous")
 
     def _moved(self, indices: torch.Tensor, source: str, target: str) -> torch.Tensor:
@@ -124,12 +115,7 @@ def _in_order(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output:
         return None
     hidden_states, between = output
     layers = [layer for layer in block.layers if layer.layer_number - 1 in wanted]
-    if len(layers) != len(between):
-        raise UnsupportedError(
-            f"extract_layer_indices={sorted(wanted)} in the boundary layout",
-            f"Megatron gave back {len(between)} of {len(layers)} layers, for it recomputes several as one",
-            "remat='auto', or --recompute-num-layers 1",
-        )
+    CALLS.check(extracted=(sorted(wanted), len(between), len(layers)))
     moved = [
         states if layer._dfa_last else layer._dfa_exchange()(states, "contiguous", "zigzag")
         for layer, states in zip(layers, between, strict=True)

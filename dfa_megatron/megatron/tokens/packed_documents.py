@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.refusals import PACKS
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, offsets_of
 from dfa_megatron.sharding import local_positions
 
@@ -50,13 +50,8 @@ def place(params: Any) -> PlacedPack:
     Raises:
         UnsupportedError: another format, a group of its own (hybrid context parallelism), or keys of other documents.
     """
-    if params.qkv_format != "thd" or params.local_cp_size is not None or params.cp_group is not None:
-        raise UnsupportedError(
-            f"packed_seq_params in format {params.qkv_format!r}"
-            + ("" if params.local_cp_size is None and params.cp_group is None else " with a group of its own"),
-            "every pack must be spread over the whole context-parallel group",
-            "format 'thd', without --hybrid-context-parallel",
-        )
+    own_group = params.local_cp_size is not None or params.cp_group is not None
+    PACKS.check(qkv_format=params.qkv_format or "", own_group=own_group)
     queries, keys = (
         cumulative if padded is None else padded
         for cumulative, padded in (
@@ -65,12 +60,7 @@ def place(params: Any) -> PlacedPack:
         )
     )
     offsets = _documents(queries)
-    if keys is not queries and _documents(keys) != offsets:
-        raise UnsupportedError(
-            "packed_seq_params with cu_seqlens_kv other than cu_seqlens_q",
-            "queries and keys must come from the same documents",
-            "the same for both",
-        )
+    PACKS.check(other_keys=keys is not queries and _documents(keys) != offsets)
     known: PlacedPack | None = getattr(params, _PLACED, None)
     if known is None or known.offsets != offsets:
         known = PlacedPack(qkv_format="sbhd", offsets=offsets)
@@ -85,12 +75,9 @@ def check_samples(config: Any, params: Any, pack: PlacedPack) -> None:
         UnsupportedError: naming the loss and what works.
     """
     kinds, sample = getattr(config, "moe_router_load_balancing_type", None), getattr(params, "tokens_per_sample", None)
-    if kinds and "seq_aux_loss" in kinds and sample is not None and sample < pack.offsets[-1]:
-        raise UnsupportedError(
-            f"moe_router_load_balancing_type={kinds!r} with {pack.offsets[-1] // sample} samples in a pack",
-            "the loss is of each sample, whose tokens are not together on a rank",
-            "--micro-batch-size 1, or --moe-router-load-balancing-type aux_loss",
-        )
+    tokens = pack.offsets[-1]
+    if sample is not None and sample < tokens:
+        PACKS.check(moe_router_load_balancing_type=kinds, samples_in_pack=tokens // sample)
 
 
 def rotary_rows(table: Any, pack: PlacedPack, tokens: int, group: dist.ProcessGroup, layout: str) -> Any:
@@ -117,12 +104,7 @@ def rotary_rows(table: Any, pack: PlacedPack, tokens: int, group: dist.ProcessGr
     length = tokens * dist.get_world_size(group)
     check_offsets(pack.offsets, length)
     longest = max(hi - lo for lo, hi in pairwise(pack.offsets))
-    if table.shape[0] < longest:
-        raise UnsupportedError(
-            f"packed_seq_params with max_seqlen {table.shape[0]}",
-            f"a document has {longest} tokens, which would have no rotary embedding",
-            f"max_seqlen_q={longest}",
-        )
+    PACKS.check(max_seqlen=table.shape[0], longest_document=longest)
     positions = local_positions(length, group=group, layout=layout, device=table.device, cu_seqlens=pack.offsets)
     rows = table.index_select(0, positions)
     pack.tables.append((table, rows))
@@ -160,8 +142,7 @@ def _row(offsets: torch.Tensor | None) -> torch.Tensor | None:
 
 def _documents(cu_seqlens: Any) -> Offsets:
     """The offsets without empty documents: Megatron's datasets repeat the last one until all samples are as long."""
-    if cu_seqlens is None:
-        raise UnsupportedError("packed_seq_params without cu_seqlens_q", "nothing says where documents end", "both")
+    PACKS.check(no_offsets=cu_seqlens is None)
     offsets = tuple(offset for offset, _ in groupby(offsets_of(cu_seqlens)))
     check_offsets(offsets)
     return offsets

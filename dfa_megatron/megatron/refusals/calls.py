@@ -1,0 +1,112 @@
+"""Arguments and tensors that are refused while a model runs."""
+
+from __future__ import annotations
+
+from dfa_megatron.megatron.refusals.config import BOUNDARY
+from dfa_megatron.refusals import Refusal, Stage, stated
+
+CALLS = Stage(
+    "Megatron: while a model runs",
+    (
+        stated(
+            "attention_mask",
+            "an attention_mask tensor",
+            "attention is causal by construction and would ignore the tensor",
+            "attention_mask=None, which in Megatron's scripts is --no-create-attention-mask-in-dataloader; documents "
+            "are described by packed_seq_params",
+        ),
+        stated(
+            "attention_bias",
+            "attention_bias",
+            "the block kernels take no bias",
+            "rotary or learned positions",
+        ),
+        stated(
+            "inference_context",
+            "an inference context",
+            "there is no key cache",
+            "training and evaluation on whole sequences",
+        ),
+        stated(
+            "exchanged_padding_mask",
+            "padding_mask in the boundary layout",
+            "it would stay in zigzag order",
+            "--dfa-data-layout zigzag",
+        ),
+        Refusal(
+            lambda a: a.attn_mask_type not in (None, "causal"),
+            "attn_mask_type={attn_mask_type!r} at a call",
+            "only causal attention is computed",
+            "a layer spec whose self_attention has params={{'attn_mask_type': AttnMaskType.causal}}",
+            {"attn_mask_type": "padding"},
+        ),
+        stated(
+            "unknown_argument",
+            "the argument {unknown_argument} at a call of core attention",
+            "this package does not know its meaning",
+            "leaving it unset",
+            "num_splits=4",
+        ),
+        stated(
+            "key_cache",
+            "attention of {key_cache[0]} rows over {key_cache[1]}",
+            "there is no key cache: every rank holds as many queries as keys",
+            "training and evaluation on whole sequences",
+            (1, 8),
+        ),
+        stated(
+            "unplaced_pack",
+            "packed_seq_params for core attention by itself",
+            "Megatron's rotary embeddings of packed tokens assume its zigzag order of every document",
+            "the layers of distribute_attention, which give every token its own",
+        ),
+        Refusal(
+            lambda a: a.pack_rows not in (None, 1),
+            "packed documents in {pack_rows} rows",
+            "a pack is one row of tokens",
+            "a batch from shard_batch",
+            {"pack_rows": 2},
+        ),
+        stated(
+            "packed_rotary",
+            "a rotary table for packed documents in multi-latent attention",
+            "its rows would be those of whole documents",
+            "one document per row",
+        ),
+        Refusal(
+            lambda a: a.table_shape and a.table_shape[0] != a.rows,
+            "a rotary table of shape {table_shape} for {rows} tokens of a rank",
+            "its first dimension must be these tokens, because they change places",
+            "a table (tokens, 1, 1, rotary_dim) or a tuple of such, or --dfa-data-layout zigzag",
+            {"table_shape": (2, 1, 1, 8), "rows": 4},
+        ),
+        stated(
+            "rank_order",
+            "this order of ranks in the tensor and context parallel group",
+            "the tensor-parallel rank must run fastest",
+            "Megatron's default rank order (tp-cp-...)",
+        ),
+        stated(
+            "routing_action",
+            "the routing action {routing_action} in the boundary layout",
+            "the order of its tokens is unknown",
+            "--dfa-data-layout zigzag or contiguous",
+            "NEW_ACTION",
+        ),
+        Refusal(
+            lambda a: a.replayed_tokens != a.router_tokens,
+            "replayed routing of {replayed_tokens} tokens",
+            "this rank's router has {router_tokens}",
+            "indices of this rank's tokens, in Megatron's zigzag order",
+            {"replayed_tokens": 4, "router_tokens": 8},
+        ),
+        Refusal(
+            lambda a: a.extracted and a.extracted[1] != a.extracted[2],
+            "extract_layer_indices={extracted[0]} in the boundary layout",
+            "Megatron gave back {extracted[1]} of {extracted[2]} layers, because it recomputes several as one",
+            "remat='auto', or --recompute-num-layers 1",
+            {"extracted": ([0, 1], 1, 2)},
+        ),
+    ),
+    BOUNDARY,
+)

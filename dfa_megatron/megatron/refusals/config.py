@@ -1,0 +1,278 @@
+"""Fields of Megatron's TransformerConfig, with this package's options, that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.refusals import Asked, Refusal, Stage, stated
+
+BOUNDARY = DistAttentionConfig(data_layout="boundary")
+"""The options of a Megatron script without --dfa flags."""
+
+_OWN_ATTENTION = "the model with Megatron's own attention, without this package's spec"
+
+
+def several_ranks(a: Asked) -> bool:
+    """Return whether the context-parallel group has more than one rank, as far as the request says."""
+    return (a.context_parallel_size or 1) > 1
+
+
+def _permuted(a: Asked) -> bool:
+    """Return whether the layers hold tokens in another order than Megatron's zigzag order."""
+    return several_ranks(a) and a.dfa_data_layout != "zigzag"
+
+
+def _heads(a: Asked) -> int:
+    """Return the query heads of a tensor-parallel rank."""
+    return int((a.num_attention_heads or 0) // (a.tensor_model_parallel_size or 1))
+
+
+def _degree(a: Asked) -> int:
+    """Return the ranks that exchange heads, 0 where the planner chooses."""
+    return a.dfa_ulysses_degree if isinstance(a.dfa_ulysses_degree, int) else 0
+
+
+def _modules(names: Any) -> Sequence[str]:
+    return names or ()
+
+
+CONFIG = Stage(
+    "Megatron: when the model's configuration is read",
+    (
+        stated(
+            "attention_dropout",
+            "attention_dropout={attention_dropout}",
+            "the block kernels have no dropout inside the softmax",
+            "--attention-dropout 0.0 (dropout elsewhere, --hidden-dropout, works)",
+            0.1,
+        ),
+        Refusal(
+            lambda a: isinstance(a.window_size, int),
+            "window_size={window_size}",
+            "it is a pair: tokens to the left and to the right",
+            "--window-size with two numbers",
+            {"window_size": 128},
+        ),
+        stated(
+            "attn_logit_softcapping",
+            "attn_logit_softcapping={attn_logit_softcapping}",
+            "Megatron-Core's attention does not cap scores, and neither does its replacement here",
+            "a model without capped scores, or dist_flash_attn_func(softcap=...) in layers of your own",
+            50.0,
+        ),
+        Refusal(
+            lambda a: isinstance(a.window_size, Sequence) and a.window_size[1] > 0,
+            "window_size={window_size}",
+            "it reaches past the token, and attention is causal (Megatron's own attentions differ on its meaning)",
+            "--window-size with 0 at its right",
+            {"window_size": (128, 4)},
+        ),
+        stated("qk_clip", "qk_clip", "it needs the largest logit of every head", "no --qk-clip"),
+        stated(
+            "log_max_attention_logit",
+            "log_max_attention_logit",
+            "it needs the largest logit of every head",
+            "no --log-max-attention-logit",
+        ),
+        stated(
+            "fp8_dot_product_attention",
+            "attention in fp8 (fp8_dot_product_attention)",
+            "the block kernels compute in the input's 16- or 32-bit dtype",
+            "fp8 for the linear layers only",
+        ),
+        stated(
+            "fp8_multi_head_attention",
+            "attention in fp8 (fp8_multi_head_attention)",
+            "the block kernels compute in the input's 16- or 32-bit dtype",
+            "fp8 for the linear layers only",
+        ),
+        Refusal(
+            lambda a: a.recompute_granularity == "selective" and "core_attn" in _modules(a.recompute_modules),
+            "selective recomputation of core_attn",
+            "it would run the distributed attention and its messages a second time",
+            "--recompute-granularity full (attention is saved, the rest recomputed), or selective without core_attn",
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        ),
+        Refusal(
+            lambda a: a.recompute_granularity == "selective" and a.dfa_remat == "on",
+            "remat='on' together with selective recomputation",
+            "a layer would be recomputed inside its own recomputation",
+            "--recompute-granularity full, or remat='auto'",
+            {"recompute_granularity": "selective", "dfa_remat": "on"},
+        ),
+        Refusal(
+            lambda a: (
+                a.recompute_granularity == "full"
+                and a.dfa_remat != "off"
+                and a.recompute_method not in ("uniform", "block")
+            ),
+            "recompute_method={recompute_method!r}",
+            "this package does not know the method",
+            "--recompute-method uniform or block",
+            {"recompute_granularity": "full", "recompute_method": "newer"},
+        ),
+        Refusal(
+            lambda a: a.cuda_graph_impl not in ("none", None),
+            "CUDA graphs (cuda_graph_impl={cuda_graph_impl!r})",
+            "messages between ranks inside a captured layer are not tested",
+            "--cuda-graph-impl none",
+            {"cuda_graph_impl": "local"},
+        ),
+        Refusal(
+            lambda a: a.enable_cuda_graph or a.external_cuda_graph,
+            "CUDA graphs (enable_cuda_graph or external_cuda_graph)",
+            "messages between ranks inside a captured layer are not tested",
+            "--cuda-graph-impl none",
+            {"enable_cuda_graph": True},
+        ),
+        stated(
+            "overlap_moe_expert_parallel_comm",
+            "overlap_moe_expert_parallel_comm",
+            "it calls the parts of a layer directly, and so skips rematerialization and the exchange of hidden states",
+            "no --overlap-moe-expert-parallel-comm",
+        ),
+        Refusal(
+            lambda a: a.experimental_attention_variant == "dsa",
+            "experimental_attention_variant='dsa'",
+            "an indexer chooses the keys of every token, and this attention would take them all",
+            f"{_OWN_ATTENTION}, with --cp-comm-type allgather (Megatron-Core 0.19 and later)",
+            {"experimental_attention_variant": "dsa"},
+        ),
+        Refusal(
+            lambda a: a.experimental_attention_variant == "gated_delta_net" or a.linear_attention_freq is not None,
+            "gated delta net among the layers of a GPT model",
+            "these layers have no core attention to replace, and rely on Megatron's zigzag order",
+            "a hybrid model, which has them beside attention layers (--spec dfa_megatron.megatron hybrid_stack_spec, "
+            f"Megatron-Core 0.19 and later), or {_OWN_ATTENTION}",
+            {"linear_attention_freq": 4},
+        ),
+        Refusal(
+            lambda a: a.experimental_attention_variant not in (None, "dsa", "gated_delta_net"),
+            "experimental_attention_variant={experimental_attention_variant!r}",
+            "this attention is softmax over all earlier keys, and the variant may be another function",
+            _OWN_ATTENTION,
+            {"experimental_attention_variant": "newer"},
+        ),
+        stated(
+            "hybrid_context_parallel",
+            "hybrid_context_parallel",
+            "every sequence must be spread over the whole context-parallel group",
+            "no --hybrid-context-parallel",
+        ),
+        stated(
+            "hierarchical_context_parallel_sizes",
+            "hierarchical_context_parallel_sizes",
+            "the schedule runs over one flat context-parallel group",
+            "no --hierarchical-context-parallel-sizes",
+            [2, 2],
+        ),
+        stated(
+            "use_kitchen_attention",
+            "use_kitchen_attention",
+            "this package computes attention with kernels of its own choice",
+            "leaving it off",
+        ),
+        stated("batch_invariant_mode", "batch_invariant_mode", "the block kernels do not promise it", "leaving it off"),
+        stated("flash_decode", "flash_decode", "it is for inference", "training and evaluation without a key cache"),
+        Refusal(
+            lambda a: a.transformer_impl == "inference_optimized",
+            "transformer_impl='inference_optimized'",
+            "it is for inference",
+            "--transformer-impl local or transformer_engine",
+            {"transformer_impl": "inference_optimized"},
+        ),
+        Refusal(
+            lambda a: a.fine_grained_activation_offloading and "core_attn" in _modules(a.offload_modules),
+            "offloading core_attn",
+            "attention saves its own tensors for the backward pass",
+            "--offload-modules without core_attn",
+            {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
+        ),
+        Refusal(
+            lambda a: a.cpu_offloading and a.dfa_remat == "on",
+            "cpu_offloading together with remat='on'",
+            "Megatron does not combine offloading with recomputation",
+            "one of the two",
+            {"cpu_offloading": True, "dfa_remat": "on"},
+        ),
+        Refusal(
+            lambda a: a.dfa_remat_offload and a.dfa_remat == "off",
+            "remat_offload together with remat='off'",
+            "without rematerialization there is nothing to offload",
+            "remat='auto' or 'on'",
+            {"dfa_remat_offload": True, "dfa_remat": "off"},
+        ),
+        Refusal(
+            lambda a: a.num_microbatches_with_partial_activation_checkpoints is not None and a.dfa_remat != "off",
+            "num_microbatches_with_partial_activation_checkpoints",
+            "rematerialization recomputes the same layers in every micro-batch",
+            "leaving it off, or remat='off'",
+            {"num_microbatches_with_partial_activation_checkpoints": 1},
+        ),
+        stated(
+            "heterogeneous_block_specs",
+            "heterogeneous_block_specs",
+            "each layer has a config of its own, so recomputation cannot be taken over in one place",
+            "layers that share one config",
+        ),
+        Refusal(
+            lambda a: _permuted(a) and a.mrope_section is not None,
+            "multimodal rotary embeddings in layout {dfa_data_layout!r}",
+            "their table changes with every micro-batch",
+            "--dfa-data-layout zigzag",
+            {"context_parallel_size": 2, "mrope_section": [4, 2, 2]},
+        ),
+        Refusal(
+            lambda a: a.dfa_data_layout == "contiguous" and a.context_parallel_size != 1 and a.is_hybrid_model,
+            "a hybrid model in the contiguous layout",
+            "its other layers rely on Megatron's zigzag order",
+            "--dfa-data-layout boundary or zigzag",
+            {"is_hybrid_model": True, "dfa_data_layout": "contiguous"},
+        ),
+        Refusal(
+            lambda a: a.dfa_data_layout == "contiguous" and several_ranks(a) and a.mtp_num_layers,
+            "multi-token prediction in the contiguous layout",
+            "Megatron assumes zigzag order when it shifts the labels",
+            "--dfa-data-layout boundary or zigzag",
+            {"context_parallel_size": 2, "mtp_num_layers": 1, "dfa_data_layout": "contiguous"},
+        ),
+        Refusal(
+            lambda a: a.dfa_schedule != "auto" and a.dfa_data_layout == "zigzag",
+            "schedule={dfa_schedule!r} with zigzag data",
+            "zigzag tokens share out the work, and every rank computes its own rows",
+            "--dfa-schedule auto, or --dfa-data-layout contiguous or boundary",
+            {"dfa_schedule": "ring", "dfa_data_layout": "zigzag"},
+        ),
+        Refusal(
+            lambda a: _degree(a) > 1 and (a.context_parallel_size or 1) % _degree(a),
+            "ulysses_degree={dfa_ulysses_degree} with context_parallel_size={context_parallel_size}",
+            "the degree must divide the context-parallel ranks",
+            "a --dfa-ulysses-degree that divides them",
+            {"dfa_ulysses_degree": 4, "context_parallel_size": 2},
+        ),
+        Refusal(
+            lambda a: _degree(a) > 1 and _heads(a) % _degree(a),
+            "ulysses_degree={dfa_ulysses_degree} with num_attention_heads={num_attention_heads}",
+            "the degree must divide the query heads of a tensor-parallel rank",
+            "a --dfa-ulysses-degree that divides them, or another tensor-parallel size",
+            {"dfa_ulysses_degree": 2, "context_parallel_size": 2, "num_attention_heads": 5},
+        ),
+    ),
+    BOUNDARY,
+)
+
+
+def check_config(config: Any, options: Any, **facts: Any) -> None:
+    """Refuse a configuration that would give wrong numbers without an error.
+
+    Args:
+        config: Megatron's TransformerConfig, or a mapping of its fields; a missing field counts as unset.
+        options: this package's DistAttentionConfig.
+        facts: more about the model, by the names of fields.
+
+    Raises:
+        UnsupportedError: naming the field, the reason and an alternative.
+    """
+    CONFIG.check(config, options, **facts)

@@ -1,0 +1,162 @@
+"""Batches and packed documents that are refused, when they are cut and when the first of them arrives."""
+
+from __future__ import annotations
+
+from dfa_megatron.megatron.refusals.config import BOUNDARY, several_ranks
+from dfa_megatron.refusals import Refusal, Stage, stated
+
+BATCHES = Stage(
+    "Megatron: when a batch is cut",
+    (
+        stated(
+            "mask_in_batch",
+            "attention_mask in a batch",
+            "attention is causal over the whole row, or over each document of cu_seqlens",
+            "attention_mask=None (Megatron's scripts: --no-create-attention-mask-in-dataloader)",
+        ),
+        Refusal(
+            lambda a: a.axes_shape and a.has_documents,
+            "position_ids of shape {axes_shape} with packed documents",
+            "the table of multimodal rotary embeddings follows them, not documents",
+            "one document per row",
+            {"axes_shape": (3, 1, 8), "has_documents": True},
+        ),
+        Refusal(
+            lambda a: a.axes_shape and a.dfa_data_layout != "zigzag" and several_ranks(a),
+            "position_ids of shape {axes_shape} in data_layout={dfa_data_layout!r}",
+            "Megatron slices the table of multimodal rotary embeddings in zigzag order",
+            "data_layout='zigzag'",
+            {"axes_shape": (3, 1, 8), "context_parallel_size": 2},
+        ),
+        Refusal(
+            lambda a: a.offsets_shape and (len(a.offsets_shape) != 2 or a.offsets_shape[0] != a.rows),
+            "cu_seqlens of shape {offsets_shape} with {rows} rows",
+            "it holds offsets into each row",
+            "({rows}, documents + 1)",
+            {"offsets_shape": (2, 5), "rows": 3},
+        ),
+        Refusal(
+            lambda a: a.declared not in (None, "contiguous", "zigzag"),
+            "the batch layout {declared!r}",
+            "there is no such layout",
+            "contiguous or zigzag",
+            {"declared": "boundary"},
+        ),
+        Refusal(
+            lambda a: a.sliced and a.sliced != a.needed,
+            "data_layout={dfa_data_layout!r} on batches that are sliced {sliced}",
+            "the layers would mistake the order of the tokens",
+            "dfa_megatron.megatron.shard_batch with the model's options, declare_batch_layout where your own code "
+            "slices, or data_layout='boundary' for Megatron's own batches",
+            {"sliced": "contiguous"},
+        ),
+        stated(
+            "unsliced_documents",
+            "packed documents in data_layout={dfa_data_layout!r} that nobody is known to have sliced by rows",
+            "Megatron slices them one by one, each in zigzag order, with TransformerEngine's help",
+            "dfa_megatron.megatron.shard_batch with the model's options, or declare_batch_layout(cp_group, 'zigzag') "
+            "where your own code slices whole rows",
+        ),
+        stated(
+            "unknown_slicing",
+            "get_batch_on_this_cp_rank({unknown_slicing}) in layout 'contiguous'",
+            "every sequence is cut into equal parts, in order",
+            "--dfa-data-layout boundary",
+            "is_hybrid_cp=True",
+        ),
+        stated(
+            "no_layers",
+            "layout 'contiguous' for a model without distributed attention",
+            "its attention would assume Megatron's zigzag order",
+            "--spec dfa_megatron.megatron get_spec, or a spec of your own made by distribute_attention",
+        ),
+        stated(
+            "part_of_group",
+            "get_thd_batch_on_this_cp_rank for {part_of_group}",
+            "packs are spread over the whole context-parallel group",
+            "leaving both out",
+            "rank 0 of 4",
+        ),
+    ),
+    BOUNDARY,
+)
+
+PACKS = Stage(
+    "Megatron: when packed documents arrive",
+    (
+        stated(
+            "multi_latent_attention",
+            "packed documents with multi-latent attention",
+            "it makes its own rotary table inside the layer, in zigzag order of every document",
+            "one document per row",
+        ),
+        Refusal(
+            lambda a: a.mrope_section is not None,
+            "packed documents with multimodal rotary embeddings",
+            "their table follows position_ids, not documents",
+            "one document per row",
+            {"mrope_section": [4, 2, 2]},
+        ),
+        Refusal(
+            lambda a: several_ranks(a) and a.mtp_num_layers,
+            "packed documents with multi-token prediction",
+            "Megatron assumes zigzag order of every document when it shifts the labels",
+            "one document per row, or no prediction layers",
+            {"context_parallel_size": 2, "mtp_num_layers": 1},
+        ),
+        Refusal(
+            lambda a: several_ranks(a) and a.is_hybrid_model,
+            "packed documents in a hybrid model",
+            "its other layers rely on Megatron's zigzag order of every document",
+            "one document per row",
+            {"context_parallel_size": 2, "is_hybrid_model": True},
+        ),
+        Refusal(
+            lambda a: a.samples_in_pack is not None and "seq_aux_loss" in (a.moe_router_load_balancing_type or ()),
+            "moe_router_load_balancing_type={moe_router_load_balancing_type!r} with {samples_in_pack} samples in a "
+            "pack",
+            "the loss is of each sample, and a rank does not hold all tokens of a sample",
+            "--micro-batch-size 1, or --moe-router-load-balancing-type aux_loss",
+            {"moe_router_load_balancing_type": "seq_aux_loss", "samples_in_pack": 2},
+        ),
+        Refusal(
+            lambda a: a.qkv_format not in (None, "thd"),
+            "packed_seq_params in format {qkv_format!r}",
+            "every pack is one row of tokens",
+            "format 'thd'",
+            {"qkv_format": "sbhd"},
+        ),
+        stated(
+            "own_group",
+            "packed_seq_params with a context-parallel group of its own",
+            "every pack must be spread over the whole context-parallel group",
+            "no --hybrid-context-parallel",
+        ),
+        stated(
+            "no_offsets",
+            "packed_seq_params without cu_seqlens_q",
+            "the ends of the documents are unknown",
+            "cu_seqlens_q and cu_seqlens_kv",
+        ),
+        stated(
+            "other_keys",
+            "packed_seq_params with cu_seqlens_kv other than cu_seqlens_q",
+            "queries and keys must come from the same documents",
+            "the same for both",
+        ),
+        Refusal(
+            lambda a: a.longest_document is not None and a.longest_document > (a.max_seqlen or 0),
+            "packed_seq_params with max_seqlen {max_seqlen}",
+            "a document has {longest_document} tokens, and the last ones would have no rotary embedding",
+            "max_seqlen_q={longest_document}",
+            {"longest_document": 8, "max_seqlen": 6},
+        ),
+        stated(
+            "no_pack_params",
+            "a pipeline stage that was given no packed_seq_params",
+            "the script's data are packed documents, and attention here would not stop at their ends",
+            "at most two pipeline stages, or scripts of Megatron-Core 0.17 and later",
+        ),
+    ),
+    BOUNDARY,
+)

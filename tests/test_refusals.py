@@ -1,0 +1,71 @@
+"""Every row of the tables of refusals: its example is refused by it, needs every fact, and stands in the docs."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.refusals import Asked, Refusal, Stage, markdown
+
+pytest.importorskip("megatron.core")
+
+from dfa_megatron.megatron import refusals as of_megatron
+
+ROOT = Path(__file__).parents[1]
+FRAMEWORKS = {"Megatron-Core": of_megatron.STAGES}
+ROWS = [
+    pytest.param(stage, row, id=f"{stage.title}-{number}")
+    for stages in FRAMEWORKS.values()
+    for stage in stages
+    for number, row in enumerate(stage.rows)
+]
+
+
+def asked_of(stage: Stage, facts: Any) -> tuple[Any, ...]:
+    """Return the example as a framework hands it to the stage: options, then facts."""
+    options = {name.removeprefix("dfa_"): value for name, value in facts.items() if name.startswith("dfa_")}
+    known = {name: value for name, value in options.items() if name in DistAttentionConfig.__dataclass_fields__}
+    return stage.options.replace(**known), facts
+
+
+def first_error(stage: Stage, facts: Any) -> str | None:
+    asked = Asked(*asked_of(stage, facts))
+    return next((str(row.error(asked)) for row in stage.rows if row.applies(asked)), None)
+
+
+@pytest.mark.parametrize(("stage", "row"), ROWS)
+def test_the_example_of_a_row_is_refused_by_it_and_every_fact_of_it_is_needed(stage: Stage, row: Refusal) -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        stage.check(*asked_of(stage, row.example))
+    said = first_error(stage, row.example)
+    assert said == str(refused.value) == str(row.error(Asked(*asked_of(stage, row.example))))
+    written = row.what + row.why + row.instead
+    assert said.count("None") == written.count("None"), "the example leaves out a fact that the error names"
+    for name in row.example:
+        assert first_error(stage, {other: fact for other, fact in row.example.items() if other != name}) != said
+
+
+@pytest.mark.parametrize("stage", [stage for stages in FRAMEWORKS.values() for stage in stages], ids=lambda s: s.title)
+def test_a_request_for_nothing_special_passes_every_stage(stage: Stage) -> None:
+    stage.check(stage.options)
+
+
+def test_the_documentation_has_every_row() -> None:
+    page = (ROOT / "docs" / "refusals.md").read_text()
+    for name, stages in FRAMEWORKS.items():
+        assert f"## {name}\n\n{markdown(stages)}\n" in page, "python docs/update_refusals.py writes docs/refusals.md"
+
+
+def test_the_integration_with_megatron_refuses_nothing_outside_its_tables() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "dfa_megatron" / "megatron").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name) and node.id == "UnsupportedError"
+    ]
+    assert found == []
