@@ -13,10 +13,11 @@ from typing import Any
 
 from dfa_megatron.plan.cost.hardware import H200_NIC_400G
 from dfa_megatron.plan.cost.outline import Outline, estimate, outline
+from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.lowering.lower import lower_all
-from dfa_megatron.plan.schedules import AttentionPlan, plan_named
+from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
 
 DOCS = Path(__file__).parent
 NODE = 8
@@ -24,6 +25,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 512)
 LENGTHS = tuple(1024 * k for k in (32, 64, 128, 256, 512, 1024, 2048))
 SHORTEST = 4096  # tokens per rank: the rates of shorter blocks were not measured
 HEADS = {"MHA": 32, "GQA 4": 8, "GQA 8": 4}  # of 32 query heads
+KNOWN = SCHEDULES | OWNER_COMPUTES
 LINES = (("balanced_shared", False), ("balanced_shared", True), ("zigzag", False), ("zigzag", True), ("ring", False))
 SLOT_RANKS = (8, 16, 32)
 
@@ -32,7 +34,7 @@ Row = dict[str, Any]
 
 def plans(schedule: str, ranks: int, gateway: bool) -> AttentionPlan:
     """Both phases, long enough that a diagonal counts as half of its block at every length."""
-    return plan_named(schedule, causal(4096 * ranks), ranks, NODE if gateway else None)
+    return KNOWN[schedule].plan(causal(4096 * ranks), ranks, NODE if gateway else None)
 
 
 def rows(ranks: int, schedule: str, gateway: bool) -> list[Row]:
@@ -73,7 +75,7 @@ def slots() -> list[str]:
     for schedule, gateway in LINES:
         cells = []
         for ranks in SLOT_RANKS:
-            attention = plan_named(schedule, causal(8 * ranks), ranks, NODE if gateway else None)
+            attention = KNOWN[schedule].plan(causal(8 * ranks), ranks, NODE if gateway else None)
             phases = (attention.forward, attention.backward)
             cells.append(" / ".join(str(max(len(program.slots) for program in lower_all(phase))) for phase in phases))
         lines.append(f"| {name(schedule, gateway)} | " + " | ".join(cells) + " |")

@@ -9,17 +9,23 @@ from dfa_megatron.plan.cost.choose import imbalance, make_plan
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK
 from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
 from dfa_megatron.plan.draw import draw
-from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.plan.language.ir import AttentionPlan, Plan
 from dfa_megatron.plan.language.mask import Mask, causal, documents
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.lowering.lower import lower_all
-from dfa_megatron.plan.schedules import SCHEDULES, plan_named
+from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule
 
 DOCS = Path(__file__).parent
 TOKENS = 65536
 SHAPE = AttentionShape(kv_heads=8)
 PACK_SHAPE = AttentionShape(heads=64, kv_heads=8)
-FOR_PACKS = ("load_balanced", "greedy")
+FOR_PACKS = (OWNER_COMPUTES["load_balanced"], SCHEDULES["greedy"])
+
+
+def label(schedule: Schedule | AttentionPlan) -> str:
+    """What the tables call a schedule."""
+    name = schedule.name if isinstance(schedule, Schedule) else schedule.schedule
+    return f"`{name}`" + (f" on {schedule.layout}" if schedule.layout != "contiguous" else "")
 
 
 def costs(ranks: int) -> str:
@@ -30,10 +36,10 @@ def costs(ranks: int) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     tokens = TOKENS // (2 * ranks) * 2 * ranks
-    for name in SCHEDULES:
-        if name in FOR_PACKS:
+    for schedule in ALL:
+        if schedule in FOR_PACKS:
             continue
-        plan = plan_named(name, causal(tokens), ranks)
+        plan = schedule.plan(causal(tokens), ranks)
         programs = [lower_all(phase) for phase in (plan.forward, plan.backward)]
         calls = max(sum(len(step.calls) for step in program.steps) for program in programs[0])
         slots = " / ".join(str(max(len(program.slots) for program in phase)) for phase in programs)
@@ -43,7 +49,7 @@ def costs(ranks: int) -> str:
         )
         steps = 1 + max(block.step for block in plan.forward.blocks)
         rows.append(
-            f"| `{name}` | {steps} | {calls} | {100 * ideal:.1f} % | {real} "
+            f"| {label(schedule)} | {steps} | {calls} | {100 * ideal:.1f} % | {real} "
             f"| {_sent(plan.forward)} | {_sent(plan.backward)} | {slots} |"
         )
     return "\n".join(rows)
@@ -61,11 +67,12 @@ def choices(ranks: int) -> str:
         for tokens in (16384, 65536, 262144):
             for kv_heads in (32, 8, 1):
                 shape = AttentionShape(kv_heads=kv_heads)
-                taken = [
-                    make_plan(causal(tokens), ranks, layout=layout, shape=shape, hardware=hardware).schedule
+                plans = (
+                    make_plan(causal(tokens), ranks, layout=layout, shape=shape, hardware=hardware)
                     for layout in ("contiguous", "auto")
-                ]
-                rows.append(f"| {hardware.name} | {tokens // 1024}K | {kv_heads} | `{taken[0]}` | `{taken[1]}` |")
+                )
+                first, second = (label(plan) for plan in plans)
+                rows.append(f"| {hardware.name} | {tokens // 1024}K | {kv_heads} | {first} | {second} |")
     return "\n".join(rows)
 
 
@@ -86,12 +93,12 @@ def packs() -> str:
     ]
     for ranks, seed in ((4, 0), (8, 0), (8, 2), (16, 1), (16, 2)):
         mask = pack(ranks, seed)
-        for name in ("ring", "balanced", "greedy", "load_balanced"):
-            plan = plan_named(name, mask, ranks)
+        for schedule in (SCHEDULES["ring"], SCHEDULES["balanced"], *FOR_PACKS[::-1]):
+            plan = schedule.plan(mask, ranks)
             sent = bytes_sent(plan, PACK_SHAPE)
             seconds = simulate(plan, PACK_SHAPE, H200_NVLINK).makespan
             rows.append(
-                f"| {ranks} | {len(mask.tiles)} documents | `{name}` | {imbalance(plan):.2f} "
+                f"| {ranks} | {len(mask.tiles)} documents | {label(schedule)} | {imbalance(plan):.2f} "
                 f"| {sum(sent) / len(sent) / 1e6:.0f} ({max(sent) / 1e6:.0f}) | {1e3 * seconds:.1f} |"
             )
     return "\n".join(rows)
@@ -110,13 +117,13 @@ def page(text: str) -> str:
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
     return {
-        f"{name}_p8.svg": draw(
-            plan_named(name, pack(8, 2) if name in FOR_PACKS else causal(TOKENS), 8),
+        f"{schedule.layout if schedule.name == 'owner_computes' else schedule.name}_p8.svg": draw(
+            schedule.plan(pack(8, 2) if schedule in FOR_PACKS else causal(TOKENS), 8),
             "svg",
             phase="forward",
-            shape=PACK_SHAPE if name in FOR_PACKS else SHAPE,
+            shape=PACK_SHAPE if schedule in FOR_PACKS else SHAPE,
         )
-        for name in SCHEDULES
+        for schedule in ALL
     }
 
 

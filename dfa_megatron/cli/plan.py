@@ -11,18 +11,19 @@ from typing import Any
 from dfa_megatron.argument_file import read_arguments
 from dfa_megatron.cli import memory_estimate as models
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.cost.choose import TOKEN_LAYOUTS, Candidate, automatic_degree, candidates, explain, make_plan
+from dfa_megatron.names import LAYOUTS, SCHEDULES
+from dfa_megatron.plan.cost.choose import Candidate, automatic_degree, candidates, explain, make_plan
 from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, Link
 from dfa_megatron.plan.cost.profile import profile_named
-from dfa_megatron.plan.cost.simulate import phases_of, simulate
+from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.heads import HeadSplit, split_heads, split_tokens
-from dfa_megatron.plan.language.ir import PHASES, Plan, to_text
+from dfa_megatron.plan.language.ir import PHASES, AttentionPlan, Plan
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
+from dfa_megatron.plan.language.text import to_text
 from dfa_megatron.plan.lowering.lower import lower_all
-from dfa_megatron.plan.schedules import SCHEDULES, AttentionPlan
 
 MASKS: dict[str, Callable[[argparse.Namespace], Mask]] = {
     "causal": lambda args: masks.causal(args.seq_length),
@@ -66,8 +67,8 @@ def add_parser(subparsers: Any) -> None:
         "GPU's memory; flags given here go before it",
     )
     parser.add_argument("--ranks", type=int, help="ranks that share the sequence (default: 8)")
-    parser.add_argument("--schedule", help="auto, " + ", ".join(SCHEDULES) + " (default: auto)")
-    parser.add_argument("--layout", help="auto, " + ", ".join(TOKEN_LAYOUTS) + " (default: auto)")
+    parser.add_argument("--schedule", help=", ".join(SCHEDULES) + " (default: auto)")
+    parser.add_argument("--layout", help="auto, " + ", ".join(LAYOUTS) + " (default: auto)")
     parser.add_argument(
         "--ulysses-degree",
         help="ranks that exchange heads for tokens around the schedule, or auto (default: auto)",
@@ -108,7 +109,7 @@ def add_parser(subparsers: Any) -> None:
     out.add_argument(
         "--chrome", type=Path, metavar="FILE", help="write a trace for chrome://tracing or ui.perfetto.dev"
     )
-    out.add_argument("--text", type=Path, metavar="FILE", help="write the plan itself, a file per phase")
+    out.add_argument("--text", type=Path, metavar="FILE", help="write the plan itself, for `dfa-megatron run`")
     parser.set_defaults(run=run)
 
 
@@ -198,10 +199,7 @@ def _write_files(args: argparse.Namespace, plan: AttentionPlan, shape: Attention
     if args.chrome is not None:
         _write(args.chrome, draw(plan, "chrome", phase=args.phase, shape=shape, hardware=hardware))
     if args.text is not None:
-        shown = _shown(plan, args.phase)
-        for one in shown:
-            name = f"{args.text.stem}.{one.phase.name}{args.text.suffix}" if len(shown) > 1 else args.text.name
-            _write(args.text.with_name(name), to_text(one))
+        _write(args.text, to_text(plan))
 
 
 def _fill_in(args: argparse.Namespace, model: models.Model | None) -> None:
@@ -228,7 +226,7 @@ def _fill_in(args: argparse.Namespace, model: models.Model | None) -> None:
 def _message_bytes(plan: AttentionPlan, shape: AttentionShape) -> int:
     """The most that a rank's slots take, over both phases; a slot is counted as a whole chunk."""
     most = 0
-    for one in phases_of(plan):
+    for one in plan.phases:
         tokens = max(len(chunk) for chunk in one.layout.chunks)
         for program in lower_all(one, shape.batch):
             slots = program.peak_slots().items()
@@ -286,7 +284,7 @@ def _comparison(title: str, looked_at: tuple[Candidate, ...]) -> str:
 
 
 def _shown(plan: AttentionPlan, phase: str) -> list[Plan]:
-    return [one for one in phases_of(plan) if phase in ("both", one.phase.name)]
+    return [one for one in plan.phases if phase in ("both", one.phase.name)]
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:

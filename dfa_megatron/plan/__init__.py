@@ -5,7 +5,7 @@ from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, Link
 from dfa_megatron.plan.cost.profile import profile_named
 from dfa_megatron.plan.cost.simulate import Timeline, bytes_received, bytes_sent, simulate
 from dfa_megatron.plan.draw import draw
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Plan, from_text, to_text
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan
 from dfa_megatron.plan.language.mask import (
     Mask,
     block_causal_documents,
@@ -21,8 +21,9 @@ from dfa_megatron.plan.language.mask import (
     union,
 )
 from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.language.text import from_text, to_text
 from dfa_megatron.plan.proof.check import check_plan
-from dfa_megatron.plan.schedules import SCHEDULES, AttentionPlan
+from dfa_megatron.plan.schedules import SCHEDULES, with_blocks
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "SCHEDULES",
     "AttentionPlan",
     "AttentionShape",
+    "Block",
     "Hardware",
     "Link",
     "Mask",
@@ -60,4 +62,5 @@ __all__ = [
     "sliding_window",
     "to_text",
     "union",
+    "with_blocks",
 ]

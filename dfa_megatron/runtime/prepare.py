@@ -16,7 +16,7 @@ from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel, Form
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.heads import HeadSplit, TokenSplit, split_heads, split_tokens
-from dfa_megatron.plan.schedules import AttentionPlan
+from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.runtime.agreement.agree import Facts
 from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.agreement.guard import Guard

@@ -11,11 +11,11 @@ from functools import lru_cache
 from dfa_megatron.kernels.api import Form, form_of
 from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.cost.hardware import Hardware
+from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.lowering.positions import Tokens, tokens
 from dfa_megatron.plan.proof.check import check
-from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
 from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.request import Request

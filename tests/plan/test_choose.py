@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from dfa_megatron import names
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.choose import TIE, automatic_degree, best, candidates, make_plan
 from dfa_megatron.plan.cost.hardware import (
@@ -23,7 +24,7 @@ from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
 from dfa_megatron.plan.language.heads import split_tokens
 from dfa_megatron.plan.language.mask import Mask, causal, documents, full, sliding_window
 from dfa_megatron.plan.language.shape import AttentionShape
-from dfa_megatron.plan.schedules import SCHEDULES
+from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
 
 
 @pytest.mark.parametrize("hardware", [H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK])
@@ -33,9 +34,10 @@ def test_auto_takes_the_cheapest(hardware: Hardware, kv_heads: int, ranks: int) 
     mask, shape = causal(ranks * 8192), AttentionShape(kv_heads=kv_heads)
     chosen = make_plan(mask, ranks, shape=shape, hardware=hardware)
     looked_at = candidates(mask, ranks, shape=shape, hardware=hardware)
-    costs = {c.schedule: c.seconds for c in looked_at if c.plan}
-    assert costs[chosen.schedule] <= min(costs.values()) * (1 + TIE)
-    earlier = list(costs)[: list(costs).index(chosen.schedule)]
+    costs = {(c.schedule, c.layout): c.seconds for c in looked_at if c.plan}
+    taken = chosen.schedule, chosen.layout
+    assert costs[taken] <= min(costs.values()) * (1 + TIE)
+    earlier = list(costs)[: list(costs).index(taken)]
     assert all(costs[name] > min(costs.values()) * (1 + TIE) for name in earlier), "a tie goes to the earlier one"
 
 
@@ -47,8 +49,8 @@ def test_auto_never_idles_a_rank_where_arithmetic_is_all() -> None:
 def test_auto_takes_zigzag_where_keys_are_few_and_the_link_is_slow_and_the_layout_is_free() -> None:
     shape = AttentionShape(kv_heads=1)
     mask = causal(8 * 4096)
-    assert make_plan(mask, 8, shape=shape, hardware=H200_SLOW_LINK).schedule == "zigzag"
-    assert make_plan(mask, 8, layout="contiguous", shape=shape, hardware=H200_SLOW_LINK).schedule != "zigzag"
+    assert make_plan(mask, 8, shape=shape, hardware=H200_SLOW_LINK).layout == "zigzag"
+    assert make_plan(mask, 8, layout="contiguous", shape=shape, hardware=H200_SLOW_LINK).layout == "contiguous"
 
 
 def test_auto_on_contiguous_tokens_takes_the_ring_for_full_attention() -> None:
@@ -66,14 +68,14 @@ def test_auto_takes_greedy_where_the_work_of_a_pack_lies_on_one_side() -> None:
 
 
 def test_auto_does_not_ask_for_help_where_work_is_even() -> None:
-    looked_at = {c.schedule: c for c in candidates(causal(8 * 4096), 8)}
+    looked_at = {c.name: c for c in candidates(causal(8 * 4096), 8)}
     assert looked_at["greedy"].refusal == "the work of balanced_shared is even"
-    assert "zigzag deals" in looked_at["load_balanced"].refusal
+    assert "zigzag balances" in looked_at["owner_computes on load_balanced"].refusal
 
 
 def test_auto_balances_the_tokens_of_a_pack_where_it_may() -> None:
     mask = documents([2 * 8192, 3 * 8192, *[256] * 96])
-    assert make_plan(mask, 8, shape=AttentionShape(heads=64, kv_heads=8)).schedule == "load_balanced"
+    assert make_plan(mask, 8, shape=AttentionShape(heads=64, kv_heads=8)).layout == "load_balanced"
 
 
 def test_nodes_bring_gateways_that_a_slow_network_needs() -> None:
@@ -91,7 +93,7 @@ def test_degrees_of_ulysses_are_candidates_where_they_divide() -> None:
     looked_at = candidates(causal(8 * 4096), 8, shape=shape, degrees=True)
     assert {c.ulysses_degree for c in looked_at} == {1, 2, 4}
     assert all(c.plan.ranks == 8 // c.ulysses_degree for c in looked_at if c.plan)
-    cost = {(c.schedule, c.ulysses_degree): c for c in looked_at}
+    cost = {(c.layout, c.ulysses_degree): c for c in looked_at}
     exchanged = cost["zigzag", 2]
     assert exchanged.plan is not None
     assert exchanged.sent > max(bytes_sent(exchanged.plan, replace(shape, heads=6, kv_heads=1)))
@@ -103,6 +105,22 @@ def test_a_named_schedule_is_taken_as_it_is(name: str) -> None:
     assert make_plan(causal(32), 4, schedule=name).schedule == name
 
 
+@pytest.mark.parametrize("layout", OWNER_COMPUTES)
+def test_a_layout_that_shares_out_the_work_has_one_schedule(layout: str) -> None:
+    plan = make_plan(causal(32), 4, layout=layout)
+    assert (plan.schedule, plan.layout) == (names.OWNER_COMPUTES, layout)
+    assert all(plan.forward.layout.home[block.q_chunk] == block.rank for block in plan.forward.blocks)
+    with pytest.raises(UnsupportedError, match=r"every rank computes its own rows.* schedule 'auto'"):
+        make_plan(causal(32), 4, schedule="ring", layout=layout)
+    with pytest.raises(UnsupportedError, match="no such schedule"):
+        make_plan(causal(32), 4, schedule=names.OWNER_COMPUTES)
+
+
+def test_the_registries_have_the_names_that_options_have() -> None:
+    assert {"auto", *SCHEDULES} == set(names.SCHEDULES)
+    assert ("contiguous", *OWNER_COMPUTES) == names.LAYOUTS
+
+
 def test_equal_requests_give_the_same_plan_without_planning_again() -> None:
     assert make_plan(causal(96), 6) is make_plan(causal(96), 6)
 
@@ -110,15 +128,15 @@ def test_equal_requests_give_the_same_plan_without_planning_again() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"schedule": "circle"}, "one of auto, balanced_shared, balanced, zigzag, load_balanced, ring, greedy"),
+        ({"schedule": "circle"}, "one of auto, balanced_shared, balanced, ring, greedy"),
         ({"layout": "spiral"}, "one of auto, contiguous, zigzag, load_balanced"),
-        ({"schedule": "zigzag", "layout": "contiguous"}, "needs layout 'zigzag'"),
-        ({"schedule": "ring", "ranks": 0}, "one at least"),
+        ({"schedule": "balanced", "layout": "zigzag"}, "schedule 'balanced' on layout 'zigzag'"),
+        ({"schedule": "ring", "ranks": 0}, "at least one"),
         (
             {"ranks": 7},
-            "balanced_shared, balanced, load_balanced, ring, greedy: .* multiple of 7; zigzag: .* multiple of 14",
+            "balanced_shared, balanced, .* load_balanced, ring, greedy: .* multiple of 7; .* zigzag: .* multiple of 14",
         ),
-        ({"ranks": 7, "layout": "contiguous"}, "zigzag: it needs layout 'zigzag'"),
+        ({"ranks": 7, "layout": "contiguous"}, " on zigzag.*: it needs layout 'zigzag'"),
     ],
 )
 def test_a_request_that_nothing_serves_is_refused_with_every_reason(
@@ -149,7 +167,7 @@ def test_no_degree_is_taken_that_load_balanced_tokens_do_not_allow() -> None:
     degree = automatic_degree(mask, 3, schedule="auto", layout="load_balanced", shape=shape, hardware=H200_NVLINK)
     assert degree == 1
     looked_at = candidates(mask, 3, shape=shape, hardware=H200_NVLINK, degrees=True)
-    assert all(not one.plan for one in looked_at if one.name == "load_balanced" and one.ulysses_degree > 1)
+    assert all(not one.plan for one in looked_at if one.layout == "load_balanced" and one.ulysses_degree > 1)
     with pytest.raises(UnsupportedError, match=r"ulysses_degree=3 in layout 'load_balanced' .* hold tokens"):
         split_tokens(3, 0, 3, "load_balanced", 7)
 

@@ -13,7 +13,7 @@ from dfa_megatron.plan.cost.simulate import Timeline, bytes_received, bytes_sent
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.mask import causal, full
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
-from dfa_megatron.plan.schedules import SCHEDULES, plan_named
+from tests.support.plan_cases import WAYS, plan_of
 
 TOKENS = 16
 
@@ -37,14 +37,14 @@ def units(plan: Plan, group: int = 1, needs: str = "out") -> tuple[list[float], 
     ],
 )
 def test_balanced_moves_the_bytes_of_the_published_table(ranks: int, phase: str, needs: str, sent: list[int]) -> None:
-    plan = getattr(plan_named("balanced", causal(ranks * TOKENS), ranks), phase)
+    plan = getattr(plan_of("balanced", causal(ranks * TOKENS), ranks), phase)
     assert units(plan, needs=needs) == (sent, sent[::-1])
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 16])
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_balanced_moves_on_average_what_the_closed_form_says(ranks: int, group: int) -> None:
-    attention = plan_named("balanced", causal(ranks * TOKENS), ranks)
+    attention = plan_of("balanced", causal(ranks * TOKENS), ranks)
     owned, helped = (3 * ranks - 2) / 8, (ranks - 2) / 8
     for plan, needs, per_owned, per_helped in (
         (attention.forward, "out", 2 / group, 2),
@@ -59,7 +59,7 @@ def test_balanced_moves_on_average_what_the_closed_form_says(ranks: int, group: 
 def test_a_shared_far_pair_moves_half_a_chunk_of_rows_to_its_helper_and_their_results_back(ranks: int) -> None:
     """Forward: half of q out and half of out back. Backward: half of q, dout and out, and half of dq back."""
     mask = causal(ranks * TOKENS)
-    plain, shared = plan_named("balanced", mask, ranks), plan_named("balanced_shared", mask, ranks)
+    plain, shared = plan_of("balanced", mask, ranks), plan_of("balanced_shared", mask, ranks)
     for phase, more in (("forward", 1.0), ("backward", 2.0)):
         (before, _), (after, _) = units(getattr(plain, phase)), units(getattr(shared, phase))
         assert sum(after) - sum(before) == more * ranks / 2
@@ -67,13 +67,13 @@ def test_a_shared_far_pair_moves_half_a_chunk_of_rows_to_its_helper_and_their_re
 
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_a_full_ring_moves_every_key_past_every_rank(ranks: int) -> None:
-    ring = plan_named("ring", full(ranks * TOKENS), ranks)
+    ring = plan_of("ring", full(ranks * TOKENS), ranks)
     assert units(ring.forward) == ([2 * (ranks - 1)] * ranks,) * 2
     assert units(ring.backward) == ([4 * (ranks - 1)] * ranks,) * 2
 
 
 def test_zigzag_with_direct_routes_moves_three_quarters_of_a_ring() -> None:
-    sent, _ = units(plan_named("zigzag", causal(8 * TOKENS), 8).forward)
+    sent, _ = units(plan_of("zigzag", causal(8 * TOKENS), 8).forward)
     assert math.isclose(sum(sent) / 8, 0.75 * 2 * 7)
 
 
@@ -92,7 +92,7 @@ def test_a_name_weighs_what_its_fields_weigh() -> None:
 
 
 def test_the_bytes_of_both_phases_add_up() -> None:
-    plan, shape = plan_named("balanced", causal(64), 8), AttentionShape()
+    plan, shape = plan_of("balanced", causal(64), 8), AttentionShape()
     both = [a + b for a, b in zip(bytes_sent(plan.forward, shape), bytes_sent(plan.backward, shape), strict=True)]
     assert list(bytes_sent(plan, shape)) == both
     assert simulate(plan, shape).sent == tuple(both)
@@ -112,7 +112,7 @@ def test_compute_alone_uses_the_ranks_as_the_closed_forms_say(ranks: int) -> Non
         "ring": ranks / (2 * ranks - 1),
     }
     for schedule, share in wanted.items():
-        plan = plan_named(schedule, mask, ranks)
+        plan = plan_of(schedule, mask, ranks)
         for phase in (plan.forward, plan.backward):
             assert simulate(phase, hardware=IDEAL_LINK).utilisation == pytest.approx(share, abs=2e-4)
 
@@ -122,14 +122,14 @@ def test_the_idle_of_balanced_is_exact_in_pairs_of_tokens(ranks: int) -> None:
     rows = 6
     pair = Hardware("a pair a second", flat(1.0), flat(1.0), (Link("p2p", math.inf),))
     shape = AttentionShape(heads=1, kv_heads=1, head_dim=1)
-    timeline = simulate(plan_named("balanced", causal(ranks * rows), ranks).forward, shape, pair)
-    seconds = shape.flops_per_pair(plan_named("ring", causal(4), 1).forward.phase)
+    timeline = simulate(plan_of("balanced", causal(ranks * rows), ranks).forward, shape, pair)
+    seconds = shape.flops_per_pair(plan_of("ring", causal(4), 1).forward.phase)
     assert timeline.makespan == seconds * (rows * (rows + 1) // 2 + ranks // 2 * rows * rows)
     assert sum(timeline.busy) == seconds * (ranks * rows) * (ranks * rows + 1) // 2
 
 
 def test_the_backward_does_two_and_a_half_times_the_arithmetic() -> None:
-    plan = plan_named("balanced", causal(64), 4)
+    plan = plan_of("balanced", causal(64), 4)
     shape = AttentionShape()
     assert shape.flops_per_pair(plan.forward.phase) == 4 * shape.heads * shape.head_dim
     assert shape.flops_per_pair(plan.backward.phase) == 10 * shape.heads * shape.head_dim
@@ -139,10 +139,10 @@ def spans(timeline: Timeline, rank: int, *kinds: str) -> list[tuple[float, float
     return sorted((e.start, e.end) for e in timeline.events if e.rank == rank and e.kind in kinds)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 @pytest.mark.parametrize("hardware", [H200_SLOW_LINK, CPU_LOOPBACK])
 def test_a_rank_computes_sends_and_receives_one_thing_at_a_time(schedule: str, hardware: Hardware) -> None:
-    timeline = simulate(plan_named(schedule, causal(8192), 8), AttentionShape(kv_heads=8), hardware)
+    timeline = simulate(plan_of(schedule, causal(8192), 8), AttentionShape(kv_heads=8), hardware)
     for rank in range(8):
         for kinds in (("compute", "wait"), ("send",), ("receive",)):
             for (_, end), (start, _) in pairwise(spans(timeline, rank, *kinds)):
@@ -154,7 +154,7 @@ def test_a_rank_computes_sends_and_receives_one_thing_at_a_time(schedule: str, h
 
 
 def test_a_message_occupies_both_ends_for_its_bytes() -> None:
-    timeline = simulate(plan_named("balanced", causal(4096), 4).forward, AttentionShape(), H200_SLOW_LINK)
+    timeline = simulate(plan_of("balanced", causal(4096), 4).forward, AttentionShape(), H200_SLOW_LINK)
     sends = {(e.rank, e.peer, e.step): (e.start, e.end) for e in timeline.events if e.kind == "send"}
     receives = {(e.peer, e.rank, e.step): (e.start, e.end) for e in timeline.events if e.kind == "receive"}
     assert sends == receives
@@ -165,7 +165,7 @@ def test_a_message_occupies_both_ends_for_its_bytes() -> None:
 
 
 def test_nothing_is_computed_before_what_it_reads_has_landed() -> None:
-    plan = plan_named("balanced", causal(4096), 4).forward
+    plan = plan_of("balanced", causal(4096), 4).forward
     timeline = simulate(plan, AttentionShape(), H200_SLOW_LINK)
     landed = {(t.dst, t.what, t.chunk): t.step for t in plan.transfers}
     for e in timeline.events:
@@ -180,8 +180,8 @@ def test_nothing_is_computed_before_what_it_reads_has_landed() -> None:
 
 
 def test_a_slower_link_never_makes_a_run_faster() -> None:
-    for schedule in SCHEDULES:
-        plan = plan_named(schedule, causal(8192), 4)
+    for schedule in WAYS:
+        plan = plan_of(schedule, causal(8192), 4)
         times = [
             simulate(plan, hardware=Hardware("", flat(6e14), flat(5e14), (Link("p2p", rate),))).makespan
             for rate in (math.inf, 1e12, 1e11, 1e10)

@@ -16,7 +16,7 @@ from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.mask import causal, sliding_window
 from dfa_megatron.plan.language.shape import AttentionShape
-from dfa_megatron.plan.schedules import SCHEDULES, plan_named
+from tests.support.plan_cases import WAYS, plan_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -28,7 +28,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 )
 def test_the_grid_of_a_schedule_is_the_reviewed_one(schedule: str, ranks: int) -> None:
     golden = (GOLDEN / f"{schedule}_p{ranks}.txt").read_text(encoding="utf-8")
-    assert draw(plan_named(schedule, causal(ranks * 4), ranks)) + "\n" == golden
+    assert draw(plan_of(schedule, causal(ranks * 4), ranks)) + "\n" == golden
 
 
 def test_every_golden_grid_has_its_test() -> None:
@@ -39,22 +39,22 @@ def test_every_golden_grid_has_its_test() -> None:
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 @pytest.mark.parametrize("ranks", [4, 8, 32])
 def test_a_grid_fits_the_width_it_is_given(width: int, ranks: int) -> None:
-    for schedule in SCHEDULES:
-        text = draw(plan_named(schedule, causal(ranks * 4), ranks), phase="forward", width=width)
+    for schedule in WAYS:
+        text = draw(plan_of(schedule, causal(ranks * 4), ranks), phase="forward", width=width)
         assert max(map(len, text.splitlines()[1:])) <= width
         assert all(re.search(rf"\br{rank}\b", text) for rank in range(ranks))
 
 
 def test_a_mark_points_at_one_cell() -> None:
-    text = grid(plan_named("balanced", causal(16), 4).forward, mark=(1, 2))
+    text = grid(plan_of("balanced", causal(16), 4).forward, mark=(1, 2))
     assert text.count("<!") == 1
     assert "2.1<!" in text
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_a_picture_is_valid_and_needs_nothing_from_outside(schedule: str, ranks: int) -> None:
-    text = draw(plan_named(schedule, causal(ranks * 4096), ranks), "svg", shape=AttentionShape(kv_heads=8))
+    text = draw(plan_of(schedule, causal(ranks * 4096), ranks), "svg", shape=AttentionShape(kv_heads=8))
     root = ElementTree.fromstring(text)  # noqa: S314 we wrote it ourselves
     assert root.tag == f"{SVG}svg"
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
@@ -71,9 +71,9 @@ def test_a_picture_is_valid_and_needs_nothing_from_outside(schedule: str, ranks:
             assert y + h <= height
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 def test_a_picture_has_every_block_and_every_message(schedule: str) -> None:
-    plan = plan_named(schedule, causal(8 * 4096), 8).backward
+    plan = plan_of(schedule, causal(8 * 4096), 8).backward
     timeline = simulate(plan, hardware=IDEAL_LINK)
     root = ElementTree.fromstring(draw(plan, "svg", hardware=IDEAL_LINK))  # noqa: S314 we wrote it ourselves
     shapes = [node.attrib.get("class") for node in root.iter(f"{SVG}rect") if node.find(f"{SVG}title") is not None]
@@ -84,7 +84,7 @@ def test_a_picture_has_every_block_and_every_message(schedule: str) -> None:
 
 
 def test_half_a_block_is_drawn_half_as_long() -> None:
-    text = draw(plan_named("balanced", causal(8 * 8192), 8), "svg", phase="forward", hardware=IDEAL_LINK)
+    text = draw(plan_of("balanced", causal(8 * 8192), 8), "svg", phase="forward", hardware=IDEAL_LINK)
     widths = {
         kind: float(re.search(rf'class="{kind}" x="[\d.]+" y="[\d.]+" width="([\d.]+)"', text).group(1)) + 1  # type: ignore[union-attr]
         for kind in ("diagonal", "own")
@@ -93,13 +93,13 @@ def test_half_a_block_is_drawn_half_as_long() -> None:
 
 
 def test_the_title_tells_the_schedule_and_the_heading_the_idle_share() -> None:
-    text = draw(plan_named("balanced", causal(65536), 8), "svg", phase="forward", hardware=IDEAL_LINK)
+    text = draw(plan_of("balanced", causal(65536), 8), "svg", phase="forward", hardware=IDEAL_LINK)
     assert "balanced schedule, causal mask, 65,536 tokens, 8 ranks" in text
     assert re.search(r"forward: [\d.]+ ms, idle 11\.1 %", text)
 
 
 def test_a_trace_has_a_row_for_compute_and_for_each_direction_of_every_rank() -> None:
-    plan = plan_named("balanced_shared", causal(8192), 4)
+    plan = plan_of("balanced_shared", causal(8192), 4)
     trace = json.loads(draw(plan, "chrome", hardware=CPU_LOOPBACK))
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in events} == set(range(4))
@@ -110,7 +110,7 @@ def test_a_trace_has_a_row_for_compute_and_for_each_direction_of_every_rank() ->
 
 
 def test_one_phase_can_be_drawn_alone() -> None:
-    plan = plan_named("ring", sliding_window(32, 5), 4)
+    plan = plan_of("ring", sliding_window(32, 5), 4)
     assert draw(plan, phase="backward") == draw(plan.backward)
     assert "forward" not in draw(plan.backward, "svg")
 
@@ -120,4 +120,4 @@ def test_one_phase_can_be_drawn_alone() -> None:
 )
 def test_an_unknown_style_or_phase_is_refused(arguments: dict[str, str], complaint: str) -> None:
     with pytest.raises(UnsupportedError, match=complaint):
-        draw(plan_named("ring", causal(8), 2), **arguments)  # type: ignore[arg-type]
+        draw(plan_of("ring", causal(8), 2), **arguments)  # type: ignore[arg-type]

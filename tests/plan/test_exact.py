@@ -7,9 +7,8 @@ import random
 import pytest
 
 from dfa_megatron.plan.proof.check import check
-from dfa_megatron.plan.schedules import SCHEDULES, plan_named
 from tests.support import oracle
-from tests.support.plan_cases import every_mask, heterogeneous_masks, plans
+from tests.support.plan_cases import WAYS, every_mask, heterogeneous_masks, plan_of, plans
 from tests.support.plan_dense import reference
 
 
@@ -24,7 +23,7 @@ def test_every_schedule_is_exact_on_every_mask_it_supports(ranks: int) -> None:
             check(plan)
             assert oracle.is_right(plan, sees, expected), f"{name} {plan.phase.name} of {case.mask.name}"
             seen.add(name)
-    assert seen == set(SCHEDULES)
+    assert seen == set(WAYS)
 
 
 @pytest.mark.parametrize("ranks", range(1, 10))
@@ -50,9 +49,9 @@ def test_schedules_are_exact_where_half_chunks_are_unequal_or_empty(ranks: int, 
             assert oracle.is_right(plan, sees, expected), f"{name} {plan.phase.name} of {case.mask.name}"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 def test_sixty_four_ranks_are_planned_and_checked(schedule: str) -> None:
-    plan = plan_named(schedule, every_mask(64 * 4, random.Random(0))[0].mask, 64)
+    plan = plan_of(schedule, every_mask(64 * 4, random.Random(0))[0].mask, 64)
     check(plan.forward)
     check(plan.backward)
 
@@ -61,4 +60,4 @@ def test_sixty_four_ranks_are_planned_and_checked(schedule: str) -> None:
 def test_balanced_schedules_serve_causal_windows_and_causal_documents(schedule: str) -> None:
     cases = every_mask(24, random.Random(1))
     for case in (cases[0], cases[2], cases[3], cases[6]):
-        check(plan_named(schedule, case.mask, 4).backward)
+        check(plan_of(schedule, case.mask, 4).backward)

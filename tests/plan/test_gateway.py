@@ -12,9 +12,8 @@ from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.proof.check import check
-from dfa_megatron.plan.schedules import SCHEDULES, plan_named
 from tests.support import oracle
-from tests.support.plan_cases import every_mask, heterogeneous_masks
+from tests.support.plan_cases import WAYS, every_mask, heterogeneous_masks, plan_of
 from tests.support.plan_dense import reference
 
 ROUTED = ("balanced", "balanced_shared", "zigzag", "load_balanced", "greedy")
@@ -39,7 +38,7 @@ def test_gateways_are_exact_on_every_mask(ranks: int, node: int) -> None:
         expected = reference(sees, seed=ranks)
         for name in ROUTED:
             try:
-                plan = plan_named(name, case.mask, ranks, node)
+                plan = plan_of(name, case.mask, ranks, node)
             except UnsupportedError:
                 continue
             for phase in (plan.forward, plan.backward):
@@ -52,7 +51,7 @@ def test_gateways_are_exact_on_every_mask(ranks: int, node: int) -> None:
 @pytest.mark.parametrize("name", ["balanced", "zigzag"])
 @pytest.mark.parametrize(("ranks", "node"), [(8, 4), (16, 8), (32, 8)])
 def test_what_crosses_to_a_node_crosses_once(name: str, ranks: int, node: int) -> None:
-    plain, routed = plan_named(name, causal(ranks * 8), ranks), plan_named(name, causal(ranks * 8), ranks, node)
+    plain, routed = plan_of(name, causal(ranks * 8), ranks), plan_of(name, causal(ranks * 8), ranks, node)
     for before, after in ((plain.forward, routed.forward), (plain.backward, routed.backward)):
         assert max(crossings(before, node).values()) > node // 2
         assert set(crossings(after, node)) == set(crossings(before, node))
@@ -63,18 +62,18 @@ def test_what_crosses_to_a_node_crosses_once(name: str, ranks: int, node: int) -
 
 def test_a_gateway_of_one_node_is_the_direct_route() -> None:
     for name in ROUTED:
-        routed, plain = plan_named(name, causal(64), 8, 8), plan_named(name, causal(64), 8)
+        routed, plain = plan_of(name, causal(64), 8, 8), plan_of(name, causal(64), 8)
         assert (routed.forward, routed.backward) == (plain.forward, plain.backward)
 
 
 def test_handing_on_takes_few_more_slots() -> None:
     for name, more in (("balanced", 4), ("zigzag", 10)):
-        plain, routed = (plan_named(name, causal(32 * 8), 32, node).backward for node in (None, 8))
+        plain, routed = (plan_of(name, causal(32 * 8), 32, node).backward for node in (None, 8))
         slots = [max(len(program.slots) for program in lower_all(plan)) for plan in (plain, routed)]
         assert slots[1] <= slots[0] + more
 
 
 def test_a_ring_has_no_gateway() -> None:
     with pytest.raises(UnsupportedError, match="cross to a node once already"):
-        plan_named("ring", causal(64), 8, 4)
-    assert set(SCHEDULES) == {*ROUTED, "ring"}
+        plan_of("ring", causal(64), 8, 4)
+    assert set(WAYS) == {*ROUTED, "ring"}

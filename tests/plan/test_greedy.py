@@ -18,9 +18,9 @@ from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask, documents
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.proof.check import check
-from dfa_megatron.plan.schedules import SCHEDULES, plan_named
+from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
 from dfa_megatron.plan.schedules.load_balanced import Prices, layout_of, load_balanced
-from tests.support.plan_cases import every_mask, heterogeneous_masks
+from tests.support.plan_cases import every_mask, heterogeneous_masks, plan_of
 
 LOCAL = 8192
 
@@ -44,7 +44,7 @@ def imbalance(plan: Plan) -> float:
 
 
 def forward(schedule: str, mask: Mask, ranks: int) -> Plan:
-    return SCHEDULES[schedule].plan(mask, ranks, FORWARD)
+    return SCHEDULES[schedule].phase(mask, ranks, FORWARD)
 
 
 # Greedy.
@@ -155,7 +155,7 @@ def test_short_documents_stay_on_one_rank_and_send_nothing() -> None:
         layout = load_balanced(mask, 16)
         cut = [part for part in components(mask) if not any(chunk & part.span == part.span for chunk in layout.chunks)]
         assert [part.span for part in cut] == [Span(sum(lengths[:-1]), 16 * 4096)]
-        plan = SCHEDULES["load_balanced"].plan(mask, 16, FORWARD)
+        plan = OWNER_COMPUTES["load_balanced"].phase(mask, 16, FORWARD)
         moved = {transfer.chunk for transfer in plan.transfers}
         assert all(
             any(plan.layout.chunks[chunk] & part.span == plan.layout.chunks[chunk] for part in cut) for chunk in moved
@@ -210,6 +210,6 @@ def test_dealing_512_documents_to_64_ranks_takes_milliseconds() -> None:
 @pytest.mark.parametrize("schedule", ["greedy", "load_balanced"])
 def test_packs_are_planned_and_checked(schedule: str) -> None:
     for ranks, seed in ((4, 0), (8, 1), (16, 2)):
-        plan = plan_named(schedule, documents(pack(ranks * LOCAL, seed)), ranks)
+        plan = plan_of(schedule, documents(pack(ranks * LOCAL, seed)), ranks)
         check(plan.forward)
         check(plan.backward)

@@ -17,7 +17,7 @@ from dfa_megatron.plan.cost.network import Network, Wire
 from dfa_megatron.plan.cost.profile import from_json, load, profile_named, save, to_json
 from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.language.mask import causal
-from dfa_megatron.plan.schedules import plan_named
+from tests.support.plan_cases import plan_of
 
 
 def machine(**changes: Any) -> Hardware:
@@ -38,7 +38,7 @@ def test_a_rate_goes_through_its_points_and_between_them() -> None:
 
 
 def test_short_blocks_make_a_simulated_run_slower_per_pair() -> None:
-    long, short = (simulate(plan_named("balanced", causal(8 * n), 8).forward) for n in (32768, 1024))
+    long, short = (simulate(plan_of("balanced", causal(8 * n), 8).forward) for n in (32768, 1024))
     assert max(short.busy) * 32**2 > 1.5 * max(long.busy)
 
 
@@ -63,7 +63,7 @@ def test_messages_to_other_nodes_take_the_adapter_beside_the_link() -> None:
 
 
 def test_a_network_slower_than_the_links_makes_a_run_slower() -> None:
-    plan = plan_named("balanced", causal(16 * 2048), 16)
+    plan = plan_of("balanced", causal(16 * 2048), 16)
     fast = dataclasses.replace(H200_NIC_400G, network=H200_NVLINK.link)
     assert simulate(plan, hardware=H200_NIC_400G).makespan > 1.05 * simulate(plan, hardware=fast).makespan
     one_node = dataclasses.replace(H200_NIC_400G, ranks_per_node=16)

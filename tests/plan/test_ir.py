@@ -9,19 +9,20 @@ import pytest
 
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import Span
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Block, Plan, Transfer, from_text, to_text
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Block, Plan, Transfer
 from dfa_megatron.plan.language.layout import Layout, contiguous
 from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.language.text import from_text, to_text
 from dfa_megatron.plan.proof.check import check
-from dfa_megatron.plan.schedules import SCHEDULES, plan_named
 from tests.support.mutants import mutate
-from tests.support.plan_cases import every_mask, plans
+from tests.support.plan_cases import WAYS, every_mask, plan_of, plans
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_a_plan_survives_the_trip_through_text(ranks: int) -> None:
     for case in every_mask(4 * ranks, random.Random(ranks)):
-        for _, plan in plans(case, ranks):
+        for way in {way for way, _ in plans(case, ranks)}:
+            plan = plan_of(way, case.mask, ranks)
             again = from_text(to_text(plan))
             assert again == plan
             assert again.digest == plan.digest
@@ -39,30 +40,37 @@ def test_different_plans_have_different_digests() -> None:
 
 
 def test_a_digest_does_not_depend_on_the_order_of_records() -> None:
-    plan = plan_named("balanced", causal(16), 4).forward
+    plan = plan_of("balanced", causal(16), 4).forward
     assert replace(plan, blocks=plan.blocks[::-1], transfers=plan.transfers[::-1]).digest == plan.digest
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 def test_both_phases_are_in_the_digest_of_an_attention_plan(schedule: str) -> None:
-    plan = plan_named(schedule, causal(16), 4)
+    plan = plan_of(schedule, causal(16), 4)
     assert plan.digest == f"{plan.forward.digest}-{plan.backward.digest}"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("  block 0 0 0", "  block 0 zero 0", "line 5 .* 'block 0 zero 0'|line 5"),
-        ("  block 0 0 0", "  crate 0 0 0", "an unknown record"),
-        ("plan forward", "plan sideways", "line 1"),
+        ("  block 0 0 0", "  block 0 zero 0", "line 6 .*'  block 0 zero 0'.*invalid literal"),
+        ("  block 0 0 0", "  crate 0 0 0", "line 6 .*no record of a plan"),
+        ("phase forward", "phase sideways", "line 4 .*'phase sideways'.*no 'sideways'"),
+        ("phase backward", "phase forward", "one too many"),
+        ("plan ring contiguous", "plan ring", "line 1"),
         ("mask {", "mask [", "line 2"),
-        ("step 0\n", "plan forward ranks=2 steps=2\nstep 0\n", "a second one"),
-        ("steps=2", "steps=3", "but what follows is"),
+        ('"length": 4', '"length": 3', "line 2 .*not within the 3 tokens"),
+        ('"length": 4', '"length": 4.5', "line 2 .*integers"),
+        ("[[0, 4,", "[[4,", "line 2"),
+        ("2:4@1", "2:4@9", "line 3 .*every rank from 0 on"),
+        ("2:4@1", "2:4", "line 3"),
+        ("step 1\n", "step 3\n", "line .*the next step is 1"),
+        ("phase forward\nstep 0\n", "", "line 4 .*outside a phase"),
         ("chunks 0:2@0 2:4@1\n", "", "lacks its plan, mask or chunks"),
     ],
 )
 def test_text_that_is_no_plan_is_quoted(old: str, new: str, complaint: str) -> None:
-    text = to_text(plan_named("ring", causal(4), 2).forward)
+    text = to_text(plan_of("ring", causal(4), 2))
     assert old in text
     with pytest.raises(PlanError, match=complaint):
         from_text(text.replace(old, new, 1))
@@ -105,3 +113,9 @@ def test_what_a_block_reads_and_writes_is_data() -> None:
     assert FORWARD.writes == (("q", "out"),)
     assert BACKWARD.reads == (("q", "qdo"), ("kv", "kv"))
     assert BACKWARD.writes == (("q", "dq"), ("kv", "dkv"))
+
+
+def test_a_text_without_one_of_its_phases_is_refused() -> None:
+    text = to_text(plan_of("ring", causal(4), 2))
+    with pytest.raises(PlanError, match="lacks phase backward"):
+        from_text(text[: text.index("phase backward")])

@@ -14,7 +14,7 @@ from dfa_megatron.plan.cost.outline import estimate, outline
 from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.shape import AttentionShape
-from dfa_megatron.plan.schedules import plan_named
+from tests.support.plan_cases import plan_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -26,7 +26,7 @@ def test_an_outline_takes_as_long_as_the_programs(name: str, hardware: Hardware,
     for node in (None, 4):
         if node is not None and name == "ring":
             continue
-        attention = plan_named(name, causal(ranks * 4096), ranks, node)
+        attention = plan_of(name, causal(ranks * 4096), ranks, node)
         machine = replace(hardware, ranks_per_node=4) if hardware.network else hardware
         for kv_heads in (32, 4):
             shape = AttentionShape(kv_heads=kv_heads)
@@ -37,7 +37,7 @@ def test_an_outline_takes_as_long_as_the_programs(name: str, hardware: Hardware,
 
 
 def test_an_outline_stretches_to_other_lengths() -> None:
-    long, short = (plan_named("balanced_shared", causal(8 * tokens), 8).backward for tokens in (8192, 2048))
+    long, short = (plan_of("balanced_shared", causal(8 * tokens), 8).backward for tokens in (8192, 2048))
     stretched = estimate(outline(long), AttentionShape(), H200_NIC_400G, length=8 * 2048)
     own = estimate(outline(short), AttentionShape(), H200_NIC_400G)
     assert stretched.seconds == pytest.approx(own.seconds, rel=0.01)
@@ -45,7 +45,7 @@ def test_an_outline_stretches_to_other_lengths() -> None:
 
 
 def test_bytes_are_those_of_the_plan_by_link_class() -> None:
-    plan, shape = plan_named("zigzag", causal(16 * 512), 16).forward, AttentionShape(kv_heads=8)
+    plan, shape = plan_of("zigzag", causal(16 * 512), 16).forward, AttentionShape(kv_heads=8)
     timeline = simulate(plan, shape, H200_NIC_400G)
     split = estimate(outline(plan), shape, H200_NIC_400G)
     whole = estimate(outline(plan), shape, replace(H200_NIC_400G, ranks_per_node=16))

@@ -17,12 +17,11 @@ from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.lowering.messages import shares
 from dfa_megatron.plan.lowering.pack import GAP, packs, segments_of
 from dfa_megatron.plan.proof.check import check, check_programs
-from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.plan.schedules.greedy import own_rows
+from dfa_megatron.plan.schedules.owner_computes import by_memory
 from dfa_megatron.plan.schedules.route import direct
 from tests.support import arrays
 from tests.support import plan_dense as dense
-from tests.support.plan_cases import every_mask, heterogeneous_masks
+from tests.support.plan_cases import every_mask, heterogeneous_masks, plan_of
 
 
 def square(lo: int, hi: int) -> Tile:
@@ -30,7 +29,7 @@ def square(lo: int, hi: int) -> Tile:
 
 
 def test_documents_of_one_rank_are_one_call() -> None:
-    plan = plan_named("ring", documents([3, 1, 4, 8]), 2)
+    plan = plan_of("ring", documents([3, 1, 4, 8]), 2)
     (own, *_), _ = (program.steps for program in lower_all(plan.forward))
     (call,) = own.calls
     assert call.segments == (Segment(0, 3, 0, 3, CAUSAL), Segment(3, 4, 3, 4, FULL), Segment(4, 8, 4, 8, CAUSAL))
@@ -39,7 +38,7 @@ def test_documents_of_one_rank_are_one_call() -> None:
 
 @pytest.mark.parametrize("schedule", ["ring", "balanced", "balanced_shared", "zigzag"])
 def test_one_document_is_one_segment_that_is_the_whole_call(schedule: str) -> None:
-    plan = plan_named(schedule, causal(48), 4)
+    plan = plan_of(schedule, causal(48), 4)
     for phase in (plan.forward, plan.backward):
         for program in lower_all(phase):
             for call in (call for step in program.steps for call in step.calls):
@@ -77,7 +76,7 @@ def test_random_packs_need_few_calls_and_are_right(seed: int) -> None:
     mask = documents(lengths, causal=draw.random() < 0.5)
     assert sum(lengths) == list(accumulate(lengths))[-1]
     for schedule in ("ring", "greedy", "zigzag"):
-        for phase in (plan_named(schedule, mask, ranks).forward, plan_named(schedule, mask, ranks).backward):
+        for phase in (plan_of(schedule, mask, ranks).forward, plan_of(schedule, mask, ranks).backward):
             calls = [len(step.calls) for program in check(phase) for step in program.steps]
             assert max(calls) <= 4
 
@@ -85,7 +84,7 @@ def test_random_packs_need_few_calls_and_are_right(seed: int) -> None:
 def in_one_step(phase: Phase) -> Plan:
     """A document over four ranks and a short one; every rank fetches all that it needs of the others at once."""
     mask, layout = documents([30, 2]), contiguous(32, 4)
-    blocks = own_rows(mask, layout)
+    blocks = by_memory(mask, layout)
     return Plan(mask, layout, phase, blocks, direct(blocks, layout, phase))
 
 
@@ -106,7 +105,7 @@ def test_what_lands_in_a_step_lies_in_one_buffer_in_the_order_of_the_sequence(sc
     draw = random.Random(seed)
     lengths = [draw.choice([1, 2, 9, 17, 40]) for _ in range(12)]
     lengths.append(-sum(lengths) % 8 or 8)
-    plan = plan_named(schedule, documents(lengths), 4)
+    plan = plan_of(schedule, documents(lengths), 4)
     for phase in (plan.forward, plan.backward):
         for program, share in zip(lower_all(phase), shares(phase, 1), strict=True):
             for number, step in enumerate(program.steps):
@@ -139,7 +138,7 @@ def test_messages_that_land_on_one_another_are_refused() -> None:
 @pytest.mark.parametrize("schedule", ["ring", "greedy"])
 def test_what_lands_for_several_sequences_fills_its_tensor_and_is_proved(schedule: str) -> None:
     for case in (*every_mask(32, random.Random(1)), *heterogeneous_masks(32, random.Random(2))):
-        plan = plan_named(schedule, case.mask, 4)
+        plan = plan_of(schedule, case.mask, 4)
         for phase in (plan.forward, plan.backward):
             reference = dense.reference(case.dense, seed=3)
             programs = check(phase, batch=2)

@@ -13,8 +13,7 @@ from dfa_megatron.plan.language.program import Call, Program, Region
 from dfa_megatron.plan.lowering.positions import tokens
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.proof.sets import Sets
-from dfa_megatron.plan.schedules import plan_named
-from tests.support.plan_cases import every_mask, heterogeneous_masks, plans
+from tests.support.plan_cases import every_mask, heterogeneous_masks, plan_of, plans
 
 
 class Compared(Sets):
@@ -70,6 +69,6 @@ def test_rows_are_the_tokens_that_the_checker_finds_in_them(ranks: int) -> None:
 def test_fused_calls_do_have_rows_of_tokens_that_lie_apart(name: str) -> None:
     draw, apart = random.Random(name), 0
     for case in (*every_mask(48, draw), *heterogeneous_masks(48, draw)):
-        plan = plan_named(name, case.mask, 4)
+        plan = plan_of(name, case.mask, 4)
         apart += compare(plan.forward) + compare(plan.backward)
     assert apart > 0

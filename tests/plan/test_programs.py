@@ -16,9 +16,8 @@ from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.program import Call, Program, Region, Step
 from dfa_megatron.plan.lowering.lower import lower, lower_all
 from dfa_megatron.plan.proof.check import check, check_plan, check_programs
-from dfa_megatron.plan.schedules import plan_named
 from tests.support import arrays
-from tests.support.plan_cases import every_mask, plans
+from tests.support.plan_cases import every_mask, plan_of, plans
 from tests.support.plan_dense import reference
 
 ORDERS = ("eager", "lazy", "random")
@@ -39,7 +38,7 @@ def test_programs_are_right_however_early_or_late_messages_travel(ranks: int) ->
 @pytest.mark.parametrize("schedule", ["balanced_shared", "balanced", "zigzag", "ring"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
 def test_a_rank_makes_one_kernel_call_per_step_on_a_causal_mask(schedule: str, ranks: int) -> None:
-    attention = plan_named(schedule, causal(ranks * 12), ranks)
+    attention = plan_of(schedule, causal(ranks * 12), ranks)
     for plan in (attention.forward, attention.backward):
         for program in lower_all(plan):
             assert all(len(step.calls) <= 1 for step in program.steps)
@@ -65,18 +64,18 @@ SLOTS = {"balanced_shared": (4, 5), "balanced": (4, 5), "zigzag": (2, 5), "ring"
 @pytest.mark.parametrize("schedule", SLOTS)
 @pytest.mark.parametrize("ranks", [8, 9, 16, 25, 32])
 def test_slots_do_not_grow_with_the_ranks(schedule: str, ranks: int) -> None:
-    attention = plan_named(schedule, causal(ranks * 4), ranks)
+    attention = plan_of(schedule, causal(ranks * 4), ranks)
     check(attention.forward, max_slots=SLOTS[schedule][0])
     check(attention.backward, max_slots=SLOTS[schedule][1])
 
 
 def test_a_plan_over_its_bound_of_slots_is_refused_with_the_numbers() -> None:
     with pytest.raises(PlanError, match=r"needs \d+ slots .* the bound is 1"):
-        check_plan(plan_named("balanced", causal(32), 8), max_slots=1)
+        check_plan(plan_of("balanced", causal(32), 8), max_slots=1)
 
 
 def test_a_rank_lowered_alone_gets_the_program_that_it_gets_among_all() -> None:
-    plan = plan_named("balanced_shared", causal(64), 8).backward
+    plan = plan_of("balanced_shared", causal(64), 8).backward
     assert [lower(plan, rank) for rank in range(8)] == lower_all(plan)
 
 

@@ -40,8 +40,8 @@ SCHEDULES = (
     ("balanced", "contiguous"),
     ("balanced_shared", "contiguous"),
     ("greedy", "contiguous"),
-    ("zigzag", "zigzag"),
-    ("load_balanced", "load_balanced"),
+    ("auto", "zigzag"),
+    ("auto", "load_balanced"),
 )
 MASKS = {
     "causal": (True, (-1, -1)),

@@ -22,7 +22,6 @@ from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.language.mask import causal, documents, full
 from dfa_megatron.plan.language.program import Call, Merge, Program
 from dfa_megatron.plan.proof.check import check
-from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
 from dfa_megatron.runtime.comm import copy_engine
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
@@ -30,6 +29,7 @@ from dfa_megatron.runtime.comm.transport import Recv, Send
 from dfa_megatron.runtime.comm.transports import _refuse_one_queue
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
 from dfa_megatron.runtime.execute.wire_format import Format
+from tests.support.plan_cases import plan_of
 
 Operation = Callable[[], bool]
 """Does it and says True, or says False where it has to wait."""
@@ -263,7 +263,7 @@ PACK = documents([15, 1, 9, 2, 5])
 def test_any_interleaving_ends_and_reads_what_was_sent(schedule: str, ranks: int, one_queue: bool) -> None:
     masks = {"ring": full(ranks * 8), "load_balanced": PACK, "greedy": documents([17, 1, 2, 3, 1])}
     mask = masks.get(schedule, causal(ranks * 8))
-    plan = plan_named(schedule, mask, ranks)
+    plan = plan_of(schedule, mask, ranks)
     phases = [check(plan.forward), check(plan.backward)]
     memories = [[plan_memory(programs, rank, FORM) for rank in range(ranks)] for programs in phases]
     arena_bytes = max(memory.arena_bytes for phase in memories for memory in phase) + 1
@@ -290,7 +290,7 @@ def test_a_transport_that_does_not_wait_until_memory_is_free_is_found(monkeypatc
 
 def test_the_flags_of_another_call_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 leaves a call out: with flags that only say up or down it would read what another call has sent."""
-    plan = plan_named("balanced_shared", causal(16), 2)
+    plan = plan_of("balanced_shared", causal(16), 2)
     memories = [plan_memory(check(plan.forward), rank, FORM) for rank in range(2)]
 
     def run() -> None:

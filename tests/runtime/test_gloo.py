@@ -35,7 +35,7 @@ def _everything(rank: int, ranks: int) -> None:
                 ("ring", "contiguous"),
                 ("balanced", "contiguous"),
                 ("balanced_shared", "contiguous"),
-                ("zigzag", "zigzag"),
+                ("auto", "zigzag"),
             ]
         ):
             for dtype in (torch.float64, torch.float32, torch.bfloat16):

@@ -43,7 +43,7 @@ def _exact(rank: int, ranks: int) -> None:
         for kernel in ("cudnn", "aten", "reference"):
             for schedule in ("ring", "balanced", "balanced_shared"):
                 compare(whole, rank, ranks, schedule=schedule, kernel=kernel)
-            compare(whole, rank, ranks, schedule="zigzag", layout="zigzag", kernel=kernel)
+            compare(whole, rank, ranks, layout="zigzag", kernel=kernel)
         for transport in ("p2p", "copy_engine"):
             compare(whole, rank, ranks, schedule="balanced_shared", wire_dtype="float32", transport=transport)
             compare(whole, rank, ranks, schedule="ring", kernel="cudnn", transport=transport)

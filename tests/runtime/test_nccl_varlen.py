@@ -50,7 +50,7 @@ def _exact(rank: int, ranks: int, kernel: str) -> None:
         heads, kv_heads = draw.choice([(8, 2), (4, 4), (6, 1)])
         whole = gpu_pack(offsets, heads=heads, kv_heads=kv_heads, seed=round_)
         options = {"kernel": kernel, "transport": draw.choice(["p2p", "copy_engine"])}
-        for schedule, layout in (("ring", "contiguous"), ("greedy", "contiguous"), ("load_balanced", "load_balanced")):
+        for schedule, layout in (("ring", "contiguous"), ("greedy", "contiguous"), ("auto", "load_balanced")):
             call = functools.partial(compare, whole, offsets, rank, ranks, schedule=schedule, layout=layout, **options)
             done += served(kernel, call)
         if kernel != "cudnn":

@@ -65,7 +65,7 @@ def _everything(rank: int, ranks: int) -> None:
                 ("ring", "contiguous"),
                 ("balanced", "contiguous"),
                 ("balanced_shared", "contiguous"),
-                ("zigzag", "zigzag"),
+                ("auto", "zigzag"),
             ]
         ):
             for dtype in (torch.float64, torch.bfloat16):

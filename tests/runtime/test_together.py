@@ -17,7 +17,7 @@ SCHEDULES = (
     ("ring", "contiguous"),
     ("balanced", "contiguous"),
     ("balanced_shared", "contiguous"),
-    ("zigzag", "zigzag"),
+    ("auto", "zigzag"),
 )
 MASKS = {"causal": (True, (-1, -1)), "full": (False, (-1, -1)), "window": (True, (7, 0)), "two sides": (False, (5, 3))}
 

@@ -17,8 +17,8 @@ SHAPE: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": to
 SCHEDULES = (
     ("balanced_shared", "contiguous"),
     ("greedy", "contiguous"),
-    ("zigzag", "zigzag"),
-    ("load_balanced", "load_balanced"),
+    ("auto", "zigzag"),
+    ("auto", "load_balanced"),
 )
 
 

@@ -26,8 +26,8 @@ SCHEDULES = (
     ("balanced", "contiguous"),
     ("balanced_shared", "contiguous"),
     ("greedy", "contiguous"),
-    ("zigzag", "zigzag"),
-    ("load_balanced", "load_balanced"),
+    ("auto", "zigzag"),
+    ("auto", "load_balanced"),
 )
 
 

@@ -12,9 +12,9 @@ import numpy as np
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
-from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.plan.language.ir import AttentionPlan, Plan
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.schedules import SCHEDULES, plan_named
+from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES, plan_named
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,22 @@ def of_union(n: int, rng: random.Random) -> Case:
     return Case(masks.union("union", n, tiles), sees)
 
 
+WAYS = (*SCHEDULES, *OWNER_COMPUTES)
+"""The names of schedules, and of the layouts that have one of their own."""
+
+
+def plan_of(way: str, mask: Mask, ranks: int, ranks_per_node: int | None = None) -> AttentionPlan:
+    """The plan of a schedule, or of the layout of that name."""
+    if way in OWNER_COMPUTES:
+        return OWNER_COMPUTES[way].plan(mask, ranks, ranks_per_node)
+    return plan_named(way, mask, ranks, ranks_per_node)
+
+
 def plans(case: Case, ranks: int) -> Iterator[tuple[str, Plan]]:
     """Both phases of every schedule that supports the mask."""
-    for name in SCHEDULES:
+    for name in WAYS:
         try:
-            plan = plan_named(name, case.mask, ranks)
+            plan = plan_of(name, case.mask, ranks)
         except UnsupportedError:
             continue
         yield name, plan.forward

@@ -7,19 +7,21 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.names import LAYOUTS
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
 from dfa_megatron.plan.cost.outline import estimate, outline
-from dfa_megatron.plan.cost.simulate import bytes_sent, phases_of, simulate
+from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
 from dfa_megatron.plan.language.components import components
 from dfa_megatron.plan.language.heads import split_heads
+from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.lowering.lower import lower_all
-from dfa_megatron.plan.schedules import SCHEDULES, AttentionPlan, plan_named
+from dfa_megatron.plan.schedules import ALL, SCHEDULES, plan_named
 from dfa_megatron.plan.schedules.route import direct
 
 TIE = 0.02
-"""Makespans closer than this share are equal: the order of SCHEDULES decides what the model cannot."""
+"""Makespans closer than this share are equal: the order of `schedules.ALL` decides what the model cannot."""
 
 EVEN = 1.05
 """Work over the mean, of the most loaded rank, up to which nobody asks `greedy` for help."""
@@ -37,9 +39,6 @@ MANY_TILES = 4
 in a simulation: an outline may be too hopeful, where a rank's work in a step is in many pieces.
 """
 
-TOKEN_LAYOUTS = tuple(dict.fromkeys(schedule.layout for schedule in SCHEDULES.values()))
-"""The layouts of tokens that some schedule works on."""
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -52,6 +51,7 @@ class Candidate:
     """
 
     schedule: str
+    layout: str = "contiguous"
     plan: AttentionPlan | None = None
     seconds: float = 0.0
     refusal: str = ""
@@ -64,9 +64,11 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The schedule, its route where that knows nodes, and the degree where it is not 1."""
+        """The schedule, its layout where that decides, "gateway" where its route knows nodes, and a degree above 1."""
+        where = f" on {self.layout}" if self.layout != "contiguous" else ""
         nodes = ", gateway" if self.plan is not None and self.plan.ranks_per_node is not None else ""
-        return f"{self.schedule}{nodes}" + (f", ulysses {self.ulysses_degree}" if self.ulysses_degree > 1 else "")
+        degree = f", ulysses {self.ulysses_degree}" if self.ulysses_degree > 1 else ""
+        return f"{self.schedule}{where}{nodes}{degree}"
 
 
 def make_plan(
@@ -83,8 +85,9 @@ def make_plan(
     Args:
         mask: which pairs of the whole sequence attend.
         ranks: how many ranks share it.
-        schedule: a name of SCHEDULES, or "auto".
-        layout: the tokens that a rank holds, one of TOKEN_LAYOUTS, or "auto" for whatever the schedule needs.
+        schedule: a name of SCHEDULES, or "auto", which is the one value where the layout is not contiguous.
+        layout: the tokens that a rank holds, one of LAYOUTS. "auto" allows "auto" all of them, and is contiguous
+            for a schedule by name.
         shape, hardware: what `auto` compares costs for; None is 32 heads of 128 in 16 bits on H200s of one host. On
             hardware of several nodes a schedule by name crosses to a node once where its route can.
 
@@ -98,19 +101,15 @@ def make_plan(
 def _make_plan(
     mask: Mask, ranks: int, schedule: str, layout: str, shape: AttentionShape, hardware: Hardware
 ) -> AttentionPlan:
-    if layout != "auto" and layout not in TOKEN_LAYOUTS:
-        raise UnsupportedError(
-            f"layout {layout!r}", "there is no such layout", "one of auto, " + ", ".join(TOKEN_LAYOUTS)
-        )
+    if layout != "auto" and layout not in LAYOUTS:
+        raise UnsupportedError(f"layout {layout!r}", "there is no such layout", "one of auto, " + ", ".join(LAYOUTS))
     if schedule != "auto":
+        if layout not in ("auto", "contiguous"):
+            what = f"schedule {schedule!r} on layout {layout!r}"
+            raise UnsupportedError(what, "there every rank computes its own rows", "schedule 'auto'")
         nodes = _nodes(hardware, ranks)
         routed = schedule in SCHEDULES and SCHEDULES[schedule].route is direct
-        plan = plan_named(schedule, mask, ranks, nodes if routed else None)
-        if layout not in ("auto", plan.layout):
-            raise UnsupportedError(
-                f"schedule {schedule!r} on layout {layout!r}", f"it needs layout {plan.layout!r}", "schedule 'auto'"
-            )
-        return plan
+        return plan_named(schedule, mask, ranks, nodes if routed else None)
     looked_at = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware)
     taken = best(looked_at)
     if taken is None or taken.plan is None:
@@ -159,7 +158,7 @@ def candidates(
     degrees: bool = False,
     kept: bool = False,
 ) -> tuple[Candidate, ...]:
-    """Every schedule with its cost or the reason why it is not taken, in the order of SCHEDULES.
+    """Every schedule with its cost or the reason why it is not taken, in the order of `schedules.ALL`.
 
     On hardware of several nodes a schedule comes with and without gateways.
 
@@ -180,32 +179,33 @@ def _of_schedules(mask: Mask, ranks: int, layout: str, shape: AttentionShape, ha
     looked_at: list[Candidate] = []
     nodes = _nodes(hardware, ranks)
     cost = _simulated if ranks <= MANY_RANKS and len(mask.tiles) <= MANY_TILES else _outlined
-    for name, schedule in SCHEDULES.items():
+    for schedule in ALL:
+        without = Candidate(schedule.name, schedule.layout)
         if layout not in ("auto", schedule.layout):
-            looked_at.append(Candidate(name, refusal=f"it needs layout {schedule.layout!r}"))
+            looked_at.append(replace(without, refusal=f"it needs layout {schedule.layout!r}"))
             continue
-        if why := _needless(name, mask, looked_at):
-            looked_at.append(Candidate(name, refusal=why))
+        if why := _needless(without, mask, looked_at):
+            looked_at.append(replace(without, refusal=why))
             continue
         try:
-            plans = [plan_named(name, mask, ranks)]
+            plans = [schedule.plan(mask, ranks)]
         except UnsupportedError as error:
-            looked_at.append(Candidate(name, refusal=error.why, instead=error.instead))
+            looked_at.append(replace(without, refusal=error.why, instead=error.instead))
             continue
         if nodes is not None and schedule.route is direct:
-            plans.append(plan_named(name, mask, ranks, nodes))
-        looked_at += [cost(name, plan, shape, hardware) for plan in plans]
+            plans.append(schedule.plan(mask, ranks, nodes))
+        looked_at += [cost(plan, shape, hardware) for plan in plans]
     while ranks <= MANY_RANKS and (taken := best(tuple(looked_at))) and taken.plan and not taken.simulated:
-        looked_at[looked_at.index(taken)] = _simulated(taken.schedule, taken.plan, shape, hardware)
+        looked_at[looked_at.index(taken)] = _simulated(taken.plan, shape, hardware)
     return looked_at
 
 
-def _needless(name: str, mask: Mask, looked_at: list[Candidate]) -> str:
+def _needless(one: Candidate, mask: Mask, looked_at: list[Candidate]) -> str:
     """Why a schedule for packs cannot win here, or an empty string."""
     served = [candidate for candidate in looked_at if candidate.plan]
-    if name == "load_balanced" and any(c.schedule == "zigzag" for c in served) and len(components(mask)) == 1:
-        return "there is one sequence, which zigzag deals"
-    if name == "greedy":
+    if one.layout == "load_balanced" and any(c.layout == "zigzag" for c in served) and len(components(mask)) == 1:
+        return "there is one sequence, which zigzag balances"
+    if one.schedule == "greedy":
         for candidate in served:
             if candidate.plan and candidate.plan.layout == "contiguous" and imbalance(candidate.plan) <= EVEN:
                 return f"the work of {candidate.schedule} is even"
@@ -220,18 +220,27 @@ def imbalance(plan: AttentionPlan) -> float:
     return max(load.values(), default=1) * plan.ranks / max(1, sum(load.values()))
 
 
-def _outlined(name: str, plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
-    parts = [estimate(outline(phase, shape.batch), shape, hardware) for phase in phases_of(plan)]
+def _outlined(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
+    parts = [estimate(outline(phase, shape.batch), shape, hardware) for phase in plan.phases]
     seconds = sum(part.seconds for part in parts)
     idle = sum(part.idle_share * part.seconds for part in parts) / seconds if seconds else 0.0
-    return Candidate(name, plan, seconds, idle_share=idle, sent=max(bytes_sent(plan, shape)))
+    return Candidate(plan.schedule, plan.layout, plan, seconds, idle_share=idle, sent=max(bytes_sent(plan, shape)))
 
 
-def _simulated(name: str, plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
+def _simulated(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
     run = simulate(plan, shape, hardware)
-    slots = max(len(program.slots) for phase in phases_of(plan) for program in lower_all(phase, shape.batch))
+    slots = max(len(program.slots) for phase in plan.phases for program in lower_all(phase, shape.batch))
     sent = max(bytes_sent(plan, shape))
-    return Candidate(name, plan, run.makespan, idle_share=run.idle_share, sent=sent, slots=slots, simulated=True)
+    return Candidate(
+        plan.schedule,
+        plan.layout,
+        plan,
+        run.makespan,
+        idle_share=run.idle_share,
+        sent=sent,
+        slots=slots,
+        simulated=True,
+    )
 
 
 def _with_ulysses(
@@ -248,7 +257,9 @@ def _with_ulysses(
     found = []
     looked_at = _of_schedules(mask, ranks // degree, layout, split.shape(shape), inner)
     why = "neighbours do not hold the tokens that one rank of its plan would"
-    looked_at = [Candidate(one.name, refusal=why) if one.name == "load_balanced" else one for one in looked_at]
+    looked_at = [
+        Candidate(one.schedule, one.layout, refusal=why) if one.layout == "load_balanced" else one for one in looked_at
+    ]
     if degree == ranks:  # one rank per plan: every schedule is the same
         looked_at = [candidate for candidate in looked_at if candidate.plan][:1]
     for candidate in looked_at:
@@ -312,5 +323,5 @@ def _refusals(looked_at: tuple[Candidate, ...]) -> str:
     """Every refusal, with the schedules that share a reason named together."""
     reasons: dict[str, list[str]] = {}
     for candidate in looked_at:
-        reasons.setdefault(candidate.refusal, []).append(candidate.schedule)
+        reasons.setdefault(candidate.refusal, []).append(candidate.name)
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())

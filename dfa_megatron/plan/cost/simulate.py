@@ -10,11 +10,10 @@ from dfa_megatron.plan.cost.hardware import H200_NVLINK, RATED_HEADS, Hardware
 from dfa_megatron.plan.cost.network import Network, Wire
 from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.grid import cell
-from dfa_megatron.plan.language.ir import Block, Plan
+from dfa_megatron.plan.language.ir import AttentionPlan, Block, Plan
 from dfa_megatron.plan.language.program import Call, Merge, Message, Program
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.lowering.lower import lower_all
-from dfa_megatron.plan.schedules import AttentionPlan
 
 Kind = Literal["compute", "send", "receive", "wait"]
 
@@ -31,16 +30,11 @@ def bytes_received(plan: AttentionPlan | Plan, shape: AttentionShape) -> tuple[i
 
 def _bytes(plan: AttentionPlan | Plan, shape: AttentionShape, end: str) -> tuple[int, ...]:
     total = [0] * plan.ranks
-    for phase in phases_of(plan):
+    for phase in plan.phases:
         for transfer in phase.transfers:
             tokens = len(phase.layout.chunks[transfer.chunk])
             total[getattr(transfer, end)] += bytes_of(transfer.what, tokens, shape)
     return tuple(total)
-
-
-def phases_of(plan: AttentionPlan | Plan) -> tuple[Plan, ...]:
-    """The phases in the order in which they run."""
-    return (plan,) if isinstance(plan, Plan) else (plan.forward, plan.backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +108,7 @@ def simulate(
         PlanError: the plan breaks a rule of the language.
     """
     shape = shape or AttentionShape()
-    timelines = [simulate_programs(phase, lower_all(phase, shape.batch), shape, hardware) for phase in phases_of(plan)]
+    timelines = [simulate_programs(phase, lower_all(phase, shape.batch), shape, hardware) for phase in plan.phases]
     return timelines[0] if len(timelines) == 1 else timelines[0].then(timelines[1])
 
 

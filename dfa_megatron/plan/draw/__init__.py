@@ -6,13 +6,12 @@ from typing import Literal
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
-from dfa_megatron.plan.cost.simulate import phases_of, simulate
+from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.draw.chrome import trace
 from dfa_megatron.plan.draw.svg import picture
 from dfa_megatron.plan.language.grid import grid
-from dfa_megatron.plan.language.ir import PHASES, Plan
+from dfa_megatron.plan.language.ir import PHASES, AttentionPlan, Plan
 from dfa_megatron.plan.language.shape import AttentionShape
-from dfa_megatron.plan.schedules import AttentionPlan
 
 Style = Literal["text", "svg", "chrome"]
 
@@ -42,7 +41,7 @@ def draw(
     """
     if phase not in ("both", *PHASES):
         raise UnsupportedError(f"phase {phase!r}", "there is no such phase", "one of both, " + ", ".join(PHASES))
-    phases = [one for one in phases_of(plan) if isinstance(plan, Plan) or phase in ("both", one.phase.name)]
+    phases = [one for one in plan.phases if isinstance(plan, Plan) or phase in ("both", one.phase.name)]
     if style == "text":
         return "\n\n".join(grid(one, width=width) for one in phases)
     if style not in ("svg", "chrome"):

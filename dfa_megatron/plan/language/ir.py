@@ -16,16 +16,13 @@ A plan is pure data: no tensor, no process group, no stream and no kernel.
 from __future__ import annotations
 
 import hashlib
-import json
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
 
-from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
@@ -112,6 +109,11 @@ class Plan:
         return self.layout.ranks
 
     @property
+    def phases(self) -> tuple[Plan, ...]:
+        """This phase alone, as `AttentionPlan.phases` are both."""
+        return (self,)
+
+    @property
     def steps(self) -> int:
         """How many steps there are, those with transfers only counted in."""
         records: tuple[Block | Transfer, ...] = (*self.blocks, *self.transfers)
@@ -124,7 +126,51 @@ class Plan:
     @property
     def digest(self) -> str:
         """A short hash of everything in the plan; equal digests are equal plans."""
-        return hashlib.sha256(to_text(self).encode()).hexdigest()[:16]
+        told: list[object] = [self.phase.name, self.mask.name, self.mask.length, self.layout.home]
+        told += [(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi) for t in self.mask.tiles]
+        told += [(chunk.lo, chunk.hi) for chunk in self.layout.chunks]
+        told += [(b.step, b.rank, b.q_chunk, b.kv_chunk) for b in sorted(self.blocks)]
+        told += [(t.step, t.src, t.dst, t.what, t.chunk) for t in sorted(self.transfers)]
+        return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """A forward and a backward of one schedule, mask and layout.
+
+    Attributes:
+        schedule: its name.
+        layout: the name of the layout, which says the tokens that a rank holds.
+        forward: the plan of the forward.
+        backward: the plan of the backward.
+        ranks_per_node: of the nodes that its routes cross to once, or None where the routes know no nodes.
+    """
+
+    schedule: str
+    layout: str
+    forward: Plan
+    backward: Plan
+    ranks_per_node: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks take part."""
+        return self.forward.ranks
+
+    @property
+    def phases(self) -> tuple[Plan, ...]:
+        """The phases in the order in which they run."""
+        return self.forward, self.backward
+
+    @property
+    def digest(self) -> str:
+        """A short hash of both phases."""
+        return f"{self.forward.digest}-{self.backward.digest}"
+
+    def __str__(self) -> str:
+        nodes = f", nodes of {self.ranks_per_node}" if self.ranks_per_node is not None else ""
+        mask = self.forward.mask
+        return f"{self.schedule} of {mask.name} over {mask.length} tokens on {self.ranks} ranks{nodes}"
 
 
 @lru_cache(maxsize=32)
@@ -145,77 +191,3 @@ def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
                 if part := tile.restrict(layout.chunks[q], layout.chunks[kv]):
                     pairs[q, kv].append(part)
     return MappingProxyType({pair: tuple(pairs[pair]) for pair in sorted(pairs)})
-
-
-def to_text(plan: Plan) -> str:
-    """The plan as text that people can read and `from_text` can parse."""
-    tiles = [[t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi] for t in plan.mask.tiles]
-    lines = [
-        _header(plan),
-        "mask " + json.dumps({"name": plan.mask.name, "length": plan.mask.length, "tiles": tiles}),
-        "chunks "
-        + " ".join(f"{c.lo}:{c.hi}@{home}" for c, home in zip(plan.layout.chunks, plan.layout.home, strict=True)),
-    ]
-    body: dict[int, list[str]] = defaultdict(list)
-    for b in sorted(plan.blocks):
-        body[b.step].append(f"  block {b.rank} {b.q_chunk} {b.kv_chunk}")
-    for t in sorted(plan.transfers):
-        body[t.step].append(f"  move {t.src} {t.dst} {t.what} {t.chunk}")
-    for step in sorted({*range(plan.steps), *body}):
-        lines += [f"step {step}", *body[step]]
-    return "\n".join(lines) + "\n"
-
-
-def from_text(text: str) -> Plan:
-    """Parse what `to_text` wrote; blocks and transfers come back sorted.
-
-    Raises:
-        PlanError: a line is not of the language; the message quotes it.
-    """
-    phase, mask, layout, step, header = None, None, None, -1, ""
-    blocks: list[Block] = []
-    transfers: list[Transfer] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            match line.split(maxsplit=1)[0], line.split():
-                case "plan", [_, name, *_] if phase is None:
-                    phase, header = PHASES[name], line
-                case "mask", _ if mask is None:
-                    mask = _parse_mask(json.loads(line.split(maxsplit=1)[1]))
-                case "chunks", words if layout is None:
-                    layout = _parse_layout(words[1:])
-                case "step", [_, value]:
-                    step = int(value)
-                case "block", [_, rank, q_chunk, kv_chunk]:
-                    blocks.append(Block(step, int(rank), int(q_chunk), int(kv_chunk)))
-                case "move", [_, src, dst, what, chunk]:
-                    transfers.append(Transfer(step, int(src), int(dst), what, int(chunk)))
-                case _:
-                    raise ValueError("an unknown record, or a second one of a kind that a plan has once")
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise PlanError(f"line {number} of the plan's text cannot be read: {line!r} ({error})") from error
-    if phase is None or mask is None or layout is None:
-        raise PlanError("the plan's text lacks its plan, mask or chunks line")
-    plan = Plan(mask, layout, phase, tuple(sorted(blocks)), tuple(sorted(transfers)))
-    if header != _header(plan):
-        raise PlanError(f"the plan's text says {header!r}, but what follows is {_header(plan)!r}")
-    return plan
-
-
-def _header(plan: Plan) -> str:
-    return f"plan {plan.phase.name} ranks={plan.ranks} steps={plan.steps}"
-
-
-def _parse_mask(value: dict[str, Any]) -> Mask:
-    tiles = tuple(Tile(Span(a, b), Span(c, d), lo, hi) for a, b, c, d, lo, hi in value["tiles"])
-    return Mask(str(value["name"]), int(value["length"]), tiles)
-
-
-def _parse_layout(words: list[str]) -> Layout:
-    spans, homes = [], []
-    for word in words:
-        span, home = word.split("@")
-        lo, hi = span.split(":")
-        spans.append(Span(int(lo), int(hi)))
-        homes.append(int(home))
-    return Layout(tuple(spans), tuple(homes))

@@ -71,8 +71,8 @@ def halves(length: int, ranks: int) -> Layout:
     return Layout(cut(length, 2 * ranks), tuple(chunk // 2 for chunk in range(2 * ranks)))
 
 
-def pieces(length: int, ranks: int) -> Layout:
-    """The same tokens per rank as `contiguous`, in pieces so small that moving some of them evens out the work."""
+def fine(length: int, ranks: int) -> Layout:
+    """The same tokens per rank as `contiguous`, in chunks so small that moving some of them evens out the work."""
     per_rank = min(8, max(2, 64 // ranks))
     return Layout(cut(length, per_rank * ranks), tuple(chunk // per_rank for chunk in range(per_rank * ranks)))
 
@@ -85,32 +85,29 @@ def zigzag(length: int, ranks: int) -> Layout:
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
     "contiguous": contiguous,
     "halves": halves,
-    "pieces": pieces,
+    "fine": fine,
     "zigzag": zigzag,
 }
-"""Layouts by name. The tokens of `halves` and `pieces` are those of `contiguous`."""
+"""Layouts by name. Every rank holds the same tokens in `halves` and `fine` as in `contiguous`."""
 
-PIECES = {"contiguous": 1, "halves": 1, "pieces": 1, "zigzag": 2}
-"""The sequence length must be a multiple of this many pieces per rank, so that every rank holds as many tokens."""
+CHUNKS = {"contiguous": 1, "halves": 1, "fine": 1, "zigzag": 2}
+"""The sequence length must be a multiple of this many chunks per rank, so that every rank holds as many tokens."""
 
 
 def by_name(name: str, length: int, ranks: int) -> Layout:
-    """The layout of that name, for those that depend on the length only (`deal.layout_of` serves all).
+    """Return the layout of that name, of those that depend on the length only.
 
     Raises:
         UnsupportedError: no such layout, or a length that does not divide among the ranks.
     """
-    if name == "load_balanced":
-        what = f"layout {name!r} of {length} tokens"
-        raise UnsupportedError(what, "it follows the documents, which a length does not tell", "give cu_seqlens")
     if name not in LAYOUTS:
         raise UnsupportedError(f"layout {name!r}", "there is no such layout", "one of " + ", ".join(LAYOUTS))
-    pieces = PIECES[name] * ranks
-    if length <= 0 or length % pieces:
-        up = max(1, -(-length // pieces)) * pieces
+    chunks = CHUNKS[name] * ranks
+    if length <= 0 or length % chunks:
+        up = max(1, -(-length // chunks)) * chunks
         raise UnsupportedError(
             f"a sequence of {length} tokens in layout {name!r} on {ranks} ranks",
-            f"the length must be a positive multiple of {pieces}",
+            f"the length must be a positive multiple of {chunks}",
             f"for example {up} tokens",
         )
     return LAYOUTS[name](length, ranks)

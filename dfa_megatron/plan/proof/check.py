@@ -8,11 +8,10 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import grid
-from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.plan.language.ir import AttentionPlan, Plan
 from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.proof.sets import Content, Sets, clip
-from dfa_megatron.plan.schedules import AttentionPlan
 
 
 def check_plan(plan: AttentionPlan | Plan, *, batch: int = 1, max_slots: int | None = None) -> None:
@@ -28,7 +27,7 @@ def check_plan(plan: AttentionPlan | Plan, *, batch: int = 1, max_slots: int | N
     Raises:
         PlanError: the plan is wrong, or needs more slots than that; the message shows the grid with the failing cell.
     """
-    for phase in (plan,) if isinstance(plan, Plan) else (plan.forward, plan.backward):
+    for phase in plan.phases:
         check(phase, batch, max_slots)
 
 

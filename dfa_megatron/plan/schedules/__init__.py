@@ -1,17 +1,18 @@
-"""The schedules by name: a token layout, the chunks it is planned in, who computes what, and the route."""
+"""The schedules: who computes what, in which chunks the tokens are planned, and how data get there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Block, Phase, Plan
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Phase, Plan
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.schedules.balanced import balanced, balanced_shared, owner_computes
-from dfa_megatron.plan.schedules.greedy import greedy, own_rows
+from dfa_megatron.plan.schedules.balanced import balanced, balanced_shared
+from dfa_megatron.plan.schedules.greedy import greedy
 from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.plan.schedules.owner_computes import by_distance, by_memory
 from dfa_megatron.plan.schedules.route import Route, direct, gateway, ring_relay
 
 
@@ -19,7 +20,12 @@ from dfa_megatron.plan.schedules.route import Route, direct, gateway, ring_relay
 class Schedule:
     """One way to run an attention.
 
-    layout: the tokens a rank must hold. chunks: the layout in which it is planned, which cuts the same tokens per rank.
+    Attributes:
+        name: what users write; `owner_computes` follows from the layout, and nobody writes it.
+        layout: the tokens that a rank must hold.
+        chunks: the layout it is planned in, with the same tokens per rank, in chunks as small as the schedule needs.
+        assign: who computes which block, and when.
+        route: how data reach the blocks, and results their owners.
     """
 
     name: str
@@ -28,12 +34,19 @@ class Schedule:
     assign: Callable[[Mask, Layout], tuple[Block, ...]]
     route: Route
 
-    def plan(self, mask: Mask, ranks: int, phase: Phase, ranks_per_node: int | None = None) -> Plan:
-        """The plan of one phase; with `ranks_per_node`, what crosses to another node crosses once.
+    def plan(self, mask: Mask, ranks: int, ranks_per_node: int | None = None) -> AttentionPlan:
+        """Plan both phases. With `ranks_per_node`, what crosses to another node crosses once.
 
         Raises:
             UnsupportedError: the mask or the length does not suit the schedule, or its route knows no nodes.
         """
+        if ranks < 1:
+            raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
+        forward, backward = (self.phase(mask, ranks, phase, ranks_per_node) for phase in (FORWARD, BACKWARD))
+        return AttentionPlan(self.name, self.layout, forward, backward, ranks_per_node)
+
+    def phase(self, mask: Mask, ranks: int, phase: Phase, ranks_per_node: int | None = None) -> Plan:
+        """Plan one phase; arguments and errors as for `plan`."""
         route = self.route
         if ranks_per_node is not None:
             if route is not direct:
@@ -45,61 +58,48 @@ class Schedule:
         return Plan(mask, layout, phase, blocks, route(blocks, layout, phase))
 
 
-SCHEDULES: dict[str, Schedule] = {
-    schedule.name: schedule
-    for schedule in (
-        Schedule("balanced_shared", "contiguous", "halves", balanced_shared, direct),
-        Schedule("balanced", "contiguous", "contiguous", balanced, direct),
-        Schedule("zigzag", "zigzag", "zigzag", owner_computes, direct),
-        Schedule("load_balanced", "load_balanced", "load_balanced", own_rows, direct),
-        Schedule("ring", "contiguous", "contiguous", owner_computes, ring_relay),
-        Schedule("greedy", "contiguous", "pieces", greedy, direct),
-    )
-}
-"""In the order in which `auto` prefers them where their cost is equal."""
+ALL = (
+    Schedule("balanced_shared", "contiguous", "halves", balanced_shared, direct),
+    Schedule("balanced", "contiguous", "contiguous", balanced, direct),
+    Schedule("owner_computes", "zigzag", "zigzag", by_distance, direct),
+    Schedule("owner_computes", "load_balanced", "load_balanced", by_memory, direct),
+    Schedule("ring", "contiguous", "contiguous", by_distance, ring_relay),
+    Schedule("greedy", "contiguous", "fine", greedy, direct),
+)
+"""In the order in which "auto" prefers them where their cost is equal."""
 
+SCHEDULES = {schedule.name: schedule for schedule in ALL if schedule.layout == "contiguous"}
+"""By name: those that a user can choose, on contiguous tokens."""
 
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """A forward and the backward of the same schedule, mask and layout.
-
-    ranks_per_node: of the nodes that its routes cross to once, or None where the routes know no nodes.
-    """
-
-    schedule: str
-    layout: str
-    forward: Plan
-    backward: Plan
-    ranks_per_node: int | None = None
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks take part."""
-        return self.forward.ranks
-
-    @property
-    def digest(self) -> str:
-        """A short hash of both phases."""
-        return f"{self.forward.digest}-{self.backward.digest}"
-
-    def __str__(self) -> str:
-        nodes = f", nodes of {self.ranks_per_node}" if self.ranks_per_node is not None else ""
-        mask = self.forward.mask
-        return f"{self.schedule} of {mask.name} over {mask.length} tokens on {self.ranks} ranks{nodes}"
+OWNER_COMPUTES = {schedule.layout: schedule for schedule in ALL if schedule.layout != "contiguous"}
+"""By layout: the one schedule of a layout whose tokens share out the work. Every rank computes its own rows."""
 
 
 def plan_named(name: str, mask: Mask, ranks: int, ranks_per_node: int | None = None) -> AttentionPlan:
-    """Both phases of a schedule given by name; with `ranks_per_node`, what crosses to another node crosses once.
+    """Plan a schedule given by name, on contiguous tokens; other arguments as for `Schedule.plan`.
 
     Raises:
         UnsupportedError: no such schedule (the known ones are named), or it does not suit the mask or the length.
     """
     if name not in SCHEDULES:
-        raise UnsupportedError(
-            f"schedule {name!r}", "there is no such schedule", "one of auto, " + ", ".join(SCHEDULES)
-        )
-    schedule = SCHEDULES[name]
-    if ranks < 1:
-        raise UnsupportedError(f"a plan for {ranks} ranks", "there must be one at least", "ranks=1")
-    forward, backward = (schedule.plan(mask, ranks, phase, ranks_per_node) for phase in (FORWARD, BACKWARD))
-    return AttentionPlan(name, schedule.layout, forward, backward, ranks_per_node)
+        known = "one of auto, " + ", ".join(SCHEDULES)
+        raise UnsupportedError(f"schedule {name!r}", "there is no such schedule", known)
+    return SCHEDULES[name].plan(mask, ranks, ranks_per_node)
+
+
+def with_blocks(plan: AttentionPlan, blocks: Iterable[Block]) -> AttentionPlan:
+    """Return a plan of the same mask and layout in which these blocks are computed, forward and backward.
+
+    Blocks say who computes what and when; the transfers that they need are routed again, from owner to reader and back.
+    Check the result with `check_plan`: blocks may be missing, or twice.
+
+    Args:
+        plan: gives mask, layout and nodes.
+        blocks: of the whole plan, of all ranks.
+    """
+    route = direct if plan.ranks_per_node is None else gateway(plan.ranks_per_node)
+    changed = tuple(sorted(blocks))
+    forward, backward = (
+        Plan(old.mask, old.layout, old.phase, changed, route(changed, old.layout, old.phase)) for old in plan.phases
+    )
+    return AttentionPlan("custom", plan.layout, forward, backward, plan.ranks_per_node)

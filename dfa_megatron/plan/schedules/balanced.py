@@ -10,19 +10,6 @@ from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 
 
-def owner_computes(mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """Ring order: at step t, rank r works on the chunks at home t ranks before it. Every rank computes its own rows."""
-    ranks, needed = layout.ranks, needed_pairs(mask, layout)
-    return tuple(
-        Block(step, rank, q, kv)
-        for step in range(ranks)
-        for rank in range(ranks)
-        for q in layout.of(rank)
-        for kv in layout.of((rank - step) % ranks)
-        if (q, kv) in needed
-    )
-
-
 def balanced(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """DISTFLASHATTN as published (paper, Algorithm 2, corrected for odd P): floor(P/2) + 1 steps.
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from dfa_megatron.plan.language.ir import Block, Pairs, needed_pairs
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.schedules.steps import Pair, assign_steps
 
 TOLERANCE = 0.03
 """Work above the mean that is let stand, as a share of the mean."""
@@ -23,26 +24,13 @@ TOLERANCE = 0.03
 PRICE = {"q": 1.0, "kv": 0.5, "out": 1.0}
 """What a row of each name costs to move, in rows of q: four query heads per key head."""
 
-ROWS_PER_STEP = 2.0
-"""Rows and keys of other ranks that a rank reads in one step, in rows of its own: what bounds its memory."""
-
 CANDIDATES = 24
 """Blocks of a rank that are looked at for one move."""
-
-Pair = tuple[int, int]
 
 
 def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """Blocks of nearly equal work per rank, on any mask and layout: local ones first, then help, then own rows."""
     return assign_steps(_Balance(mask, layout).run(), mask, layout)
-
-
-def own_rows(mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """Every rank computes its own rows, in as few steps as its own remote work fills: for load_balanced tokens."""
-    owned: list[list[Pair]] = [[] for _ in range(layout.ranks)]
-    for q, kv in needed_pairs(mask, layout):
-        owned[layout.home[q]].append((q, kv))
-    return assign_steps(owned, mask, layout)
 
 
 class _Balance:
@@ -148,38 +136,3 @@ class _Balance:
 def areas(needed: Pairs) -> dict[Pair, int]:
     """The number of token pairs of every needed (q_chunk, kv_chunk)."""
     return {pair: sum(tile.area for tile in tiles) for pair, tiles in needed.items()}
-
-
-def assign_steps(owned: Sequence[Sequence[Pair]], mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """Blocks from who computes what: step 0 is local, help comes next, so that results travel behind what comes last,
-    own rows. As few steps as memory allows, near ranks before far ones: a step is a kernel call and a wait.
-    """
-    home, ranks, rows = layout.home, layout.ranks, [len(chunk) for chunk in layout.chunks]
-    limit = ROWS_PER_STEP * mask.length / ranks
-    blocks: list[Block] = []
-    for rank, pairs in enumerate(owned):
-        steps: list[list[Pair]] = [[]]
-        remote: list[list[Pair]] = [[], []]  # help, own rows
-        for q, kv in pairs:
-            (steps[0] if home[q] == rank == home[kv] else remote[home[q] == rank]).append((q, kv))
-        for mine in remote:
-            mine.sort(key=lambda pair: ((rank - home[pair[1]]) % ranks, (rank - home[pair[0]]) % ranks, pair))
-            steps += _by_memory(rank, mine, home, rows, limit)
-        blocks += [Block(step, rank, *pair) for step, mine in enumerate(steps) for pair in mine]
-    return tuple(sorted(blocks))
-
-
-def _by_memory(
-    rank: int, pairs: Sequence[Pair], home: Sequence[int], rows: Sequence[int], limit: float
-) -> list[list[Pair]]:
-    """Pairs in this order in groups of which each reads at most so many rows of other ranks, if one pair alone does."""
-    groups: list[list[Pair]] = []
-    held: set[tuple[int, int]] = set()
-    for pair in pairs:
-        needs = {(side, chunk) for side, chunk in enumerate(pair) if home[chunk] != rank}
-        if not groups or sum(rows[chunk] for _, chunk in held | needs) > limit:
-            groups.append([])
-            held = set()
-        held |= needs
-        groups[-1].append(pair)
-    return groups

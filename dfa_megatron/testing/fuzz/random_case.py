@@ -10,8 +10,8 @@ from typing import Any
 
 LAYOUTS = {
     "contiguous": ("auto", "ring", "balanced", "balanced_shared", "greedy"),
-    "zigzag": ("auto", "zigzag"),
-    "load_balanced": ("auto", "load_balanced"),
+    "zigzag": ("auto",),
+    "load_balanced": ("auto",),
 }
 """Layouts, and the schedules that work on them."""
 

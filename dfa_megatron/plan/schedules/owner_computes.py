@@ -1,0 +1,29 @@
+"""Every rank computes its own rows: the ring, and layouts whose tokens share out the work."""
+
+from __future__ import annotations
+
+from dfa_megatron.plan.language.ir import Block, needed_pairs
+from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.schedules.steps import Pair, assign_steps
+
+
+def by_distance(mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """Ring order: at step t, rank r works on the chunks at home t ranks before it. Every rank computes its own rows."""
+    ranks, needed = layout.ranks, needed_pairs(mask, layout)
+    return tuple(
+        Block(step, rank, q, kv)
+        for step in range(ranks)
+        for rank in range(ranks)
+        for q in layout.of(rank)
+        for kv in layout.of((rank - step) % ranks)
+        if (q, kv) in needed
+    )
+
+
+def by_memory(mask: Mask, layout: Layout) -> tuple[Block, ...]:
+    """Every rank computes its own rows, in as few steps as its own remote work fills: for load_balanced tokens."""
+    owned: list[list[Pair]] = [[] for _ in range(layout.ranks)]
+    for q, kv in needed_pairs(mask, layout):
+        owned[layout.home[q]].append((q, kv))
+    return assign_steps(owned, mask, layout)
