@@ -1,4 +1,4 @@
-"""`dfa-megatron doctor`: what this machine has, and whether each kernel that claims to work here is right and fast."""
+"""`dfa-megatron doctor`: list this machine, check and time each kernel, and run one distributed call."""
 
 from __future__ import annotations
 
@@ -6,80 +6,93 @@ import argparse
 import json
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dfa_megatron.flags import add_flags, flag, from_flags
 
 if TYPE_CHECKING:
     from dfa_megatron.doctor.kernel_survey import Verdict
     from dfa_megatron.doctor.kernel_trial import Trial
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+@dataclass(frozen=True)
+class DoctorFlags:
+    """The flags of the command."""
+
+    device: str = flag("auto", "the kernels' device", choices=("auto", "cuda", "cpu"))
+    kernel: tuple[str, ...] = flag((), "only these (default: all)")
+    seq_length: int | None = flag(None, "tokens of the attention that is timed (default: 32768, on CPU 256)")
+    heads: int | None = flag(None, "query heads (default: 32, on CPU 4)")
+    kv_heads: int | None = flag(None, "key and value heads (default: as many as query heads)")
+    head_dim: int = flag(128, "of a head")
+    mask: str = flag("causal", "of the kernels' rates", choices=("causal", "full"))
+    dtype: str | None = flag(
+        None, "default: bfloat16, on CPU float32", choices=("bfloat16", "float16", "float32", "float64")
+    )
+    repetitions: int = flag(7, "timed calls; the median counts")
+    call: bool = flag(True, "also run one distributed call on all GPUs, or on two CPU ranks")
+    json: bool = flag(False, "print JSON in place of tables")
+    profile: str | None = flag(
+        None,
+        "under torchrun: measure a hardware profile for schedule='auto' and `plan --hardware`, and save it as JSON",
+        metavar="FILE",
+    )
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command to what `argparse.ArgumentParser.add_subparsers` returned."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "doctor",
-        help="check this machine: versions, devices, links, and every kernel against float64",
+        help="check this machine: versions, devices, links, every kernel against float64, one distributed call",
         description=__doc__,
-        epilog="Exit status: 0, or 1 if a kernel that says that it can serve the shape is wrong or fails.",
+        epilog="Exit status: 0, or 1 if a kernel that serves the shape, or the distributed call, is wrong or fails.",
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    parser.add_argument("--kernel", nargs="+", default=[], help="only these (default: all)")
-    shape = parser.add_argument_group("the attention that is timed")
-    shape.add_argument("--length", type=int, help="tokens (default: 32768, on CPU 256)")
-    shape.add_argument("--heads", type=int, help="query heads (default: 32, on CPU 4)")
-    shape.add_argument("--kv-heads", type=int, help="key and value heads (default: as many as query heads)")
-    shape.add_argument("--head-dim", type=int, default=128, help="of a head (default: %(default)s)")
-    shape.add_argument("--mask", choices=("causal", "full"), default="causal", help="default: %(default)s")
-    shape.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, on CPU float32")
-    shape.add_argument("--repetitions", type=int, default=7, help="timed calls; the median counts (default: 7)")
-    out = parser.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="print JSON in place of tables")
-    out.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="measure a hardware profile for schedule='auto' and `plan --hardware`, and save it as JSON: the kernel's "
-        "rate by block length and its launch overhead; under torchrun also rate and latency of the links",
-    )
+    add_flags(parser, DoctorFlags)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve the parsed arguments; returns the exit status."""
-    if args.profile is not None:
+    """Serve the parsed arguments; return the exit status."""
+    flags = from_flags(DoctorFlags, args)
+    shape = shape_of(flags)
+    if flags.profile is not None:
         from dfa_megatron.doctor.measure_profile import measure_and_save
 
-        return measure_and_save(args, shape_of(args))
+        return measure_and_save(shape, Path(flags.profile), flags.kernel, as_json=flags.json)
     from dfa_megatron.doctor.kernel_survey import automatic, examine
     from dfa_megatron.doctor.machine import devices, p2p_access, versions
 
-    shape = shape_of(args)
     machine = {"versions": versions(), "devices": devices(), "p2p_access": p2p_access()}
-    if not args.json:
+    if not flags.json:
         print(_machine(machine))
 
     def tell(name: str) -> None:
         if sys.stderr.isatty():
             print(f"\r{name:<12}", end="\r", file=sys.stderr, flush=True)
 
-    verdicts, auto = examine(shape, args.kernel, args.repetitions, tell), automatic(shape)
-    if args.json:
+    verdicts, auto = examine(shape, flags.kernel, flags.repetitions, tell), automatic(shape)
+    if not flags.json:
+        print(_kernels(shape, flags.mask, verdicts, auto), flush=True)
+    call = _call(shape) if flags.call else {}
+    if flags.json:
         report = machine | {
             "shape": {"q_len": shape.q_len, "heads": shape.heads, "kv_heads": shape.kv_heads}
-            | {"head_dim": shape.head_dim, "mask": args.mask, "dtype": str(shape.dtype), "device": shape.device},
+            | {"head_dim": shape.head_dim, "mask": flags.mask, "dtype": str(shape.dtype), "device": shape.device},
             "kernels": [verdict.as_json() for verdict in verdicts],
             "auto": auto,
+            "call": call,
         }
         print(json.dumps(report, indent=1))
-    else:
-        print(_kernels(shape, args.mask, verdicts, auto))
-    return 1 if any(verdict.wrong for verdict in verdicts) else 0
+    elif call:
+        print(_of_call(call))
+    bad = any(verdict.wrong for verdict in verdicts) or "failed" in call or bool(call.get("wrong"))
+    return int(bad)
 
 
-def shape_of(args: argparse.Namespace) -> Trial:
-    """The attention that the flags describe.
+def shape_of(flags: DoctorFlags) -> Trial:
+    """Return the attention that the flags describe.
 
     Raises:
         UnsupportedError: a count is not positive, kv_heads does not divide heads, or there is no such device.
@@ -87,25 +100,47 @@ def shape_of(args: argparse.Namespace) -> Trial:
     import torch
 
     from dfa_megatron.doctor.kernel_trial import Trial
+    from dfa_megatron.doctor.start_ranks import device_of
     from dfa_megatron.errors import UnsupportedError
     from dfa_megatron.plan.language.geometry import CAUSAL, FULL
 
-    present = torch.cuda.is_available()
-    if args.device == "cuda" and not present:
-        raise UnsupportedError("--device cuda", "PyTorch finds no CUDA device", "--device cpu")
-    device = args.device or ("cuda" if present else "cpu")
+    device = device_of(flags.device)
     on_cpu = device == "cpu"
-    length, heads = args.length or (256 if on_cpu else 32768), args.heads or (4 if on_cpu else 32)
-    kv_heads = args.kv_heads or heads
-    if min(length, heads, kv_heads, args.head_dim, args.repetitions) < 1:
+    length = (256 if on_cpu else 32768) if flags.seq_length is None else flags.seq_length
+    heads = (4 if on_cpu else 32) if flags.heads is None else flags.heads
+    kv_heads = heads if flags.kv_heads is None else flags.kv_heads
+    if min(length, heads, kv_heads, flags.head_dim, flags.repetitions) < 1:
         raise UnsupportedError("a count below 1", "it must be positive", "1 or more")
     if heads % kv_heads:
         raise UnsupportedError(f"{heads} heads on {kv_heads}", "heads must be a multiple of kv_heads", "equal counts")
     return Trial(
-        q_len=length, kv_len=length, band=CAUSAL if args.mask == "causal" else FULL, heads=heads, kv_heads=kv_heads,
-        head_dim=args.head_dim, head_dim_v=args.head_dim, device=device,
-        dtype=getattr(torch, args.dtype or ("float32" if on_cpu else "bfloat16")),
+        q_len=length, kv_len=length, band=CAUSAL if flags.mask == "causal" else FULL, heads=heads, kv_heads=kv_heads,
+        head_dim=flags.head_dim, head_dim_v=flags.head_dim, device=device,
+        dtype=getattr(torch, flags.dtype or ("float32" if on_cpu else "bfloat16")),
     )  # fmt: skip
+
+
+def _call(shape: Trial) -> dict[str, Any]:
+    """One distributed call of that shape, in processes of its own."""
+    from dfa_megatron.doctor.distributed_call import CallFlags, call_on_ranks
+    from dfa_megatron.doctor.start_ranks import ranks_here
+
+    dtype = str(shape.dtype).removeprefix("torch.")
+    flags = CallFlags(shape.q_len, shape.heads, shape.kv_heads, shape.head_dim, dtype, shape.device)
+    return call_on_ranks(flags, ranks_here(None, shape.device))
+
+
+def _of_call(call: dict[str, Any]) -> str:
+    if "failed" in call:
+        return f"one distributed call over {call['ranks']} ranks FAILED: {call['failed']}"
+    largest = ", ".join(f"{name} {error:.0e}" for name, error in call["errors"].items())
+    how = f"schedule {call['schedule']}, kernel {call['kernel']}"
+    lines = [
+        f"one distributed call over {call['ranks']} ranks: {how}, {1e3 * call['seconds']:.3g} ms with its backward"
+    ]
+    lines.append(f"  errors against float64: {largest}")
+    lines += [f"  link {name}: {rate / 1e9:.3g} GB/s each way" for name, rate in call["bytes_per_second"].items()]
+    return "\n".join(lines + [f"  WRONG: {', '.join(call['wrong'])}"] * bool(call["wrong"]))
 
 
 def _machine(machine: dict[str, Any]) -> str:

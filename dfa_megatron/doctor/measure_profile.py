@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dfa_megatron.doctor.machine import devices, versions
@@ -24,7 +25,7 @@ _TINY = 16
 """Tokens of the call whose time counts as the cost of a launch."""
 
 
-def measure_and_save(args: argparse.Namespace, shape: Trial) -> int:
+def measure_and_save(shape: Trial, path: Path, kernels: Sequence[str] = (), *, as_json: bool = False) -> int:
     """Serve `doctor --profile FILE`: every rank measures attention of that shape, rank 0 writes.
 
     Raises:
@@ -34,18 +35,18 @@ def measure_and_save(args: argparse.Namespace, shape: Trial) -> int:
         raise UnsupportedError(
             "doctor --profile with one process",
             "a profile holds the links between ranks",
-            f"torchrun --nproc-per-node 2 --no-python dfa-megatron doctor --profile {args.profile}",
+            f"torchrun --nproc-per-node 2 --no-python dfa-megatron doctor --profile {path}",
         )
-    from dfa_megatron import kernels
     from dfa_megatron.doctor.world import join
+    from dfa_megatron.kernels import select
 
     world = join(shape.device)
     shape = replace(shape, device=str(world.device))
-    kernel = kernels.select(args.kernel[0] if args.kernel else "auto", shape.need())
-    hardware, measured = measure(kernel, shape, args.profile.stem)
+    kernel = select(kernels[0] if kernels else "auto", shape.need())
+    hardware, measured = measure(kernel, shape, path.stem)
     if world.rank == 0:
-        profiles.save(hardware, args.profile)
-        print(json.dumps(measured, indent=1) if args.json else f"{table(hardware, measured)}\nsaved {args.profile}")
+        profiles.save(hardware, path)
+        print(json.dumps(measured, indent=1) if as_json else f"{table(hardware, measured)}\nsaved {path}")
     world.leave()
     return 0
 

@@ -53,6 +53,7 @@ def start(command: Sequence[str], ranks: int) -> int:
         The exit status: that of the first rank that failed, 130 after Ctrl-C.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    before = logging.root.manager.disable
     logging.disable(logging.ERROR)  # of torchrun, in this process only: the ranks say what is wrong
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -65,6 +66,8 @@ def start(command: Sequence[str], ranks: int) -> int:
     except SignalException as cut:
         print(f"\n{signal.Signals(cut.sigval).name}: all {ranks} ranks have ended", file=sys.stderr)
         return 128 + int(cut.sigval)
+    finally:
+        logging.disable(before)
     return 0
 
 

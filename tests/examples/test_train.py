@@ -80,7 +80,7 @@ def test_a_wrong_request_is_one_line_and_starts_no_rank(run: Run, flags: tuple[s
 
 
 def test_what_the_ranks_find_wrong_is_one_line_as_well(run: Run) -> None:
-    done = run(*TINY, "--train-iters", "2", "--dfa-data-layout", "contiguous", "--dfa-schedule", "zigzag")
+    done = run(*TINY, "--train-iters", "2", "--dfa-data-layout", "zigzag", "--dfa-schedule", "balanced")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert "zigzag" in done.stderr

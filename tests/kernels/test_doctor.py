@@ -7,23 +7,41 @@ import json
 import math
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from dfa_megatron import kernels
+from dfa_megatron import dist_flash_attn_func, kernels
 from dfa_megatron.cli import doctor
 from dfa_megatron.cli.main import build_parser, main
+from dfa_megatron.doctor import distributed_call
 from dfa_megatron.doctor import kernel_survey as examine
 from dfa_megatron.doctor import measure_profile as profile
 from dfa_megatron.doctor.link_probe import fit, neighbours
 from dfa_megatron.doctor.machine import devices, p2p_access
+from dfa_megatron.doctor.world import World
+from dfa_megatron.flags import from_flags
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.plan.cost import profile as profiles
 from dfa_megatron.plan.cost.hardware import Hardware
 from dfa_megatron.testing.workers import run_ranks
 
-TINY = ["doctor", "--device", "cpu", "--length", "32", "--heads", "4", "--head-dim", "16", "--repetitions", "1"]
+TINY = [
+    "doctor",
+    "--device",
+    "cpu",
+    "--seq-length",
+    "32",
+    "--heads",
+    "4",
+    "--head-dim",
+    "16",
+    "--repetitions",
+    "1",
+    "--no-call",
+]
 
 
 class Liar(ReferenceKernel):
@@ -75,6 +93,29 @@ def test_json_holds_all_of_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert cpu["tflops"]["backward"] > 0
 
 
+def test_one_call_between_ranks_is_compared_and_timed_with_its_links(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY[:-1], "--kernel", "cpu"]) == 0
+    said = capfd.readouterr().out
+    assert "one distributed call over 2 ranks: schedule balanced, kernel cpu" in said
+    errors = said.split("errors against float64: ")[1].splitlines()[0]
+    assert 0 < max(float(word.split()[1]) for word in errors.split(", ")) < 1e-5
+    assert "link p2p: " in said
+
+
+def _wrong_call(rank: int, ranks: int) -> dict[str, Any]:
+    def off(*tensors: torch.Tensor, **options: Any) -> Any:
+        found = dist_flash_attn_func(*tensors, **options)
+        return (found[0] * 1.01, found[1]) if options.get("return_lse") else found
+
+    distributed_call.dist_flash_attn_func = off  # type: ignore[assignment]
+    world = World(rank, ranks, torch.device("cpu"), dist.group.WORLD)  # type: ignore[arg-type]
+    return distributed_call.measure(distributed_call.CallFlags(seq_length=33, head_dim=16), world, 1)
+
+
+def test_a_call_whose_results_are_off_is_named_on_every_rank() -> None:
+    assert [found["wrong"] for found in run_ranks(3, _wrong_call)] == [["out", "dq", "dk", "dv"]] * 3
+
+
 def test_gpus_and_their_links_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = types.SimpleNamespace(name="NVIDIA X", major=9, minor=0, total_memory=140 << 30, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -90,7 +131,7 @@ def test_gpus_and_their_links_are_shown(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (["--kernel", "cuddn"], "perhaps 'cudnn'"),
         (["--heads", "6", "--kv-heads", "4"], "heads must be a multiple of kv_heads"),
-        (["--length", "-3"], "must be positive"),
+        (["--seq-length", "-3"], "must be positive"),
         (["--profile", "a.json"], "torchrun --nproc-per-node 2 --no-python dfa-megatron doctor --profile a.json"),
     ],
 )
@@ -107,7 +148,7 @@ def test_what_cannot_be_served_is_one_line(
 def _measure(rank: int, ranks: int) -> Hardware:
     args: argparse.Namespace = build_parser().parse_args([*TINY, "--kernel", "cpu"])
     profile.LENGTHS = {"cpu": (16, 32)}
-    shape = doctor.shape_of(args)
+    shape = doctor.shape_of(from_flags(doctor.DoctorFlags, args))
     hardware, measured = profile.measure(kernels.get("cpu"), shape, "here")
     assert profile.table(hardware, measured).count("\n") == 8
     assert [row["bytes"] for row in measured["all_to_alls"]] == [2 * 4096 * rows for rows in (1, 5, 85, 341)]
