@@ -1,9 +1,11 @@
 # Two commands: `make train` sets up and runs the main job, `make test` sets up and passes the tests.
 #
+# `make quick` passes some of every kind of test in less than a minute.
 # `make fuzz` compares attentions drawn at random with dense float64; ARGS="--help" says how many, and over which ranks.
 # `make gpu` runs every test that computes on a GPU; benchmarks/README.md has the commands that measure.
 #
 #   make train PROCS=4 ARGS="--train-iters 20"     more ranks, other arguments of examples/train.py
+#   make test WORKERS=8 ARGS=tests/plan            in more processes than two; WORKERS= for one, without pytest-xdist
 #   make train VENV= PYTHON=python3                no virtual environment: the interpreter and PyTorch of a container
 
 VENV ?= .venv
@@ -13,23 +15,39 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 PROCS ?=
 ARGS ?=
 
+PLAN := geometry ir masks layouts pack heads greedy choose cost draw
+KERNELS := conformance segments bands softcap alibi
+QUICK := $(PLAN:%=tests/plan/test_%.py) $(KERNELS:%=tests/kernels/test_kernel_%.py) \
+	tests/remat/test_frames.py tests/remat/test_selective.py tests/test_architecture.py tests/test_house.py tests/test_house_picture.py \
+	"tests/remat/test_attention.py::test_remat_runs_and_sends_half_of_full_recompute_with_the_same_bits[2-ring]" \
+	"tests/runtime/test_gloo.py::test_every_schedule_and_dtype_is_exact_over_gloo[2]" \
+	"tests/runtime/test_gloo_varlen.py::test_random_packs_are_exact_over_gloo[2]" \
+	"tests/runtime/test_ulysses.py::test_every_count_of_heads_is_exact[2-2]" \
+	"tests/runtime/test_sinks.py::test_sinks_and_their_summed_gradient_are_exact[2]"
+
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
 READY :=
+WORKERS ?=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+WORKERS ?= 2
 endif
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q $(if $(WORKERS),-n $(WORKERS) --dist loadgroup)
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test fuzz gpu lint format clean
+.PHONY: train test quick fuzz gpu lint format clean
 
 train: $(READY)
 	$(PY) examples/train.py $(if $(PROCS),--nproc-per-node $(PROCS)) $(ARGS)
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q $(ARGS)
+	$(PYTEST) $(ARGS)
+
+quick: $(READY)
+	$(PYTEST) $(QUICK) $(ARGS)
 
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m dfa_megatron.testing.fuzz $(or $(ARGS),--over together gloo)

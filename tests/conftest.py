@@ -53,6 +53,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if on_gpu(item):
         if item.get_closest_marker("gpu") is None:
             item.add_marker(pytest.mark.gpu(0))  # `-m gpu` takes it; the test itself says what it needs
+        item.add_marker(pytest.mark.xdist_group("gpu"))  # one at a time on the GPU: some measure it
         item.user_properties.append(("gpu", True))
 
 
@@ -86,7 +87,7 @@ class SupportReport:
             reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
             noted = {name: value for name, value in report.user_properties if name in ("gpu", "fault")}
             line = {"gpu": False, **noted, "reason": reason}
-            self.write(id=report.nodeid, outcome=report.outcome, **line)
+            self.write(id=report.nodeid.partition("@")[0], outcome=report.outcome, **line)  # xdist adds @group
 
     def pytest_sessionfinish(self) -> None:
         self.file.close()

@@ -1,42 +1,138 @@
-"""The picture of docs/architecture.md shows the imports as they are."""
+"""What the house must stay: narrow signatures, short files and functions, small folders, one meaning a file name."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Iterable
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support import house
+
+PUBLIC = {"attention.py:dist_flash_attn_func", "attention.py:dist_flash_attn_varlen_func"}
+
+FRAMEWORKS_OWN = {
+    "deepspeed/initialize.py:initialize",
+    "huggingface/attention_function.py:attention",
+    "megatron/layers/core_attention.py:__init__",
+}
+"""Signatures that a framework calls: theirs are ours."""
+
+SAME_ROLE = {
+    "at_start.py": "selfcheck",
+    "batch.py": "the batch of a framework",
+    "checkpointing.py": "rematerialization in a framework",
+    "command.py": "selfcheck",
+    "merge.py": "the kernels' merge, as PyTorch and as Triton",
+    "model.py": "selfcheck",
+    "refusals.py": "the table of a framework",
+    "shrink.py": "selfcheck",
+    "train.py": "selfcheck",
+    "watch.py": "selfcheck",
+}
+"""File names that may stand in several folders, because each is the same thing there."""
+
+WIDE_FOR_NOW = {
+    *PUBLIC,
+    "kernels/adapters/aten.py:_group_backward",
+    "kernels/adapters/flash4.py:_group_backward",
+    "kernels/packed.py:backward",
+    "kernels/packed.py:loop_backward",
+    "kernels/triton/adapter.py:_backward",
+    "runtime/op.py:_",
+    "runtime/op.py:_gradients",
+    "runtime/op.py:attention_backward",
+    "runtime/op.py:forward",
+    "runtime/run.py:backward_algebra",
+    "testing/dense.py:dense_attention",
+    "tests/kernels/test_kernel_gpu_calls.py:gradients_of",
+    "tests/support/cases.py:case",
+    "tests/support/packs.py:pack",
+}
+"""May only become shorter."""
+
+LONG_FILES_FOR_NOW = {
+    "dfa_megatron/plan/lowering/lower.py",
+    "dfa_megatron/runtime/comm/channel.py",
+    "dfa_megatron/runtime/prepare.py",
+    "tests/huggingface/test_refusals.py",
+    "tests/kernels/test_kernel_choice.py",
+    "tests/kernels/test_kernel_conformance.py",
+    "tests/kernels/test_kernel_gpu_calls.py",
+    "tests/megatron/harness.py",
+    "tests/megatron/test_launch.py",
+    "tests/remat/test_frames.py",
+    "tests/runtime/test_alibi.py",
+    "tests/runtime/test_calls.py",
+    "tests/runtime/test_copy_engine.py",
+    "tests/runtime/test_ulysses.py",
+}
+"""May only become shorter."""
+
+LONG_FUNCTIONS_FOR_NOW = {
+    "attention.py:dist_flash_attn_varlen_func",
+    "cli/plan.py:add_parser",
+    "tests/megatron/harness.py:train",
+}
+"""May only become shorter."""
+
+NAMES_FOR_NOW = {"cpu.py", "flags.py", "inputs.py", "machine.py", "positions.py"}
+"""May only become shorter."""
+
+PATH_HACKS_FOR_NOW = {"benchmarks/megatron_loss.py"}
+"""May only become shorter."""
+
+ALL = (house.PACKAGE, *house.ELSEWHERE)
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("update_house", ROOT / "docs" / "update_house.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def ours(folders: Iterable[str] = ALL) -> list[house.Function]:
+    """Functions whose signature is ours to choose; a test's stand-in for a package has that package's."""
+    return [
+        function
+        for function in house.functions(house.ROOT, *folders)
+        if not function.triton
+        and function.where not in FRAMEWORKS_OWN
+        and not function.where.rpartition(":")[2].startswith(("_flash_attn", "flash2_"))
+    ]
 
 
-def test_the_picture_is_drawn_from_the_imports_of_today(script: ModuleType) -> None:
-    assert script.PICTURE.read_text(encoding="utf-8") == script.picture(), "run `python docs/update_house.py`"
+def test_no_function_takes_more_than_eight_parameters_and_no_public_one_more_than_sixteen() -> None:
+    wide = {function.where for function in ours() if function.parameters > (16 if function.where in PUBLIC else 8)}
+    assert wide - WIDE_FOR_NOW == set()
 
 
-def test_every_box_stands_above_what_it_imports(script: ModuleType) -> None:
-    arrows, rows = script.imports(), script.layers(script.reduced(script.imports()))
-    height = {name: at for at, row in enumerate(rows) for name in row}
-    assert set(height) == set(arrows)
-    assert all(height[here] < height[target] for here, targets in arrows.items() for target in targets)
+def test_no_file_is_longer_than_300_lines() -> None:
+    long = {name for name, lines in house.lines_by_file(house.ROOT, *ALL).items() if lines > 300}
+    assert long - LONG_FILES_FOR_NOW == set()
 
 
-def test_every_file_that_the_page_names_is_there() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    walk = text.split("## From a call to a kernel")[1].split("**Who owns what.**")[0]
-    names = set(re.findall(r"\b((?:runtime|plan|kernels)/[\w/]*\w+\.py)", walk)) | {"attention.py"}
-    missing = sorted(name for name in names if not (ROOT / "dfa_megatron" / name).is_file())
-    assert len(names) >= 10
-    assert missing == []
+def test_no_function_is_longer_than_50_lines() -> None:
+    long = {function.where for function in ours() if function.lines > 50}
+    assert long - LONG_FUNCTIONS_FOR_NOW == set()
+
+
+def test_no_folder_of_the_package_holds_more_than_a_dozen_modules() -> None:
+    assert {name: count for name, count in house.modules_by_folder(house.ROOT).items() if count > 12} == {}
+
+
+def test_no_file_name_stands_twice_but_for_the_same_thing() -> None:
+    assert set(house.repeated_names(house.ROOT)) - SAME_ROLE.keys() - NAMES_FOR_NOW == set()
+
+
+def test_tests_docs_benchmarks_and_examples_import_without_a_change_of_the_path() -> None:
+    assert {place.rpartition(":")[0] for place in house.path_hacks(house.ROOT)} - PATH_HACKS_FOR_NOW == set()
+
+
+@pytest.mark.parametrize("listed", [FRAMEWORKS_OWN, PUBLIC])
+def test_a_listed_function_exists(listed: set[str]) -> None:
+    assert listed <= {function.where for function in house.functions(house.ROOT, house.PACKAGE)}
+
+
+def test_make_quick_names_files_that_exist() -> None:
+    makefile = (house.ROOT / "Makefile").read_text(encoding="utf-8")
+    words = {name: value.split() for name, value in re.findall(r"^(PLAN|KERNELS) := (.*)$", makefile, re.MULTILINE)}
+    named = [f"tests/plan/test_{word}.py" for word in words["PLAN"]]
+    named += [f"tests/kernels/test_kernel_{word}.py" for word in words["KERNELS"]]
+    named += re.findall(r"tests/\w+/\w+\.py(?=::)|tests/test_\w+\.py|tests/remat/\w+\.py", makefile)
+    assert len(named) > 15
+    assert [name for name in named if not (house.ROOT / name).exists()] == []

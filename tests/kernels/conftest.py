@@ -17,10 +17,6 @@ SLOW_TO_COMPILE = ("flash4", "triton")
 """Their tests go first, so that no worker is left with one at the end."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "xdist_group(name): tests of one group run on one worker of pytest-xdist")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One group for each kernel that a test compiles, for `pytest -n 12 --dist loadgroup`."""
     for item in items:
