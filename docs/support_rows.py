@@ -53,9 +53,9 @@ _ONLY = {
 
 _PACK_MASKS = ("causal", "causal window", "bidirectional")
 _MASKS = ("causal", "full", "window", "two sides")
-_ANY_RANKS = r"runtime/test_together.py::test_every_schedule_is_exact.*\[{schedule}-{layout}-{mask}\]"
-_PACKS = r"runtime/test_together_varlen.py::test_random_packs.*\[{schedule}-{layout}-{mask}\]"
-_GREEDY = r"runtime/test_together_greedy.py::test_greedy_is_exact\[\d+-{mask}\]"
+_ANY_RANKS = r"runtime/execute/test_together.py::test_every_schedule_is_exact.*\[{schedule}-{layout}-{mask}\]"
+_PACKS = r"runtime/execute/test_together_varlen.py::test_random_packs.*\[{schedule}-{layout}-{mask}\]"
+_GREEDY = r"runtime/execute/test_together_greedy.py::test_greedy_is_exact\[\d+-{mask}\]"
 _SCHEDULES = {"ring": "contiguous", "balanced": "contiguous", "balanced_shared": "contiguous", "zigzag": "zigzag"}
 _OTHERS_REFUSE = {
     "softcap": r"kernels/test_kernel_softcap.py::test_kernels_that_cap_nothing_refuse",
@@ -116,36 +116,37 @@ GRIDS: dict[str, tuple[tuple[str, ...], dict[str, list[str]]]] = {
 
 RUNTIME = {
     "every schedule and dtype between 2, 3 and 4 processes (gloo)":
-        r"runtime/test_gloo.py::test_every_schedule_and_dtype",
+        r"runtime/comm/test_gloo.py::test_every_schedule_and_dtype",
     "every schedule over NCCL and copy engines, with `cudnn`, `aten`, `reference`; 2, 3, 4 GPUs":
-        r"runtime/test_nccl.py::test_every_schedule_and_kernel",
-    "random shapes under load, NCCL and copy engines": r"runtime/test_nccl.py::test_random_shapes_under_load",
-    "the host is never waited for": r"runtime/test_nccl.py::test_the_loop_never_synchronises",
-    "`cuda_graph=True`, replayed with other inputs": r"runtime/test_nccl.py::test_a_captured_attention",
+        r"runtime/comm/test_nccl.py::test_every_schedule_and_kernel",
+    "random shapes under load, NCCL and copy engines": r"runtime/comm/test_nccl.py::test_random_shapes_under_load",
+    "the host is never waited for": r"runtime/comm/test_nccl.py::test_the_loop_never_synchronises",
+    "`cuda_graph=True`, replayed with other inputs": r"runtime/comm/test_nccl.py::test_a_captured_attention",
     "one GPU as 2 to 8 ranks: `flash4`, `triton`, `aten`, `cudnn`; every schedule, packs":
-        r"runtime/test_together_gpu.py::test_kernels_are_exact",
+        r"runtime/execute/test_together_gpu.py::test_kernels_are_exact",
     "options drawn at random, many at once: masks, packs, sinks, caps, ALiBi, heads exchanged, every checkpoint":
         r"runtime/test_combinations.py::test_options_drawn",
-    "copy engines against every interleaving (a model of them)": r"runtime/test_copy_engine.py::test_any_interleaving",
-    "head counts that do not divide among ranks": r"runtime/test_gloo.py::test_head_counts_need_not_divide",
-    "either backward payload, delta or out": r"runtime/test_together.py::test_both_backward_payloads",
-    "`wire_dtype=\"float32\"`": r"runtime/test_together.py::test_a_float32_wire",
+    "copy engines against every interleaving (a model of them)":
+        r"runtime/comm/test_copy_engine.py::test_any_interleaving",
+    "head counts that do not divide among ranks": r"runtime/comm/test_gloo.py::test_head_counts_need_not_divide",
+    "either backward payload, delta or out": r"runtime/execute/test_together.py::test_both_backward_payloads",
+    "`wire_dtype=\"float32\"`": r"runtime/execute/test_together.py::test_a_float32_wire",
     "deterministic gradients between ranks":
-        r"runtime/test_(gloo|nccl).py::test_deterministic",
-    "packed documents between processes": r"runtime/test_(gloo|nccl)_varlen.py::test_random",
+        r"runtime/comm/test_(gloo|nccl).py::test_deterministic",
+    "packed documents between processes": r"runtime/comm/test_(gloo|nccl)_varlen.py::test_random",
     "packs planned ahead by data-loader workers": r"runtime/test_ahead.py::test_a_pack_that_a_worker_has_planned",
     "heads exchanged around a schedule (`ulysses_degree`)":
-        r"runtime/test_ulysses.py::test_(every_schedule_layout_and_mask|it_is_exact_over_nccl)",
-    "attention sinks and their gradient": r"runtime/test_sinks.py::test_sinks_and_their_summed_gradient",
-    "sinks with packed documents": r"runtime/test_sinks.py::test_packed_documents_have_sinks",
-    "ALiBi between processes, packs among it": r"runtime/test_alibi.py::test_the_public_functions",
+        r"runtime/execute/test_ulysses.py::test_(every_schedule_layout_and_mask|it_is_exact_over_nccl)",
+    "attention sinks and their gradient": r"runtime/execute/test_sinks.py::test_sinks_and_their_summed_gradient",
+    "sinks with packed documents": r"runtime/execute/test_sinks.py::test_packed_documents_have_sinks",
+    "ALiBi between processes, packs among it": r"runtime/execute/test_alibi.py::test_the_public_functions",
     "ALiBi with every schedule and layout, plain and packed":
-        r"runtime/test_alibi.py::test_(every_schedule_is_exact|packed_documents)",
-    "rematerialization between ranks": r"(remat/test_attention|runtime/test_nccl).py::test_remat",
+        r"runtime/execute/test_alibi.py::test_(every_schedule_is_exact|packed_documents)",
+    "rematerialization between ranks": r"(remat/test_attention|runtime/comm/test_nccl).py::test_remat",
     "what is kept, in host memory (`remat_offload`)":
         r"remat/test_offload.py::test_(gradients_are_the_same|on_a_gpu_memory_falls)",
     "`torch.compile`": r"runtime/test_compile.py::test_compilers_trace",
-    "ranks that disagree are told how": r"runtime/test_agreement.py::test_every_rank_is_told",
+    "ranks that disagree are told how": r"runtime/agreement/test_agreement.py::test_every_rank_is_told",
 }  # fmt: skip
 
 _PARITY = r"megatron/test_parity.py::test_both_layouts_with_and_without_remat_train_like_one_rank"

@@ -1,6 +1,6 @@
 """Write trust.md's table from the results of the tests that inject faults.
 
-    python -m pytest tests/faults tests/runtime/test_calls_gpu.py --support-report faults.jsonl
+    python -m pytest tests/faults tests/runtime/agreement/test_calls_gpu.py --support-report faults.jsonl
     python docs/update_trust.py faults.jsonl ...     # take them into trust.json and write the page
     python docs/update_trust.py                      # write the page alone
 

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 TESTS = {
     "float64": "tests/kernels/test_kernel_conformance.py::test_a_block_is_what_dense_float64_attention_says"
     "[float64-64x64-full-h3:3-d32-b2-{} on cuda]",
-    "gloo": "tests/runtime/test_gloo.py::test_every_schedule_and_dtype_is_exact_over_gloo[2]",
-    "balanced": "tests/runtime/test_together.py::test_every_schedule_is_exact[balanced-contiguous-full]",
+    "gloo": "tests/runtime/comm/test_gloo.py::test_every_schedule_and_dtype_is_exact_over_gloo[2]",
+    "balanced": "tests/runtime/execute/test_together.py::test_every_schedule_is_exact[balanced-contiguous-full]",
 }
 
 

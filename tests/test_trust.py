@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PLACES = ("tests/faults", "tests/runtime/test_calls_gpu.py")
+PLACES = ("tests/faults", "tests/runtime/agreement/test_calls_gpu.py")
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def test_what_was_recorded_is_what_was_simulated(tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
     command = [sys.executable, "-m", "dfa_megatron.cli.main", "trace", "--device", "cpu", "--ranks", "3"]
     sizes = ["--seq-length", "96", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--schedule", "balanced"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [*command, *sizes, "--out", str(out)],
         capture_output=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dfa_megatron.runtime.request import Request
-from tests.runtime.test_together import MASKS, run
+from tests.runtime.execute.test_together import MASKS, run
 from tests.support.cases import case
 
 

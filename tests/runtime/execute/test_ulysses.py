@@ -23,7 +23,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.dense import assert_close, dense_attention
 from dfa_megatron.testing.nan_memory import nan_memory
 from dfa_megatron.testing.workers import run_ranks
-from tests.runtime.test_gloo import attend_and_compare
+from tests.runtime.comm.test_gloo import attend_and_compare
 from tests.support.cases import Case, case, positions
 
 HEADS = ((4, 4), (8, 2), (8, 1), (12, 4), (12, 6), (12, 12))
