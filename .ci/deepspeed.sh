@@ -21,7 +21,4 @@ fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
 "$folder/bin/python" -W ignore -c \
   "import deepspeed, transformers; print(f'DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}')"
-cache=$folder/pytest
-rm -rf "$cache"
-"$folder/bin/python" -m pytest -q -o cache_dir="$cache" tests/huggingface tests/deepspeed ||
-  exec .ci/again.sh "$folder/bin/python" "$cache" tests/huggingface tests/deepspeed
+"$folder/bin/python" -m pytest -q -n 2 --dist loadgroup tests/huggingface tests/deepspeed

@@ -25,7 +25,4 @@ found=$("$python" -W ignore -c "import megatron.core; print(megatron.core.__vers
 [ "${found%%+*}" = "$version" ] || { echo "megatron-core $found is imported, not $version" >&2; exit 1; }
 echo "tests/megatron on megatron-core $version"
 # Without what depends on Megatron-Core least: more ranks of the same, the exchange alone, our benchmarks, memory.
-which=(tests/megatron tests/selfcheck/test_parser.py -k "not cp3 and not cp4 and not pp2-cp2 and not test_exchange and not test_benchmark and not remat_memory")
-cache=$folder/pytest
-rm -rf "$cache"
-"$python" -m pytest -q -o cache_dir="$cache" "${which[@]}" || exec .ci/again.sh "$python" "$cache" "${which[@]}"
+"$python" -m pytest -q -n 2 --dist loadgroup tests/megatron tests/selfcheck/test_parser.py -k "not cp3 and not cp4 and not pp2-cp2 and not test_exchange and not test_benchmark and not remat_memory"
