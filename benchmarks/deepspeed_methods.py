@@ -60,7 +60,7 @@ def attention(
         options = DistAttentionConfig(
             schedule=schedule, kernel=kernel, checkpoint=method.checkpoint, remat_offload=on_host
         )
-        distribute_attention(inner, group=mesh.group, options=options)
+        distribute_attention(inner, group=mesh.group, config=options)
         if function is not None:
             set_checkpointing(inner, method.checkpoint, offload=on_host, function=function)
         yield

@@ -168,13 +168,13 @@ def make_spec(config: Any, mode: Mode, options: DistAttentionConfig | None) -> A
     """Megatron's spec with Transformer Engine or without, and ours in it; options None leaves it as it is."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from dfa_megatron.megatron import dfa_ify
+    from dfa_megatron.megatron import distribute_attention
 
     if mode.transformer_engine:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
-    return spec if options is None else dfa_ify(spec, config, options)
+    return spec if options is None else distribute_attention(spec, config, config=options)
 
 
 def median_ms(step: Callable[[], object], *, warmup: int, repeats: int) -> float:

@@ -150,7 +150,7 @@ def train(args: argparse.Namespace, tokens: Tokens, device: torch.device, kind: 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    from dfa_megatron.megatron import dfa_ify
+    from dfa_megatron.megatron import distribute_attention
 
     seed(number)
     shape = Shape(args.hidden_size, args.num_attention_heads, args.num_query_groups, args.ffn_hidden_size)
@@ -161,7 +161,7 @@ def train(args: argparse.Namespace, tokens: Tokens, device: torch.device, kind: 
     if kind == REFERENCE:
         spec.submodules.self_attention.submodules.core_attention = SdpaAttention
     else:
-        spec = dfa_ify(spec, config, options)
+        spec = distribute_attention(spec, config, config=options)
     model, optimizer = build(config, spec, tokens.vocabulary, args.seq_length, lr=args.lr)
     curve = [sum(parameter.detach().double().abs().sum().item() for parameter in model.parameters())]
     for step in range(args.train_iters):

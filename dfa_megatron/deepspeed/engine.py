@@ -176,7 +176,7 @@ def _distribute(model: torch.nn.Module, settings: dict[str, Any], mesh: Mesh, bl
     distribute_attention(
         model,
         group=mesh.group,
-        options=block.options,
+        config=block.options,
         reentrant=block.reentrant or function is not None,
         accelerate=accelerate,
     )

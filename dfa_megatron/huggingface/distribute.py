@@ -35,7 +35,7 @@ def distribute_attention(
     model: torch.nn.Module,
     *,
     group: Group = None,
-    options: DistAttentionConfig | None = None,
+    config: DistAttentionConfig | None = None,
     reentrant: bool = False,
     accelerate: bool = False,
 ) -> torch.nn.Module:
@@ -47,7 +47,7 @@ def distribute_attention(
     Args:
         model: a transformers model, or a module that holds one (PEFT).
         group: the ranks that share a sequence, in the order of their tokens; None is the default group.
-        options: schedule, kernel, checkpoint and the like.
+        config: schedule, kernel, checkpoint and the like.
         reentrant: checkpoint with PyTorch's re-entrant form; see `set_checkpointing`.
         accelerate: batches come from HF Trainer or accelerate. In evaluation, every rank then has whole sequences of
             its own and attention is local; in training, whoever called the model weighs the loss of this rank's tokens.
@@ -58,7 +58,7 @@ def distribute_attention(
     Raises:
         UnsupportedError: the model computes what would not be honoured; the message names it.
     """
-    options = options or DistAttentionConfig()
+    options = config or DistAttentionConfig()
     options.refuse_outside("huggingface", "leaving it out: batches are cut into one slice a rank")
     check_checkpoint(options, reentrant=reentrant)
     inner = transformers_model(model)

@@ -3,7 +3,7 @@
 In a script of Megatron's:   --context-parallel-size 8 --cp-comm-type dfa --spec dfa_megatron.megatron get_spec
                              (Megatron-Core up to 0.18: --spec dfa_megatron.megatron SPEC;
                              hybrid models: --spec dfa_megatron.megatron hybrid_stack_spec)
-In a loop of your own:       dfa_ify(spec, config, options) makes the model's spec,
+In a loop of your own:       distribute_attention(spec, config, config=options) makes the model's spec,
                              shard_batch(batch, cp_group, options) slices the data
 """
 
@@ -22,7 +22,7 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("meg
 if TYPE_CHECKING:
     from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
     from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
-    from dfa_megatron.megatron.spec import dfa_ify
+    from dfa_megatron.megatron.spec import distribute_attention
     from dfa_megatron.megatron.start.flags import add_dfa_arguments, options_of
     from dfa_megatron.megatron.tokens.batch import declare_batch_layout, shard_batch
     from dfa_megatron.megatron.tokens.packed_documents import packed_seq_params
@@ -36,7 +36,7 @@ __all__ = [
     "DistributedCoreAttention",
     "add_dfa_arguments",
     "declare_batch_layout",
-    "dfa_ify",
+    "distribute_attention",
     "get_spec",
     "hybrid_stack_spec",
     "options_of",
@@ -49,7 +49,7 @@ _HOME = {
     "DistributedCoreAttention": "layers.core_attention",
     "add_dfa_arguments": "start.flags",
     "declare_batch_layout": "tokens.batch",
-    "dfa_ify": "spec",
+    "distribute_attention": "spec",
     "options_of": "start.flags",
     "packed_seq_params": "tokens.packed_documents",
     "shard_batch": "tokens.batch",

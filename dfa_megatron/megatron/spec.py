@@ -33,56 +33,57 @@ _NOT_IN_SPEC = (
 """Flags that Megatron's default spec honours in some versions up to 0.18, and the one that is made here does not."""
 
 
-def dfa_ify(
+def distribute_attention(
     spec: Any,
-    config: Any = None,
-    options: DistAttentionConfig | None = None,
+    transformer_config: Any = None,
     *,
+    config: DistAttentionConfig | None = None,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> Any:
-    """A copy of a Megatron spec whose layers run distributed attention; the given spec is not changed.
+    """Return a copy of a Megatron spec whose layers run distributed attention.
 
-        spec = dfa_ify(get_gpt_layer_local_spec(), config, DistAttentionConfig(data_layout="contiguous", remat="on"))
-        model = GPTModel(config, spec, vocab_size, max_sequence_length, ...)
+        options = DistAttentionConfig(data_layout="contiguous", remat="on")
+        spec = distribute_attention(get_gpt_layer_local_spec(), transformer_config, config=options)
+        model = GPTModel(transformer_config, spec, vocab_size, max_sequence_length, ...)
         batch = shard_batch(batch, parallel_state.get_context_parallel_group(), options)
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
     Args:
-        spec: a layer spec (ModuleSpec of a TransformerLayer), TransformerBlockSubmodules, for instance of a model
-            with experts in some layers, or the stack spec of a hybrid model; with Transformer Engine's modules or
+        spec: a layer spec (ModuleSpec of a TransformerLayer), TransformerBlockSubmodules (for instance of a model with
+            experts in some layers), or the stack spec of a hybrid model. Its modules are Transformer Engine's or
             Megatron's own.
-        config: the TransformerConfig, checked now rather than when the model is built. Needed for sequence parallelism
-            without Transformer Engine and Apex, where the norms are replaced as well (see norm.py).
-        options: the defaults of DistAttentionConfig where None. layout="contiguous" wants batches from `shard_batch`.
-        vp_stage, pp_rank: which part of the model, as for Megatron's get_num_layers_to_build; only where the final norm
-            is replaced.
+        transformer_config: the TransformerConfig, which is then checked now and not when the model is built. Sequence
+            parallelism without Transformer Engine and Apex needs it, because the norms are replaced (see norm.py).
+        config: this package's options. data_layout="contiguous" needs batches from `shard_batch`.
+        vp_stage: the virtual pipeline stage, as for Megatron's get_num_layers_to_build. It matters only where the final
+            norm is replaced.
+        pp_rank: the pipeline rank, likewise.
 
     Returns:
-        The same kind of spec, except that a layer spec becomes TransformerBlockSubmodules where the final norm has
-        to be replaced. GPTModel takes both.
+        The same kind of spec. A layer spec becomes TransformerBlockSubmodules where the final norm is replaced.
+        GPTModel takes both.
 
     Raises:
-        UnsupportedError: the spec or the config asks for something that would be silently wrong.
+        UnsupportedError: the spec or the configuration asks for something that would give wrong numbers silently.
     """
-    options = DistAttentionConfig() if options is None else options
+    options = config or DistAttentionConfig()
     if is_stack(spec):
-        check_config(config, options, is_hybrid_model=True)
-        return _stack(spec, config, AttentionContext(options, hybrid=True))
-    if config is not None:
-        check_config(config, options)
+        check_config(transformer_config, options, is_hybrid_model=True)
+        return _stack(spec, transformer_config, AttentionContext(options, hybrid=True))
+    check_config(transformer_config, options)
     context = AttentionContext(options)
     if isinstance(spec, TransformerBlockSubmodules):
         block = copy.copy(spec)
-        block.layer_specs = [_layer(layer, config, context) for layer in spec.layer_specs or []]
-        block.layer_norm = _norm(spec.layer_norm, config)
+        block.layer_specs = [_layer(layer, transformer_config, context) for layer in spec.layer_specs or []]
+        block.layer_norm = _norm(spec.layer_norm, transformer_config)
         return block
-    layer = _layer(spec, config, context)
+    layer = _layer(spec, transformer_config, context)
     final_norm = transformer_block.LayerNormImpl
-    if _norm(final_norm, config) is final_norm:
+    if _norm(final_norm, transformer_config) is final_norm:
         return layer
-    layers = get_num_layers_to_build(config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=_norm(final_norm, config))
+    layers = get_num_layers_to_build(transformer_config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=_norm(final_norm, transformer_config))
 
 
 def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
@@ -136,7 +137,7 @@ def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
 def hybrid_stack_spec() -> Any:
     """Megatron's default hybrid stack spec with ours in it, for `--spec dfa_megatron.megatron hybrid_stack_spec`."""
     check_if_asked(global_args())
-    return dfa_ify(default_stack_spec(), None, options_of())
+    return distribute_attention(default_stack_spec(), config=options_of())
 
 
 def _norm(norm: Any, config: Any) -> Any:
@@ -160,7 +161,9 @@ def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
     ARGS.check(attention_backend=getattr(model_cfg, "attention_backend", None))
     check_if_asked(global_args())
     given = [model_cfg, vp_stage] if "vp_stage" in inspect.signature(default_layer_spec).parameters else [model_cfg]
-    return dfa_ify(default_layer_spec(*given), model_cfg.transformer, options_of(), vp_stage=vp_stage)
+    return distribute_attention(
+        default_layer_spec(*given), model_cfg.transformer, config=options_of(), vp_stage=vp_stage
+    )
 
 
 def spec_from_args() -> Any:
@@ -184,4 +187,4 @@ def spec_from_args() -> Any:
         layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**shared)
     else:
         layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization=args.normalization, **shared)
-    return dfa_ify(layer, None, options_of(args))
+    return distribute_attention(layer, config=options_of(args))

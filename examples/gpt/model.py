@@ -16,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dfa_megatron import DistAttentionConfig
-from dfa_megatron.megatron import dfa_ify
+from dfa_megatron.megatron import distribute_attention
 from gpt.flags import Sizes
 
 
@@ -36,7 +36,7 @@ def build(args: argparse.Namespace, sizes: Sizes, options: DistAttentionConfig, 
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
     config = _config(args, sizes)
     # The one line that puts distributed attention into the model.
-    spec = dfa_ify(get_gpt_layer_local_spec(normalization="RMSNorm"), config, options)
+    spec = distribute_attention(get_gpt_layer_local_spec(normalization="RMSNorm"), config, config=options)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,

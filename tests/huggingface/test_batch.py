@@ -71,7 +71,7 @@ def checkpointed(rank: int, world_size: int) -> None:
     batch = dfa_hf.shard_batch(text(1, 12, seed=3))
     seen = {}
     for checkpoint in ("none", "full", "remat"):
-        model = dfa_hf.distribute_attention(build("Qwen2"), options=DistAttentionConfig(checkpoint=checkpoint))
+        model = dfa_hf.distribute_attention(build("Qwen2"), config=DistAttentionConfig(checkpoint=checkpoint))
         COUNTERS.reset()
         model(**batch).loss.backward()
         seen[checkpoint] = (gradients(model), COUNTERS.snapshot())
@@ -96,7 +96,7 @@ def test_a_copy_of_a_model_is_distributed_as_well() -> None:
     other = copy.deepcopy(model)
     assert torch.equal(other(**batch).logits, model(**batch).logits)
     dfa_hf.distribute_attention(
-        other, options=DistAttentionConfig(checkpoint="remat")
+        other, config=DistAttentionConfig(checkpoint="remat")
     )  # once more: hooks are not doubled
     assert len(other.model._forward_pre_hooks) == 1
     assert torch.equal(other(**batch).loss, model(**batch).loss)

@@ -90,7 +90,7 @@ def packed_at_once(rank: int, world_size: int) -> None:
     # With a cache, its default, transformers does not look for documents.
     want = build("Qwen3")(**batch, use_cache=False)
     for options in (DistAttentionConfig(schedule="greedy"), DistAttentionConfig(ulysses_degree=2, verify="off")):
-        model = dfa_hf.distribute_attention(build("Qwen3"), options=options)
+        model = dfa_hf.distribute_attention(build("Qwen3"), config=options)
         got = model(**dfa_hf.shard_batch(batch))
         assert_close(
             got.logits, shard_sequence(want.logits), tolerance=1e-5, name=f"eager with a block mask, {options}"
@@ -106,7 +106,7 @@ def checkpointed(rank: int, world_size: int) -> None:
     other = text(1, 24, seed=12)
     seen = {}
     for checkpoint in ("none", "full", "remat"):
-        model = dfa_hf.distribute_attention(build("Qwen2"), options=DistAttentionConfig(checkpoint=checkpoint))
+        model = dfa_hf.distribute_attention(build("Qwen2"), config=DistAttentionConfig(checkpoint=checkpoint))
         COUNTERS.reset()
         plain = model(**dfa_hf.shard_batch(other)).loss
         loss = model(**dfa_hf.shard_batch(batch)).loss  # before the other's backward, whose recompute is of no pack

@@ -92,7 +92,7 @@ def compare(rank: int, world_size: int, names: list[str], schedule: str) -> None
         want.loss.backward()
 
         model = build(kind, seed, **changes)
-        assert dfa_hf.distribute_attention(model, options=DistAttentionConfig(schedule=schedule)) is model
+        assert dfa_hf.distribute_attention(model, config=DistAttentionConfig(schedule=schedule)) is model
         local = dfa_hf.shard_batch(batch)
         for own_loss in (True, False):
             model.zero_grad()
@@ -127,7 +127,7 @@ def windows(rank: int, world_size: int, kernel: str) -> None:
         kind, changes = MODELS[name]
         batch = text(1, 11 * world_size, seed=20 + seed)
         want = build(kind, seed, **changes)(**batch).logits
-        model = dfa_hf.distribute_attention(build(kind, seed, **changes), options=DistAttentionConfig(kernel=kernel))
+        model = dfa_hf.distribute_attention(build(kind, seed, **changes), config=DistAttentionConfig(kernel=kernel))
         got = model(**dfa_hf.shard_batch(batch)).logits
         assert_close(unshard_sequence(got), want, tolerance=1e-5, name=f"{name} {kernel}")
 
@@ -154,7 +154,7 @@ def test_windows_survive_checkpointing(name: str, reentrant: bool) -> None:
     for checkpoint in ("none", "full"):
         again = reentrant and checkpoint == "full"
         model = dfa_hf.distribute_attention(
-            build(kind, **changes), options=DistAttentionConfig(checkpoint=checkpoint), reentrant=again
+            build(kind, **changes), config=DistAttentionConfig(checkpoint=checkpoint), reentrant=again
         )
         out = model(**batch)
         out.loss.backward()

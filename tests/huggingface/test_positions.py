@@ -130,7 +130,7 @@ def image_in_a_tower(rank: int, world_size: int) -> None:
     reference = {name: x.grad.clone() for name, x in whole.language_model.named_parameters() if x.grad is not None}
 
     whole.zero_grad()
-    tower = dfa_hf.distribute_attention(whole.language_model, options=DistAttentionConfig(checkpoint="remat"))
+    tower = dfa_hf.distribute_attention(whole.language_model, config=DistAttentionConfig(checkpoint="remat"))
     plain = torch.arange(16)[None]
     positions = shard_sequence(torch.cat((plain[None], axes)), dim=2)
     got = tower(inputs_embeds=shard_sequence(embeds), position_ids=positions).last_hidden_state

@@ -192,14 +192,14 @@ def make_model(config: Any, options: DistAttentionConfig | None, vp_stage: int |
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from dfa_megatron.megatron import dfa_ify
+    from dfa_megatron.megatron import distribute_attention
 
     plain = megatrons_spec(config)
     if config.multi_latent_attention:
         do_without_te()
     if options is None and config.multi_latent_attention:
         plain.submodules.self_attention.submodules.core_attention = DenseAttention
-    spec = plain if options is None else dfa_ify(plain, config, options, vp_stage=vp_stage)
+    spec = plain if options is None else distribute_attention(plain, config, config=options, vp_stage=vp_stage)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -257,9 +257,11 @@ def prediction_spec(config: Any, plain: Any, options: DistAttentionConfig | None
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from dfa_megatron.megatron import dfa_ify
+    from dfa_megatron.megatron import distribute_attention
 
-    layer = plain if options is None else dfa_ify(plain, config, options.replace(data_layout="zigzag"))
+    layer = (
+        plain if options is None else distribute_attention(plain, config, config=options.replace(data_layout="zigzag"))
+    )
     block = TransformerBlockSubmodules(layer_specs=[layer])
     return get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
 

@@ -54,10 +54,10 @@ def test_prediction_layers_get_it_in_megatrons_order() -> None:
 def slices(rank: int, world_size: int) -> None:
     from megatron.core import parallel_state, utils
 
-    from dfa_megatron.megatron import dfa_ify
+    from dfa_megatron.megatron import distribute_attention
 
     harness.start(Topology(cp=world_size))
-    dfa_ify(megatrons_spec(config("dfa")))
+    distribute_attention(megatrons_spec(config("dfa")))
     whole = {"tokens": torch.arange(16).view(2, 8)}
     takes = inspect.signature(utils.get_batch_on_this_cp_rank).parameters
     hybrid = {"is_hybrid_cp": False} if "is_hybrid_cp" in takes else {}

@@ -107,7 +107,7 @@ def run(stack: Any, groups: Any, mask: torch.Tensor | None) -> tuple[torch.Tenso
 def compare_with_one_rank(rank: int, world_size: int, layout: str, remat: str) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from dfa_megatron.megatron import dfa_ify
+    from dfa_megatron.megatron import distribute_attention
 
     harness.start(Topology(cp=world_size))
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -122,7 +122,9 @@ def compare_with_one_rank(rank: int, world_size: int, layout: str, remat: str) -
     expected, expected_gradients = run(reference, alone, causal)
 
     config = make_config(Topology(cp=world_size), case(layout, remat), **layers)
-    ours = build(dfa_ify(spec, config, DistAttentionConfig(data_layout=layout, remat=remat)), config, groups)
+    ours = build(
+        distribute_attention(spec, config, config=DistAttentionConfig(data_layout=layout, remat=remat)), config, groups
+    )
     assert set(ours.state_dict()) == set(reference.state_dict())
     COUNTERS.reset()
     InMegatronsOrder.calls = 0
@@ -148,37 +150,39 @@ def test_a_hybrid_stack_equals_megatrons_own_on_one_rank(ranks: int, layout: str
 
 
 def test_the_given_stack_spec_stays_and_every_layer_shares_one_context() -> None:
-    from dfa_megatron.megatron import DistributedAttentionLayer, dfa_ify
+    from dfa_megatron.megatron import DistributedAttentionLayer, distribute_attention
 
     given = plain_spec()
     modules = {slot: layer.module for slot, layer in vars(given.submodules).items() if hasattr(layer, "module")}
-    made = dfa_ify(given, None, DistAttentionConfig(data_layout="boundary"))
+    made = distribute_attention(given, config=DistAttentionConfig(data_layout="boundary"))
     assert {slot: getattr(given.submodules, slot).module for slot in modules} == modules
     assert issubclass(made.submodules.attention_layer.module, DistributedAttentionLayer)
     for slot, module in modules.items():
         assert issubclass(getattr(made.submodules, slot).module, module)
     contexts = {id(getattr(made.submodules, slot).params["distributed_attention"]) for slot in modules}
     assert len(contexts) == 1
-    again = dfa_ify(made, None, DistAttentionConfig(data_layout="boundary"))
+    again = distribute_attention(made, config=DistAttentionConfig(data_layout="boundary"))
     assert again.submodules.mlp_layer.module is made.submodules.mlp_layer.module
 
 
 def refuse(rank: int, world_size: int) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from dfa_megatron.megatron import dfa_ify
+    from dfa_megatron.megatron import distribute_attention
 
     harness.start(Topology(cp=2))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     boundary = DistAttentionConfig(data_layout="boundary")
     with pytest.raises(UnsupportedError, match=r"a hybrid model in the contiguous layout.*boundary or zigzag"):
-        dfa_ify(plain_spec(), None, DistAttentionConfig(data_layout="contiguous"))
+        distribute_attention(plain_spec(), config=DistAttentionConfig(data_layout="contiguous"))
     config = make_config(Topology(cp=2), case("boundary", recompute=("block", 1)), num_layers=len(PATTERN))
     with pytest.raises(UnsupportedError, match=r"'block' in a hybrid model.*uniform"):
-        build(dfa_ify(plain_spec(), config, boundary), config, groups)
+        build(distribute_attention(plain_spec(), config, config=boundary), config, groups)
     config = make_config(Topology(cp=2), case("boundary"), is_hybrid_model=True)
     with pytest.raises(UnsupportedError, match=r"by itself in a hybrid model.*whole hybrid stack spec"):
-        dfa_ify(harness.megatrons_spec(config), config, boundary)(config=config, pg_collection=groups)
+        distribute_attention(harness.megatrons_spec(config), config, config=boundary)(
+            config=config, pg_collection=groups
+        )
 
 
 def test_what_would_be_in_another_order_than_other_layers_believe_is_refused() -> None:

@@ -104,7 +104,7 @@ def slice_through_a_script(rank: int, world_size: int, script_path: str, layout:
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from dfa_megatron.megatron import DistributedAttentionLayer, dfa_ify  # noqa: F401
+    from dfa_megatron.megatron import DistributedAttentionLayer, distribute_attention  # noqa: F401
     from dfa_megatron.megatron.tokens.batch import check_declared
 
     for _ in range(2):  # the second time replaces nothing
@@ -115,7 +115,7 @@ def slice_through_a_script(rank: int, world_size: int, script_path: str, layout:
         with pytest.raises(UnsupportedError, match="a model without distributed attention"):
             SEEN["slicing"](dict(whole))
     check_teacher(layout)
-    dfa_ify(get_gpt_layer_local_spec())
+    distribute_attention(get_gpt_layer_local_spec())
     batch = SEEN["slicing"](dict(whole))
     places = {"contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]], "boundary": [[0, 1, 6, 7], [2, 3, 4, 5]]}[layout][rank]
     assert torch.equal(batch["tokens"], whole["tokens"][:, places])

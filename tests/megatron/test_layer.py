@@ -172,11 +172,11 @@ def test_checkpoints_have_the_keys_of_megatrons_own_model() -> None:
 def multi_token_prediction(rank: int, world_size: int) -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from dfa_megatron.megatron import dfa_ify
+    from dfa_megatron.megatron import distribute_attention
 
     start(Topology(cp=world_size))
     config = make_config(Topology(cp=world_size), case(), mtp_num_layers=1)
-    spec = dfa_ify(get_gpt_layer_local_spec(), config, DistAttentionConfig(data_layout="boundary"))
+    spec = distribute_attention(get_gpt_layer_local_spec(), config, config=DistAttentionConfig(data_layout="boundary"))
     with pytest.raises(UnsupportedError, match="multi-token prediction layer"):
         spec(config=config, layer_number=harness.LAYERS + 1)
 

@@ -33,14 +33,14 @@ def run(topology: Topology, options: DistAttentionConfig | None, batch: dict[str
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from dfa_megatron.megatron import dfa_ify
+    from dfa_megatron.megatron import distribute_attention
 
     wanted = MEGATRONS if options is None else case(options.data_layout)
     config = harness.make_config(topology, wanted, mrope_section=SECTIONS)
     spec = harness.megatrons_spec(config)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=spec if options is None else dfa_ify(spec, config, options),
+        transformer_layer_spec=spec if options is None else distribute_attention(spec, config, config=options),
         vocab_size=harness.VOCABULARY,
         max_sequence_length=SEQUENCE,
         position_embedding_type="mrope",

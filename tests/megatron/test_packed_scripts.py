@@ -133,9 +133,9 @@ def slice_a_pack(rank: int, world_size: int) -> None:
     import megatron.core.utils
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from dfa_megatron.megatron import dfa_ify
+    from dfa_megatron.megatron import distribute_attention
 
-    dfa_ify(get_gpt_layer_local_spec())
+    distribute_attention(get_gpt_layer_local_spec())
     for _ in range(2):
         script._slice_in_order(DistAttentionConfig(data_layout="contiguous"))
     tokens = torch.arange(10)[None]

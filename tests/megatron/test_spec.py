@@ -12,7 +12,7 @@ import pytest
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, dfa_ify
+from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, distribute_attention
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.layer import layer_class
 from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
@@ -35,7 +35,7 @@ def config(topology: Topology | None = None, **changes: Any) -> Any:
 def test_a_layer_spec_gets_our_layer_and_attention_and_the_given_one_stays() -> None:
     given = local_spec(qk_layernorm=True)
     before = copy.deepcopy(given)
-    spec = dfa_ify(given, config(), OPTIONS)
+    spec = distribute_attention(given, config(), config=OPTIONS)
     assert (given.module, given.params) == (before.module, before.params)
     kept = given.submodules.self_attention.submodules.core_attention
     assert kept is local_spec(qk_layernorm=True).submodules.self_attention.submodules.core_attention
@@ -48,9 +48,9 @@ def test_a_layer_spec_gets_our_layer_and_attention_and_the_given_one_stays() -> 
 
 
 def test_layers_of_one_model_share_one_context_also_when_megatron_copies_the_spec() -> None:
-    spec = dfa_ify(local_spec(), config(), OPTIONS)
+    spec = distribute_attention(local_spec(), config(), config=OPTIONS)
     assert copy.deepcopy(spec).params["distributed_attention"] is spec.params["distributed_attention"]
-    other = dfa_ify(local_spec(), config(), OPTIONS)
+    other = distribute_attention(local_spec(), config(), config=OPTIONS)
     assert other.params["distributed_attention"] is not spec.params["distributed_attention"]
 
 
@@ -58,7 +58,7 @@ def test_a_block_spec_with_experts_in_some_layers() -> None:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     block = TransformerBlockSubmodules(layer_specs=[local_spec(), local_spec(num_experts=2)], layer_norm=object())
-    made = dfa_ify(block, config(), OPTIONS)
+    made = distribute_attention(block, config(), config=OPTIONS)
     assert made.layer_norm is block.layer_norm
     assert all(issubclass(layer.module, DistributedAttentionLayer) for layer in made.layer_specs)
     assert made.layer_specs[1].submodules.mlp is block.layer_specs[1].submodules.mlp
@@ -73,7 +73,7 @@ def test_sequence_parallelism_without_transformer_engine_gets_a_norm_that_bears_
 
     if transformer_block.LayerNormImpl is not WrappedTorchNorm:
         pytest.skip("Transformer Engine or Apex is installed and brings its own norm")
-    spec = dfa_ify(local_spec(), config(Topology(tp=2)), OPTIONS, pp_rank=0)
+    spec = distribute_attention(local_spec(), config(Topology(tp=2)), config=OPTIONS, pp_rank=0)
     assert isinstance(spec, TransformerBlockSubmodules)
     assert spec.layer_norm is SequenceParallelNorm
     assert spec.layer_specs[0].submodules.input_layernorm is SequenceParallelNorm
@@ -88,7 +88,7 @@ def test_a_spec_without_core_attention_is_refused() -> None:
 
     for spec in (object(), ModuleSpec(module=object)):
         with pytest.raises(UnsupportedError, match="core_attention to replace"):
-            dfa_ify(spec, config(), OPTIONS)
+            distribute_attention(spec, config(), config=OPTIONS)
 
 
 def test_a_core_attention_that_does_more_than_the_config_says_is_not_dropped() -> None:
@@ -106,11 +106,11 @@ def test_a_core_attention_that_does_more_than_the_config_says_is_not_dropped() -
         spec = local_spec()
         spec.submodules.self_attention.submodules.core_attention = refused
         with pytest.raises(UnsupportedError, match=r"core_attention is .*would be dropped"):
-            dfa_ify(spec, config(), OPTIONS)
+            distribute_attention(spec, config(), config=OPTIONS)
     taken = local_spec()
     taken.submodules.self_attention.submodules.core_attention = ModuleSpec(module=DotProductAttention)
-    once = dfa_ify(taken, config(), OPTIONS)
-    assert dfa_ify(once, config(), OPTIONS).module is once.module
+    once = distribute_attention(taken, config(), config=OPTIONS)
+    assert distribute_attention(once, config(), config=OPTIONS).module is once.module
 
 
 def test_the_layer_class_is_made_once_per_base_and_only_of_layers() -> None:
@@ -122,7 +122,7 @@ def test_the_layer_class_is_made_once_per_base_and_only_of_layers() -> None:
 
 
 def test_full_recomputation_is_taken_over_once_for_all_chunks_of_a_model() -> None:
-    spec = dfa_ify(local_spec(), config(), OPTIONS)
+    spec = distribute_attention(local_spec(), config(), config=OPTIONS)
     context = spec.params["distributed_attention"]
     taken = make_config(Topology(), case(recompute=("block", 2)))
     asked = take_over(taken, context)
@@ -132,7 +132,7 @@ def test_full_recomputation_is_taken_over_once_for_all_chunks_of_a_model() -> No
     assert take_over(taken, context) is asked
     assert take_over(config(), context) is None
     left = make_config(Topology(), case(recompute=("uniform", 1)))
-    off = dfa_ify(local_spec(), left, OPTIONS.replace(remat="off")).params["distributed_attention"]
+    off = distribute_attention(local_spec(), left, config=OPTIONS.replace(remat="off")).params["distributed_attention"]
     assert take_over(left, off) is None
     assert left.recompute_granularity == "full"
 
@@ -148,7 +148,7 @@ def test_a_config_whose_recomputation_was_taken_over_is_refused_to_a_model_that_
 
 
 def test_uniform_groups_of_layers_are_said_to_be_taken_as_one(caplog: pytest.LogCaptureFixture) -> None:
-    context = dfa_ify(local_spec(), config(), OPTIONS).params["distributed_attention"]
+    context = distribute_attention(local_spec(), config(), config=OPTIONS).params["distributed_attention"]
     for _ in range(2):
         take_over(make_config(Topology(), case(recompute=("uniform", 4))), context)
     assert [record.levelname for record in caplog.records] == ["WARNING"]

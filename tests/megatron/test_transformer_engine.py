@@ -26,7 +26,7 @@ def _block(cp: int, dp: int, fp8: str | None, remat: str | None) -> Any:
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from dfa_megatron.megatron import declare_batch_layout, dfa_ify
+    from dfa_megatron.megatron import declare_batch_layout, distribute_attention
 
     harness.start(Topology(cp=cp, dp=dp))
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -53,7 +53,7 @@ def _block(cp: int, dp: int, fp8: str | None, remat: str | None) -> Any:
     spec = get_gpt_layer_with_transformer_engine_spec()
     if remat is not None:
         declare_batch_layout(parallel_state.get_context_parallel_group(), "contiguous")
-        spec = dfa_ify(spec, config, DistAttentionConfig(data_layout="contiguous", remat=remat))
+        spec = distribute_attention(spec, config, config=DistAttentionConfig(data_layout="contiguous", remat=remat))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return TransformerBlock(config, spec, post_layer_norm=False, post_process=False, pg_collection=groups).cuda()
 

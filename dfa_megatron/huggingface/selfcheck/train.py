@@ -71,7 +71,7 @@ def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, r
             if section != "three steps":
                 options = options.replace(checkpoint="remat" if section == "rematerialized" else "none")
             reentrant = settings["reentrant"] and section == "three steps"
-            dfa_hf.distribute_attention(model, options=options, reentrant=reentrant)
+            dfa_hf.distribute_attention(model, config=options, reentrant=reentrant)
             watch.of_ours()
         watch.on = section != "three steps"
         (_steps if section == "three steps" else _passes)(run)

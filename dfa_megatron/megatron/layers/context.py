@@ -18,7 +18,7 @@ logger = logging.getLogger("dfa_megatron.megatron")
 
 
 class AttentionContext:
-    """Travels in the `params` of the layer specs that `dfa_ify` makes; copies of a spec share it.
+    """Travels in the `params` of the layer specs that `distribute_attention` makes; copies of a spec share it.
 
     Args:
         options: what the user asked for.

@@ -246,7 +246,7 @@ CONFIG = Stage(
             {"dfa_schedule": "ring", "dfa_data_layout": "zigzag"},
         ),
         Refusal(
-            lambda a: _degree(a) > 1 and (a.context_parallel_size or 1) % _degree(a),
+            lambda a: _degree(a) > 1 and a.context_parallel_size and a.context_parallel_size % _degree(a),
             "ulysses_degree={dfa_ulysses_degree} with context_parallel_size={context_parallel_size}",
             "the degree must divide the context-parallel ranks",
             "a --dfa-ulysses-degree that divides them",

@@ -72,14 +72,14 @@ def build(settings: Mapping[str, Any], config: Any, parallel: Parallel) -> list[
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from dfa_megatron.megatron.spec import dfa_ify
+    from dfa_megatron.megatron.spec import distribute_attention
 
     model, training = settings["model"], settings["training"]
     chunks = []
     for stage in range(parallel.vp) if parallel.vp else [None]:
         spec = _spec(config, stage, one=parallel.options is None)
         if parallel.options is not None:
-            spec = dfa_ify(spec, config, parallel.options, vp_stage=stage)
+            spec = distribute_attention(spec, config, config=parallel.options, vp_stage=stage)
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=spec,

@@ -10,7 +10,7 @@ import inspect
 from typing import Any
 
 from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
-from dfa_megatron.megatron.spec import dfa_ify
+from dfa_megatron.megatron.spec import distribute_attention
 from dfa_megatron.megatron.start.flags import global_args, options_of
 from dfa_megatron.megatron.start.script import slice_in_order
 from dfa_megatron.megatron.tokens.others import refuse_other_layers
@@ -34,7 +34,7 @@ def layer_spec(spec: Any, config: Any, vp_stage: int | None = None) -> Any:
     if not asked_for(config):
         return spec
     check_if_asked(global_args())
-    return dfa_ify(spec, config, options_of(), vp_stage=vp_stage)
+    return distribute_attention(spec, config, config=options_of(), vp_stage=vp_stage)
 
 
 def prediction_spec(spec: Any, config: Any) -> Any:
@@ -45,7 +45,7 @@ def prediction_spec(spec: Any, config: Any) -> Any:
 
     zigzag = options_of().replace(data_layout="zigzag", schedule="auto")
     # A block, because Megatron takes the spec of a layer only if its class is TransformerLayer itself.
-    return dfa_ify(TransformerBlockSubmodules(layer_specs=[spec]), config, zigzag)
+    return distribute_attention(TransformerBlockSubmodules(layer_specs=[spec]), config, config=zigzag)
 
 
 def get_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> Any:
