@@ -257,7 +257,7 @@ CONFIG = Stage(
             "ulysses_degree={dfa_ulysses_degree} with num_attention_heads={num_attention_heads}",
             "the degree must divide the query heads of a tensor-parallel rank",
             "a --dfa-ulysses-degree that divides them, or another tensor-parallel size",
-            {"dfa_ulysses_degree": 2, "context_parallel_size": 2, "num_attention_heads": 5},
+            {"dfa_ulysses_degree": 2, "num_attention_heads": 5},
         ),
     ),
     BOUNDARY,
