@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.attention.job import Problem
 from dfa_megatron import kernels
-from dfa_megatron.kernels.api import BlockKernel, Form, Need, Saved
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Form, Need, Saved
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 
 Local = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -55,7 +55,7 @@ class KernelAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: BlockKernel, band: Band, scale: float
     ) -> torch.Tensor:
         """The block's out."""
-        out, lse = kernel.forward(q, k, v, band=band, softmax_scale=scale)
+        out, lse = kernel.forward(BlockCall.of(q, k, v, band, scale))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.kernel, ctx.band, ctx.scale = kernel, band, scale
         return out
@@ -69,7 +69,5 @@ class KernelAttention(torch.autograd.Function):
             saved = Saved(lse, delta=delta)
         else:
             saved = Saved(lse, out=out)
-        gradients = ctx.kernel.backward(
-            dout, q, k, v, saved, band=ctx.band, softmax_scale=ctx.scale, deterministic=False
-        )
+        gradients = ctx.kernel.backward(BlockCall.of(q, k, v, ctx.band, ctx.scale), dout, saved)
         return (*(gradient.to(q.dtype) for gradient in gradients), None, None, None)

@@ -13,9 +13,8 @@ import torch
 
 from dfa_megatron.doctor.stopwatch import stopwatch
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import BlockKernel, Need, Saved, accumulator_dtype, form_of
-from dfa_megatron.kernels.bands import tile_of
-from dfa_megatron.plan.language.geometry import Band
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved, accumulator_dtype, form_of
+from dfa_megatron.plan.language.geometry import Band, Segment
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
@@ -71,15 +70,14 @@ class Trial:
             q, k, draw(self.kv_len, self.kv_heads, self.head_dim_v), draw(self.q_len, self.heads, self.head_dim_v),
         )  # fmt: skip
 
-    @property
-    def softmax_scale(self) -> float:
-        """The usual one."""
-        return 1 / math.sqrt(self.head_dim)
+    def call(self, inputs: Inputs, *, deterministic: bool = False) -> BlockCall:
+        """Return the kernel call over these inputs, with the usual scale."""
+        q, k, v, _ = inputs
+        return BlockCall.of(q, k, v, self.band, 1 / math.sqrt(self.head_dim), deterministic=deterministic)
 
     def operations(self, phase: str) -> float:
         """Floating-point operations of the pairs that the band shows; the backward's are 2.5 times the forward's."""
-        tile = tile_of(self.band, self.q_len, self.kv_len)
-        pairs = 0 if tile is None else tile.area
+        pairs = Segment(0, self.q_len, 0, self.kv_len, self.band).tile.area
         forward = 2.0 * self.batch * self.heads * pairs * (self.head_dim + self.head_dim_v)
         return forward if phase == "forward" else 2.5 * forward
 
@@ -94,13 +92,9 @@ def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: t
 
 def run(kernel: BlockKernel, trial: Trial, inputs: Inputs, *, deterministic: bool = False) -> tuple[torch.Tensor, ...]:
     """(out, lse, dq, dk, dv) by the kernel."""
-    q, k, v, dout = inputs
-    out, lse = kernel.forward(q, k, v, band=trial.band, softmax_scale=trial.softmax_scale)
-    gradients = kernel.backward(
-        dout, q, k, v, saved_for(kernel, dout, out, lse),
-        band=trial.band, softmax_scale=trial.softmax_scale, deterministic=deterministic,
-    )  # fmt: skip
-    return out, lse, *gradients
+    call, dout = trial.call(inputs, deterministic=deterministic), inputs[3]
+    out, lse = kernel.forward(call)
+    return out, lse, *kernel.backward(call, dout, saved_for(kernel, dout, out, lse))
 
 
 def errors(kernel: BlockKernel, trial: Trial, seed: int = 0) -> dict[str, float]:
@@ -149,13 +143,13 @@ def seconds(kernel: BlockKernel, trial: Trial, repetitions: int = 7) -> dict[str
 
 def passes(kernel: BlockKernel, trial: Trial, inputs: Inputs | None = None) -> dict[str, Callable[[], object]]:
     """A forward and a backward, ready to be called again and again."""
-    q, k, v, dout = trial.inputs() if inputs is None else inputs
-    forward = functools.partial(kernel.forward, q, k, v, band=trial.band, softmax_scale=trial.softmax_scale)
-    backward = functools.partial(
-        kernel.backward, dout, q, k, v, saved_for(kernel, dout, *forward()),
-        band=trial.band, softmax_scale=trial.softmax_scale, deterministic=False,
-    )  # fmt: skip
-    return {"forward": forward, "backward": backward}
+    inputs = trial.inputs() if inputs is None else inputs
+    call, dout = trial.call(inputs), inputs[3]
+    saved = saved_for(kernel, dout, *kernel.forward(call))
+    return {
+        "forward": functools.partial(kernel.forward, call),
+        "backward": functools.partial(kernel.backward, call, dout, saved),
+    }
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor, least: float) -> float:

@@ -13,12 +13,10 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.adapters.aten import AtenFlashKernel
 from dfa_megatron.kernels.adapters.cpu import CpuKernel
 from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
-from dfa_megatron.kernels.adapters.flash2 import Flash2Kernel
-from dfa_megatron.kernels.adapters.flash3 import Flash3Kernel
+from dfa_megatron.kernels.adapters.flash2_flash3 import Flash2Kernel, Flash3Kernel
 from dfa_megatron.kernels.adapters.flash4 import Flash4Kernel
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.alibi import Biasing
-from dfa_megatron.kernels.api import BlockKernel, Capping, Need
+from dfa_megatron.kernels.api import BlockKernel, Need
 from dfa_megatron.kernels.triton.adapter import TritonKernel
 from dfa_megatron.names import nearest
 
@@ -64,17 +62,14 @@ def get(name: str) -> BlockKernel:
 def select(name: str, need: Need) -> BlockKernel:
     """The kernel of that name, or for "auto" the first proven one that does not refuse the need; logged once.
 
-    It caps scores if the need is that; the bias of ALiBi differs by call, and is given to it there.
-
     Raises:
         UnsupportedError: the named kernel refuses (its reason, and which kernels would do), or every kernel does.
     """
     refused: dict[str, str] = {}
     for candidate, why in _verdicts(name, need):
         if why is None:
-            kernel = KERNELS[candidate]
             _log_choice(name, candidate, _describe(need), tuple(refused.items()))
-            return kernel.capped(need.softcap) if need.softcap and isinstance(kernel, Capping) else kernel
+            return KERNELS[candidate]
         refused[candidate] = why
     if name == "auto":
         reasons = "; ".join(f"{kernel}: {why}" for kernel, why in refused.items())
@@ -109,9 +104,9 @@ def refusal(kernel: BlockKernel, need: Need) -> str | None:
     """Why a kernel cannot serve the need, or None if it can; what only some kernels do is asked for here."""
     if not 0 <= need.softcap < math.inf:
         return f"a softcap is positive and finite, or 0 for none, not {need.softcap}"
-    if need.softcap and not isinstance(kernel, Capping):
+    if need.softcap and not kernel.caps_scores:
         return "it caps no scores"
-    if need.alibi and not isinstance(kernel, Biasing):
+    if need.alibi and not kernel.adds_alibi:
         return "it adds no ALiBi bias by global positions"
     return kernel.refusal(need)
 

@@ -1,4 +1,4 @@
-"""The contract of a block kernel: attention over one (q rows x kv rows x band), and its gradient given the lse.
+"""The contract of a block kernel: attention of one call, and its gradient given the lse of the whole rows.
 
 Shapes: q, out, dout, dq (batch, q_len, heads, head_dim); k, dk (batch, kv_len, kv_heads, head_dim); v, dv (batch,
 kv_len, kv_heads, head_dim_v), and out has v's head_dim; lse, delta (batch, heads, q_len). Tensors may be strided views.
@@ -6,36 +6,46 @@ kv_len, kv_heads, head_dim_v), and out has v's head_dim; lse, delta (batch, head
 
 from __future__ import annotations
 
-import copy
+import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.segments import Cut, Part, Rows, Segments, Split, Takes
 from dfa_megatron.plan.language.geometry import Band
-
-if TYPE_CHECKING:
-    from dfa_megatron.kernels.segments import Segments
 
 Form = Literal["full", "causal", "band"]
 """full: no pair is masked. causal: right = 0, left unbounded, q_len = kv_len. band: any other window."""
 
+Partial = tuple[torch.Tensor, torch.Tensor]
+"""(out, lse) of some rows."""
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""(dq, dk, dv)."""
+
 
 def form_of(band: Band, q_len: int, kv_len: int) -> Form:
-    """The simplest form of a call, which is what a kernel is selected by."""
+    """Return the simplest form of a call; a kernel is selected by it."""
     if band.is_full:
         return "full"
     return "causal" if band.left < 0 and band.right == 0 and q_len == kv_len else "band"
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse, delta and of every accumulator: float64 for float64 inputs, else float32."""
+    """Return the dtype of lse, delta and every accumulator: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one distributed attention asks of its kernel; a kernel is chosen once for all ranks and steps."""
+    """The demands of one distributed attention; a kernel is chosen once for all ranks and steps.
+
+    Raises:
+        UnsupportedError: heads are no multiple of kv_heads.
+    """
 
     device: str
     dtype: torch.dtype
@@ -50,97 +60,169 @@ class Need:
     softcap: float = 0.0
     """Scores are softcap * tanh(scores / softcap); 0 leaves them as they are."""
     alibi: bool = False
-    """-slope * |i - j| is added to the (capped) scores of tokens i and j, which calls are told row by row."""
+    """-slope * |i - j| is added to the (capped) scores of tokens i and j."""
     packed: bool = False
-    """Calls are of several segments, whose lengths are others in every batch."""
+    """Calls have several segments, whose lengths differ in every batch."""
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            what = f"{self.heads} heads with {self.kv_heads} kv_heads"
+            raise UnsupportedError(what, "heads must be a multiple of kv_heads", "for example equal counts")
+
+
+@dataclass(frozen=True, slots=True)
+class Alibi:
+    """The bias -slope * |i - j| of one call, for tokens i and j.
+
+    slopes: (heads,), float32, contiguous. q_positions (q_len,), kv_positions (kv_len,): the token of each row, int32,
+        contiguous. Row numbers are not enough: neighbouring rows may be tokens far apart.
+
+    The distance is an integer, so float32 is exact where it matters, however long the sequence is.
+    Source: Press, Smith, Lewis 2022, arXiv 2108.12409; flash-attn's `alibi_slopes`.
+    """
+
+    slopes: torch.Tensor
+    q_positions: torch.Tensor
+    kv_positions: torch.Tensor
+
+    def part(self, part: Part) -> Alibi:
+        """Return the bias of one launch."""
+        return Alibi(self.slopes, part.rows.take(self.q_positions, 0), part.columns.take(self.kv_positions, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """One kernel call: everything that forward and backward share.
+
+    segments: which pairs are seen. softmax_scale: positive. softcap: 0 for none. alibi: None for none. deterministic:
+    whether gradients must have equal bits in every run.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    segments: Segments
+    softmax_scale: float
+    softcap: float = 0.0
+    alibi: Alibi | None = None
+    deterministic: bool = False
+
+    @classmethod
+    def of(
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, softmax_scale: float, **options: Any
+    ) -> BlockCall:
+        """Return a call of a single segment; options are the fields with a default."""
+        return cls(q, k, v, Segments.one(band, q.shape[1], k.shape[1]), softmax_scale, **options)
+
+    def part(self, part: Part) -> BlockCall:
+        """Return one launch of this call."""
+        k, v = part.columns.take(self.k), part.columns.take(self.v)
+        alibi = None if self.alibi is None else self.alibi.part(part)
+        return BlockCall(
+            part.rows.take(self.q), k, v, part.segments, self.softmax_scale, self.softcap, alibi, self.deterministic
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the backward of a block knows of its rows' forward: the global lse, and one of delta and out.
+    """The forward's results that a backward needs: the global lse, and one of delta and out.
 
     lse, delta (batch, heads, q_len) in the accumulator dtype, delta = rowsum(dout * out); out (batch, q_len, heads,
-    head_dim_v) in q's dtype. `delta` is there for kernels that read "delta", `out` for those that read "out".
+    head_dim_v) in q's dtype. A kernel's `backward_needs` names the one that is there.
     """
 
     lse: torch.Tensor
     delta: torch.Tensor | None = None
     out: torch.Tensor | None = None
 
+    def rows(self, rows: Rows) -> Saved:
+        """Return the same of some rows."""
+        return Saved(
+            lse=rows.take(self.lse, 2),
+            delta=None if self.delta is None else rows.take(self.delta, 2),
+            out=None if self.out is None else rows.take(self.out),
+        )
 
-@runtime_checkable
-class BlockKernel(Protocol):
-    """One way to compute a block. Implementations are stateless."""
 
-    name: str
-    backward_needs: Literal["delta", "out"]
-    """What its backward takes of the forward beside lse; it decides what a helped rank puts on the wire."""
+class BlockKernel(ABC):
+    """One way to compute a call. Kernels have no state: everything that differs between calls is in the call.
 
+    A kernel implements `refusal`, `launch` and `launch_backward`, and declares the calls that a launch takes;
+    `forward` and `backward` divide any other call into such launches.
+    """
+
+    name: ClassVar[str]
+    backward_needs: ClassVar[Literal["delta", "out"]]
+    """The result of the forward that a backward reads beside lse; a helping rank is sent the same."""
+    cut: Cut | None = None
+    """Divides the tile of a segment into tiles that a launch takes; None where it takes any band."""
+    caps_scores: ClassVar[bool] = False
+    adds_alibi: ClassVar[bool] = False
+
+    @abstractmethod
     def refusal(self, need: Need) -> str | None:
-        """Why this kernel cannot serve the need (with the versions found), or None if it can."""
-        ...
+        """Return why this kernel cannot serve the need (with the versions found), or None if it can."""
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Band, softmax_scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalised (out, lse) of the block: out in q's dtype, lse (natural logarithm) in the accumulator dtype.
+    def takes(self) -> Takes:
+        """Return which segments one launch computes; several only for a batch of one."""
+        return "segment"
+
+    @abstractmethod
+    def launch(self, call: BlockCall) -> Partial:
+        """Compute `forward` for a call as `takes` and `cut` declare it."""
+
+    @abstractmethod
+    def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
+        """Compute `backward` for a call as `takes` and `cut` declare it."""
+
+    def forward(self, call: BlockCall) -> Partial:
+        """Return normalised (out, lse): out in q's dtype, lse (natural logarithm) in the accumulator dtype.
 
         A row that sees nothing has out 0 and lse -inf.
         """
-        ...
+        split = call.segments.tables.get((type(self), call.q.shape[0] == 1)) or self._split(call)
+        if (only := split.only) is not None:
+            return self.launch(call if only.segments is call.segments else call.part(only))
+        q, v = call.q, call.v
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulator_dtype(q.dtype))
+        if not split.fills_rows:
+            out.zero_()
+            lse.fill_(-math.inf)
+        for part in split.parts:
+            part_out, part_lse = self.launch(call.part(part))
+            part.rows.put(out, part_out)
+            part.rows.put(lse, part_lse, 2)
+        return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        saved: Saved,
-        *,
-        band: Band,
-        softmax_scale: float,
-        deterministic: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """This block's share of (dq, dk, dv), given the lse of the whole row (paper, section 3.1; FlashAttention-2)."""
-        ...
+    def backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
+        """Return the call's share of (dq, dk, dv), given the lse of the whole rows; 0 where nothing is seen.
+
+        Source: section 3.1 of the paper; FlashAttention-2.
+        """
+        split = call.segments.tables.get((type(self), call.q.shape[0] == 1)) or self._split(call)
+        if (only := split.only) is not None and only.is_whole:
+            return self.launch_backward(call if only.segments is call.segments else call.part(only), dout, saved)
+        q, k, v = call.q, call.k, call.v
+        key_dtype = accumulator_dtype(q.dtype) if split.shares_columns else k.dtype
+        dq = _memory(q, q.dtype, split.fills_rows)
+        dk, dv = (_memory(x, key_dtype, split.fills_columns) for x in (k, v))
+        for part in split.parts:
+            rows, columns = part.rows, part.columns
+            part_dq, part_dk, part_dv = self.launch_backward(call.part(part), rows.take(dout), saved.rows(rows))
+            rows.put(dq, part_dq)
+            columns.put(dk, part_dk, add=split.shares_columns)
+            columns.put(dv, part_dv, add=split.shares_columns)
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+    def _split(self, call: BlockCall) -> Split:
+        """Return the launches of a call, and cache them on its segments."""
+        single = call.q.shape[0] == 1
+        split = call.segments.tables[type(self), single] = call.segments.split(self.takes(), self.cut, single=single)
+        return split
 
 
-class Capping:
-    """A base of kernels that can cap scores; as they stand they cap none, and `softcap` is 0."""
-
-    softcap: float = 0.0
-
-    def capped(self, softcap: float) -> Self:
-        """The same kernel with scores of softcap * tanh(scores / softcap), in forward and backward; softcap over 0."""
-        kernel = copy.copy(self)
-        kernel.softcap = softcap
-        return kernel
-
-
-@runtime_checkable
-class VarlenKernel(BlockKernel, Protocol):
-    """A block kernel that computes several segments of a call at once, for a batch of one.
-
-    Rows of no segment get the identity of the merge: out 0 and lse -inf, gradients 0.
-    """
-
-    def forward_segments(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, segments: Segments, softmax_scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) of all rows of the call, as `BlockKernel.forward` gives them."""
-        ...
-
-    def backward_segments(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        saved: Saved,
-        *,
-        segments: Segments,
-        softmax_scale: float,
-        deterministic: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        """(dq, dk, dv) of all rows of the call, as `BlockKernel.backward` gives them."""
-        ...
+def _memory(x: torch.Tensor, dtype: torch.dtype, is_filled: bool) -> torch.Tensor:
+    """Allocate a gradient of x, zeroed unless every row will be written."""
+    new = torch.empty_like if is_filled else torch.zeros_like
+    return new(x, dtype=dtype, memory_format=torch.contiguous_format)

@@ -1,106 +1,63 @@
-"""Several attentions in one call: the segments of a call, grouped by the window that one varlen kernel can express.
-
-A varlen kernel takes the rows of its segments one after another, and one window for all of them. So segments whose
-windows are equal, or that one window serves, are a group, and rows that do not lie one after another are gathered.
-"""
+"""The attentions of one call, and how a call is divided into parts that a kernel can launch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, Literal
 
 import torch
 
-from dfa_megatron.plan.language.geometry import Band, Segment, Span
+from dfa_megatron.plan.language.geometry import Band, Segment, Span, Tile
 
+Takes = Literal["segment", "window", "segments"]
+"""What one launch of a kernel computes: one segment, several that share one window, or several of any bands."""
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A group as a kernel reads it: int32 (segments + 1) offsets into its rows, and which rows these are, where they
-    have to be gathered: int64 (rows,).
-    """
-
-    cu_q: torch.Tensor
-    cu_kv: torch.Tensor
-    q_rows: torch.Tensor | None
-    kv_rows: torch.Tensor | None
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Segments that one window serves, aligned to the bottom right of each."""
-
-    window: Band
-    segments: tuple[Segment, ...]
-    _tables: dict[tuple[torch.device, int], Table] = field(default_factory=dict, repr=False)
-
-    @property
-    def q(self) -> Span:
-        """The query rows from the first to the last segment."""
-        return Span(self.segments[0].q_lo, self.segments[-1].q_hi)
-
-    @property
-    def kv(self) -> Span:
-        """The key rows from the first to the last segment."""
-        return Span(self.segments[0].kv_lo, self.segments[-1].kv_hi)
-
-    @cached_property
-    def max_q(self) -> int:
-        """The most query rows of a segment."""
-        return max(s.q_hi - s.q_lo for s in self.segments)
-
-    @cached_property
-    def max_kv(self) -> int:
-        """The most key rows of a segment."""
-        return max(s.kv_hi - s.kv_lo for s in self.segments)
-
-    def table(self, device: torch.device) -> Table:
-        """The group on a device; made once per device and stream, and copied there without waiting."""
-        key = device, stream_of(device)
-        if key not in self._tables:
-            q = [Span(s.q_lo, s.q_hi) for s in self.segments]
-            kv = [Span(s.kv_lo, s.kv_hi) for s in self.segments]
-            self._tables[key] = Table(
-                moved(list(accumulate(map(len, q), initial=0)), torch.int32, device),
-                moved(list(accumulate(map(len, kv), initial=0)), torch.int32, device),
-                _rows(q, device),
-                _rows(kv, device),
-            )
-        return self._tables[key]
-
-
-def _rows(spans: Sequence[Span], device: torch.device) -> torch.Tensor | None:
-    """The rows of spans that do not follow each other, or None where they do."""
-    if spans[-1].hi - spans[0].lo == sum(map(len, spans)):
-        return None
-    return moved([row for span in spans for row in range(span.lo, span.hi)], torch.int64, device)
-
-
-def stream_of(device: torch.device) -> int:
-    """The current stream; what one stream has copied to a device another may not read yet."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-def moved(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The values on a device, without waiting for it."""
-    tensor = torch.tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+Cut = Callable[[Tile], Iterable[Tile]]
+"""Divide a tile without empty rows into tiles with disjoint rows whose bands a kernel can express."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """The segments of one call over q_len x kv_len rows; one object per call, so that what is derived is derived once.
+    """The segments of one call over q_len x kv_len rows.
 
-    tables: what kernels made of them, by whatever tells it apart.
+    There is one object per call, so derived tables are cached on it.
+
+    parts: rows increase on both sides and are disjoint.
+    window: set for a varlen launch, whose segments follow one another: the one window that serves all of them.
+    tables: cache of everything derived; each user chooses its keys.
     """
 
     parts: tuple[Segment, ...]
     q_len: int
     kv_len: int
+    window: Band | None = None
     tables: dict[object, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def one(cls, band: Band, q_len: int, kv_len: int) -> Segments:
+        """A single segment of all rows."""
+        return cls((Segment(0, q_len, 0, kv_len, band),), q_len, kv_len)
+
+    @cached_property
+    def band(self) -> Band:
+        """The band of a single segment, or the window of a varlen launch."""
+        if self.window is not None:
+            return self.window
+        (only,) = self.parts
+        return only.band
+
+    @cached_property
+    def max_q(self) -> int:
+        """The most query rows of a segment."""
+        return max(s.q_hi - s.q_lo for s in self.parts)
+
+    @cached_property
+    def max_kv(self) -> int:
+        """The most key rows of a segment."""
+        return max(s.kv_hi - s.kv_lo for s in self.parts)
 
     @cached_property
     def is_whole(self) -> bool:
@@ -108,23 +65,183 @@ class Segments:
         q, kv = sum(s.q_hi - s.q_lo for s in self.parts), sum(s.kv_hi - s.kv_lo for s in self.parts)
         return q == self.q_len and kv == self.kv_len
 
+    def offsets(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int32 (segments + 1,) offsets into the query rows and into the key rows of a varlen launch."""
+        key = "offsets", device, stream_of(device)
+        if key not in self.tables:
+            lengths = [s.q_hi - s.q_lo for s in self.parts], [s.kv_hi - s.kv_lo for s in self.parts]
+            self.tables[key] = tuple(moved(list(accumulate(x, initial=0)), torch.int32, device) for x in lengths)
+        found: tuple[torch.Tensor, torch.Tensor] = self.tables[key]
+        return found
+
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
-        """As few groups as the windows allow."""
+    def groups(self) -> tuple[Part, ...]:
+        """As few varlen launches as the windows allow; rows that do not follow one another are gathered."""
         left = list(self.parts)
         out = []
-        # The most constrained windows first: they serve those that have fewer bounds of their own.
+        # The most constrained windows first: they serve segments with fewer bounds.
         for window in sorted({s.band for s in left}, key=lambda b: ((b.left < 0) + (b.right < 0), b)):
-            served = tuple(s for s in left if _serves(window, s))
-            if served:
-                out.append(Group(window, served))
+            if served := [s for s in left if _serves(window, s)]:
+                out.append(_group(self, window, served))
                 left = [s for s in left if not _serves(window, s)]
         return tuple(out)
 
+    def split(self, takes: Takes, cut: Cut | None, *, single: bool) -> Split:
+        """Return the launches of a kernel: one segment each, or several where the kernel takes them.
+
+        takes: the segments of one launch.
+        cut: divides the tile of a single segment; None where a launch takes any band, blind rows included.
+        single: the batch is one. A launch of several segments has no batch dimension.
+        """
+        if len(self.parts) > 1 and single and takes != "segment":
+            whole = Part(Rows(0, self.q_len, self.q_len), Rows(0, self.kv_len, self.kv_len), self)
+            return Split.of(self, (whole,) if takes == "segments" else self.groups)
+        return Split.of(self, tuple(part for s in self.parts for part in _tiles(self, s, cut)))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows of a tensor with `length` of them: lo..hi, or the rows in `index` where they have gaps."""
+
+    lo: int
+    hi: int
+    length: int
+    index: tuple[int, ...] | None = None
+    _on: dict[tuple[torch.device, int], torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def count(self) -> int:
+        """How many rows there are."""
+        return self.hi - self.lo if self.index is None else len(self.index)
+
+    @cached_property
+    def is_all(self) -> bool:
+        """These are all rows of the tensor."""
+        return self.count == self.length
+
+    def take(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return these rows of x: a view, or a copy where they have gaps."""
+        if self.is_all:
+            return x
+        if self.index is None:
+            return x.narrow(dim, self.lo, self.count)
+        return x.index_select(dim, self._indices(x.device))
+
+    def put(self, x: torch.Tensor, value: torch.Tensor, dim: int = 1, *, add: bool = False) -> None:
+        """Write these rows of x, or add to them."""
+        if self.index is not None:
+            x.index_copy_(dim, self._indices(x.device), value.to(x.dtype))
+        elif add:
+            x.narrow(dim, self.lo, self.count).add_(value)
+        else:
+            x.narrow(dim, self.lo, self.count).copy_(value)
+
+    def _indices(self, device: torch.device) -> torch.Tensor:
+        key = device, stream_of(device)
+        if key not in self._on:
+            assert self.index is not None
+            self._on[key] = moved(list(self.index), torch.int64, device)
+        return self._on[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One launch of a call: its rows, and their segments in the launch's own row numbers.
+
+    segments: the call's own object where the launch is the call as it stands.
+    """
+
+    rows: Rows
+    columns: Rows
+    segments: Segments
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """The launch has all rows of the call."""
+        return self.rows.is_all and self.columns.is_all
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The launches of a call; no query row is in two of them.
+
+    only: the launch, where one has every query row.
+    fills_rows, fills_columns: every query row, every key row is in a launch.
+    shares_columns: a key row may be in several launches, so gradients of keys and values are summed.
+    """
+
+    parts: tuple[Part, ...]
+    only: Part | None
+    fills_rows: bool
+    fills_columns: bool
+    shares_columns: bool
+
+    @classmethod
+    def of(cls, segments: Segments, parts: tuple[Part, ...]) -> Split:
+        """Find out what the launches cover."""
+        only = parts[0] if len(parts) == 1 and parts[0].rows.is_all else None
+        spans = sorted((p.columns.lo, p.columns.hi) for p in parts if p.columns.index is None)
+        shares = any(before[1] > after[0] for before, after in pairwise(spans))
+        columns = sum(p.columns.count for p in parts)
+        return cls(
+            parts,
+            only,
+            sum(p.rows.count for p in parts) == segments.q_len,
+            columns == segments.kv_len and not shares,
+            shares,
+        )
+
+
+def _tiles(whole: Segments, segment: Segment, cut: Cut | None) -> Iterable[Part]:
+    """Yield the launches of one segment."""
+    if cut is None:
+        yield _part(whole, Span(segment.q_lo, segment.q_hi), Span(segment.kv_lo, segment.kv_hi), segment.band)
+        return
+    tile = segment.tile.shrink()
+    for one in () if tile is None else cut(tile):
+        yield _part(whole, one.q, one.kv, one.band)
+
+
+def _part(whole: Segments, q: Span, kv: Span, band: Band) -> Part:
+    rows, columns = Rows(q.lo, q.hi, whole.q_len), Rows(kv.lo, kv.hi, whole.kv_len)
+    same = rows.is_all and columns.is_all and len(whole.parts) == 1 and whole.band == band
+    return Part(rows, columns, whole if same else Segments.one(band, len(q), len(kv)))
+
+
+def _group(whole: Segments, window: Band, served: Sequence[Segment]) -> Part:
+    """The varlen launch of segments that one window serves."""
+    q, kv = [Span(s.q_lo, s.q_hi) for s in served], [Span(s.kv_lo, s.kv_hi) for s in served]
+    q_at, kv_at = ([*accumulate(map(len, spans), initial=0)] for spans in (q, kv))
+    parts = tuple(
+        Segment(q_at[i], q_at[i + 1], kv_at[i], kv_at[i + 1], segment.band) for i, segment in enumerate(served)
+    )
+    return Part(
+        _rows(q, whole.q_len), _rows(kv, whole.kv_len), Segments(parts, q_at[-1], kv_at[-1], window)
+    )  # fmt: skip
+
+
+def _rows(spans: Sequence[Span], length: int) -> Rows:
+    """The rows of several spans."""
+    lo, hi = spans[0].lo, spans[-1].hi
+    if hi - lo == sum(map(len, spans)):
+        return Rows(lo, hi, length)
+    return Rows(lo, hi, length, tuple(row for span in spans for row in range(span.lo, span.hi)))
+
 
 def _serves(window: Band, segment: Segment) -> bool:
-    """The window lets the same pairs of a segment through as its own band: a bound that never binds may be added."""
+    """The window shows the same pairs of a segment as its own band: a bound that never binds may be added."""
     band, q_len, kv_len = segment.band, segment.q_hi - segment.q_lo, segment.kv_hi - segment.kv_lo
     left = window.left == band.left or (band.left < 0 and window.left >= kv_len - 1)
     right = window.right == band.right or (band.right < 0 and window.right >= q_len - 1)
     return left and right
+
+
+def stream_of(device: torch.device) -> int:
+    """Return the current stream; another stream may not yet read what this one has copied to a device."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def moved(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Copy the values to a device without waiting for it."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

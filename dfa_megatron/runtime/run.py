@@ -133,7 +133,7 @@ def _algebra(
     prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], slopes: torch.Tensor | None, arena: Arena
 ) -> Tensors:
     request = prepared.request
-    options: dict[str, Any] = {"softmax_scale": request.softmax_scale, "deterministic": request.deterministic}
+    options: dict[str, Any] = {name: getattr(request, name) for name in ("softmax_scale", "softcap", "deterministic")}
     forward = memory is prepared.forward
     if slopes is not None:
         options["bias"] = GlobalBias(slopes, memory, prepared.rank_plan.tokens[0 if forward else 1])

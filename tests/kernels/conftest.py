@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.utils.deterministic
 
-from dfa_megatron.kernels.bands import tile_of
+from dfa_megatron.plan.language.geometry import Segment
 from dfa_megatron.testing import nan_memory as memory
 
 SLOW_TO_COMPILE = ("flash4", "triton")
@@ -30,7 +30,7 @@ def _compiled(parameters: dict[str, Any]) -> str:
     """Equal for tests that run the same compiled kernels, as far as flash-attn-4 and Triton tell them apart."""
     words = [parameters["name"], parameters.get("dtype", torch.bfloat16), parameters.get("rows")]
     if case := parameters.get("case"):
-        tile = tile_of(case.band, case.q_len, case.kv_len)
+        tile = Segment(0, case.q_len, 0, case.kv_len, case.band).tile.shrink()
         bounds = None if tile is None else (tile.band.left < 0, tile.band.right < 0, tile.band.right == 0)
         words += [case.head_dim, case.head_dim_v, case.heads // case.kv_heads, bounds]
     return "-".join(map(str, words))

@@ -6,32 +6,19 @@ import math
 import random
 import zlib
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels import packed
-from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.alibi import Alibi, Biasing
-from dfa_megatron.kernels.api import Need, accumulator_dtype
+from dfa_megatron.kernels.api import Alibi, BlockCall, BlockKernel, Need, accumulator_dtype
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
 from dfa_megatron.testing.dense import assert_close, dense_attention
-from tests.kernels.test_kernel_conformance import (
-    COARSE,
-    ROUND_ONCE,
-    TARGETS,
-    TOLERANCE,
-    Case,
-    every_dtype,
-    saved_for,
-    usable,
-)
+from tests.support.kernel_cases import COARSE, ROUND_ONCE, TARGETS, TOLERANCE, Case, every_dtype, run, usable
 
-BIASING = [(name, device) for name, device in TARGETS if isinstance(kernels.get(name), Biasing)]
+BIASING = [(name, device) for name, device in TARGETS if kernels.get(name).adds_alibi]
 every_biasing = pytest.mark.parametrize(
     ("name", "device"), BIASING, ids=[f"{name} on {device}" for name, device in BIASING]
 )
@@ -60,14 +47,11 @@ POSITIONS = {"in order": in_order, "apart": apart}
 
 @dataclass
 class Problem:
-    """Inputs in a dtype, and what float64 makes of exactly these inputs; results in the order of `NAMES`."""
+    """A call in a dtype, and what float64 makes of exactly its inputs; results in the order of `NAMES`."""
 
-    kernel: Biasing
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    kernel: BlockKernel
+    call: BlockCall
     dout: torch.Tensor
-    options: dict[str, Any]
     want: tuple[torch.Tensor, ...]
     largest: float
 
@@ -100,11 +84,11 @@ def problem(
     rows: tuple[list[int], list[int]],
     *,
     softcap: float = 0.0,
+    segments: Segments | None = None,
     visible: torch.Tensor | None = None,
-    seed: str = "",
 ) -> Problem:
-    usable(name, device, dtype, case)
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{case}{dtype}{softcap}{seed}".encode()))
+    kernel = usable(name, device, dtype, case)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{case}{dtype}{softcap}{rows}".encode()))
 
     def draw(length: int, heads: int) -> torch.Tensor:
         values = torch.randn(case.batch, length, heads, case.head_dim, generator=generator, dtype=torch.float64)
@@ -122,19 +106,9 @@ def problem(
         *exact, window_size=window, visible=visible, softmax_scale=scale, softcap=softcap, bias=bias
     )
     gradients = torch.autograd.grad(out, exact, dout.double())
-    kernel = kernels.get(name)
-    assert isinstance(kernel, Biasing)
-    if softcap:
-        kernel = kernel.capped(softcap)
-    biased = kernel.biased(Alibi(slopes, *positions))
-    want = (out.detach(), lse.detach(), *gradients)
-    return Problem(biased, q, k, v, dout, {"softmax_scale": scale}, want, bias.abs().max().item())
-
-
-def run(p: Problem, band: Band) -> tuple[torch.Tensor, ...]:
-    out, lse = p.kernel.forward(p.q, p.k, p.v, band=band, **p.options)
-    saved = saved_for(p.kernel, p.dout, out, lse)
-    return out, lse, *p.kernel.backward(p.dout, p.q, p.k, p.v, saved, band=band, **p.options, deterministic=False)
+    segments = segments or Segments.one(case.band, case.q_len, case.kv_len)
+    call = BlockCall(q, k, v, segments, scale, softcap, Alibi(slopes, *positions))
+    return Problem(kernel, call, dout, (out.detach(), lse.detach(), *gradients), bias.abs().max().item())
 
 
 @every_biasing
@@ -146,8 +120,8 @@ def test_a_block_with_alibi_is_exact(
     name: str, device: str, dtype: torch.dtype, rows: str, where: str, softcap: float
 ) -> None:
     case = CASES[rows]
-    p = problem(name, device, dtype, case, POSITIONS[where](case.q_len, case.kv_len), softcap=softcap, seed=where)
-    p.check(run(p, case.band), dtype)
+    p = problem(name, device, dtype, case, POSITIONS[where](case.q_len, case.kv_len), softcap=softcap)
+    p.check(run(p.kernel, p.call, p.dout), dtype)
 
 
 @every_biasing
@@ -155,12 +129,11 @@ def test_a_bias_is_the_same_however_late_in_the_sequence(name: str, device: str)
     case = CASES["causal"]
     rows = apart(case.q_len, case.kv_len)
     p = problem(name, device, torch.float32, case, rows)
-    alibi = p.kernel.alibi
+    alibi = p.call.alibi
     assert alibi is not None
-    late = p.kernel.biased(
-        replace(alibi, q_positions=alibi.q_positions + 2**30, kv_positions=alibi.kv_positions + 2**30)
-    )
-    for first, second in zip(run(p, case.band), run(replace(p, kernel=late), case.band), strict=True):
+    late = replace(alibi, q_positions=alibi.q_positions + 2**30, kv_positions=alibi.kv_positions + 2**30)
+    results = (run(p.kernel, call, p.dout) for call in (p.call, replace(p.call, alibi=late)))
+    for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
 
 
@@ -190,26 +163,11 @@ def test_segments_have_the_distances_of_their_own_rows(name: str, device: str, d
         tile = s.tile
         inside = (i >= tile.q.lo) & (i < tile.q.hi) & (j >= tile.kv.lo) & (j < tile.kv.hi)
         visible |= inside & (j - i >= tile.lo) & (j - i <= tile.hi)
-    p = problem(name, device, dtype, case, apart(case.q_len, case.kv_len), visible=visible, seed=str(segments.parts))
-    out, lse = packed.forward(p.kernel, p.q, p.k, p.v, segments=segments, **p.options)
-    saved = saved_for(p.kernel, p.dout, out, lse)
-    gradients = packed.backward(
-        p.kernel, p.dout, p.q, p.k, p.v, saved, segments=segments, **p.options, deterministic=False
-    )
-    p.check((out, lse, *gradients), dtype)
+    p = problem(name, device, dtype, case, apart(case.q_len, case.kv_len), segments=segments, visible=visible)
+    p.check(run(p.kernel, p.call, p.dout), dtype)
 
 
 NEED = Need("cpu", torch.float32, 2, 2, 32, 32, frozenset({"causal"}), alibi=True)
-
-
-def test_a_bias_leaves_the_registered_kernel_as_it_was() -> None:
-    kernel = kernels.select("reference", replace(NEED, softcap=30.0))
-    assert isinstance(kernel, ReferenceKernel)
-    rows = torch.zeros(1, dtype=torch.int32)
-    biased = kernel.biased(Alibi(torch.ones(2), rows, rows))
-    assert biased.softcap == 30.0
-    assert biased.alibi is not None
-    assert all(one.alibi is None for one in (kernel, *kernels.KERNELS.values()) if isinstance(one, Biasing))
 
 
 def test_kernels_without_alibi_refuse_and_name_those_that_can() -> None:

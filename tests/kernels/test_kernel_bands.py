@@ -1,6 +1,8 @@
-"""Bands: the pieces of a call hold exactly its pairs, and every kernel that takes bands takes any of them."""
+"""Bands: the tiles of a call hold exactly its pairs, and every kernel that takes bands takes any of them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -8,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dfa_megatron import kernels
-from dfa_megatron.kernels.api import Saved
-from dfa_megatron.kernels.bands import cut_rows, cut_tall, tile_of, visible
-from dfa_megatron.plan.language.geometry import Band, Tile
+from dfa_megatron.kernels.api import BlockCall, Saved
+from dfa_megatron.kernels.bands import cut_rows, cut_tall, visible
+from dfa_megatron.plan.language.geometry import Band, Segment, Tile
 from dfa_megatron.testing.dense import assert_close, band_mask, dense_attention
 
 bounds = st.one_of(st.just(-1), st.integers(0, 60))
@@ -18,8 +20,14 @@ bands = st.builds(Band, left=bounds, right=bounds)
 lengths = st.integers(1, 40)
 
 
+def tiles_of(cut: Callable[[Tile], Iterable[Tile]], band: Band, q_len: int, kv_len: int) -> list[Tile]:
+    """The tiles that a kernel with this cut launches."""
+    whole = Segment(0, q_len, 0, kv_len, band).tile.shrink()
+    return [] if whole is None else list(cut(whole))
+
+
 def pairs(tile: Tile, q_len: int, kv_len: int, window: torch.Tensor) -> torch.Tensor:
-    """The window of a piece, put at its place in the call."""
+    """The window of a tile, put at its place in the call."""
     seen = torch.zeros(q_len, kv_len, dtype=torch.int64)
     seen[tile.q.lo : tile.q.hi, tile.kv.lo : tile.kv.hi] = window
     return seen
@@ -44,23 +52,23 @@ def flash_attention_2_window(band: Band, q_len: int, kv_len: int) -> torch.Tenso
 @settings(max_examples=200, deadline=None)
 @given(bands, lengths, lengths, st.integers(1, 50))
 def test_cut_rows_hold_every_pair_once_and_no_empty_row(band: Band, q_len: int, kv_len: int, rows: int) -> None:
-    pieces = list(cut_rows(tile_of(band, q_len, kv_len), rows))
-    held = sum((pairs(piece, q_len, kv_len, window_of(piece)) for piece in pieces), torch.zeros(q_len, kv_len))
+    tiles = tiles_of(lambda tile: cut_rows(tile, rows), band, q_len, kv_len)
+    held = sum((pairs(tile, q_len, kv_len, window_of(tile)) for tile in tiles), torch.zeros(q_len, kv_len))
     assert torch.equal(held.bool(), band_mask(q_len, kv_len, window_size=(band.left, band.right)))
     assert held.max() <= 1
-    assert all(len(piece.q) <= rows and window_of(piece).any(1).all() for piece in pieces)
+    assert all(len(tile.q) <= rows and window_of(tile).any(1).all() for tile in tiles)
 
 
 @settings(max_examples=500, deadline=None)
 @given(bands, lengths, lengths)
 def test_flash_attention_2_reads_the_cut_bands_as_they_are_meant(band: Band, q_len: int, kv_len: int) -> None:
-    pieces = list(cut_tall(tile_of(band, q_len, kv_len)))
+    tiles = tiles_of(cut_tall, band, q_len, kv_len)
     held = torch.zeros(q_len, kv_len, dtype=torch.int64)
-    for piece in pieces:
-        held += pairs(piece, q_len, kv_len, flash_attention_2_window(piece.band, len(piece.q), len(piece.kv)))
-        assert window_of(piece).any(1).all()
+    for tile in tiles:
+        held += pairs(tile, q_len, kv_len, flash_attention_2_window(tile.band, len(tile.q), len(tile.kv)))
+        assert window_of(tile).any(1).all()
     assert torch.equal(held, band_mask(q_len, kv_len, window_size=(band.left, band.right)).long())
-    assert len(pieces) <= 3
+    assert len(tiles) <= 3
 
 
 def test_an_uncut_tall_band_would_be_misread() -> None:
@@ -88,11 +96,12 @@ def test_any_band_is_exact_in_float64(
     leaves = tuple(x.clone().requires_grad_() for x in (q, k, v))
     want_out, want_lse = dense_attention(*leaves, window_size=(band.left, band.right), softmax_scale=0.4)
     want = torch.autograd.grad(want_out, leaves, dout)
-    out, lse = kernel.forward(q, k, v, band=band, softmax_scale=0.4)
+    call = BlockCall.of(q, k, v, band, 0.4)
+    out, lse = kernel.forward(call)
     assert_close(out, want_out, tolerance=1e-12, name="out")
     assert_close(lse, want_lse, tolerance=1e-12, name="lse")
     saved = Saved(lse=lse, delta=(dout * out).sum(-1).transpose(1, 2), out=out)
-    got = kernel.backward(dout, q, k, v, saved, band=band, softmax_scale=0.4, deterministic=False)
+    got = kernel.backward(call, dout, saved)
     for label, g, w in zip(("dq", "dk", "dv"), got, want, strict=True):
         error = (g - w).norm() / max(w.norm(), dout.norm())  # a row with one key has dq 0 but for rounding
         assert error <= 1e-13, f"{label} is off by {error}"

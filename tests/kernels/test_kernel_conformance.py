@@ -4,56 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import zlib
-from dataclasses import dataclass
 
 import pytest
 import torch
 
-from dfa_megatron import kernels
-from dfa_megatron.kernels.api import BlockKernel, Form, Need, Saved, accumulator_dtype, form_of
+from dfa_megatron.kernels.api import BlockCall, accumulator_dtype
 from dfa_megatron.kernels.merge import identity_, merge
-from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
-from dfa_megatron.testing.dense import assert_close, dense_attention
-
-TARGETS = [
-    ("reference", "cpu"),
-    ("cpu", "cpu"),
-    ("reference", "cuda"),
-    ("triton", "cuda"),
-    ("aten", "cuda"),
-    ("cudnn", "cuda"),
-    ("flash4", "cuda"),
-    ("flash3", "cuda"),
-    ("flash2", "cuda"),
-]
-if interpreted():
-    TARGETS = [("triton", "cpu")]
-ROUND_ONCE = ("reference", "cpu")
-"""Kernels that compute 16-bit inputs in float32 and round at the end."""
-
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2.5e-3, torch.float16: 3.5e-4}
-COARSE = {torch.bfloat16: (5e-3, 1.2e-2), torch.float16: (7e-4, 1.6e-3)}
-"""(out, gradients) for kernels that multiply 16-bit probabilities."""
-
-
-@dataclass(frozen=True)
-class Case:
-    q_len: int
-    kv_len: int
-    band: Band = FULL
-    heads: int = 3
-    kv_heads: int = 3
-    head_dim: int = 32
-    head_dim_v: int = 0
-    batch: int = 2
-
-    def __str__(self) -> str:
-        band = "full" if self.band.is_full else f"band{self.band.left},{self.band.right}"
-        head_dim = f"{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else "")
-        return f"{self.q_len}x{self.kv_len}-{band}-h{self.heads}:{self.kv_heads}-d{head_dim}-b{self.batch}"
-
+from dfa_megatron.testing.dense import assert_close
+from tests.support.kernel_cases import (
+    TOLERANCE,
+    Case,
+    check,
+    every_dtype,
+    every_target,
+    problem,
+    run,
+    saved_for,
+    usable,
+)
 
 SHAPES = [
     Case(64, 64),
@@ -119,102 +88,6 @@ CASES = SHAPES + BANDS + HEADS + HEAD_DIMS + LONG
 FEW = SHAPES + HEADS[:1] + LONG + BANDS[2::5]
 """For float16, whose kernels are bfloat16's with another instruction: compiling all of them takes minutes."""
 
-every_target = pytest.mark.parametrize(
-    ("name", "device"), TARGETS, ids=[f"{name} on {device}" for name, device in TARGETS]
-)
-every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-def usable(name: str, device: str, dtype: torch.dtype, *cases: Case, deterministic: bool = False) -> BlockKernel:
-    """The kernel, or a skip with its own reason."""
-    forms: frozenset[Form] = frozenset(form_of(case.band, case.q_len, case.kv_len) for case in cases)
-    present = torch.cuda.is_available()
-    capability = torch.cuda.get_device_capability() if device == "cuda" and present else None
-    if device == "cuda" and not present:
-        capability = (9, 0)
-    case = cases[0]
-    need = Need(
-        device=device,
-        dtype=dtype,
-        heads=case.heads,
-        kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        head_dim_v=case.head_dim_v or case.head_dim,
-        forms=forms,
-        deterministic=deterministic,
-        capability=capability,
-    )
-    kernel = kernels.get(name)
-    if (why := kernel.refusal(need)) is not None:
-        pytest.skip(f"{name}: {why}")
-    if device == "cuda" and not present:
-        pytest.skip("no CUDA device")
-    return kernel
-
-
-@dataclass
-class Problem:
-    """Inputs in a dtype, and what float64 makes of exactly these inputs."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    dout: torch.Tensor
-    scale: float
-    out: torch.Tensor
-    lse: torch.Tensor
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def problem(case: Case, dtype: torch.dtype, device: str, *, gain: float = 1.0) -> Problem:
-    """Fresh inputs, seeded by what they are for."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{case}{dtype}{gain}".encode()))
-    head_dim_v = case.head_dim_v or case.head_dim
-
-    def draw(length: int, heads: int, head_dim: int) -> torch.Tensor:
-        values = torch.randn(case.batch, length, heads, head_dim, generator=generator, dtype=torch.float64)
-        return values.to(dtype).to(device)
-
-    q = draw(case.q_len, case.heads, case.head_dim) * gain
-    k = draw(case.kv_len, case.kv_heads, case.head_dim)
-    v = draw(case.kv_len, case.kv_heads, head_dim_v)
-    dout = draw(case.q_len, case.heads, head_dim_v)
-    scale = 0.7 / math.sqrt(case.head_dim)
-    q64, k64, v64 = leaves = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
-    out, lse = dense_attention(q64, k64, v64, window_size=(case.band.left, case.band.right), softmax_scale=scale)
-    gradients = torch.autograd.grad(out, leaves, dout.double())
-    return Problem(q, k, v, dout, scale, out.detach(), lse.detach(), gradients)
-
-
-def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Saved:
-    """What the kernel reads, and nothing else."""
-    if kernel.backward_needs == "out":
-        return Saved(lse=lse, out=out)
-    wide = accumulator_dtype(out.dtype)
-    return Saved(lse=lse, delta=(dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2))
-
-
-def check(name: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], dtype: torch.dtype) -> None:
-    """Compare (out, lse, dq, dk, dv) with float64 in relative Frobenius norms."""
-    exact = name in ROUND_ONCE or dtype not in COARSE
-    out_tolerance, gradient_tolerance = (TOLERANCE[dtype],) * 2 if exact else COARSE[dtype]
-    lse_tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    tolerances = (out_tolerance, lse_tolerance, *(gradient_tolerance,) * 3)
-    for label, g, w, tolerance in zip(("out", "lse", "dq", "dk", "dv"), got, want, tolerances, strict=True):
-        assert g.dtype == (accumulator_dtype(dtype) if label == "lse" else dtype), label
-        if not w.any():  # one key a row: its probability is 1 whatever the score, and dq and dk are rounding alone
-            tolerance *= want[0].norm().item()
-        assert_close(g, w, tolerance=tolerance, name=label)
-
-
-def run(kernel: BlockKernel, p: Problem, band: Band, deterministic: bool = False) -> tuple[torch.Tensor, ...]:
-    out, lse = kernel.forward(p.q, p.k, p.v, band=band, softmax_scale=p.scale)
-    saved = saved_for(kernel, p.dout, out, lse)
-    gradients = kernel.backward(
-        p.dout, p.q, p.k, p.v, saved, band=band, softmax_scale=p.scale, deterministic=deterministic
-    )
-    return out, lse, *gradients
-
 
 @every_target
 @pytest.mark.parametrize(
@@ -225,7 +98,7 @@ def run(kernel: BlockKernel, p: Problem, band: Band, deterministic: bool = False
 def test_a_block_is_what_dense_float64_attention_says(name: str, device: str, dtype: torch.dtype, case: Case) -> None:
     kernel = usable(name, device, dtype, case)
     p = problem(case, dtype, device)
-    check(name, run(kernel, p, case.band), (p.out, p.lse, *p.gradients), dtype)
+    check(name, run(kernel, p.call(case.band), p.dout), p.want, dtype)
 
 
 def as_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -265,17 +138,14 @@ def test_strided_views_give_the_same_numbers(name: str, device: str, layout: str
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     kernel = usable(name, device, dtype, case)
     p = problem(case, dtype, device)
-    want = (p.out, p.lse, *p.gradients)
     viewed = dataclasses.replace(
         p, **{field: as_layout(getattr(p, field), layout) for field in ("q", "k", "v", "dout")}
     )
-    check(name, run(kernel, viewed, case.band), want, dtype)
-    out, lse = kernel.forward(p.q, p.k, p.v, band=case.band, softmax_scale=p.scale)
+    check(name, run(kernel, viewed.call(case.band), viewed.dout), p.want, dtype)
+    call = p.call(case.band)
+    out, lse = kernel.forward(call)
     saved = saved_for(kernel, p.dout, as_layout(out, layout), lse.transpose(1, 2).contiguous().transpose(1, 2))
-    gradients = kernel.backward(
-        p.dout, p.q, p.k, p.v, saved, band=case.band, softmax_scale=p.scale, deterministic=False
-    )
-    check(name, (out, lse, *gradients), want, dtype)
+    check(name, (out, lse, *kernel.backward(call, p.dout, saved)), p.want, dtype)
 
 
 @every_target
@@ -288,13 +158,13 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity(
 ) -> None:
     kernel = usable(name, device, dtype, case)
     p = problem(case, dtype, device)
-    out, lse, dq, dk, dv = run(kernel, p, case.band)
+    out, lse, dq, dk, dv = run(kernel, p.call(case.band), p.dout)
     blind = p.lse[0, 0] == -math.inf
     assert blind.sum() >= 30
     assert (out[:, blind] == 0).all()
     assert (lse[:, :, blind] == -math.inf).all()
     assert (dq[:, blind] == 0).all()
-    check(name, (out, lse, dq, dk, dv), (p.out, p.lse, *p.gradients), dtype)
+    check(name, (out, lse, dq, dk, dv), p.want, dtype)
 
 
 WHOLE = slice(0, None)
@@ -339,7 +209,7 @@ def test_blocks_of_a_longer_row_sum_to_its_gradient(name: str, device: str, dtyp
     acc_lse = torch.empty(p.lse.shape, dtype=wide, device=device)
     identity_(acc_out, acc_lse)
     for r, c, band in blocks:
-        out, lse = kernel.forward(p.q[:, r], p.k[:, c], p.v[:, c], band=band, softmax_scale=p.scale)
+        out, lse = kernel.forward(BlockCall.of(p.q[:, r], p.k[:, c], p.v[:, c], band, p.scale))
         rows = acc_out[:, r], acc_lse[:, :, r]
         merge([rows, (out, lse)], rows)
     out = acc_out.to(dtype)
@@ -348,12 +218,10 @@ def test_blocks_of_a_longer_row_sum_to_its_gradient(name: str, device: str, dtyp
     for r, c, band in blocks:
         dout = p.dout[:, r]
         saved = saved_for(kernel, dout, out[:, r], acc_lse[:, :, r])
-        gradients = kernel.backward(
-            dout, p.q[:, r], p.k[:, c], p.v[:, c], saved, band=band, softmax_scale=p.scale, deterministic=False
-        )
+        gradients = kernel.backward(BlockCall.of(p.q[:, r], p.k[:, c], p.v[:, c], band, p.scale), dout, saved)
         for acc, where, gradient in zip((dq, dk, dv), (r, c, c), gradients, strict=True):
             acc[:, where] += gradient
-    check(name, (out, acc_lse, dq.to(dtype), dk.to(dtype), dv.to(dtype)), (p.out, p.lse, *p.gradients), dtype)
+    check(name, (out, acc_lse, dq.to(dtype), dk.to(dtype), dv.to(dtype)), p.want, dtype)
 
 
 @every_target
@@ -363,7 +231,7 @@ def test_large_logits_do_not_overflow(name: str, device: str, dtype: torch.dtype
     kernel = usable(name, device, dtype, case)
     p = problem(case, dtype, device, gain=400.0)
     assert p.lse.abs().max() > 500
-    out, lse, *gradients = run(kernel, p, case.band)
+    out, lse, *gradients = run(kernel, p.call(case.band), p.dout)
     assert_close(out, p.out, tolerance={torch.float64: 1e-11, torch.float32: 1e-3}.get(dtype, 8e-3), name="out")
     assert_close(lse, p.lse, tolerance=1e-12 if dtype == torch.float64 else 1e-6, name="lse")
     for label, got, want in zip(("dq", "dk", "dv"), gradients, p.gradients, strict=True):
@@ -379,10 +247,10 @@ def test_deterministic_gradients_have_equal_bits(name: str, device: str, case: C
     kernel = usable(name, device, dtype, case, deterministic=True)
     p = problem(case, dtype, device)
     mode = torch.get_deterministic_debug_mode()
-    first = run(kernel, p, case.band, deterministic=True)
+    first = run(kernel, p.call(case.band, deterministic=True), p.dout)
     assert torch.get_deterministic_debug_mode() == mode
     for _ in range(3):
-        again = run(kernel, p, case.band, deterministic=True)
+        again = run(kernel, p.call(case.band, deterministic=True), p.dout)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -393,9 +261,9 @@ def test_inputs_are_left_as_they_were(name: str, device: str) -> None:
     kernel = usable(name, device, dtype, case)
     p = problem(case, dtype, device)
     before = [x.clone() for x in (p.q, p.k, p.v, p.dout)]
-    out, lse = kernel.forward(p.q, p.k, p.v, band=case.band, softmax_scale=p.scale)
-    saved = saved_for(kernel, p.dout, out, lse)
+    call = p.call(case.band)
+    saved = saved_for(kernel, p.dout, *kernel.forward(call))
     kept = [x.clone() for x in (saved.lse, saved.delta, saved.out) if x is not None]
-    kernel.backward(p.dout, p.q, p.k, p.v, saved, band=case.band, softmax_scale=p.scale, deterministic=False)
+    kernel.backward(call, p.dout, saved)
     after = [p.q, p.k, p.v, p.dout, *(x for x in (saved.lse, saved.delta, saved.out) if x is not None)]
     assert all(torch.equal(a, b) for a, b in zip([*before, *kept], after, strict=True))

@@ -7,7 +7,7 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.kernels.adapters import flash4
-from dfa_megatron.kernels.api import Need, Saved
+from dfa_megatron.kernels.api import BlockCall, Need, Saved
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 from dfa_megatron.testing.dense import assert_close, dense_attention
 
@@ -42,8 +42,7 @@ def test_flash4_is_exact_some_heads_at_a_time(
     want = torch.autograd.grad(out, exact, dout.double())
     delta = (dout.double() * out.detach()).sum(-1).transpose(1, 2).float().contiguous()
     assert flash4._passes(q, k) > 1
-    got = kernels.get("flash4").backward(
-        dout, q, k, v, Saved(lse.detach().float(), delta), band=band, softmax_scale=0.09, deterministic=deterministic
-    )
+    call = BlockCall.of(q, k, v, band, 0.09, deterministic=deterministic)
+    got = kernels.get("flash4").backward(call, dout, Saved(lse.detach().float(), delta))
     for name, g, w in zip(("dq", "dk", "dv"), got, want, strict=True):
         assert_close(g, w, tolerance=1e-2, name=name)

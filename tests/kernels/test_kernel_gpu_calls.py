@@ -13,16 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from dfa_megatron.kernels import packed
-from dfa_megatron.kernels.adapters import aten, cudnn, flash2, flash3, flash4
+from dfa_megatron.kernels.adapters import aten, cudnn, flash4
 from dfa_megatron.kernels.adapters.aten import AtenFlashKernel
 from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
-from dfa_megatron.kernels.adapters.flash2 import Flash2Kernel
-from dfa_megatron.kernels.adapters.flash3 import Flash3Kernel
+from dfa_megatron.kernels.adapters.flash2_flash3 import Flash2Kernel, Flash3Kernel
 from dfa_megatron.kernels.adapters.flash4 import Flash4Kernel
-from dfa_megatron.kernels.adapters.operators import Operator
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import BlockKernel, Saved
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
 from dfa_megatron.testing.dense import assert_close, dense_attention
@@ -348,15 +345,6 @@ class Flash4StandIn:
         return tuple(g if x is None else x.copy_(g) for x, g in zip(given, gradients, strict=True))  # type: ignore[return-value]
 
 
-def over_fake_package(adapter: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the adapter find its package, and look its operators up again."""
-    for name in ("flash_attn", "flash_attn_3", adapter.PACKAGE.module):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    for name in ("_FORWARD", "_BACKWARD"):
-        known = getattr(adapter, name)
-        monkeypatch.setattr(adapter, name, Operator(known.name, known.arguments, known.results, known.package))
-
-
 @pytest.fixture(
     params=[
         "flash4",
@@ -372,8 +360,10 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> B
     """A GPU kernel over a stand-in of its operators."""
     if request.param in ("flash2", "flash3"):
         request.getfixturevalue("flash_packages")
-        over_fake_package(flash2 if request.param == "flash2" else flash3, monkeypatch)
-        return Flash2Kernel() if request.param == "flash2" else Flash3Kernel()
+        kernel = Flash2Kernel() if request.param == "flash2" else Flash3Kernel()
+        for name in ("flash_attn", "flash_attn_3", kernel.operators[0].package.module):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        return kernel
     if "flash4" in request.param:
         if "heads" in request.param:
             monkeypatch.setattr(flash4, "_ACCUMULATORS", 64)
@@ -416,13 +406,13 @@ def test_gpu_kernels_give_their_operators_what_these_mean(
 
     q, k, v, dout = draw(q_len, 4), draw(kv_len, 2), draw(kv_len, 2), draw(q_len, 4)
     reference = ReferenceKernel()
-    want = reference.forward(q, k, v, band=band, softmax_scale=0.3)
+    call = BlockCall.of(q, k, v, band, 0.3)
+    want = reference.forward(call)
     delta = (dout.float() * want[0].float()).sum(-1).transpose(1, 2)
-    want_gradients = reference.backward(
-        dout, q, k, v, Saved(want[1], delta), band=band, softmax_scale=0.3, deterministic=False
-    )
+    want_gradients = reference.backward(call, dout, Saved(want[1], delta))
     for q_x, k_x, v_x, dout_x, out_x in zip(*(layouts(x) for x in (q, k, v, dout, want[0])), strict=True):
-        out, lse = kernel.forward(q_x, k_x, v_x, band=band, softmax_scale=0.3)
+        call = BlockCall.of(q_x, k_x, v_x, band, 0.3)
+        out, lse = kernel.forward(call)
         assert lse.shape == (2, 4, q_len)
         assert_close(out, want[0], tolerance=1e-4, name="out")
         assert_close(lse, want[1], tolerance=1e-6, name="lse")
@@ -430,7 +420,7 @@ def test_gpu_kernels_give_their_operators_what_these_mean(
         saved = (
             Saved(strided[0], delta=strided[1]) if kernel.backward_needs == "delta" else Saved(strided[0], out=out_x)
         )
-        got = kernel.backward(dout_x, q_x, k_x, v_x, saved, band=band, softmax_scale=0.3, deterministic=False)
+        got = kernel.backward(call, dout_x, saved)
         for name, g, w in zip(("dq", "dk", "dv"), got, want_gradients, strict=True):
             assert g.shape == w.shape
             error = (g.float() - w.float()).norm() / max(w.float().norm(), dout.float().norm())
@@ -463,18 +453,18 @@ def test_gpu_kernels_give_their_packed_operators_what_segments_mean(kernel: Bloc
     generator = torch.Generator().manual_seed(q_len)
     q, dout = (torch.randn(1, q_len, 4, 16, generator=generator).bfloat16() for _ in range(2))
     k, v = (torch.randn(1, kv_len, 2, 16, generator=generator).bfloat16() for _ in range(2))
-    options: dict[str, Any] = {"segments": segments, "softmax_scale": 0.3}
+    call = BlockCall(q, k, v, segments, 0.3)
     reference = ReferenceKernel()
-    want = packed.forward(reference, q, k, v, **options)
+    want = reference.forward(call)
     delta = (dout.float() * want[0].float()).sum(-1).transpose(1, 2)
     known = Saved(want[1], delta)
-    want_gradients = packed.backward(reference, dout, q, k, v, known, deterministic=False, **options)
-    got = packed.forward(kernel, q, k, v, **options)
+    want_gradients = reference.backward(call, dout, known)
+    got = kernel.forward(call)
     for name, g, w in zip(("out", "lse"), got, want, strict=True):
         assert g.shape == w.shape
         assert_close(g, w, tolerance=1e-4, name=name)
     saved = known if kernel.backward_needs == "delta" else Saved(want[1], out=want[0])
-    gradients = packed.backward(kernel, dout, q, k, v, saved, deterministic=False, **options)
+    gradients = kernel.backward(call, dout, saved)
     for name, g, w in zip(("dq", "dk", "dv"), gradients, want_gradients, strict=True):
         assert g.shape == w.shape
         error = (g.float() - w.float()).norm() / max(w.float().norm(), dout.float().norm())
@@ -491,7 +481,7 @@ def test_packed_kernels_are_called_once_for_equal_windows(monkeypatch: pytest.Mo
     monkeypatch.setattr(flash4, "_functions", lambda: (forward, None))
     parts = [Segment(lo, hi, lo, hi, CAUSAL if hi - lo > 1 else FULL) for lo, hi in pairwise((0, 4, 5, 6, 20, 64))]
     q = torch.randn(1, 64, 2, 16).bfloat16()
-    packed.forward(Flash4Kernel(), q, q, q, segments=Segments(tuple(parts), 64, 64), softmax_scale=0.3)
+    Flash4Kernel().forward(BlockCall(q, q, q, Segments(tuple(parts), 64, 64), 0.3))
     assert calls == [5]
 
 
@@ -520,12 +510,13 @@ def test_flash4s_backward_takes_some_heads_at_a_time_where_its_accumulators_are_
 def test_the_real_operators_take_the_call(kernel_class: type[BlockKernel], band: Band) -> None:
     """On the meta device: names, types and shapes of arguments and results, in the PyTorch at hand."""
     q, k = (torch.empty(2, 32, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
-    out, lse = kernel_class().forward(q, k, k, band=band, softmax_scale=0.1)
+    call = BlockCall.of(q, k, k, band, 0.1)
+    out, lse = kernel_class().forward(call)
     assert out.shape == q.shape
     assert lse.shape == (2, 4, 32)
     assert lse.dtype == torch.float32
     saved = Saved(lse=lse, out=out)
-    gradients = kernel_class().backward(q, q, k, k, saved, band=band, softmax_scale=0.1, deterministic=False)
+    gradients = kernel_class().backward(call, q, saved)
     assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
 
 
@@ -533,12 +524,11 @@ def test_the_real_operator_takes_a_packed_call() -> None:
     """On the meta device, as above, for FlashAttention-2 in PyTorch."""
     q, k = (torch.empty(1, 48, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
     segments = Segments((Segment(0, 20, 0, 20, CAUSAL), Segment(20, 48, 20, 48, CAUSAL)), 48, 48)
-    out, lse = AtenFlashKernel().forward_segments(q, k, k, segments=segments, softmax_scale=0.1)
+    call = BlockCall(q, k, k, segments, 0.1)
+    out, lse = AtenFlashKernel().forward(call)
     assert out.shape == q.shape
     assert lse.shape == (1, 4, 48)
-    gradients = AtenFlashKernel().backward_segments(
-        q, q, k, k, Saved(lse=lse, out=out), segments=segments, softmax_scale=0.1, deterministic=False
-    )
+    gradients = AtenFlashKernel().backward(call, q, Saved(lse=lse, out=out))
     assert [g.shape for g in gradients] == [q.shape, k.shape, k.shape]
 
 
@@ -550,10 +540,8 @@ def test_an_operator_that_pads_its_lse_is_called_for_each_segment(monkeypatch: p
     monkeypatch.setattr(FlashStandIn, "packed", None)
     segments = Segments((Segment(0, 20, 0, 20, CAUSAL), Segment(20, 48, 20, 48, CAUSAL)), 48, 48)
     q = torch.randn(1, 48, 2, 16).bfloat16()
-    want = ReferenceKernel()
-    out, lse = packed.forward(AtenFlashKernel(), q, q, q, segments=segments, softmax_scale=0.3)
-    known = packed.forward(want, q, q, q, segments=segments, softmax_scale=0.3)
-    assert_close(out, known[0], tolerance=1e-4)
-    options: dict[str, Any] = {"segments": segments, "softmax_scale": 0.3, "deterministic": False}
-    gradients = packed.backward(AtenFlashKernel(), q, q, q, q, Saved(lse, out=out), **options)
+    call = BlockCall(q, q, q, segments, 0.3)
+    out, lse = AtenFlashKernel().forward(call)
+    assert_close(out, ReferenceKernel().forward(call)[0], tolerance=1e-4)
+    gradients = AtenFlashKernel().backward(call, q, Saved(lse, out=out))
     assert [g.shape for g in gradients] == [q.shape] * 3

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import random
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from dfa_megatron.kernels import packed
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import Saved, VarlenKernel, form_of
-from dfa_megatron.kernels.segments import Segments
+from dfa_megatron.kernels.api import BlockCall, Partial
+from dfa_megatron.kernels.segments import Segments, Takes
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
 from dfa_megatron.testing.dense import dense_attention
-from tests.kernels.test_kernel_conformance import Case, check, every_dtype, every_target, saved_for, usable
-
-Options = dict[str, object]
+from tests.support.kernel_cases import Case, check, every_dtype, every_target, run, usable
 
 
 @dataclass(frozen=True)
@@ -94,12 +91,9 @@ def check_pack(name: str, device: str, dtype: torch.dtype, rows: str, determinis
     exact = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
     want_out, want_lse = dense_attention(*exact, visible=visible(segments, device), softmax_scale=0.1)
     gradients = torch.autograd.grad(want_out, exact, dout.double())
-    options: Options = {"segments": segments, "softmax_scale": 0.1}
+    call = BlockCall(q, k, v, segments, 0.1, deterministic=deterministic)
     for _ in range(2):  # the second time with what was derived the first time
-        out, lse = packed.forward(kernel, q, k, v, **options)  # type: ignore[arg-type]
-        saved = saved_for(kernel, dout, out, lse)
-        got = packed.backward(kernel, dout, q, k, v, saved, **options, deterministic=deterministic)  # type: ignore[arg-type]
-        check(name, (out, lse, *got), (want_out.detach(), want_lse.detach(), *gradients), dtype)
+        check(name, run(kernel, call, dout), (want_out.detach(), want_lse.detach(), *gradients), dtype)
 
 
 @every_target
@@ -120,55 +114,63 @@ def test_a_deterministic_backward_of_segments_is_right(name: str, device: str, r
 def test_equal_windows_are_one_group_and_bounds_that_never_bind_do_not_matter() -> None:
     causal = Segment(0, 5, 0, 5, CAUSAL), Segment(5, 6, 5, 9, FULL), Segment(6, 16, 9, 19, CAUSAL)
     (group,) = Segments(causal, 16, 19).groups
-    assert group.window == CAUSAL
-    assert group.segments == causal
+    assert group.segments.window == CAUSAL
+    assert group.segments.parts == causal
     windows = Segment(0, 30, 0, 30, Band(7, 0)), Segment(30, 35, 30, 35, CAUSAL), Segment(35, 36, 35, 36, FULL)
-    assert [group.window for group in Segments(windows, 36, 36).groups] == [Band(7, 0)]
+    assert [group.segments.window for group in Segments(windows, 36, 36).groups] == [Band(7, 0)]
     mixed = Segment(0, 4, 0, 4, CAUSAL), Segment(4, 8, 4, 9, FULL), Segment(8, 20, 9, 21, Band(3, 0))
-    assert {group.window for group in Segments(mixed, 20, 21).groups} == {Band(3, 0), FULL}
+    assert {group.segments.window for group in Segments(mixed, 20, 21).groups} == {Band(3, 0), FULL}
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_groups_hold_every_segment_once_and_mean_what_its_band_means(seed: int) -> None:
     bands = CAUSAL, FULL, Band(4, 0), Band(9, 0), Band(-1, 6), Band(5, 5)
     segments = Pack(bands, longest=12, gap=2, square=False, count=30).draw(seed)
-    grouped = [s for group in segments.groups for s in group.segments]
-    assert sorted(grouped) == sorted(segments.parts)
+    grouped = []
     for group in segments.groups:
-        assert list(group.segments) == sorted(group.segments)
-        for s in group.segments:
-            served = Segment(s.q_lo, s.q_hi, s.kv_lo, s.kv_hi, group.window).tile.shrink()
-            assert served == s.tile.shrink()
+        (rows, columns) = (list(x.index or range(x.lo, x.hi)) for x in (group.rows, group.columns))
+        assert group.segments.window is not None
+        for s in group.segments.parts:
+            at = Segment(rows[s.q_lo], rows[s.q_hi - 1] + 1, columns[s.kv_lo], columns[s.kv_hi - 1] + 1, s.band)
+            assert rows[s.q_lo : s.q_hi] == list(range(at.q_lo, at.q_hi))
+            assert columns[s.kv_lo : s.kv_hi] == list(range(at.kv_lo, at.kv_hi))
+            assert replace(at, band=group.segments.window).tile.shrink() == at.tile.shrink()
+            grouped.append(at)
+    assert sorted(grouped) == sorted(segments.parts)
 
 
 def test_tables_are_made_once() -> None:
     segments = PACKS["gaps"].draw(1)
     (group,) = segments.groups
     device = torch.device("cpu")
-    assert group.table(device) is group.table(device)
-    assert group.table(device).q_rows is not None
-    assert PACKS["causal documents"].draw(1).groups[0].table(device).q_rows is None
+    assert group.segments.offsets(device) is group.segments.offsets(device)
+    assert group.rows.index is not None
+    x = torch.arange(segments.q_len)
+    assert group.rows.take(x, 0).tolist() == list(group.rows.index)
+    assert group.rows._indices(device) is group.rows._indices(device)
+    assert PACKS["causal documents"].draw(1).groups[0].rows.is_all
 
 
-def test_a_batch_of_several_takes_a_call_for_each_segment() -> None:
-    class Counted(ReferenceKernel):
-        blocks = 0
+class Counted(ReferenceKernel):
+    """Says that it takes several segments in a launch, and counts launches."""
 
-        def forward(self, *args, **options):  # type: ignore[no-untyped-def]
-            self.blocks += 1
-            return super().forward(*args, **options)
+    def __init__(self) -> None:
+        self.launches: list[int] = []
 
-        def forward_segments(self, *args, **options):  # type: ignore[no-untyped-def]
-            raise AssertionError("of a batch of one only")
+    def takes(self) -> Takes:
+        return "segments"
 
-        backward_segments = forward_segments
+    def launch(self, call: BlockCall) -> Partial:
+        self.launches.append(len(call.segments.parts))
+        return super().launch(call) if len(call.segments.parts) == 1 else (call.q, call.q[..., 0].transpose(1, 2))
 
+
+def test_a_batch_of_several_takes_a_launch_for_each_segment() -> None:
     kernel, segments = Counted(), PACKS["gaps"].draw(3)
-    assert isinstance(kernel, VarlenKernel)
     q, k = torch.randn(2, segments.q_len, 2, 8), torch.randn(2, segments.kv_len, 1, 8)
-    out, _ = packed.forward(kernel, q, k, k, segments=segments, softmax_scale=0.3)
+    kernel.forward(BlockCall(q[:1], k[:1], k[:1], segments, 0.3))
+    assert kernel.launches == [len(segments.parts)]
+    out, _ = kernel.forward(BlockCall(q, k, k, segments, 0.3))
     want, _ = dense_attention(q, k, k, visible=visible(segments, "cpu"), softmax_scale=0.3)
-    assert kernel.blocks == len(segments.parts)
+    assert kernel.launches[1:] == [1] * len(segments.parts)
     torch.testing.assert_close(out, want.float())
-    assert form_of(FULL, 1, 1) == "full"
-    assert Saved(lse=out).delta is None

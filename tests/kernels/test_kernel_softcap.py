@@ -13,13 +13,12 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.adapters import flash4
-from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import BlockKernel, Capping, Need, Saved
+from dfa_megatron.kernels.api import BlockCall, Need, Saved
 from dfa_megatron.plan.language.geometry import CAUSAL, Band
 from dfa_megatron.testing.dense import assert_close, dense_attention
-from tests.kernels.test_kernel_conformance import TARGETS, Case, check, every_dtype, saved_for, usable
+from tests.support.kernel_cases import TARGETS, Case, check, every_dtype, run, usable
 
-CAPPING = [(name, device) for name, device in TARGETS if isinstance(kernels.get(name), Capping)]
+CAPPING = [(name, device) for name, device in TARGETS if kernels.get(name).caps_scores]
 CASES = {
     "causal": Case(129, 129, CAUSAL, heads=4, kv_heads=2, head_dim=64, batch=1),
     "full": Case(40, 72),
@@ -30,12 +29,6 @@ CAPS = (0.7, 2.0, 30.0)
 """Saturated nearly everywhere, bent, and hardly felt: scores are up to about 5."""
 
 
-def capped(name: str, softcap: float) -> BlockKernel:
-    kernel = kernels.get(name)
-    assert isinstance(kernel, Capping)
-    return kernel.capped(softcap)
-
-
 @pytest.mark.parametrize(("name", "device"), CAPPING, ids=[f"{name} on {device}" for name, device in CAPPING])
 @every_dtype
 @pytest.mark.parametrize("rows", CASES)
@@ -44,8 +37,7 @@ def test_a_block_of_capped_scores_is_exact(
     name: str, device: str, dtype: torch.dtype, rows: str, softcap: float
 ) -> None:
     case = CASES[rows]
-    usable(name, device, dtype, case)
-    kernel = capped(name, softcap)
+    kernel = usable(name, device, dtype, case)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{rows}{dtype}{softcap}".encode()))
 
     def draw(length: int, heads: int) -> torch.Tensor:
@@ -54,15 +46,12 @@ def test_a_block_of_capped_scores_is_exact(
 
     q, dout = draw(case.q_len, case.heads), draw(case.q_len, case.heads)
     k, v = draw(case.kv_len, case.kv_heads), draw(case.kv_len, case.kv_heads)
-    options: dict[str, Any] = {"band": case.band, "softmax_scale": 1.2 / math.sqrt(case.head_dim)}
+    scale = 1.2 / math.sqrt(case.head_dim)
     exact = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
     window = (case.band.left, case.band.right)
-    want, want_lse = dense_attention(
-        *exact, window_size=window, softmax_scale=options["softmax_scale"], softcap=softcap
-    )
+    want, want_lse = dense_attention(*exact, window_size=window, softmax_scale=scale, softcap=softcap)
     gradients = torch.autograd.grad(want, exact, dout.double())
-    out, lse = kernel.forward(q, k, v, **options)
-    got = kernel.backward(dout, q, k, v, saved_for(kernel, dout, out, lse), **options, deterministic=False)
+    out, lse, *got = run(kernel, BlockCall.of(q, k, v, case.band, scale, softcap=softcap), dout)
     if name != "flash4":
         check(name, (out, lse, *got), (want.detach(), want_lse.detach(), *gradients), dtype)
         return
@@ -82,21 +71,15 @@ def test_flash4_hands_the_cap_to_forward_and_backward(monkeypatch: pytest.Monkey
     monkeypatch.setattr(flash4, "_functions", lambda: (record, record))
     q = torch.zeros(1, 8, 2, 16, dtype=torch.bfloat16)
     saved = Saved(torch.zeros(1, 2, 8), delta=torch.zeros(1, 2, 8))
-    for softcap, kernel in ((0.0, kernels.get("flash4")), (30.0, capped("flash4", 30.0))):
-        kernel.forward(q, q, q, band=CAUSAL, softmax_scale=0.5)
-        kernel.backward(q, q, q, q, saved, band=CAUSAL, softmax_scale=0.5, deterministic=False)
+    kernel = kernels.get("flash4")
+    for softcap in (0.0, 30.0):
+        call = BlockCall.of(q, q, q, CAUSAL, 0.5, softcap=softcap)
+        kernel.forward(call)
+        kernel.backward(call, q, saved)
         assert given[-2:] == [(softcap, 0.5)] * 2
 
 
 NEED = Need("cpu", torch.float32, 2, 2, 32, 32, frozenset({"causal"}), softcap=30.0)
-
-
-def test_capping_leaves_the_registered_kernel_as_it_was() -> None:
-    chosen = kernels.select("reference", NEED)
-    assert isinstance(chosen, ReferenceKernel)
-    assert chosen.softcap == 30.0
-    assert kernels.select("reference", replace(NEED, softcap=0.0)) is kernels.get("reference")
-    assert all(kernel.softcap == 0.0 for kernel in kernels.KERNELS.values() if isinstance(kernel, Capping))
 
 
 def test_kernels_that_cap_nothing_refuse_and_name_those_that_can() -> None:

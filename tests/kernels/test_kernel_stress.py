@@ -12,7 +12,7 @@ import gc
 import math
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.doctor import kernel_trial as trial
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import BlockKernel
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Partial
+from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 
@@ -143,8 +144,10 @@ def test_random_attentions_are_right_on_a_cpu(name: str, part: Part) -> None:
 class OneTooWide(ReferenceKernel):
     """Sees one key more on the left."""
 
-    def forward(self, *args: torch.Tensor, band: Band, **options: float) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().forward(*args, band=Band(band.left + 1, band.right), **options)
+    def forward(self, call: BlockCall) -> Partial:
+        whole = call.segments
+        wide = Segments.one(replace(whole.band, left=whole.band.left + 1), whole.q_len, whole.kv_len)
+        return super().forward(replace(call, segments=wide))
 
 
 def test_a_kernel_whose_window_is_one_too_wide_is_found() -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
+from dfa_megatron.kernels.api import BlockCall
+from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.testing.fuzz import in_one_process as jobs
 from dfa_megatron.testing.fuzz.__main__ import main
 from dfa_megatron.testing.fuzz.attempt import attempt
@@ -69,10 +70,14 @@ def test_options_drawn_at_random_are_exact_on_one_gpu(tmp_path: Path) -> None:
     assert found["kinds"]["right"] >= 8
 
 
-def _ahead(self: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Any, softmax_scale: float) -> Any:
+def _ahead(self: object, call: BlockCall) -> Any:
     """A kernel that sees one token too many."""
-    wrong = dataclasses.replace(band, right=band.right + 1 if band.right >= 0 else band.right)
-    return _right(self, q, k, v, band=wrong, softmax_scale=softmax_scale)
+    whole = call.segments
+    parts = tuple(
+        dataclasses.replace(s, band=dataclasses.replace(s.band, right=s.band.right + (s.band.right >= 0)))
+        for s in whole.parts
+    )
+    return _right(self, dataclasses.replace(call, segments=Segments(parts, whole.q_len, whole.kv_len)))
 
 
 _right = ReferenceKernel.forward

@@ -35,9 +35,9 @@ def _what_the_kernel_is_told(rank: int, ranks: int) -> dict[str, tuple[set[bool]
         chosen.add(need.deterministic)
         return refusal(self, need)  # type: ignore[no-any-return]
 
-    def computed(self: object, *tensors: Any, deterministic: bool, **options: Any) -> Any:
-        given.add(deterministic)
-        return backward(self, *tensors, deterministic=deterministic, **options)
+    def computed(self: object, call: Any, *results: Any) -> Any:
+        given.add(call.deterministic)
+        return backward(self, call, *results)
 
     def told(attend: Any, local: int, *documents: Any, **options: Any) -> tuple[set[bool], set[bool]]:
         chosen.clear(), given.clear()

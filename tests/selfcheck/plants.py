@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,15 +90,16 @@ def one_rank_has_another_plan() -> None:
 
 def a_kernel_ignores_the_window() -> None:
     from dfa_megatron.kernels.adapters.cpu import CpuKernel
-    from dfa_megatron.plan.language.geometry import Band
 
     for name in ("forward", "backward"):
-        vars_of(CpuKernel, name, _with_band(getattr(CpuKernel, name), Band))
+        vars_of(CpuKernel, name, _without_left_bound(getattr(CpuKernel, name)))
 
 
-def _with_band(real: Any, band_class: Any) -> Any:
-    def wrong(*args: Any, band: Any, **kwargs: Any) -> Any:
-        return real(*args, band=band_class(-1, band.right), **kwargs)
+def _without_left_bound(real: Any) -> Any:
+    def wrong(self: Any, call: Any, *results: Any) -> Any:
+        whole = call.segments
+        parts = tuple(replace(s, band=replace(s.band, left=-1)) for s in whole.parts)
+        return real(self, replace(call, segments=type(whole)(parts, whole.q_len, whole.kv_len)), *results)
 
     return wrong
 
@@ -108,8 +110,8 @@ def the_backward_has_stale_keys() -> None:
 
     real, first = CpuKernel.backward, {}  # type: ignore[var-annotated]
 
-    def wrong(self: Any, dout: Any, q: Any, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return real(self, dout, q, first.setdefault(k.shape, k.clone()), *args, **kwargs)
+    def wrong(self: Any, call: Any, *results: Any) -> Any:
+        return real(self, replace(call, k=first.setdefault(call.k.shape, call.k.clone())), *results)
 
     vars_of(CpuKernel, "backward", wrong)
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from dfa_megatron.kernels.adapters.gpu import build_refusal, capability_text, deterministic_algorithms, gpu_refusal
+from dfa_megatron.kernels.adapters.gpu import (
+    build_refusal,
+    capability_text,
+    dense,
+    deterministic_algorithms,
+    gpu_refusal,
+    vectorised,
+)
 from dfa_megatron.kernels.adapters.operators import Operator
-from dfa_megatron.kernels.adapters.strides import dense, vectorised
-from dfa_megatron.kernels.api import Need, Saved
-from dfa_megatron.kernels.bands import InPieces, cut_tall
-from dfa_megatron.kernels.packed import Options, backward_by_groups, forward_by_groups, loop_backward, loop_forward
-from dfa_megatron.kernels.segments import Group, Segments, Table
-from dfa_megatron.plan.language.geometry import FULL, Band, Tile
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
+from dfa_megatron.kernels.bands import cut_tall
+from dfa_megatron.kernels.segments import Segments, Takes
+from dfa_megatron.plan.language.geometry import FULL, Segment
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +36,7 @@ _BACKWARD = Operator(
 )
 
 
-class AtenFlashKernel(InPieces):
+class AtenFlashKernel(BlockKernel):
     """bfloat16 and float16 on CUDA from Ampere on; grouped heads natively; deterministic on request.
 
     Its window is aligned to the bottom right like `Band` (flash_api.cpp). Calls are shrunk first, since it gives an lse
@@ -39,7 +44,8 @@ class AtenFlashKernel(InPieces):
     """
 
     name = "aten"
-    backward_needs: Literal["delta", "out"] = "out"
+    backward_needs = "out"
+    cut = staticmethod(cut_tall)
 
     def refusal(self, need: Need) -> str | None:
         """See `BlockKernel.refusal`."""
@@ -53,146 +59,65 @@ class AtenFlashKernel(InPieces):
             return f"its backward has no head_dim over 192 on compute capability {capability_text(need)}"
         return build_refusal() or _build_refusal() or _FORWARD.refusal() or _BACKWARD.refusal()
 
-    def pieces(self, tile: Tile | None) -> list[Tile]:
-        """See `cut_tall`."""
-        return list(cut_tall(tile))
+    def takes(self) -> Takes:
+        """See `BlockKernel.takes`."""
+        return "window" if _packs() else "segment"
 
-    def piece_forward(
-        self, softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `InPieces`."""
-        results = _FORWARD(
-            query=vectorised(q), key=vectorised(k), value=vectorised(v), return_debug_mask=False,
-            **_common(q, k, band, softmax_scale),
-        )  # fmt: skip
-        return results[0], results[1]
+    def launch(self, call: BlockCall) -> Partial:
+        """See `BlockKernel.launch`."""
+        results = _FORWARD(return_debug_mask=False, **_arguments(call))
+        if call.segments.window is None:
+            return results[0], results[1]
+        return results[0].unsqueeze(0), results[1].unsqueeze(0)
 
-    def piece_backward(
-        self,
-        softmax_scale: float,
-        deterministic: bool,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        saved: Saved,
-        band: Band,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `InPieces`."""
-        return _run_backward(deterministic, dout, q, k, v, saved, _common(q, k, band, softmax_scale))
-
-    def forward_segments(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, segments: Segments, softmax_scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `VarlenKernel.forward_segments`: a call for each window."""
-        if not _packs():
-            return loop_forward(self, q, k, v, segments=segments, softmax_scale=softmax_scale)
-        return forward_by_groups(q, k, v, segments, functools.partial(_group_forward, softmax_scale))
-
-    def backward_segments(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        saved: Saved,
-        *,
-        segments: Segments,
-        softmax_scale: float,
-        deterministic: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        """See `VarlenKernel.backward_segments`: a call for each window."""
-        if not _packs():
-            options = Options(softmax_scale=softmax_scale, deterministic=deterministic)
-            return loop_backward(self, dout, q, k, v, saved, segments=segments, **options)
-        group_backward = functools.partial(_group_backward, softmax_scale, deterministic)
-        return backward_by_groups(dout, q, k, v, saved, segments, group_backward)
+    def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
+        """See `BlockKernel.launch_backward`."""
+        lse, out = saved.lse, saved.out
+        assert out is not None, "the aten kernel reads out"
+        varlen = call.segments.window is not None
+        if varlen:
+            dout, out, lse = dout[0], out[0], lse[0]
+        unused = torch.empty((), dtype=torch.int64, device=call.q.device)  # the dropout's random state
+        with deterministic_algorithms(call.deterministic):
+            dq, dk, dv = _BACKWARD(
+                grad_out=dense(dout),
+                out=dense(out),
+                logsumexp=dense(lse),  # read by its address, strides unseen
+                rng_state=unused,
+                unused=unused,
+                **_arguments(call),
+            )
+        return (dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)) if varlen else (dq, dk, dv)
 
 
-def _run_backward(
-    deterministic: bool,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    saved: Saved,
-    common: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    assert saved.out is not None, "the aten kernel reads out"
-    unused = torch.empty((), dtype=torch.int64, device=q.device)  # the dropout's random state
-    with deterministic_algorithms(deterministic):
-        dq, dk, dv = _BACKWARD(
-            grad_out=dense(dout),
-            query=vectorised(q),
-            key=vectorised(k),
-            value=vectorised(v),
-            out=dense(saved.out),
-            logsumexp=dense(saved.lse),  # read by its address, strides unseen
-            rng_state=unused,
-            unused=unused,
-            **common,
-        )
-    return dq, dk, dv
+def _arguments(call: BlockCall) -> dict[str, Any]:
+    """Return the arguments that forward and backward share.
 
-
-def _group_forward(
-    softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, table: Table
-) -> tuple[torch.Tensor, torch.Tensor]:
-    results = _FORWARD(
-        query=vectorised(q), key=vectorised(k), value=vectorised(v), return_debug_mask=False,
-        **_packed(group, table, softmax_scale),
-    )  # fmt: skip
-    return results[0], results[1]
-
-
-def _group_backward(
-    softmax_scale: float,
-    deterministic: bool,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    saved: Saved,
-    group: Group,
-    table: Table,
-) -> tuple[torch.Tensor, ...]:
-    return _run_backward(deterministic, dout, q, k, v, saved, _packed(group, table, softmax_scale))
-
-
-def _packed(group: Group, table: Table, softmax_scale: float) -> dict[str, Any]:
-    """What forward and backward of a group share; q, k and v are (rows, heads, head_dim).
-
-    max_k = 1 selects PyTorch's decoding path, which returns lse in another layout, so pass at least 2. A right bound of
-    max_k or more is read as none, and no right bound beside a left one as a bound of max_k (flash_api.cpp). Both are
-    wrong where rows outnumber columns, so pass more than the bound, and at least the longest q_len.
+    q, k and v are (batch, length, heads, head_dim), and (rows, heads, head_dim) of a varlen launch. There max_k = 1
+    selects PyTorch's decoding path, which returns lse in another layout, so pass at least 2. A right bound of max_k or
+    more is read as none, and no right bound beside a left one as a bound of max_k (flash_api.cpp). Both are wrong where
+    rows outnumber columns, so pass more than the bound, and at least the longest q_len.
     """
-    window = group.window
-    right = window.right + 1 if window.right >= 0 else group.max_q if window.left >= 0 else 0
+    segments, band = call.segments, call.segments.band
+    q, k, v = call.q, call.k, call.v
+    cu_q = cu_k = None
+    max_q, max_k = segments.q_len, segments.kv_len
+    if segments.window is not None:
+        q, k, v = q[0], k[0], v[0]
+        cu_q, cu_k = segments.offsets(q.device)
+        right = band.right + 1 if band.right >= 0 else segments.max_q if band.left >= 0 else 0
+        max_q, max_k = max(segments.max_q, 2), max(segments.max_kv, 2, right)
     return {
-        "cum_seq_q": table.cu_q,
-        "cum_seq_k": table.cu_kv,
-        "max_q": max(group.max_q, 2),
-        "max_k": max(group.max_kv, 2, right),
-        **_windowed(window, softmax_scale),
-    }
-
-
-def _common(q: torch.Tensor, k: torch.Tensor, band: Band, softmax_scale: float) -> dict[str, Any]:
-    """What forward and backward share; without cumulative lengths q, k and v are (batch, length, heads, head_dim)."""
-    return {
-        "cum_seq_q": None,
-        "cum_seq_k": None,
-        "max_q": q.shape[1],
-        "max_k": k.shape[1],
-        **_windowed(band, softmax_scale),
-    }
-
-
-def _windowed(band: Band, softmax_scale: float) -> dict[str, Any]:
-    return {
+        "query": vectorised(q),
+        "key": vectorised(k),
+        "value": vectorised(v),
+        "cum_seq_q": cu_q,
+        "cum_seq_k": cu_k,
+        "max_q": max_q,
+        "max_k": max_k,
         "dropout_p": 0.0,
         "is_causal": band.left < 0 and band.right == 0,
-        "scale": softmax_scale,
+        "scale": call.softmax_scale,
         "window_size_left": band.left if band.left >= 0 else None,
         "window_size_right": band.right if band.right >= 0 else None,
     }
@@ -200,14 +125,10 @@ def _windowed(band: Band, softmax_scale: float) -> dict[str, Any]:
 
 @functools.cache
 def _packs() -> bool:
-    """This PyTorch gives the lse of packed rows as (heads, rows), not padded for each document: what its meta says."""
-    q = torch.empty(2, 1, 8, dtype=torch.bfloat16, device="meta")
-    edges = torch.tensor([0, 1, 2], dtype=torch.int32)
-    results = _FORWARD(
-        query=q, key=q, value=q, cum_seq_q=edges, cum_seq_k=edges, max_q=2, max_k=2, return_debug_mask=False,
-        **_windowed(FULL, 1.0),
-    )  # fmt: skip
-    lse: torch.Tensor = results[1]
+    """Ask the operator's meta function whether the lse of packed rows is (heads, rows), not padded per document."""
+    q = torch.empty(1, 2, 1, 8, dtype=torch.bfloat16, device="meta")
+    two = Segments((Segment(0, 1, 0, 1, FULL), Segment(1, 2, 1, 2, FULL)), 2, 2, window=FULL)
+    lse: torch.Tensor = _FORWARD(return_debug_mask=False, **_arguments(BlockCall(q, q, q, two, 1.0)))[1]
     if lse.dim() != 2:
         logger.warning("PyTorch %s packs no rows: the aten kernel takes a call for each document", torch.__version__)
     return lse.dim() == 2

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Literal
 
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.adapters.gpu import build_refusal, capability_text, gpu_refusal
+from dfa_megatron.kernels.adapters.gpu import build_refusal, capability_text, dense, gpu_refusal
 from dfa_megatron.kernels.adapters.operators import Operator
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.adapters.strides import dense
-from dfa_megatron.kernels.api import Need, Saved, accumulator_dtype, form_of
-from dfa_megatron.plan.language.geometry import Band
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype, form_of
 
 _INPUTS = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal", "scale")
 _FORWARD = Operator(
@@ -32,7 +29,7 @@ _OLDEST = 91501
 """cuDNN before 9.15.1 reads and writes out of bounds where a length is no multiple of 128 (pytorch issue 169849)."""
 
 
-class CudnnKernel:
+class CudnnKernel(BlockKernel):
     """bfloat16 and float16 on CUDA; grouped heads natively; gradients differ in the last bits from run to run.
 
     Everything is passed dense in (batch, length, heads, head_dim) order, since PyTorch keys its cache of compiled cuDNN
@@ -41,7 +38,7 @@ class CudnnKernel:
     """
 
     name = "cudnn"
-    backward_needs: Literal["delta", "out"] = "out"
+    backward_needs = "out"
 
     def refusal(self, need: Need) -> str | None:
         """See `BlockKernel.refusal`; the limits are those of PyTorch's own check for training (sdp_utils.cpp)."""
@@ -57,57 +54,41 @@ class CudnnKernel:
             return "TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 makes PyTorch expect an lse in another layout; unset it"
         return build_refusal() or _version_refusal() or _FORWARD.refusal() or _BACKWARD.refusal()
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Band, softmax_scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `BlockKernel.forward`."""
-        causal = _is_causal(band, q, k)
-        if _is_vector(q, k):
-            return _VECTOR_KERNEL.forward(q, k, v, band=band, softmax_scale=softmax_scale)
+    def launch(self, call: BlockCall) -> Partial:
+        """See `BlockKernel.launch`.
+
+        Raises:
+            UnsupportedError: the band is neither full nor square causal.
+        """
+        causal = _is_causal(call)
+        if _is_vector(call):
+            return _VECTOR_KERNEL.launch(call)
         results = _FORWARD(
-            query=dense(q).transpose(1, 2),
-            key=dense(k).transpose(1, 2),
-            value=dense(v).transpose(1, 2),
-            attn_bias=None,
-            compute_log_sumexp=True,
-            dropout_p=0.0,
-            is_causal=causal,
-            return_debug_mask=False,
-            scale=softmax_scale,
-        )
+            **_inputs(call), attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=causal,
+            return_debug_mask=False, scale=call.softmax_scale,
+        )  # fmt: skip
         out, lse = results[0], results[1]
         return out.transpose(1, 2), lse.reshape(lse.shape[:3])
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        saved: Saved,
-        *,
-        band: Band,
-        softmax_scale: float,
-        deterministic: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `BlockKernel.backward`; reads `saved.out`.
+    def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
+        """See `BlockKernel.launch_backward`.
 
         Raises:
             UnsupportedError: deterministic is asked for, or the band is neither full nor square causal.
         """
         assert saved.out is not None, "the cudnn kernel reads out"
-        causal = _is_causal(band, q, k)
-        if deterministic:
+        causal = _is_causal(call)
+        if call.deterministic:
             raise UnsupportedError("kernel='cudnn' with deterministic=True", "it is not deterministic", "kernel='aten'")
-        if _is_vector(q, k):
-            return _vector_backward(dout, q, k, v, saved, band, softmax_scale)
-        unused = torch.empty((), dtype=torch.int64, device=q.device)  # the dropout's random state
+        if _is_vector(call):
+            wide = accumulator_dtype(call.q.dtype)
+            delta = (dout.to(wide) * saved.out.to(wide)).sum(-1).transpose(1, 2)
+            return _VECTOR_KERNEL.launch_backward(call, dout, Saved(saved.lse, delta))
+        unused = torch.empty((), dtype=torch.int64, device=call.q.device)  # the dropout's random state
         lse = dense(saved.lse)
         dq, dk, dv = _BACKWARD(
+            **_inputs(call),
             grad_out=dense(dout).transpose(1, 2),
-            query=dense(q).transpose(1, 2),
-            key=dense(k).transpose(1, 2),
-            value=dense(v).transpose(1, 2),
             out=dense(saved.out).transpose(1, 2),
             logsumexp=lse.unsqueeze(-1) if _lse_dimensions() == 4 else lse,
             philox_seed=unused,
@@ -115,11 +96,11 @@ class CudnnKernel:
             attn_bias=None,
             cum_seq_q=None,
             cum_seq_k=None,
-            max_q=q.shape[1],
-            max_k=k.shape[1],
+            max_q=call.segments.q_len,
+            max_k=call.segments.kv_len,
             dropout_p=0.0,
             is_causal=causal,
-            scale=softmax_scale,
+            scale=call.softmax_scale,
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
@@ -150,40 +131,32 @@ def _version_refusal() -> str | None:
     return None
 
 
-def _is_causal(band: Band, q: torch.Tensor, k: torch.Tensor) -> bool:
-    form = form_of(band, q.shape[1], k.shape[1])
+def _is_causal(call: BlockCall) -> bool:
+    segments = call.segments
+    form = form_of(segments.band, segments.q_len, segments.kv_len)
     if form == "band":
-        raise UnsupportedError(
-            f"kernel='cudnn' with {band} on {q.shape[1]} x {k.shape[1]}", "it has no window", "kernel='aten'"
-        )
+        size = f"{segments.q_len} x {segments.kv_len}"
+        raise UnsupportedError(f"kernel='cudnn' with {segments.band} on {size}", "it has no window", "kernel='aten'")
     return form == "causal"
 
 
-def _is_vector(q: torch.Tensor, k: torch.Tensor) -> bool:
+def _is_vector(call: BlockCall) -> bool:
     """One query or one key: cuDNN refuses a single key, and some versions a single query; the cost is linear anyway."""
-    return min(q.shape[1], k.shape[1]) == 1
+    return min(call.segments.q_len, call.segments.kv_len) == 1
 
 
-def _vector_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    saved: Saved,
-    band: Band,
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    assert saved.out is not None
-    wide = accumulator_dtype(q.dtype)
-    delta = (dout.to(wide) * saved.out.to(wide)).sum(-1).transpose(1, 2)
-    return _VECTOR_KERNEL.backward(
-        dout, q, k, v, Saved(saved.lse, delta), band=band, softmax_scale=softmax_scale, deterministic=True
-    )
+def _inputs(call: BlockCall) -> dict[str, torch.Tensor]:
+    """Return q, k and v as the operators name them: (batch, heads, length, head_dim)."""
+    return {
+        "query": dense(call.q).transpose(1, 2),
+        "key": dense(call.k).transpose(1, 2),
+        "value": dense(call.v).transpose(1, 2),
+    }
 
 
 @functools.cache
 def _lse_dimensions() -> int:
-    """4 where this PyTorch's operator means lse as (batch, heads, q_len, 1), as since 2.9, or 3: what its meta says."""
+    """Ask the operator's meta function for the dimensions of lse: (batch, heads, q_len, 1) since 2.9, 3 before."""
     q = torch.empty(1, 1, 2, 8, dtype=torch.bfloat16, device="meta")
     results = _FORWARD(
         query=q, key=q, value=q, attn_bias=None, compute_log_sumexp=True,

@@ -7,18 +7,16 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from dfa_megatron.kernels.adapters.gpu import build_refusal, capability_text, gpu_refusal
-from dfa_megatron.kernels.adapters.strides import dense, vectorised
-from dfa_megatron.kernels.api import Capping, Need, Saved
-from dfa_megatron.kernels.bands import InPieces
-from dfa_megatron.kernels.packed import backward_by_groups, forward_by_groups
-from dfa_megatron.kernels.segments import Group, Segments, Table
-from dfa_megatron.plan.language.geometry import Band
+from dfa_megatron.kernels.adapters.gpu import build_refusal, capability_text, dense, gpu_refusal, vectorised
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
+from dfa_megatron.kernels.bands import uncut
+from dfa_megatron.kernels.segments import Segments, Takes
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +30,26 @@ _FORWARD = (*_COMMON, "return_lse")
 _BACKWARD = (*_COMMON, "out", "dout", "lse", "dlse", "deterministic", "dq", "dk", "dv")
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
-Scaling = dict[str, float]
-"""softmax_scale and softcap, 0 for none."""
 
 
-class Flash4Kernel(Capping, InPieces):
+class Flash4Kernel(BlockKernel):
     """bfloat16 and float16 on Hopper and data-centre Blackwell; grouped heads natively; deterministic on request.
 
     Its kernels are compiled at the first call of a shape class (dtype, head_dim, group, form): seconds each, once a
     process, or once a machine with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1. Calls are shrunk to the pairs of the band,
-    so that no row is blind. The backward takes the global lse, from which it computes the probabilities anew, and
-    delta: the package computes rowsum(dout * out) - dlse itself, so it is given an out of zeros and dlse = -delta.
+    so that no row is blind. The backward recomputes the probabilities from the global lse. It takes delta as dlse =
+    -delta with an out of zeros, because the package computes rowsum(dout * out) - dlse.
     It caps scores with the hardware's approximate tanh (relative error up to 5e-4), one kernel for each softcap.
     """
 
     name = "flash4"
-    backward_needs: Literal["delta", "out"] = "delta"
+    backward_needs = "delta"
+    caps_scores = True
+    cut = staticmethod(uncut)
 
-    def _scaling(self, softmax_scale: float) -> Scaling:
-        return {"softmax_scale": softmax_scale, "softcap": self.softcap}
+    def takes(self) -> Takes:
+        """See `BlockKernel.takes`."""
+        return "window"
 
     def refusal(self, need: Need) -> str | None:
         """See `BlockKernel.refusal`."""
@@ -65,60 +64,36 @@ class Flash4Kernel(Capping, InPieces):
         found = _functions()
         return found if isinstance(found, str) else None
 
-    def piece_forward(
-        self, softmax_scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `InPieces`."""
-        call = _call("forward", q, k, v, band, self._scaling(softmax_scale))
-        results = _loaded()[0](**call, return_lse=True)
-        return results[0], results[1]
+    def launch(self, call: BlockCall) -> Partial:
+        """See `BlockKernel.launch`."""
+        results = _loaded()[0](**_arguments("forward", call), return_lse=True)
+        if call.segments.window is None:
+            return results[0], results[1]
+        return results[0].unsqueeze(0), results[1].unsqueeze(0)
 
-    def piece_backward(
-        self,
-        softmax_scale: float,
-        deterministic: bool,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        saved: Saved,
-        band: Band,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `InPieces`; long ones some heads at a time, for the memory of the package's accumulators."""
-        what = "deterministic backward" if deterministic else "backward"
+    def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
+        """See `BlockKernel.launch_backward`; a long call some heads at a time, for the package's accumulators."""
+        lse, delta, backward = saved.lse, saved.delta, _loaded()[1]
+        assert delta is not None, "the flash4 kernel reads delta"
+        pass_name = "deterministic backward" if call.deterministic else "backward"
+        if call.segments.window is not None:
+            known = _known(dout[0], lse[0], delta[0])
+            results = backward(**_arguments(pass_name, call), **known, deterministic=call.deterministic)
+            return results[0].unsqueeze(0), results[1].unsqueeze(0), results[2].unsqueeze(0)
+        q, k, v = call.q, call.k, call.v
         passes = _passes(q, k)
         if passes == 1:
-            call = _call(what, q, k, v, band, self._scaling(softmax_scale))
-            results = _loaded()[1](**call, **_known(dout, saved), deterministic=deterministic)
+            known = _known(dout, lse, delta)
+            results = backward(**_arguments(pass_name, call), **known, deterministic=call.deterministic)
             return results[0], results[1], results[2]
         gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        split = [x.chunk(passes, 2) for x in (dout, q, k, v, *gradients)]
-        for (dout, q, k, v, dq, dk, dv), part in zip(zip(*split, strict=True), _by_heads(saved, passes), strict=True):
-            call = _call(what, q, k, v, band, self._scaling(softmax_scale))
-            _loaded()[1](**call, **_known(dout, part), deterministic=deterministic, dq=dq, dk=dk, dv=dv)
+        by_heads = [x.chunk(passes, 2) for x in (dout, q, k, v, *gradients)] + [
+            x.chunk(passes, 1) for x in (lse, delta)
+        ]
+        for dout, q, k, v, dq, dk, dv, lse, delta in zip(*by_heads, strict=True):
+            arguments = _arguments(pass_name, replace(call, q=q, k=k, v=v)) | _known(dout, lse, delta)
+            backward(**arguments, deterministic=call.deterministic, dq=dq, dk=dk, dv=dv)
         return gradients
-
-    def forward_segments(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, segments: Segments, softmax_scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `VarlenKernel.forward_segments`: a call for each window."""
-        return forward_by_groups(q, k, v, segments, functools.partial(_group_forward, self._scaling(softmax_scale)))
-
-    def backward_segments(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        saved: Saved,
-        *,
-        segments: Segments,
-        softmax_scale: float,
-        deterministic: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        """See `VarlenKernel.backward_segments`: a call for each window."""
-        group_backward = functools.partial(_group_backward, self._scaling(softmax_scale), deterministic)
-        return backward_by_groups(dout, q, k, v, saved, segments, group_backward)
 
 
 _HEAD_DIMS = (32, 64, 96, 128, 192, 256)
@@ -190,85 +165,51 @@ calls in place of one cost 1 to 2.6 % of a backward at 32K rows, where this allo
 _WORD = 4
 
 
-def _by_heads(saved: Saved, passes: int) -> list[Saved]:
-    """What is saved of the rows, for as many heads at a time as `passes` leaves."""
-
-    def split(x: torch.Tensor | None, dim: int) -> Sequence[torch.Tensor | None]:
-        return [None] * passes if x is None else x.chunk(passes, dim)
-
-    fields = (saved.lse.chunk(passes, 1), split(saved.delta, 1), split(saved.out, 2))
-    return [Saved(lse, delta=delta, out=out) for lse, delta, out in zip(*fields, strict=True)]
+def _known(dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the backward's arguments from the forward, with or without a batch dimension."""
+    dout = vectorised(dout)
+    nothing = dout.new_zeros(dout.shape[-1]).expand_as(dout)
+    return {"dout": dout, "lse": dense(lse), "out": nothing, "dlse": -dense(delta)}
 
 
-def _known(dout: torch.Tensor, saved: Saved) -> dict[str, torch.Tensor | None]:
-    """What the backward takes of the rows' forward, with or without a batch dimension."""
-    dout, lse = vectorised(dout), dense(saved.lse)
-    if saved.delta is not None:
-        nothing = dout.new_zeros(dout.shape[-1]).expand_as(dout)
-        return {"dout": dout, "lse": lse, "out": nothing, "dlse": -dense(saved.delta)}
-    assert saved.out is not None, "one of delta and out is saved"
-    return {"dout": dout, "lse": lse, "out": dense(saved.out), "dlse": None}
+def _arguments(pass_name: str, call: BlockCall) -> dict[str, Any]:
+    """Return the arguments that forward and backward share.
+
+    None is no bound, and a right bound of 0 alone is the package's causal kernel. q, k and v of a varlen launch have no
+    batch dimension.
+    """
+    q, k, v, segments, band = call.q, call.k, call.v, call.segments, call.segments.band
+    left, right = band.left, band.right
+    _tell_compilation(pass_name, call)
+    arguments = {
+        "softmax_scale": call.softmax_scale,
+        "softcap": call.softcap,
+        "causal": left < 0 and right == 0,
+        "window_size_left": left if left >= 0 else None,
+        "window_size_right": right if right >= 0 else None,
+    }
+    if segments.window is not None:
+        q, k, v = q[0], k[0], v[0]
+        arguments |= _lengths(segments, q.device)
+    return arguments | {"q": vectorised(q), "k": vectorised(k), "v": vectorised(v)}
 
 
-def _group_forward(
-    scaling: Scaling, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, table: Table
-) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call("packed forward", q, k, v, group.window, scaling)
-    results = _loaded()[0](**call, **_lengths(group, table), return_lse=True)
-    return results[0], results[1]
+def _lengths(segments: Segments, device: torch.device) -> dict[str, Any]:
+    """Return the lengths of a varlen launch.
 
-
-def _group_backward(
-    scaling: Scaling,
-    deterministic: bool,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    saved: Saved,
-    group: Group,
-    table: Table,
-) -> tuple[torch.Tensor, ...]:
-    what = "deterministic packed backward" if deterministic else "packed backward"
-    call = _call(what, q, k, v, group.window, scaling)
-    results = _loaded()[1](**call, **_lengths(group, table), **_known(dout, saved), deterministic=deterministic)
-    return results[0], results[1], results[2]
-
-
-def _lengths(group: Group, table: Table) -> dict[str, Any]:
-    """A group's segments; where the longest fits one of its blocks the package would compile another kernel."""
+    Where the longest segment fits one of its blocks, the package would compile another kernel.
+    """
+    cu_q, cu_k = segments.offsets(device)
     return {
-        "cu_seqlens_q": table.cu_q,
-        "cu_seqlens_k": table.cu_kv,
-        "max_seqlen_q": max(group.max_q, _BLOCKS),
-        "max_seqlen_k": max(group.max_kv, _BLOCKS),
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": cu_k,
+        "max_seqlen_q": max(segments.max_q, _BLOCKS),
+        "max_seqlen_k": max(segments.max_kv, _BLOCKS),
     }
 
 
 _BLOCKS = 512
 """More rows than the package has in one block."""
-
-
-def _call(what: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scaling: Scaling) -> dict[str, Any]:
-    """What forward and backward share; None is no bound, and a right bound of 0 alone is its causal kernel."""
-    _tell_compilation(
-        what + (" with capped scores" if scaling["softcap"] else ""),
-        str(q.dtype),
-        q.shape[-1],
-        v.shape[-1],
-        q.shape[-2] // k.shape[-2],
-        band.left < 0,
-        band.right,
-    )
-    return {
-        "q": vectorised(q),
-        "k": vectorised(k),
-        "v": vectorised(v),
-        **scaling,
-        "causal": band.left < 0 and band.right == 0,
-        "window_size_left": band.left if band.left >= 0 else None,
-        "window_size_right": band.right if band.right >= 0 else None,
-    }
 
 
 def _loaded() -> Functions:
@@ -278,18 +219,24 @@ def _loaded() -> Functions:
     return found
 
 
-def _tell_compilation(
-    what: str, dtype: str, head_dim: int, head_dim_v: int, group: int, no_left: bool, right: int
-) -> None:
+def _tell_compilation(pass_name: str, call: BlockCall) -> None:
     """Say once for each shape class why the first call takes seconds."""
-    form = ("causal" if right == 0 else "full" if right < 0 else "right-bounded") if no_left else "windowed"
-    _log_once(what, dtype.removeprefix("torch."), head_dim, head_dim_v, group, form)
+    band = call.segments.band
+    what = f"{'packed ' if call.segments.window is not None else ''}{pass_name}"
+    if call.softcap:
+        what += " with capped scores"
+    if band.left < 0:
+        form = "causal" if band.right == 0 else "full" if band.right < 0 else "right-bounded"
+    else:
+        form = "windowed"
+    q = call.q.shape
+    _log_once(f"{form} {what}", call.q.dtype, q[-1], call.v.shape[-1], q[-2] // call.k.shape[-2])
 
 
 @functools.lru_cache(maxsize=256)
-def _log_once(what: str, dtype: str, head_dim: int, head_dim_v: int, group: int, form: str) -> None:
+def _log_once(what: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, group: int) -> None:
     head_dims = f"{head_dim}" + (f" and {head_dim_v}" if head_dim_v != head_dim else "")
     logger.info(
-        "flash4 compiles its %s %s for %s, head_dim %s, %d query heads a kv head, on first use (some seconds)",
-        form, what, dtype, head_dims, group,
+        "flash4 compiles its %s for %s, head_dim %s, %d query heads a kv head, on first use (some seconds)",
+        what, str(dtype).removeprefix("torch."), head_dims, group,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What every GPU kernel refuses for the same reasons, and determinism for the length of one call."""
+"""The common ground of GPU kernels: refusals, memory layouts, and determinism for the length of one call."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch.utils.deterministic
 
 from dfa_megatron.kernels.api import Need
 
+_VECTOR_BYTES = 16
+
 
 def gpu_refusal(need: Need) -> str | None:
-    """Why no kernel of PyTorch's CUDA build serves the need, or None."""
+    """Return why no kernel of PyTorch's CUDA build serves the need, or None."""
     if torch.device(need.device).type != "cuda":
         return f"it runs on CUDA, not on {need.device}"
     if need.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes bfloat16 and float16, not {need.dtype}"
-    if need.heads % need.kv_heads:
-        return f"heads ({need.heads}) must be a multiple of kv_heads ({need.kv_heads})"
     if need.head_dim % 8 or need.head_dim_v % 8:
         return f"head_dim ({need.head_dim}) and head_dim_v ({need.head_dim_v}) must be multiples of 8"
     if need.capability is None or need.capability < (8, 0):
@@ -28,20 +28,43 @@ def gpu_refusal(need: Need) -> str | None:
 
 
 def build_refusal() -> str | None:
-    """Why this PyTorch has no CUDA kernels, or None."""
+    """Return why this PyTorch has no CUDA kernels, or None."""
     return None if torch.version.cuda else f"PyTorch {torch.__version__} is built without CUDA"
 
 
 def capability_text(need: Need) -> str:
-    """The compute capability as people write it."""
+    """Return the compute capability as people write it."""
     return "an unknown one" if need.capability is None else "{}.{}".format(*need.capability)
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Return x or a copy: contiguous, 16-byte aligned, and with the strides of a fresh tensor of its shape.
+
+    A contiguous tensor may have any stride in a dimension of size 1; a kernel that sorts or compares strides minds it.
+    """
+    if not x.is_contiguous() or x.data_ptr() % _VECTOR_BYTES:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(-1).view(x.shape)
+
+
+def vectorised(x: torch.Tensor) -> torch.Tensor:
+    """Return x with its strides, or a contiguous copy where 16-byte loads of its rows are not possible."""
+    *outer, last = x.stride()
+    if last == 1 and x.data_ptr() % _VECTOR_BYTES == 0:
+        per_vector = _VECTOR_BYTES // x.element_size()
+        for stride in outer:
+            if stride % per_vector:
+                break
+        else:
+            return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     """Ask PyTorch's operators for their deterministic algorithm inside, and leave its settings as they were.
 
-    The settings are the process's: another thread may run deterministically too meanwhile, which is slower, not wrong.
+    The settings belong to the process: another thread may run deterministically meanwhile, which is slower, not wrong.
     """
     before = torch.get_deterministic_debug_mode()
     if not wanted or before == 2:

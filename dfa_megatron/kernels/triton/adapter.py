@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
 
 import torch
 
 from dfa_megatron.kernels.adapters.gpu import capability_text
-from dfa_megatron.kernels.alibi import Alibi, Biasing
-from dfa_megatron.kernels.api import Need, Saved
-from dfa_megatron.kernels.segments import Segments
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
+from dfa_megatron.kernels.segments import Takes
+from dfa_megatron.kernels.triton.call import Blocks
 from dfa_megatron.kernels.triton.support import (
-    Diagonals,
     interpreted,
     large_shared_memory,
     on_device_of,
     triton_refusal,
     with_unit_stride,
 )
-from dfa_megatron.plan.language.geometry import FULL, Band
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """(query rows, key rows, warps, pipeline stages) of a program of each of the three kernels."""
+    """The blocks of a program of each of the three kernels."""
 
-    forward: tuple[int, int, int, int]
-    dk_dv: tuple[int, int, int, int]
-    dq: tuple[int, int, int, int]
+    forward: Blocks
+    dk_dv: Blocks
+    dq: Blocks
 
 
 LARGE: Mapping[int, Mapping[int, Sizes]] = MappingProxyType(
@@ -71,16 +68,22 @@ INTERPRETED = Sizes((32, 16, 1, 1), (16, 32, 1, 1), (32, 16, 1, 1))
 """Small, so that small tests go through every loop."""
 
 
-class TritonKernel(Biasing):
+class TritonKernel(BlockKernel):
     """bfloat16, float16 and float32, any band, head_dim to 256, grouped heads without copies.
 
-    Deterministic always: dk and dv are summed over a group's heads inside one program, dq in a kernel of its own, so
-    there are no atomics, at the price of computing the scores twice (7 matrix products instead of 5).
+    Deterministic always: dk and dv are summed over a group's heads inside one program, and dq has a kernel of its own.
+    So there are no atomics, at the price of computing the scores twice (7 matrix products instead of 5).
     Runs on CPU in Triton's interpreter (TRITON_INTERPRET=1), for tests.
     """
 
     name = "triton"
-    backward_needs: Literal["delta", "out"] = "delta"
+    backward_needs = "delta"
+    caps_scores = True
+    adds_alibi = True
+
+    def takes(self) -> Takes:
+        """See `BlockKernel.takes`: one launch, whatever the bands."""
+        return "segments"
 
     def refusal(self, need: Need) -> str | None:
         """See `BlockKernel.refusal`."""
@@ -89,106 +92,41 @@ class TritonKernel(Biasing):
             return f"it runs on CUDA, not on {need.device}"
         if need.dtype not in _DTYPES:
             return f"it computes bfloat16, float16 and float32, not {need.dtype}"
-        if need.heads % need.kv_heads:
-            return f"heads ({need.heads}) must be a multiple of kv_heads ({need.kv_heads})"
         if max(need.head_dim, need.head_dim_v) > 256:
             return f"head_dim {need.head_dim} or head_dim_v {need.head_dim_v} is over 256"
         if device == "cuda" and (need.capability is None or need.capability < (8, 0)):
             return f"it needs compute capability 8.0 (Ampere) or newer, not {capability_text(need)}"
         return triton_refusal()
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, band: Band, softmax_scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `BlockKernel.forward`."""
+    def launch(self, call: BlockCall) -> Partial:
+        """See `BlockKernel.launch`."""
         from dfa_megatron.kernels.triton import forward as triton_forward
 
-        q, k, v = (with_unit_stride(x) for x in (q if softmax_scale >= 0 else -q, k, v))
-        with on_device_of(q):
-            return triton_forward.launch(
-                q,
-                k,
-                v,
-                Diagonals.of(band, q.shape[1], k.shape[1]),
-                abs(softmax_scale),
-                _sizes(q, v).forward,
-                self.softcap,
-                self.alibi,
-            )
+        with on_device_of(call.q):
+            return triton_forward.launch(_readable(call), _sizes(call).forward)
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        saved: Saved,
-        *,
-        band: Band,
-        softmax_scale: float,
-        deterministic: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `BlockKernel.backward`; reads `saved.delta`."""
-        diagonals = Diagonals.of(band, q.shape[1], k.shape[1])
-        return _backward(dout, q, k, v, saved, diagonals, softmax_scale, None, self.softcap, self.alibi)
+    def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
+        """See `BlockKernel.launch_backward`."""
+        from dfa_megatron.kernels.triton import backward as triton_backward
 
-    def forward_segments(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, segments: Segments, softmax_scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `VarlenKernel.forward_segments`: one launch, whatever the bands."""
-        from dfa_megatron.kernels.triton import forward as triton_forward
-
-        q, k, v = (with_unit_stride(x) for x in (q if softmax_scale >= 0 else -q, k, v))
-        with on_device_of(q):
-            return triton_forward.launch_packed(
-                q, k, v, segments, abs(softmax_scale), _sizes(q, v).forward, self.softcap, self.alibi
-            )
-
-    def backward_segments(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        saved: Saved,
-        *,
-        segments: Segments,
-        softmax_scale: float,
-        deterministic: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        """See `VarlenKernel.backward_segments`: as many launches as for one segment."""
-        diagonals = Diagonals.of(FULL, 1, 1)
-        return _backward(dout, q, k, v, saved, diagonals, softmax_scale, segments, self.softcap, self.alibi)
+        assert saved.delta is not None, "the triton kernel reads delta"
+        call, dout, sizes = _readable(call), with_unit_stride(dout), _sizes(call)
+        saved = Saved(saved.lse.contiguous(), saved.delta.contiguous())
+        with on_device_of(call.q):
+            dk, dv = triton_backward.launch_dk_dv(call, dout, saved, sizes.dk_dv)
+            return triton_backward.launch_dq(call, dout, saved, sizes.dq), dk, dv
 
 
-def _backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    saved: Saved,
-    diagonals: Diagonals,
-    softmax_scale: float,
-    segments: Segments | None,
-    softcap: float,
-    alibi: Alibi | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from dfa_megatron.kernels.triton import backward as triton_backward
-    from dfa_megatron.kernels.triton.call import Call
-
-    assert saved.delta is not None, "the triton kernel reads delta"
-    dout, q_unit, k, v = (with_unit_stride(x) for x in (dout, q if softmax_scale >= 0 else -q, k, v))
-    lse, delta = saved.lse.contiguous(), saved.delta.contiguous()
-    call = Call(dout, q_unit, k, v, lse, delta, diagonals, abs(softmax_scale), segments, softcap, alibi)
-    sizes = _sizes(q, v)
-    with on_device_of(q):
-        dk, dv = triton_backward.launch_dk_dv(call, sizes.dk_dv)
-        dq = triton_backward.launch_dq(call, sizes.dq)
-    return dq if softmax_scale >= 0 else -dq, dk, dv
+def _readable(call: BlockCall) -> BlockCall:
+    """Return the call with q, k and v whose last dimensions are contiguous."""
+    q, k, v = call.q, call.k, call.v
+    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return call
+    return replace(call, q=with_unit_stride(q), k=with_unit_stride(k), v=with_unit_stride(v))
 
 
-def _sizes(q: torch.Tensor, v: torch.Tensor) -> Sizes:
+def _sizes(call: BlockCall) -> Sizes:
     if interpreted():
         return INTERPRETED
-    by_dim = (LARGE if large_shared_memory(q.device) else SMALL)[q.element_size()]
-    return by_dim[next(limit for limit in by_dim if max(q.shape[-1], v.shape[-1]) <= limit)]
+    by_dim = (LARGE if large_shared_memory(call.q.device) else SMALL)[call.q.element_size()]
+    return by_dim[next(limit for limit in by_dim if max(call.q.shape[-1], call.v.shape[-1]) <= limit)]

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from dfa_megatron.kernels.triton.call import Call, heads_of_a_program
-from dfa_megatron.kernels.triton.support import alibi_pointers, multiprocessors
+from dfa_megatron.kernels.api import BlockCall, Saved
+from dfa_megatron.kernels.triton.call import (
+    Blocks,
+    Programs,
+    alibi_pointers,
+    constants,
+    heads_of_a_program,
+    outer_strides,
+)
+from dfa_megatron.kernels.triton.support import multiprocessors
 from dfa_megatron.kernels.triton.tiles import (
     LOG2_E,
     SIZES,
@@ -260,22 +270,22 @@ def _dq(
     tl.store(dq + place * DIM + dims[None, :], dq_tile, mask=(rows < q_len)[:, None] & (dims < DIM)[None, :])
 
 
-def launch_dk_dv(call: Call, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dk, dv) of a call; sizes: see `triton_attention.Sizes`."""
+def launch_dk_dv(
+    call: BlockCall, dout: torch.Tensor, saved: Saved, blocks: Blocks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (dk, dv); last dimensions, lse and delta are contiguous."""
     (batch, q_len, heads, dim), (kv_len, kv_heads, dim_v) = call.q.shape, call.v.shape[1:]
-    packed, group = call.packed("columns", sizes[1]), heads // kv_heads
-    blocks = len(packed.table) if packed else triton.cdiv(kv_len, sizes[1])
-    share = heads_of_a_program(group, blocks * kv_heads * batch, multiprocessors(call.q.device))
-    parts = heads // share
+    programs, group = Programs.of(call.segments, "columns", blocks[1], call.q.device), heads // kv_heads
+    share = heads_of_a_program(group, programs.count * kv_heads * batch, multiprocessors(call.q.device))
+    summed = heads // share
     dtype = call.k.dtype if share == group else torch.float32
-    new = torch.empty if call.writes_all else torch.zeros
-    dk = new(batch, kv_len, parts, dim, dtype=dtype, device=call.k.device)
-    dv = new(batch, kv_len, parts, dim_v, dtype=dtype, device=call.k.device)
-    _dk_dv[(blocks, parts, batch)](
-        call.q, call.k, call.v, call.dout, call.lse, call.delta, dk, dv,
-        packed.table if packed else None, *alibi_pointers(call.alibi), call.scale, q_len, kv_len,
-        call.diagonals.lo, call.diagonals.hi, heads, group, share, *call.strides(),
-        **call.constants(sizes, packed, even=q_len % sizes[0] == 0),
+    dk = _gradient(call, (batch, kv_len, summed, dim), dtype)
+    dv = _gradient(call, (batch, kv_len, summed, dim_v), dtype)
+    _dk_dv[(programs.count, summed, batch)](
+        call.q, call.k, call.v, dout, saved.lse, saved.delta, dk, dv, programs.table, *alibi_pointers(call),
+        call.softmax_scale, q_len, kv_len, programs.diagonals.lo, programs.diagonals.hi, heads, group, share,
+        *outer_strides(call.q, call.k, call.v, dout),
+        **constants(call, programs, blocks, even=q_len % blocks[0] == 0),
     )  # fmt: skip
     if share == group:
         return dk, dv
@@ -283,16 +293,21 @@ def launch_dk_dv(call: Call, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torc
     return dk, dv
 
 
-def launch_dq(call: Call, sizes: tuple[int, ...]) -> torch.Tensor:
-    """dq of a call; sizes: see `triton_attention.Sizes`."""
+def launch_dq(call: BlockCall, dout: torch.Tensor, saved: Saved, blocks: Blocks) -> torch.Tensor:
+    """Return dq; last dimensions, lse and delta are contiguous."""
     (batch, q_len, heads, _), (kv_len, kv_heads) = call.q.shape, call.k.shape[1:3]
-    packed = call.packed("rows", sizes[0])
-    new = torch.empty if call.writes_all else torch.zeros
-    dq = new(call.q.shape, dtype=call.q.dtype, device=call.q.device)
-    _dq[(len(packed.table) if packed else triton.cdiv(q_len, sizes[0]), heads, batch)](
-        call.q, call.k, call.v, call.dout, call.lse, call.delta, dq,
-        packed.table if packed else None, *alibi_pointers(call.alibi), call.scale, q_len, kv_len,
-        call.diagonals.lo, call.diagonals.hi, heads // kv_heads, *call.strides(),
-        **call.constants(sizes, packed, even=kv_len % sizes[1] == 0),
+    programs = Programs.of(call.segments, "rows", blocks[0], call.q.device)
+    dq = _gradient(call, call.q.shape, call.q.dtype)
+    _dq[(programs.count, heads, batch)](
+        call.q, call.k, call.v, dout, saved.lse, saved.delta, dq, programs.table, *alibi_pointers(call),
+        call.softmax_scale, q_len, kv_len, programs.diagonals.lo, programs.diagonals.hi, heads // kv_heads,
+        *outer_strides(call.q, call.k, call.v, dout),
+        **constants(call, programs, blocks, even=kv_len % blocks[1] == 0),
     )  # fmt: skip
     return dq
+
+
+def _gradient(call: BlockCall, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a gradient, zeroed where rows between segments are written by no kernel."""
+    whole = len(call.segments.parts) == 1 or call.segments.is_whole
+    return (torch.empty if whole else torch.zeros)(shape, dtype=dtype, device=call.q.device)

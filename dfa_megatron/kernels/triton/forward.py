@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
-from dfa_megatron.kernels.alibi import Alibi
-from dfa_megatron.kernels.packed import new_out
-from dfa_megatron.kernels.segments import Segments
-from dfa_megatron.kernels.triton.support import Diagonals, Packed, alibi_pointers, interpreted, padded
+from dfa_megatron.kernels.api import BlockCall, Partial
+from dfa_megatron.kernels.triton.call import Blocks, Programs, alibi_pointers, constants, outer_strides
 from dfa_megatron.kernels.triton.tiles import (
     LN_2,
     LOG2_E,
@@ -143,52 +143,19 @@ def _forward(
     tl.store(lse + (batch * tl.num_programs(1) + head) * all_rows + rows, row_lse, mask=rows < q_len)
 
 
-def launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    diagonals: Diagonals,
-    scale: float,
-    sizes: tuple[int, ...],
-    softcap: float = 0.0,
-    alibi: Alibi | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a block, scale at least 0 and last dimensions contiguous; sizes: see `triton_attention.Sizes`."""
-    (batch, q_len, heads, dim), (kv_len, kv_heads, dim_v) = q.shape, v.shape[1:]
-    out = torch.empty(batch, q_len, heads, dim_v, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device=q.device)
-    block_m, block_n, warps, stages = sizes
-    _forward[(triton.cdiv(q_len, block_m), heads, batch)](
-        q, k, v, out, lse, None, *alibi_pointers(alibi),
-        scale, q_len, kv_len, diagonals.lo, diagonals.hi, heads // kv_heads,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        DIM=dim, DIM_V=dim_v, HAS_LO=diagonals.has_lo, HAS_HI=diagonals.has_hi, EVEN=kv_len % block_n == 0,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim_v), UPCAST=interpreted(),
-        PACKED=False, CAP=softcap, ALIBI=alibi is not None, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    return out, lse
-
-
-def launch_packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    segments: Segments,
-    scale: float,
-    sizes: tuple[int, ...],
-    softcap: float = 0.0,
-    alibi: Alibi | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call of several segments and a batch of one, as `launch`."""
-    heads, dim, kv_heads, dim_v = q.shape[2], q.shape[3], *v.shape[2:]
-    out, lse = new_out(q, v, segments.is_whole)
-    block_m, block_n, warps, stages = sizes
-    packed = Packed.of(segments, "rows", block_m, q.device)
-    _forward[(len(packed.table), heads, 1)](
-        q, k, v, out, lse, packed.table, *alibi_pointers(alibi), scale, q.shape[1], 0, 0, 0, heads // kv_heads,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        DIM=dim, DIM_V=dim_v, HAS_LO=packed.has_lo, HAS_HI=packed.has_hi, EVEN=False,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded(dim), BLOCK_DV=padded(dim_v), UPCAST=interpreted(),
-        PACKED=True, CAP=softcap, ALIBI=alibi is not None, num_warps=warps, num_stages=stages,
+def launch(call: BlockCall, blocks: Blocks) -> Partial:
+    """Return (out, lse); last dimensions are contiguous, and the batch of several segments is one."""
+    (batch, q_len, heads, _), (kv_len, kv_heads, dim_v) = call.q.shape, call.v.shape[1:]
+    q, k, v = call.q, call.k, call.v
+    out = q.new_empty(batch, q_len, heads, dim_v)
+    lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
+    programs = Programs.of(call.segments, "rows", blocks[0], q.device)
+    if programs.table is not None and not call.segments.is_whole:
+        out.zero_()
+        lse.fill_(-math.inf)
+    _forward[(programs.count, heads, batch)](
+        q, k, v, out, lse, programs.table, *alibi_pointers(call), call.softmax_scale, q_len, kv_len,
+        programs.diagonals.lo, programs.diagonals.hi, heads // kv_heads, *outer_strides(q, k, v, out),
+        **constants(call, programs, blocks, even=kv_len % blocks[1] == 0),
     )  # fmt: skip
     return out, lse

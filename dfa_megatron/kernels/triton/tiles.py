@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dfa_megatron.kernels.triton.support import PACKED_COLUMNS
+from dfa_megatron.kernels.triton.call import PACKED_COLUMNS
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

@@ -8,8 +8,7 @@ import weakref
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.alibi import Alibi, Biasing
-from dfa_megatron.kernels.api import BlockKernel
+from dfa_megatron.kernels.api import Alibi
 from dfa_megatron.kernels.segments import stream_of
 from dfa_megatron.plan.language.program import Call, Region
 from dfa_megatron.plan.lowering.positions import Tokens
@@ -71,11 +70,9 @@ class GlobalBias:
                 by_device[key] = positions
         self.positions = positions
 
-    def kernel(self, kernel: BlockKernel, call: Call) -> BlockKernel:
-        """The kernel with the bias of one call."""
-        assert isinstance(kernel, Biasing), f"{kernel.name} was chosen for a call with ALiBi"
-        biased: BlockKernel = kernel.biased(Alibi(self.slopes, self._rows(call.q), self._rows(call.kv)))
-        return biased
+    def of(self, call: Call) -> Alibi:
+        """Return the bias of one call."""
+        return Alibi(self.slopes, self._rows(call.q), self._rows(call.kv))
 
     def _rows(self, region: Region) -> torch.Tensor:
         return self.positions[region.buffer, region.name][region.lo : region.hi]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.program import Message, Program
@@ -23,7 +22,7 @@ class MemoryPlan:
     landings: buffer -> where its tensors lie in the arena, by name.
     offsets: where this rank's messages go in the arenas of their receivers.
     merges: how each accumulator is filled.
-    segments: id of a call -> its segments, as kernels take them.
+    segments: of each step's calls, in their order, as kernels take them.
     sent: names of which this rank sends its own rows.
     calls, messages, message_bytes: how many kernel calls this rank makes, and what it sends.
     """
@@ -34,7 +33,7 @@ class MemoryPlan:
     landings: dict[int, dict[str, tuple[Placed, ...]]]
     offsets: Offsets
     merges: dict[int, BufferMerges]
-    segments: dict[int, Segments]
+    segments: tuple[tuple[Segments, ...], ...]
     sent: frozenset[str]
     calls: int
     messages: int
@@ -57,16 +56,15 @@ class MemoryPlan:
             landings,
             offsets,
             plan_merges(program),
-            {id(c): Segments(c.segments, c.q.rows, c.kv.rows) for step in program.steps for c in step.calls},
+            tuple(
+                tuple(Segments(call.segments, call.q.rows, call.kv.rows) for call in step.calls)
+                for step in program.steps
+            ),
             frozenset(regions[0].name for message in program.sends for regions in message.parts),
             sum(len(step.calls) for step in program.steps),
             len(program.sends),
             sum(format.nbytes(message.signature) for message in program.sends),
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled without what follows from the program: ids of calls are another process's."""
-        return MemoryPlan.of, (self.program, self.format, self.arena_bytes, self.landings, self.offsets)
 
 
 def plan_memory(programs: tuple[Program, ...] | list[Program], rank: int, format: Format) -> MemoryPlan:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from dfa_megatron.kernels import packed
-from dfa_megatron.kernels.api import BlockKernel, Saved
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
+from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.program import Call, Merge, Message, Region
 from dfa_megatron.runtime.comm.arena import Arena
 from dfa_megatron.runtime.execute.accumulators import Accumulator, Fields
@@ -24,8 +24,7 @@ class Tensors:
         kernel: computes the blocks.
         home: this rank's own rows by read name, as `Format.fields` orders them.
         arena: where messages land, at least `memory.arena_bytes` large.
-        softmax_scale: of the scores.
-        deterministic: passed on to the kernel's backward.
+        softmax_scale, softcap, deterministic: of every call; see `BlockCall`.
         bias: of ALiBi, if the kernel is to add one.
     """
 
@@ -37,11 +36,14 @@ class Tensors:
         arena: Arena,
         *,
         softmax_scale: float,
-        deterministic: bool,
+        softcap: float = 0.0,
+        deterministic: bool = False,
         bias: GlobalBias | None = None,
     ) -> None:
         self.memory, self.program, self.format, self.kernel = memory, memory.program, memory.format, kernel
-        self.softmax_scale, self.deterministic, self.bias = softmax_scale, deterministic, bias
+        self.softmax_scale, self.softcap, self.deterministic = softmax_scale, softcap, deterministic
+        self.bias = bias
+        self._segments: Iterator[Segments] = iter(())
         self.forward = self.program.phase.name == "forward"
         self.device = arena.flat.device
         self.read: dict[int, dict[str, Fields]] = {}
@@ -59,35 +61,26 @@ class Tensors:
     # The algebra.
 
     def begin(self, step: int) -> None:
-        """Nothing to do: memory is where the program says."""
+        """Take the segments of the step's calls; memory is where the program says."""
+        self._segments = iter(self.memory.segments[step])
 
     def open(self, buffer: int) -> None:
         """Rows that no block writes are known from the start."""
         self.write[buffer].open()
 
     def compute(self, call: Call) -> None:
-        """One kernel call and the merges of its results."""
-        q, (k, v) = self.fields(call.q), self.fields(call.kv)
-        kernel = self.kernel if self.bias is None else self.bias.kernel(self.kernel, call)
+        """Run one kernel call and write its results."""
+        (q, *known), (k, v) = self.fields(call.q), self.fields(call.kv)
+        segments = next(self._segments)
+        assert segments.parts is call.segments, "a step's calls run in their order"
+        alibi = None if self.bias is None else self.bias.of(call)
+        block = BlockCall(q, k, v, segments, self.softmax_scale, self.softcap, alibi, self.deterministic)
         if self.forward:
-            partial = packed.forward(
-                kernel, q[0], k, v, segments=self.memory.segments[id(call)], softmax_scale=self.softmax_scale
-            )
-            self.write[call.writes[0].region.buffer].write(partial)
+            self.write[call.writes[0].region.buffer].write(self.kernel.forward(block))
             return
-        rows, dout, lse, memory = q
-        saved = Saved(lse, delta=memory) if self.format.backward_needs == "delta" else Saved(lse, out=memory)
-        dq, dk, dv = packed.backward(
-            kernel,
-            dout,
-            rows,
-            k,
-            v,
-            saved,
-            segments=self.memory.segments[id(call)],
-            softmax_scale=self.softmax_scale,
-            deterministic=self.deterministic,
-        )
+        dout, lse, row_stat = known
+        saved = Saved(lse, row_stat) if self.format.backward_needs == "delta" else Saved(lse, out=row_stat)
+        dq, dk, dv = self.kernel.backward(block, dout, saved)
         self.write[call.writes[0].region.buffer].write((dq,))
         self.write[call.writes[1].region.buffer].write((dk, dv))
 

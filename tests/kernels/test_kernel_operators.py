@@ -1,0 +1,196 @@
+"""Operators and functions of other packages: changed ones are refused, and tensors are laid out as they need them."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.adapters import aten, cpu, cudnn, flash4, gpu, operators
+from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
+from dfa_megatron.kernels.adapters.gpu import dense, vectorised
+from dfa_megatron.kernels.adapters.operators import Operator, Package
+from dfa_megatron.kernels.api import BlockCall, Saved
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
+
+
+class Flash4Interface:
+    """Functions with the arguments that the adapter knows."""
+
+    @staticmethod
+    def _flash_attn_fwd(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+                        softmax_scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None,
+                        return_lse=False):  # fmt: skip
+        """Not called."""
+
+    @staticmethod
+    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+                        window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+                        max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, dlse=None):  # fmt: skip
+        """Not called."""
+
+
+def flash4_functions(monkeypatch: pytest.MonkeyPatch, interface: object) -> object:
+    """What the adapter makes of an installed package whose interface is this, or raises this at import."""
+
+    def load(name: str) -> object:
+        assert name == "flash_attn.cute.interface"
+        if isinstance(interface, Exception):
+            raise interface
+        return interface
+
+    monkeypatch.setattr(flash4.importlib.metadata, "version", lambda name: "4.9.9")
+    monkeypatch.setattr(flash4.importlib, "import_module", load)
+    return flash4._functions.__wrapped__()
+
+
+def test_flash4_takes_functions_that_have_the_arguments_it_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = flash4_functions(monkeypatch, Flash4Interface)
+    assert found == (Flash4Interface._flash_attn_fwd, Flash4Interface._flash_attn_bwd)
+
+
+def test_flash4_refuses_changed_functions_with_the_version_found_and_one_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Renamed(Flash4Interface):
+        @staticmethod
+        def _flash_attn_fwd(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+                            scale=None, causal=False, softcap=None, window_size_left=None, window_size_right=None,
+                            return_lse=False):  # fmt: skip
+            """softmax_scale has another name."""
+
+    class Greedier(Flash4Interface):
+        @staticmethod
+        def _flash_attn_bwd(q, k, v, out, dout, lse, sinks, softmax_scale=None, causal=False, softcap=0.0,
+                            window_size_left=None, window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None,
+                            max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None,
+                            dlse=None):  # fmt: skip
+            """sinks has no default."""
+
+    class Gone:
+        _flash_attn_fwd = Flash4Interface._flash_attn_fwd
+
+    for interface, said in (
+        (Renamed, "_flash_attn_fwd of flash-attn-4 4.9.9 has no argument softmax_scale; that of 4.0.0b36 has"),
+        (Greedier, "_flash_attn_bwd of flash-attn-4 4.9.9 needs sinks; that of 4.0.0b36 does not"),
+        (Gone, "flash-attn-4 4.9.9 has no _flash_attn_bwd; 4.0.0b36 has"),
+        (OSError("no libcuda"), "flash-attn-4 4.9.9 cannot be imported (OSError: no libcuda)"),
+    ):
+        assert said in str(flash4_functions(monkeypatch, interface))
+
+
+@pytest.fixture
+def fake_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
+    """A package with one operator, `dfa_fake::attend(Tensor q, bool causal)`."""
+    library = torch.library.Library("dfa_fake", "FRAGMENT")
+    library.define("attend(Tensor q, bool causal, Tensor? slopes) -> Tensor")
+    for name in ("dfa_fake", "dfa_fake.interface"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(operators.importlib.metadata, "version", {"dfa-fake": "1.9"}.__getitem__)
+    yield Package("dfa-fake", "dfa_fake.interface", "2.0 to 2.4")
+    library._destroy()
+
+
+def test_an_operator_of_a_package_is_refused_with_the_version_found_and_those_that_work(fake_package: Package) -> None:
+    def refusal(name: str, *arguments: str, results: int = 1) -> str | None:
+        return Operator(name, arguments, results=results, package=fake_package).refusal()
+
+    assert refusal("dfa_fake::attend", "q", "causal", "slopes") is None
+    assert refusal("dfa_fake::gone") == "dfa-fake 1.9 has no operator dfa_fake::gone; it works with 2.0 to 2.4"
+    for said, arguments, results in (
+        ("has no argument window", ("q", "causal", "slopes", "window"), 1),
+        ("needs slopes, not known here", ("q", "causal"), 1),
+        ("returns too little", ("q", "causal", "slopes"), 2),
+    ):
+        why = str(refusal("dfa_fake::attend", *arguments, results=results))
+        assert f"dfa_fake::attend of dfa-fake 1.9 {said}" in why
+        assert why.endswith("it works with 2.0 to 2.4")
+
+
+def test_a_package_that_is_not_there_and_one_that_is_broken_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Package("dfa-fake", "dfa_fake.interface", "2.0")
+    assert package.refusal() == "dfa-fake is not installed"
+    for error in (OSError("undefined symbol"), ModuleNotFoundError("No module named 'einops'", name="einops")):
+
+        def load(name: str, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(operators.importlib, "import_module", load)
+        assert package.refusal() == f"dfa-fake of unknown version cannot be imported ({type(error).__name__}: {error})"
+
+
+def test_an_operator_that_changed_is_refused_with_the_version_found() -> None:
+    version = torch.__version__
+    assert Operator("aten::_no_such_attention", (), results=1).refusal() == (
+        f"PyTorch {version} has no operator aten::_no_such_attention"
+    )
+    assert "has no argument input" in str(Operator("aten::logaddexp", ("input", "other"), results=1).refusal())
+    assert "needs other, not known here" in str(Operator("aten::logaddexp", ("self",), results=1).refusal())
+    assert "returns too little" in str(Operator("aten::logaddexp", ("self", "other"), results=2).refusal())
+    with pytest.raises(RuntimeError, match="no operator"):
+        Operator("aten::_no_such_attention", (), results=1)()
+
+
+def test_an_operator_is_called_by_either_spelling_of_an_argument() -> None:
+    a, b = torch.tensor(1.0), torch.tensor(2.0)
+    operator = Operator("aten::logaddexp", ("input|self", "other"), results=1)
+    assert torch.equal(operator(input=a, other=b), torch.logaddexp(a, b))
+
+
+def test_the_operators_of_this_pytorch_are_those_the_kernels_know() -> None:
+    """Their schemas are in every build, so a renamed argument shows without a GPU."""
+    for module in (aten, cpu, cudnn):
+        assert module._FORWARD.refusal() is None
+        assert module._BACKWARD.refusal() is None
+    assert cudnn._lse_dimensions() in (3, 4)
+
+
+@pytest.mark.parametrize("mode", ["default", "warn", "error"])
+def test_determinism_lasts_for_the_call_and_leaves_the_switch_as_it_was(mode: str) -> None:
+    torch.set_deterministic_debug_mode(mode)
+    before = torch.get_deterministic_debug_mode()
+    with gpu.deterministic_algorithms(True):
+        assert torch.get_deterministic_debug_mode() == 2
+    assert torch.get_deterministic_debug_mode() == before
+    with gpu.deterministic_algorithms(False):
+        assert torch.get_deterministic_debug_mode() == before
+    with pytest.raises(KeyError), gpu.deterministic_algorithms(True):
+        raise KeyError
+    assert torch.get_deterministic_debug_mode() == before
+
+
+def test_cudnn_never_runs_a_band_as_something_else() -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(UnsupportedError, match="no window"):
+        CudnnKernel().forward(BlockCall.of(x, x, x, Band(2, 0), 1.0))
+    with pytest.raises(UnsupportedError, match="no window"):
+        CudnnKernel().forward(BlockCall.of(x[:, :2], x, x, CAUSAL, 1.0))
+    saved = Saved(lse=torch.zeros(1, 2, 4), out=x)
+    with pytest.raises(UnsupportedError, match="not deterministic"):
+        CudnnKernel().backward(BlockCall.of(x, x, x, FULL, 1.0, deterministic=True), x, saved)
+
+
+def test_dense_gives_fresh_strides_and_copies_only_what_needs_it() -> None:
+    x = torch.randn(1, 6, 4, 8)
+    sliced = torch.randn(1, 9, 4, 8)[:, 2:8]
+    assert sliced.stride() != x.stride()
+    assert dense(sliced).stride() == x.stride()
+    assert dense(sliced).data_ptr() == sliced.data_ptr()
+    turned = x.transpose(1, 2)
+    assert dense(turned).stride() == torch.empty(turned.shape).stride()
+    assert torch.equal(dense(turned), turned)
+    off = torch.randn(1 * 6 * 4 * 8 + 1)[1:].view(1, 6, 4, 8)
+    assert dense(off).data_ptr() % 16 == 0
+    assert torch.equal(dense(off), off)
+
+
+def test_vectorised_keeps_what_sixteen_byte_loads_can_read() -> None:
+    fused = torch.randn(2, 6, 4, 24)[..., 8:16]
+    assert vectorised(fused) is fused
+    for odd in (torch.randn(2, 6, 4, 25)[..., 8:16], torch.randn(2, 6, 8, 4).transpose(2, 3)):
+        assert vectorised(odd).is_contiguous()
+        assert torch.equal(vectorised(odd), odd)

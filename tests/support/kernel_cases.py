@@ -1,0 +1,157 @@
+"""Kernels, cases and tolerances that the tests of kernels share; `usable` skips with the kernel's own reason."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron import kernels
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Form, Need, Saved, accumulator_dtype, form_of
+from dfa_megatron.kernels.triton.support import interpreted
+from dfa_megatron.plan.language.geometry import FULL, Band
+from dfa_megatron.testing.dense import assert_close, dense_attention
+
+TARGETS = [
+    ("reference", "cpu"),
+    ("cpu", "cpu"),
+    ("reference", "cuda"),
+    ("triton", "cuda"),
+    ("aten", "cuda"),
+    ("cudnn", "cuda"),
+    ("flash4", "cuda"),
+    ("flash3", "cuda"),
+    ("flash2", "cuda"),
+]
+if interpreted():
+    TARGETS = [("triton", "cpu")]
+ROUND_ONCE = ("reference", "cpu")
+"""Kernels that compute 16-bit inputs in float32 and round at the end."""
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2.5e-3, torch.float16: 3.5e-4}
+COARSE = {torch.bfloat16: (5e-3, 1.2e-2), torch.float16: (7e-4, 1.6e-3)}
+"""(out, gradients) for kernels that multiply 16-bit probabilities."""
+
+
+@dataclass(frozen=True)
+class Case:
+    q_len: int
+    kv_len: int
+    band: Band = FULL
+    heads: int = 3
+    kv_heads: int = 3
+    head_dim: int = 32
+    head_dim_v: int = 0
+    batch: int = 2
+
+    def __str__(self) -> str:
+        band = "full" if self.band.is_full else f"band{self.band.left},{self.band.right}"
+        head_dim = f"{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else "")
+        return f"{self.q_len}x{self.kv_len}-{band}-h{self.heads}:{self.kv_heads}-d{head_dim}-b{self.batch}"
+
+
+every_target = pytest.mark.parametrize(
+    ("name", "device"), TARGETS, ids=[f"{name} on {device}" for name, device in TARGETS]
+)
+every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def usable(name: str, device: str, dtype: torch.dtype, *cases: Case, deterministic: bool = False) -> BlockKernel:
+    """The kernel, or a skip with its own reason."""
+    forms: frozenset[Form] = frozenset(form_of(case.band, case.q_len, case.kv_len) for case in cases)
+    present = torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability() if device == "cuda" and present else None
+    if device == "cuda" and not present:
+        capability = (9, 0)
+    case = cases[0]
+    need = Need(
+        device=device,
+        dtype=dtype,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        head_dim_v=case.head_dim_v or case.head_dim,
+        forms=forms,
+        deterministic=deterministic,
+        capability=capability,
+    )
+    kernel = kernels.get(name)
+    if (why := kernel.refusal(need)) is not None:
+        pytest.skip(f"{name}: {why}")
+    if device == "cuda" and not present:
+        pytest.skip("no CUDA device")
+    return kernel
+
+
+@dataclass
+class Problem:
+    """Inputs in a dtype, and what float64 makes of exactly these inputs."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    scale: float
+    out: torch.Tensor
+    lse: torch.Tensor
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+    @property
+    def want(self) -> tuple[torch.Tensor, ...]:
+        """In the order of `run`."""
+        return self.out, self.lse, *self.gradients
+
+    def call(self, band: Band, **options: Any) -> BlockCall:
+        """The kernel call over the inputs."""
+        return BlockCall.of(self.q, self.k, self.v, band, self.scale, **options)
+
+
+def problem(case: Case, dtype: torch.dtype, device: str, *, gain: float = 1.0) -> Problem:
+    """Fresh inputs, seeded by what they are for."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{case}{dtype}{gain}".encode()))
+    head_dim_v = case.head_dim_v or case.head_dim
+
+    def draw(length: int, heads: int, head_dim: int) -> torch.Tensor:
+        values = torch.randn(case.batch, length, heads, head_dim, generator=generator, dtype=torch.float64)
+        return values.to(dtype).to(device)
+
+    q = draw(case.q_len, case.heads, case.head_dim) * gain
+    k = draw(case.kv_len, case.kv_heads, case.head_dim)
+    v = draw(case.kv_len, case.kv_heads, head_dim_v)
+    dout = draw(case.q_len, case.heads, head_dim_v)
+    scale = 0.7 / math.sqrt(case.head_dim)
+    q64, k64, v64 = leaves = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
+    out, lse = dense_attention(q64, k64, v64, window_size=(case.band.left, case.band.right), softmax_scale=scale)
+    gradients = torch.autograd.grad(out, leaves, dout.double())
+    return Problem(q, k, v, dout, scale, out.detach(), lse.detach(), gradients)
+
+
+def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Saved:
+    """What the kernel reads, and nothing else."""
+    if kernel.backward_needs == "out":
+        return Saved(lse=lse, out=out)
+    wide = accumulator_dtype(out.dtype)
+    return Saved(lse=lse, delta=(dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2))
+
+
+def check(name: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], dtype: torch.dtype) -> None:
+    """Compare (out, lse, dq, dk, dv) with float64 in relative Frobenius norms."""
+    exact = name in ROUND_ONCE or dtype not in COARSE
+    out_tolerance, gradient_tolerance = (TOLERANCE[dtype],) * 2 if exact else COARSE[dtype]
+    lse_tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    tolerances = (out_tolerance, lse_tolerance, *(gradient_tolerance,) * 3)
+    for label, g, w, tolerance in zip(("out", "lse", "dq", "dk", "dv"), got, want, tolerances, strict=True):
+        assert g.dtype == (accumulator_dtype(dtype) if label == "lse" else dtype), label
+        if not w.any():  # one key a row: its probability is 1 whatever the score, and dq and dk are rounding alone
+            tolerance *= want[0].norm().item()
+        assert_close(g, w, tolerance=tolerance, name=label)
+
+
+def run(kernel: BlockKernel, call: BlockCall, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(out, lse, dq, dk, dv) of a call."""
+    out, lse = kernel.forward(call)
+    return out, lse, *kernel.backward(call, dout, saved_for(kernel, dout, out, lse))
