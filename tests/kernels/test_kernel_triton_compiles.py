@@ -36,8 +36,6 @@ def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], 
     ("packed", "cap", "alibi", "bounded", "capability"),
     [
         (False, 0.0, False, True, 90),
-        (True, 0.0, False, True, 90),
-        (False, 30.0, False, False, 90),
         (True, 0.0, True, True, 90),
         (False, 30.0, True, False, 80),
         (False, 0.0, False, True, 80),

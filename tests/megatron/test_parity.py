@@ -44,28 +44,27 @@ def check(topology: Topology, cases: list[Case], reference: str) -> None:
     )
 
 
-BOTH_LAYOUTS = [
-    case("contiguous", "auto"),
-    *(
-        case(layout, remat, steps=10)
-        for layout, remat in (("contiguous", "off"), ("boundary", "off"), ("boundary", "auto"))
-    ),
-]
+def both_layouts(steps: int) -> list[Case]:
+    """Contiguous with remat for `steps`; the other three for as many as show that steps follow each other."""
+    others = (("contiguous", "off"), ("boundary", "off"), ("boundary", "auto"))
+    return [case("contiguous", "auto", steps=steps), *(case(layout, remat, steps=4) for layout, remat in others)]
 
 
 @pytest.mark.parametrize(
-    "topology",
+    ("topology", "steps"),
     [
-        Topology(cp=2),
-        Topology(cp=3),
-        Topology(cp=4),
-        Topology(tp=2, cp=2),
-        Topology(pp=2, cp=2),
+        (Topology(cp=2), 10),
+        (Topology(cp=3), harness.STEPS),
+        (Topology(cp=4), 10),
+        (Topology(tp=2, cp=2), harness.STEPS),
+        (Topology(pp=2, cp=2), 10),
     ],
     ids=["cp2", "cp3", "cp4", "tp2-cp2-sequence-parallel", "pp2-cp2"],
 )
-def test_both_layouts_with_and_without_remat_train_like_one_rank(topology: Topology, reference: str) -> None:
-    check(topology, BOTH_LAYOUTS, reference)
+def test_both_layouts_with_and_without_remat_train_like_one_rank(
+    topology: Topology, steps: int, reference: str
+) -> None:
+    check(topology, both_layouts(steps), reference)
 
 
 def test_interleaved_pipeline_trains_like_one_rank(reference: str) -> None:

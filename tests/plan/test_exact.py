@@ -12,7 +12,7 @@ from tests.support.plan_cases import WAYS, every_mask, heterogeneous_masks, plan
 from tests.support.plan_dense import reference
 
 
-@pytest.mark.parametrize("ranks", [*range(1, 12), 13, 16, 17])
+@pytest.mark.parametrize("ranks", [*range(1, 10), 12, 17])
 def test_every_schedule_is_exact_on_every_mask_it_supports(ranks: int) -> None:
     rng = random.Random(ranks)
     seen = set()
