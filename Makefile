@@ -38,7 +38,7 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q $(if $(WORKERS),-n $(WORKERS) --dist loadgroup)
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test quick fuzz gpu lint format clean
+.PHONY: train test quick fuzz gpu lint format docs clean
 
 train: $(READY)
 	$(PY) examples/train.py $(if $(PROCS),--nproc-per-node $(PROCS)) $(ARGS)
@@ -64,6 +64,9 @@ lint: $(READY)
 format: $(READY)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+docs: $(READY)
+	.ci/docs.sh $(ARGS)
 
 clean:
 	rm -rf $(or $(strip $(VENV)),.venv) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
