@@ -34,11 +34,6 @@ SAME_ROLE = {
 
 WIDE_FOR_NOW = {
     *PUBLIC,
-    "kernels/adapters/aten.py:_group_backward",
-    "kernels/adapters/flash4.py:_group_backward",
-    "kernels/packed.py:backward",
-    "kernels/packed.py:loop_backward",
-    "kernels/triton/adapter.py:_backward",
     "runtime/op.py:_",
     "runtime/op.py:_gradients",
     "runtime/op.py:attention_backward",
@@ -59,8 +54,6 @@ LONG_FILES_FOR_NOW = {
     "dfa_megatron/runtime/comm/channel.py",
     "dfa_megatron/runtime/prepare.py",
     "tests/huggingface/test_refusals.py",
-    "tests/kernels/test_kernel_choice.py",
-    "tests/kernels/test_kernel_conformance.py",
     "tests/kernels/test_kernel_gpu_calls.py",
     "tests/megatron/harness.py",
     "tests/megatron/test_launch.py",

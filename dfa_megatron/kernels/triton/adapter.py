@@ -100,21 +100,21 @@ class TritonKernel(BlockKernel):
 
     def launch(self, call: BlockCall) -> Partial:
         """See `BlockKernel.launch`."""
-        from dfa_megatron.kernels.triton import forward as triton_forward
+        from dfa_megatron.kernels.triton import launches
 
         with on_device_of(call.q):
-            return triton_forward.launch(_readable(call), _sizes(call).forward)
+            return launches.launch_forward(_readable(call), _sizes(call).forward)
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         """See `BlockKernel.launch_backward`."""
-        from dfa_megatron.kernels.triton import backward as triton_backward
+        from dfa_megatron.kernels.triton import launches
 
         assert saved.delta is not None, "the triton kernel reads delta"
         call, dout, sizes = _readable(call), with_unit_stride(dout), _sizes(call)
         saved = Saved(saved.lse.contiguous(), saved.delta.contiguous())
         with on_device_of(call.q):
-            dk, dv = triton_backward.launch_dk_dv(call, dout, saved, sizes.dk_dv)
-            return triton_backward.launch_dq(call, dout, saved, sizes.dq), dk, dv
+            dk, dv = launches.launch_dk_dv(call, dout, saved, sizes.dk_dv)
+            return launches.launch_dq(call, dout, saved, sizes.dq), dk, dv
 
 
 def _readable(call: BlockCall) -> BlockCall:

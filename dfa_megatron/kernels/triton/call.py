@@ -55,7 +55,8 @@ class Programs:
     @classmethod
     def of(cls, segments: Segments, by: By, block: int, device: torch.device) -> Programs:
         """Return the programs over blocks of that many query rows ("rows") or key rows ("columns")."""
-        key = "triton", by, block, device, stream_of(device)
+        several = len(segments.parts) > 1  # a single segment has no table on a device
+        key = "triton", by, block, device if several else None, stream_of(device) if several else None
         if key not in segments.tables:
             segments.tables[key] = cls._made(segments, by, block, device)
         programs: Programs = segments.tables[key]

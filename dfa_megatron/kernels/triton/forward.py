@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 import triton
 import triton.language as tl
 
-from dfa_megatron.kernels.api import BlockCall, Partial
-from dfa_megatron.kernels.triton.call import Blocks, Programs, alibi_pointers, constants, outer_strides
 from dfa_megatron.kernels.triton.tiles import (
     LN_2,
     LOG2_E,
@@ -141,21 +136,3 @@ def _forward(
     out_pointers = out + rows.to(tl.int64)[:, None] * out_row + dims_v[None, :]
     tl.store(out_pointers, acc.to(out.dtype.element_ty), mask=(rows < q_len)[:, None] & (dims_v < DIM_V)[None, :])
     tl.store(lse + (batch * tl.num_programs(1) + head) * all_rows + rows, row_lse, mask=rows < q_len)
-
-
-def launch(call: BlockCall, blocks: Blocks) -> Partial:
-    """Return (out, lse); last dimensions are contiguous, and the batch of several segments is one."""
-    (batch, q_len, heads, _), (kv_len, kv_heads, dim_v) = call.q.shape, call.v.shape[1:]
-    q, k, v = call.q, call.k, call.v
-    out = q.new_empty(batch, q_len, heads, dim_v)
-    lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)
-    programs = Programs.of(call.segments, "rows", blocks[0], q.device)
-    if programs.table is not None and not call.segments.is_whole:
-        out.zero_()
-        lse.fill_(-math.inf)
-    _forward[(programs.count, heads, batch)](
-        q, k, v, out, lse, programs.table, *alibi_pointers(call), call.softmax_scale, q_len, kv_len,
-        programs.diagonals.lo, programs.diagonals.hi, heads // kv_heads, *outer_strides(q, k, v, out),
-        **constants(call, programs, blocks, even=kv_len % blocks[1] == 0),
-    )  # fmt: skip
-    return out, lse
