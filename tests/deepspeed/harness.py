@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.huggingface.models import build, gradients, text
+from tests.support.models import build, gradients, text
 
 
 def prepare_worker(rank: int) -> None:

@@ -15,7 +15,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
-from tests.huggingface.models import LAYERS, build, text
+from tests.support.models import LAYERS, build, text
 
 TILES = 3
 

@@ -13,7 +13,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
-from tests.huggingface.models import LAYERS, build, text
+from tests.support.models import LAYERS, build, text
 
 FORMS: dict[str, dict[str, Any]] = {
     "remat": {"checkpoint": "remat"},

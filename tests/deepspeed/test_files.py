@@ -14,7 +14,7 @@ from typing import Any
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
-from tests.huggingface.models import build, text
+from tests.support.models import build, text
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(path for path in (ROOT / "configs" / "deepspeed").glob("zero*.json"))

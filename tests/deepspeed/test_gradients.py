@@ -11,7 +11,7 @@ from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
-from tests.huggingface.models import build
+from tests.support.models import build
 
 
 def check(rank: int, world_size: int, sizes: list[int], stages: list[int], kind: str = "Llama", **changes: Any) -> None:

@@ -10,7 +10,7 @@ from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
-from tests.huggingface.models import build
+from tests.support.models import build
 
 
 def start(config: dict[str, Any]) -> Any:

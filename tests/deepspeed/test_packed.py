@@ -13,8 +13,8 @@ from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.deepspeed.test_trainer import history, json, parallelism, trainer
-from tests.huggingface.models import LAYERS, build, gradients
 from tests.huggingface.test_packed import one_by_one, pack
+from tests.support.models import LAYERS, build, gradients
 
 
 def through_the_block(rank: int, world_size: int, kind: str, changes: dict[str, Any], stages: list[int]) -> None:

@@ -15,7 +15,7 @@ import deepspeed
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.errors import UnsupportedError
 from tests.deepspeed import harness
-from tests.huggingface.models import build, text
+from tests.support.models import build, text
 
 assert deepspeed.__file__.startswith({folder!r}), deepspeed.__file__
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nothing is compiled

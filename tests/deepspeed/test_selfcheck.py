@@ -22,8 +22,8 @@ from dfa_megatron.selfcheck.table import text
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.huggingface import plants
-from tests.huggingface.models import build
 from tests.huggingface.test_selfcheck import MISTRAL, written
+from tests.support.models import build
 
 JSON: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,

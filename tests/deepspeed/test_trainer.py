@@ -14,7 +14,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
-from tests.huggingface.models import LAYERS, VOCABULARY, build
+from tests.support.models import LAYERS, VOCABULARY, build
 
 LENGTH = 24
 

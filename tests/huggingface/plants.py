@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.selfcheck.plants import vars_of
+from tests.support.plants import vars_of
 
 
 def _calls_with(**changed: Any) -> None:

@@ -15,7 +15,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
-from tests.huggingface.models import LAYERS, build, gradients, text
+from tests.support.models import LAYERS, build, gradients, text
 
 TOLERANCE = 3e-2
 """Of bfloat16's rounding through two layers with large weights: eager and sdpa on one rank are 1.3e-2 apart."""

@@ -17,8 +17,8 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
-from tests.huggingface.models import LAYERS, build, gradients, text
 from tests.huggingface.test_parity import MODELS, NEWER
+from tests.support.models import LAYERS, build, gradients, text
 
 
 def pack(length: int, seed: int, rows: int = 1) -> dict[str, torch.Tensor]:

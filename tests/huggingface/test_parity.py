@@ -13,7 +13,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.sharding import shard_sequence, unshard_sequence
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
-from tests.huggingface.models import build, gradients, text
+from tests.support.models import build, gradients, text
 
 _MIXED = ["sliding_attention", "full_attention"]
 

@@ -14,8 +14,8 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.sharding import local_positions, shard_sequence
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
-from tests.huggingface.models import VOCABULARY, text
 from tests.huggingface.test_packed import check, one_by_one, pack
+from tests.support.models import VOCABULARY, text
 
 FAMILY = ("Roberta", "RobertaPreLayerNorm", "Camembert", "XLMRoberta", "XLMRobertaXL", "Xmod", "Data2VecText")
 PADDING = 3

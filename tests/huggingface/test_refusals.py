@@ -14,8 +14,8 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.attention_function import CONTEXT, LayerContext
 from dfa_megatron.testing.workers import run_ranks
-from tests.huggingface.models import build, text
 from tests.huggingface.test_parity import NEWER
+from tests.support.models import build, text
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dfa_megatron.huggingface.selfcheck.command import case_of
 from dfa_megatron.selfcheck.run_case import DIFFERS, RIGHT, Report, check_planted
 from dfa_megatron.selfcheck.table import text
 from tests.huggingface import plants
-from tests.selfcheck import plants as of_kernels
+from tests.support import plants as of_kernels
 
 MISTRAL: dict[str, Any] = {
     "model_type": "mistral",

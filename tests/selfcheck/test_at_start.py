@@ -15,8 +15,8 @@ from dfa_megatron.megatron.start import script
 from dfa_megatron.selfcheck import at_start
 from dfa_megatron.selfcheck import run_case as check
 from dfa_megatron.testing.workers import run_ranks
-from tests.selfcheck.plants import the_loss_is_scaled_by_the_ranks
 from tests.selfcheck.test_megatron import FLAGS
+from tests.support.plants import the_loss_is_scaled_by_the_ranks
 
 
 def start_a_run(rank: int, world_size: int, flags: str) -> list[str]:

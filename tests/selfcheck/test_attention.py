@@ -8,7 +8,7 @@ from dfa_megatron.cli.attention_check import case_of
 from dfa_megatron.cli.main import main
 from dfa_megatron.selfcheck.run_case import DIFFERS, RIGHT, check_planted
 from dfa_megatron.selfcheck.table import text
-from tests.selfcheck import plants
+from tests.support import plants
 
 FLAGS = "--ranks 2 --tokens 24 --heads 2 --kv-heads 1 --head-dim 8 --window-size 5 0 --kernel cpu"
 

@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 from dfa_megatron.megatron.selfcheck.shrink import case_of
 from dfa_megatron.selfcheck.run_case import DIFFERS, RIGHT, Report, check_planted
 from dfa_megatron.selfcheck.table import text
-from tests.selfcheck import plants
+from tests.support import plants
 
 ROOT = Path(__file__).parents[2]
 FLAGS = """
