@@ -1,4 +1,4 @@
-"""What this process has done so far: kernel calls, attentions, messages and bytes, for tests and reports."""
+"""Counts of this process: kernel calls, attentions, messages and bytes, for tests and reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Counters:
     """Distributed forwards that ran (a replay is not one)."""
     attention_backwards: int = 0
     replays: int = 0
-    """Attentions that a checkpoint region's recompute took from its frame instead of running them."""
+    """Attentions that a recomputation read from its frame instead of running them."""
     kernel_forwards: int = 0
     kernel_backwards: int = 0
     forward_messages: int = 0
@@ -23,20 +23,20 @@ class Counters:
     """Bytes this rank sent in distributed forwards."""
     backward_bytes: int = 0
     ulysses_exchanges: int = 0
-    """All-to-alls of heads and tokens: two around a forward, two around a backward, where ulysses_degree > 1."""
+    """All-to-alls of heads and tokens: two per forward and two per backward, where ulysses_degree > 1."""
     ulysses_forward_bytes: int = 0
-    """Bytes this rank sent to others in the all-to-alls of forwards; `forward_bytes` does not have them."""
+    """Bytes this rank sent to others in the all-to-alls of forwards; not part of `forward_bytes`."""
     ulysses_backward_bytes: int = 0
     remat_bytes: int = 0
     """Bytes of (out, lse) that frames have recorded."""
 
     def reset(self) -> None:
-        """Start again from nothing."""
+        """Set every count to zero."""
         for spec in fields(self):
             setattr(self, spec.name, 0)
 
     def snapshot(self) -> dict[str, int]:
-        """The counts now, as a plain dictionary."""
+        """Return the counts as a dictionary."""
         return asdict(self)
 
 

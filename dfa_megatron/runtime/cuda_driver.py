@@ -1,4 +1,4 @@
-"""What PyTorch does not offer of the CUDA driver: copies and flags on a stream, a thread's way with captures."""
+"""CUDA driver calls that PyTorch does not offer: copies and flags on a stream, and a thread's capture mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RELAXED = 2
 
 
 class Driver:
-    """libcuda, called by address: nothing here takes a multiprocessor, and nothing makes the host wait.
+    """Calls of libcuda: none of them takes a multiprocessor, and none makes the host wait.
 
     Raises:
         OSError: there is no driver, or it is older than CUDA 11.7.
@@ -30,12 +30,12 @@ class Driver:
         self._capture_mode = self._function(library, "cuThreadExchangeStreamCaptureMode", ctypes.POINTER(ctypes.c_int))
 
     def relax_captures(self) -> None:
-        """Let this thread ask for the state of events while another one captures a graph."""
+        """Let this thread query events while another one captures a graph."""
         self._check(self._capture_mode(ctypes.byref(ctypes.c_int(_RELAXED))), "cuThreadExchangeStreamCaptureMode")
 
     @staticmethod
     def _function(library: ctypes.CDLL, name: str, *arguments: Any) -> ctypes._NamedFuncPointer:
-        """None stands for a stream's handle."""
+        """Look a function up; None among the arguments is a stream's handle."""
         try:
             function: ctypes._NamedFuncPointer = getattr(library, name)
         except AttributeError as error:
@@ -45,15 +45,15 @@ class Driver:
         return function
 
     def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
-        """Queue a copy between device addresses; between two GPUs it is a copy engine that moves."""
+        """Queue a copy between device addresses; between two GPUs a copy engine runs it."""
         self._check(self._copy(to, source, nbytes, stream), "cuMemcpyAsync")
 
     def write(self, stream: int, address: int, value: int) -> None:
-        """Queue a 32-bit write; what was queued before is visible before it."""
+        """Queue a 32-bit write that becomes visible after everything queued before."""
         self._check(self._write(stream, address, value, 0), "cuStreamWriteValue32")
 
     def wait(self, stream: int, address: int, value: int) -> None:
-        """Hold the stream until the 32 bits at an address of its own GPU have that value."""
+        """Hold the stream until the 32-bit word at an address of its own GPU has that value."""
         self._check(self._wait(stream, address, value, _EQUAL), "cuStreamWaitValue32")
 
     def _check(self, code: int, name: str) -> None:
@@ -65,5 +65,5 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """The process's driver."""
+    """Return the process's driver."""
     return Driver()

@@ -74,7 +74,7 @@ def _gradients(
             gradients = run_backward(prepared, dout, q, k, v, read, lse, slopes)
         else:
             own = None if slopes is None else heads.own_heads(slopes)
-            whole = heads.before_backward(dout, q, k, v, read, lse, kept=exchanged is not None)
+            whole = heads.before_backward(dout, q, k, v, read, lse, saved=exchanged is not None)
             gradients = heads.after_backward(*run_backward(prepared, *whole, own))
     if prepared.whole is not None:
         prepared.whole.end_of_backward()

@@ -1,4 +1,4 @@
-"""Agreement: the ranks of a group compare what they are about to run, and say what differs instead of hanging."""
+"""Agreement: ranks compare an attention before they run it, and report differences instead of hanging."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def agree(facts: Facts, board: Board, timeout: float) -> None:
         DisagreementError: a rank reported an error, or facts differ: the message is a table of the fields that do.
     """
     mine = _text(facts)
-    # Almost always all are equal: then only a digest of each rank's facts has travelled.
+    # Facts are almost always equal. Then only a digest of each rank's has travelled.
     digests = board.collect(hashlib.sha256(mine.encode()).hexdigest(), timeout, SUBJECT)
     if len(set(digests)) == 1 and "error" not in facts:
         return
@@ -42,7 +42,7 @@ def agree(facts: Facts, board: Board, timeout: float) -> None:
 
 
 def exchange(facts: Facts, board: Board, timeout: float, subject: str = SUBJECT) -> list[Facts]:
-    """Every rank's facts, by rank. They travel as JSON text, never as pickles.
+    """Return every rank's facts, by rank. They travel as JSON text, never as pickles.
 
     Raises:
         AbsentError: names the ranks that did not come in time.
@@ -59,7 +59,7 @@ def _table(fields: list[str], everyone: list[Facts]) -> str:
 
 
 def by_rank(values: Sequence[str]) -> str:
-    """One line that says which ranks have which value; `values` are by rank."""
+    """Return one line with each value and the ranks that have it; `values` are by rank."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)

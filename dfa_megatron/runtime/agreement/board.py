@@ -1,4 +1,4 @@
-"""The board of a group: short notes of its ranks to each other, in the store through which the group was made."""
+"""The board of a group: short notes from rank to rank, in the store through which the group was made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _MARGIN = 1.0
 """Seconds beyond its timeout that a round may take where the store answers slowly."""
 _SHORTEST, _LONGEST = 2e-4, 2e-2
-"""Seconds between two looks at the board: short at first, for ranks that come together, then longer."""
+"""Seconds between two looks at the board: short at first, when ranks tend to arrive together, then longer."""
 
 
 def _nothing_lost() -> None:
@@ -29,8 +29,8 @@ def _nothing_lost() -> None:
 class Board:
     """Notes of the ranks of one group.
 
-    Coming together never blocks in the store: a rank that never comes is known by name, and on every rank that waits
-    for it. The store itself may stop answering, with the process that keeps it.
+    A round never blocks in the store, so every waiting rank knows which ranks are missing. The store itself stops
+    answering if the process that keeps it does.
 
     Args:
         store: shared by the ranks of the group, and used by nothing else under this prefix.
@@ -38,7 +38,7 @@ class Board:
         members: global ranks, in the order of the group.
 
     Attributes:
-        interrupted: called while this rank waits; it raises where waiting has become pointless.
+        interrupted: called while this rank waits; raises once there is nothing to wait for.
         keeper: the rank whose process keeps the store, if another rank of the group does.
     """
 
@@ -47,13 +47,13 @@ class Board:
         self.size = len(self.members)
         self.interrupted: Callable[[], None] = _nothing_lost
         self.keeper = _keeper(self.members, rank)
-        # A group may be made again under the name of one that was destroyed: its notes must not be taken for new ones.
+        # A group may reuse the name of a destroyed one, whose notes must not be read as new.
         self._store = PrefixStore(f"life {store.add(f'lives of {rank}', 1)}", store)
         self._round = self._stores = 0
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, timeout: float = 120.0) -> Board:
-        """The board of a process group; every rank makes its own, and none waits for another.
+        """Make the board of a process group; no rank waits for another.
 
         Raises:
             AbsentError: the store did not answer within that many seconds.
@@ -67,12 +67,12 @@ class Board:
         return bounded(make, timeout, _nothing_lost, lambda: _no_answer(members, _keeper(members, rank), timeout))
 
     def fresh_store(self) -> Store:
-        """A store that these ranks share for one purpose; collective, in that all ranks ask for them in one order."""
+        """Return a store that these ranks share for one purpose; all ranks must ask in the same order."""
         self._stores += 1
         return PrefixStore(f"store {self._stores}", self._store)
 
     def subgroup(self, ranks: Sequence[int]) -> Board:
-        """A board of some ranks of this one, this rank among them; `ranks` are those of this board."""
+        """Return the board of some of this board's ranks, this one among them; `ranks` count on this board."""
         store = PrefixStore("part " + " ".join(map(str, ranks)), self._store)
         made = Board(store, list(ranks).index(self.rank), [self.members[rank] for rank in ranks])
         made.interrupted = self.interrupted
@@ -87,17 +87,17 @@ class Board:
         return bool(self._store.check([f"{key}/{rank}"]))
 
     def read(self, key: str, ranks: Sequence[int] | None = None) -> list[str]:
-        """The notes of some ranks, of all if None; each must have left one."""
+        """Return the notes of some ranks, by default of all; each must have left one."""
         asked = range(self.size) if ranks is None else ranks
         return [note.decode() for note in self._store.multi_get([f"{key}/{rank}" for rank in asked])]
 
     def collect(self, note: str, timeout: float, subject: str) -> list[str]:
-        """Every rank's note of this round, by rank; collective, and all ranks make the same rounds.
+        """Leave a note and return every rank's, by rank; collective.
 
         Args:
             note: of this rank.
             timeout: seconds to wait for the others.
-            subject: what the ranks come together for, as errors name it.
+            subject: of the round, as errors name it: an infinitive.
 
         Raises:
             AbsentError: names the ranks that did not come in time.
@@ -135,7 +135,7 @@ class Board:
 
     def _taken(self, key: str) -> list[str]:
         notes = self.read(key)
-        if self._round > 2:  # who has left a note in the round before has read those of the round before that
+        if self._round > 2:  # a rank's note of the last round shows that it has read the round before
             self._store.delete_key(f"round {self._round - 3}/{self.rank}")
         return notes
 
@@ -157,26 +157,26 @@ def _no_answer(members: Sequence[int], keeper: int | None, seconds: float) -> Ab
 
 
 def _keeper(members: Sequence[int], rank: int) -> int | None:
-    """The other rank that keeps the store of the group, if one does: global rank 0, unless the launcher does."""
+    """Return the other rank that keeps the store: global rank 0, if it is a member and the launcher does not."""
     if launcher_keeps_store() or 0 not in members or members[rank] == 0:
         return None
     return list(members).index(0)
 
 
 def named(members: Sequence[int], ranks: Sequence[int]) -> str:
-    """Ranks of a group as an error names them, with their global ranks where these differ."""
+    """Return how errors name ranks of a group, with their global ranks where these differ."""
     if all(members[rank] == rank for rank in ranks):
         return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} of the group"
     return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} of the group (global {listed([members[r] for r in ranks])})"
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Ranks for people: all of them, or the first ones and how many there are."""
+    """Return ranks as text: all of them, or the first two and their number."""
     return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ... ({len(ranks)} of them)"
 
 
 def _own_client(store: Store) -> Store:
-    """A connection of our own: another thread that waits in the group's store would hold ours up."""
+    """Open a connection of our own: a thread that waits on the group's connection would block ours."""
     try:
         own: Store = store.clone()  # type: ignore[attr-defined,unused-ignore]
     except (AttributeError, NotImplementedError, RuntimeError) as error:  # an older PyTorch, or another kind of store

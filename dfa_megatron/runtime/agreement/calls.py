@@ -1,7 +1,7 @@
-"""The calls of one group on this rank, numbered: what every rank must run in the same order.
+"""The numbered calls of one group on this rank: every rank must run the same ones in the same order.
 
-A call has a number and a digest of what it runs. `chain` sums up all digests so far, so that two ranks which once ran
-different things differ in it for ever: comparing one number of any common call is enough to see it.
+A call has a number and a digest of its content. `chain` combines all digests so far. Two ranks that once ran different
+calls have different chains from then on, so comparing the chain of any later call is enough.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from dfa_megatron.errors import DistAttentionError, LostGroupError, UnsupportedError
 
 KEPT = 4096
-"""Calls whose digests a rank remembers: more than ranks can be apart."""
+"""Calls that a rank remembers: more than ranks can be apart."""
 
 _MASK = (1 << 63) - 1
 _ODD = 0x5851F42D4C957F2D
@@ -26,14 +26,14 @@ _ODD = 0x5851F42D4C957F2D
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a call runs: `digest` (63 bits) tells kinds apart, `text` describes one for people."""
+    """The content of a call: `digest` (63 bits) identifies it, `text` describes it in messages."""
 
     digest: int
     text: str
 
     @classmethod
     def of(cls, text: str, *facts: str) -> Kind:
-        """The kind with that text; `facts` count in the digest, too."""
+        """Return the kind with that text; the digest covers `facts`, too."""
         digest = hashlib.sha256("\n".join((text, *facts)).encode()).digest()
         return cls(int.from_bytes(digest[:8], "big") & _MASK, text)
 
@@ -43,7 +43,7 @@ BACKWARD_ENDS = Kind.of("has come to the end of the backward")
 
 
 class Call(NamedTuple):
-    """A call: its number from 1 on, what it runs, and the sum of all digests up to it."""
+    """A call: its number from 1 on, the digest of its kind, and the chain of all digests up to it."""
 
     number: int
     digest: int
@@ -58,9 +58,9 @@ _LAYER = _Layer()
 
 
 def at_layer(number: int) -> AbstractContextManager[None]:
-    """Attentions called inside belong to that layer of a model, so that ranks tell equal layers apart.
+    """Mark attentions called inside as those of one layer, so that ranks can compare layers of equal shape.
 
-    number: from 1 on. Under torch.compile layers are not told apart.
+    number: from 1 on. Under torch.compile the mark is ignored.
     """
     return nullcontext() if torch.compiler.is_compiling() else _at_layer(number)
 
@@ -75,16 +75,19 @@ def _at_layer(number: int) -> Iterator[None]:
 
 
 def current_layer() -> int:
-    """The layer that calls belong to now; 0 where nobody has said."""
+    """Return the layer that calls belong to now; 0 outside of `at_layer`."""
     return _LAYER.number
 
 
 class Calls:
-    """What this rank has run over a group, what it does now, and the error that lost the group.
+    """The calls of this rank over a group, its present state, and the error that lost the group.
 
-    last: the call that began last. doing: what the rank is inside of, "" outside of attention. where: the step that
-    runs and the ranks that it waits for, if a transport can tell. pending: whether the device still works on a call
-    that the host has issued.
+    Attributes:
+        last: the call that began last.
+        doing: text of the call that is running, "" outside of attention.
+        lost: the error that lost the group, if one did. told: whether the caller has seen it.
+        where: returns the step that runs and the ranks that it waits for, if a transport can tell.
+        pending: returns whether the device still works on a call that the host has issued.
     """
 
     def __init__(self) -> None:
@@ -100,7 +103,7 @@ class Calls:
         self._thread: threading.Thread | None = None
 
     def add(self, kind: Kind, layer: int = 0) -> Call:
-        """Count a call of that kind. Where the group is lost, raise what lost it."""
+        """Count a call of that kind. Raises the error that lost the group, if one did."""
         if self.lost is not None:
             self.check()
         digest = kind.digest ^ (layer * _ODD & _MASK)
@@ -113,7 +116,7 @@ class Calls:
         return call
 
     def begin(self, kind: Kind, layer: int = 0) -> Call:
-        """A call begins; `end` or `fail` follows."""
+        """Begin a call; `end` or `fail` follows."""
         self.enter(kind.text)
         try:
             return self.add(kind, layer)
@@ -122,20 +125,20 @@ class Calls:
             raise
 
     def end(self) -> None:
-        """The call has been issued to its end. Where the group was lost meanwhile, its result is not given out."""
+        """End a call that has been issued. If the group was lost meanwhile, raise instead of returning a result."""
         self.issued()
         self.doing = ""
         if self.lost is not None:
             self.check()
 
     def fail(self, error: BaseException) -> None:
-        """The call has failed: the group is lost, as the other ranks are in the same call."""
+        """Mark the group as lost: the other ranks are still inside of the call that failed here."""
         self.lose(error, told=True)
         self.doing = ""
 
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
-        """Around what other ranks take part in and is no call: a wait that a watcher may see."""
+        """Show the watcher a wait for other ranks that is not a call."""
         before, self.doing = self.doing, doing
         try:
             yield
@@ -143,11 +146,11 @@ class Calls:
             self.doing = before
 
     def enter(self, doing: str) -> None:
-        """This thread is in a call from now on.
+        """Claim the group's calls for this thread.
 
         Raises:
-            UnsupportedError: another thread is, or the group's calls are another's. The order of calls would be left
-                to chance, and ranks would mix them up.
+            UnsupportedError: another thread is inside of a call, or has made the calls so far. Their order would be
+                left to chance, and ranks would mix them up.
         """
         me = threading.current_thread()
         owner, autograd = self._thread, isinstance(me, threading._DummyThread)
@@ -165,7 +168,7 @@ class Calls:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Around the preparation of an attention that the group has not run before; an error there loses nothing."""
+        """Count the preparation of a new attention as a call; an error in it does not lose the group."""
         self.enter(PREPARE.text)
         try:
             self.add(PREPARE)
@@ -174,7 +177,7 @@ class Calls:
             self.doing = ""
 
     def on_device(self) -> None:
-        """Calls go on after the host has issued them: have `pending` tell until when."""
+        """Let `pending` follow the device, which works on after the host has issued a call."""
         done = torch.cuda.Event()
 
         def issued() -> None:
@@ -185,18 +188,18 @@ class Calls:
 
     @property
     def thread(self) -> str:
-        """The name of the thread whose calls these are."""
+        """Return the name of the thread that makes the calls."""
         return (self._thread or threading.current_thread()).name
 
     def lose(self, error: BaseException, *, told: bool) -> None:
-        """The group cannot be used any more. told: whoever calls it knows already."""
+        """Mark the group as lost. told: the caller has seen the error already."""
         if self.lost is None:
             if not isinstance(error, DistAttentionError):
                 error = LostGroupError(f"{type(error).__name__}: {error}")
             self.lost, self.told = error, told
 
     def check(self) -> None:
-        """Raise what lost the group: the error itself where nobody has seen it yet."""
+        """Raise the error that lost the group, or a LostGroupError that quotes it once the caller has seen it."""
         if self.lost is None:
             return
         if not self.told:
@@ -208,20 +211,20 @@ class Calls:
         ) from self.lost
 
     def at(self, number: int) -> Call | None:
-        """The call of that number, while it is remembered."""
+        """Return the call of that number, or None if it is forgotten."""
         call = self._log[number % KEPT]
         return call if call.number == number else None
 
     def recent(self, count: int) -> list[tuple[int, str]]:
-        """(number, what it ran) of the last calls."""
+        """Return (number, text) of the last calls."""
         last = self.last.number
         found = (self.at(number) for number in range(max(1, last - count + 1), last + 1))
         return [(call.number, self._texts[call.digest]) for call in found if call is not None]
 
     def token(self, captured: bool) -> int:
-        """A number (32 bits, not 0) of the call that is running, the same on all ranks; 1 outside of calls.
+        """Return a token (32 bits, not 0) of the running call, equal on all ranks; 1 outside of calls.
 
-        captured: for a CUDA graph, which is replayed by other calls of the same kind.
+        captured: for a CUDA graph. Later calls of the same kind replay it, so the token depends on the kind alone.
         """
         if not self.doing:
             return 1

@@ -1,4 +1,4 @@
-"""What tells machines and processes apart, so that ranks know which others they share a machine with."""
+"""Identity of machines and processes: which ranks share a machine, and which processes have ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def host() -> str:
-    """What tells this machine, and this boot of it, from others."""
+    """Return text that identifies this machine and its current boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{socket.gethostname()} {file.read().strip()}"
@@ -16,7 +16,7 @@ def host() -> str:
 
 
 def process() -> dict[str, str]:
-    """This process: its number, and the space in which that number means something (a machine, or a container)."""
+    """Return this process's pid and the namespace in which the pid is valid (a machine or a container)."""
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -25,7 +25,7 @@ def process() -> dict[str, str]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of this space has ended; also one whose parent has not asked for its exit status yet."""
+    """Return whether a process of this namespace has ended; a zombie counts as ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] in "ZX"

@@ -1,4 +1,4 @@
-"""Waiting on a CPU for messages that may never come: a thread waits in gloo, so that this one hears of errors."""
+"""Interruptible waits: a second thread blocks in gloo or in a store, so that the caller can still see errors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _PERIOD = 0.05
-"""Seconds between two looks whether waiting has become pointless."""
+"""Seconds between two checks for errors during a wait."""
 
 
 class _Task:
-    """Something to wait for, and how it went."""
+    """One blocking call and its outcome."""
 
     def __init__(self, wait: Callable[[], object]) -> None:
         self.wait, self.done = wait, threading.Event()
@@ -30,9 +30,9 @@ class _Task:
 
 
 class Waiter:
-    """Waits one after another for what blocks without end; gloo's own timeouts would break its connections.
+    """Run blocking calls one after another on a thread of its own; gloo's own timeouts would break its connections.
 
-    check: called meanwhile; it raises where waiting has become pointless. The thread then stays in its wait.
+    check: called during each wait; raises to give it up. The thread then stays in its blocking call.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -53,7 +53,7 @@ class Waiter:
             raise task.error
 
     def stop(self) -> None:
-        """End the thread, if it waits for nothing."""
+        """End the thread, unless it is inside a blocking call."""
         self._tasks.put(None)
 
     def _run(self) -> None:
@@ -62,9 +62,15 @@ class Waiter:
 
 
 def bounded(action: Callable[[], T], seconds: float, check: Callable[[], None], overdue: Callable[[], Exception]) -> T:
-    """What an action returns that may block for ever: then, after some seconds, raise; its thread stays where it is.
+    """Return the result of an action that may block for ever, or raise after some seconds.
 
-    check: called meanwhile; it raises where waiting has become pointless. overdue: makes the error.
+    A thread that is still blocked then stays so.
+
+    Args:
+        action: runs on a thread of its own.
+        seconds: to wait at most.
+        check: called during the wait; raises to give it up.
+        overdue: makes the error to raise after `seconds`.
     """
     deadline, found = time.monotonic() + seconds, list[T]()
 

@@ -1,4 +1,4 @@
-"""The watcher of a group: a thread that compares what the ranks run, sees who no longer answers, and ends the run."""
+"""The watcher of a group: compares the ranks' calls, notices ranks that stopped, and ends a run that cannot go on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PERIOD = 0.5
 SILENT = 4 * PERIOD + 1.0
 """Seconds without a sign of life after which a rank counts as stopped."""
 GRACE = 5.0
-"""Seconds that the process is given to raise the error by itself before it is ended."""
+"""Seconds for the caller to come back and raise the error, before the process is ended."""
 EXIT_STATUS = 70
 """Of a process that the watcher ended."""
 _SHOWN = 64
@@ -32,7 +32,7 @@ _SHOWN = 64
 
 
 class Sign(NamedTuple):
-    """A sign of life: a counter, the last call's number and chain, what it does, and what lost the group."""
+    """A sign of life: a counter, number and chain of the last call, the present state, and the error, if any."""
 
     beat: int
     number: int
@@ -42,19 +42,19 @@ class Sign(NamedTuple):
 
 
 class Watch:
-    """Looks after one group from threads of its own, which start with `start` and end with `stop` or with the group.
+    """Watch one group from two threads, until `stop` or until the group is destroyed.
 
-    One of them writes and reads signs of life. The other judges them, and goes on where the first is stuck in a store
-    that no longer answers.
+    One thread writes and reads signs of life. The other judges them; it goes on if the first is stuck in a store that
+    no longer answers.
 
     Args:
         board: of the group.
         calls: of this rank.
         alive: whether the group still exists.
-        ended: called once it does not, on the watcher's thread, which ends then.
-        gone: whether the process of a rank is known to have ended; None where that cannot be known.
-        stall: seconds that a rank may be waited for which gives no sign of life; 0 for no limit.
-        patience: seconds that a rank may be waited for which lives, but does something else; the group's own timeout.
+        ended: called on the watcher's thread once the group is destroyed; the thread ends then.
+        gone: whether the process of a rank is known to have ended.
+        stall: seconds to wait for a rank that gives no sign of life; 0 is no limit.
+        patience: seconds to wait for a rank that lives but does something else: the group's own timeout.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Watch:
         self.board.put("sign", json.dumps(sign))
 
     def look(self) -> None:
-        """Read the others' signs. A rank that has not left one yet is not missed: it may not have come so far."""
+        """Read the others' signs. A rank without one is not missed: it may not have started yet."""
         others = (rank for rank in range(self.board.size) if rank != self.board.rank)
         known = [rank for rank in others if self._signs[rank] is not None or self.board.has("sign", rank)]
         for rank, note in zip(known, self.board.read("sign", known), strict=True):
@@ -111,7 +111,7 @@ class Watch:
                 self._signs[rank], self._seen[rank] = sign, time.monotonic()
 
     def compare(self) -> DistAttentionError | None:
-        """What is wrong with what the ranks have run, if anything is."""
+        """Return the error if ranks ran different calls or one has failed, else None."""
         for sign in filter(None, self._signs):
             mine = self.calls.at(sign.number)
             if mine is not None and mine.chain != sign.chain:
@@ -122,7 +122,7 @@ class Watch:
         return None
 
     def difference(self) -> DisagreementError:
-        """The first call that differs, as a table; every rank shows its last calls for it."""
+        """Return an error with a table of the first call that differs; each rank shows its last calls for it."""
         self.board.put("calls", json.dumps(self.calls.recent(_SHOWN)))
         deadline = time.monotonic() + SILENT
         while not all(self.board.has("calls", rank) for rank in range(self.board.size)) and time.monotonic() < deadline:
@@ -134,18 +134,18 @@ class Watch:
         return DisagreementError(_first_difference(shown))
 
     def silent(self) -> list[int]:
-        """The ranks that have stopped: none of their signs came for a while, or their processes are gone."""
+        """Return the ranks that have stopped: their processes are gone, or their signs stayed away for a while."""
         now, heard = time.monotonic(), self._heard
         others = [rank for rank in range(self.board.size) if rank != self.board.rank]
         if now - heard <= SILENT:
             return [rank for rank in others if self._ended(rank) or now - self._seen[rank] > SILENT]
-        # The store does not answer any more: what was not read since says nothing of who may have written it.
+        # The store no longer answers, so signs that were not read since are no evidence against their ranks.
         known = [rank for rank in others if self._ended(rank) or heard - self._seen[rank] > SILENT]
         keeper = [rank for rank in others if rank == self.board.keeper and rank not in known]
         return known + keeper or others
 
     def suspects(self) -> str:
-        """Who may be behind a connection that broke, after a moment in which each rank could give a sign."""
+        """Say which rank may have broken a connection, after waiting long enough for each rank's next sign."""
         deadline, heard = time.monotonic() + SILENT + PERIOD, math.inf
         while time.monotonic() < deadline:
             failed = [r for r, sign in enumerate(self._signs) if sign is not None and sign.lost]
@@ -186,7 +186,7 @@ class Watch:
                 self.ended()
                 return
             now = time.monotonic()
-            if now - looked > SILENT:  # this process was stopped itself, maybe with all others: nobody is silent yet
+            if now - looked > SILENT:  # this process was stopped itself: signs may only wait to be read
                 self._since = self._heard = now
                 self._seen = [now] * self.board.size
             looked = now
@@ -197,7 +197,7 @@ class Watch:
                 self._lose(self.calls.lost)
 
     def stalled(self) -> DistAttentionError | None:
-        """The error of a wait that has become too long; a warning, once for each wait, where everyone lives."""
+        """Return the error of a wait that is too long. If all ranks live, log one warning per wait instead."""
         if not self.calls.doing and not self.calls.pending():
             self._since, self._warned = time.monotonic(), False
             return None
@@ -219,7 +219,7 @@ class Watch:
         return None
 
     def _waits(self, waited: float, awaited: Sequence[int], silent: Sequence[int]) -> str:
-        """Where this rank waits, and where the others are that it waits for."""
+        """Say where this rank waits, and where the ranks are that it waits for."""
         number, doing, step = self._at
         place = f"call {number} ({doing or 'on the device'})" + (f", step {step}" if step >= 0 else "")
         others = [rank for rank in range(self.board.size) if rank != self.board.rank]
@@ -240,7 +240,7 @@ class Watch:
         return f"{who} lives, {place}, and {doing}"
 
     def _lose(self, error: DistAttentionError) -> None:
-        """Have the error raised where attention is called; if nothing is called, end the process."""
+        """Have the error raised where attention is called; if the caller does not come back, end the process."""
         self.calls.lose(error, told=False)
         self._news.set()
         logger.error("%s", error)
@@ -253,7 +253,7 @@ class Watch:
 
 
 def _first_difference(shown: Sequence[dict[int, str]]) -> str:
-    """The first number at which ranks ran different things, and what each ran."""
+    """Say at which call ranks first differ, and what each of them ran."""
     numbers = sorted(set().union(*shown))
     common = max((min(calls) for calls in shown if calls), default=1)
     for number in (n for n in numbers if n >= common):
@@ -268,7 +268,7 @@ def _first_difference(shown: Sequence[dict[int, str]]) -> str:
 
 
 def _allow_captures() -> None:
-    """This thread asks for the state of CUDA events: other threads may be capturing a graph meanwhile."""
+    """Let this thread query CUDA events while another one captures a graph."""
     from dfa_megatron.runtime.cuda_driver import driver
 
     try:

@@ -1,4 +1,4 @@
-"""Flat memory in which messages land, and the tensors in it."""
+"""The arena: one flat receive buffer per run, and the tensors in it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class Place(Protocol):
     """Where a tensor lies in flat memory."""
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor, in a flat tensor of bytes."""
+        """Return the tensor as a view of a flat tensor of bytes."""
         ...
 
 
 class Landings(Protocol):
-    """A plan of memory. landings: buffer -> where its tensors lie in the arena, by name."""
+    """A memory plan, as far as the arena reads it."""
 
     @property
     def landings(self) -> Mapping[int, Mapping[str, tuple[Place, ...]]]:
-        """By the number of the buffer."""
+        """Map each buffer to the places of its tensors in the arena, by name."""
         ...
 
 
 class Arena:
-    """Flat memory in which messages land, and the tensors in it."""
+    """Flat memory that receives messages, and the tensors in it."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
@@ -38,11 +38,11 @@ class Arena:
 
     @classmethod
     def allocate(cls, nbytes: int, device: torch.device) -> Arena:
-        """That many bytes from PyTorch's allocator."""
+        """Allocate that many bytes with PyTorch's allocator."""
         return cls(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     def tensors(self, memory: Landings) -> dict[int, Landing]:
-        """The tensors of every buffer that lands here, by name; made once for as long as the plan is kept."""
+        """Return the tensors of every received buffer, by name; built once per memory plan."""
         if memory not in self._tensors:
             self._tensors[memory] = {
                 number: {name: tuple(place.view(self.flat) for place in placed) for name, placed in landing.items()}

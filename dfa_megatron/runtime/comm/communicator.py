@@ -1,7 +1,7 @@
-"""Connections of our own between the ranks of a group: over gloo for tensors on CPUs, over NCCL for those on GPUs.
+"""Own connections between the ranks of a group: gloo for tensors on CPUs, NCCL for tensors on GPUs.
 
-They are not known to torch.distributed by a name. So nobody else's messages queue up behind ours, a group may be made
-and destroyed as often as its owner likes, and the processes need not be in equally many groups.
+torch.distributed does not know them by name. So other libraries' messages do not queue up behind ours, a group may be
+made and destroyed at any time, and processes may be in different numbers of groups.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Communicator:
             self._backend = dist.ProcessGroupNCCL(self._store, board.rank, board.size, options)
         self._group._register_backend(torch.device(device.type), kind, self._backend)
         if device.type != "cpu":
-            # Connected now, by all ranks together: the first batch of a plan may leave some out.
+            # Connect all ranks now, because the first batch of a plan may leave some out.
             self._group.allreduce([torch.zeros(1, device=device)]).wait()
             logger.info("made a NCCL communicator of %d ranks for distributed attention", board.size)
 
     def post(self, sends: Sequence[Send], receives: Sequence[Recv]) -> list[dist.Work]:
-        """Start a batch of messages; NCCL's run on the current stream's side stream, gloo's in its threads."""
+        """Start a batch of messages: on NCCL's own stream after the current one, or in gloo's threads."""
         if not sends and not receives:
             return []
         together = self.device.type != "cpu"
@@ -67,16 +67,16 @@ class Communicator:
         return [self._group._end_coalescing(self.device)] if together else works
 
     def gather(self, x: torch.Tensor) -> tuple[list[torch.Tensor], dist.Work]:
-        """Every rank's tensor of this shape, by rank, once the work is done."""
+        """Gather every rank's tensor of this shape; the list, by rank, is filled once the work is done."""
         found = [torch.empty_like(x) for _ in range(self._group.size())]
         return found, self._group.allgather([found], [x])
 
-    def all_to_all(self, landed: torch.Tensor, packet: torch.Tensor) -> dist.Work:
-        """Part i of the packet goes to rank i, and part i of what lands came from it; parts along dimension 0."""
-        return self._group.alltoall_base(landed, packet, [], [], dist.AllToAllOptions())
+    def all_to_all(self, received: torch.Tensor, send: torch.Tensor) -> dist.Work:
+        """Send row i of `send` to rank i, and receive its row into row i of `received`."""
+        return self._group.alltoall_base(received, send, [], [], dist.AllToAllOptions())
 
     def give_name(self, name: Any) -> None:
-        """Let PyTorch's symmetric memory find these ranks by a name; collective, with a name that nobody else has."""
+        """Register these ranks with PyTorch's symmetric memory under a name that is unique; collective."""
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
         self._group._set_group_name(name)
@@ -85,7 +85,7 @@ class Communicator:
         self._name = name
 
     def close(self, *, abort: bool) -> None:
-        """Let go of the connections. abort: without waiting for what is under way."""
+        """Close the connections. abort: do not wait for messages under way."""
         if self._name:
             torch._C._distributed_c10d._unregister_process_group(self._name)
         if self.device.type != "cpu":
@@ -95,8 +95,8 @@ class Communicator:
                 else:
                     self._backend.shutdown()
         elif abort:
-            # Gloo's destructor joins threads that wait for a rank which never answers, until the group's timeout: the
-            # process would not end. So these are kept, and go with it.
+            # Gloo's destructor joins threads that may wait for a dead rank until the group's timeout, and the process
+            # would not end. So leak the objects: they end with the process.
             for kept in (self._group, self._backend):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         del self._group, self._backend

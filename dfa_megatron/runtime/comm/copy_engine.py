@@ -1,11 +1,13 @@
-"""The copy-engine transport: every rank writes straight into its peers' memory, and no multiprocessor is taken for it.
+"""The copy-engine transport: every rank writes into its peers' memory, and messages take no multiprocessor.
 
-What lands, lands in an arena of symmetric memory that every rank of the group has mapped. For each pair of ranks there
-are two flags. `ready` (in the sender's memory, set by the receiver): the memory of this step's message is free.
-`filled` (in the receiver's, set by the sender): the message is there. A flag that is up holds the token of its call
-(`Calls.token`), so that no rank takes the flag of another call for its own. Whoever has waited for a flag takes it
-down, so a step needs no number, and a captured graph can be replayed. Every rank raises its `ready` flags of a step
-before it waits for any: by induction on the step nobody waits for ever.
+Messages land in an arena of symmetric memory that every rank of the group has mapped. Each pair of ranks has two flags:
+
+- `ready`, in the sender's memory, set by the receiver: the memory for this step's message is free.
+- `filled`, in the receiver's memory, set by the sender: the message has arrived.
+
+A raised flag holds the token of its call (`Calls.token`), so a rank never takes the flag of another call for its own.
+The rank that has waited for a flag clears it. So a step needs no number, and a captured graph can be replayed. Every
+rank raises its `ready` flags of a step before it waits for any: by induction on the step no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class CopyEngineTransport:
     """Moves messages with the GPUs' copy engines; all ranks on one host, each GPU able to reach all others.
 
     Args:
-        over: the channel of the ranks, through whose side group the memory's handles are exchanged.
+        over: the channel of the ranks.
         device: this rank's GPU.
     """
 
@@ -55,7 +57,7 @@ class CopyEngineTransport:
         self.generation = 0
 
     def _place_flags(self, rank: int, addresses: Sequence[int]) -> None:
-        """Every rank's flags are one array: `ready` by the peer it may send to, then `filled` by who has sent."""
+        """Locate the flags. Each rank has one array: `ready` by the peer to send to, then `filled` by the sender."""
         size = len(addresses)
         self._my_ready = [addresses[rank] + peer * _WORD for peer in range(size)]
         self._my_filled = [addresses[rank] + (size + peer) * _WORD for peer in range(size)]
@@ -66,13 +68,13 @@ class CopyEngineTransport:
         """Make the arena at least that large; every rank of the group calls this with the same number.
 
         Raises:
-            UnsupportedError: on every rank, where one has no memory for it; there is no arena then.
+            UnsupportedError: on every rank if one has no memory for it; there is no arena then.
         """
         if nbytes <= self._arena.flat.numel():
             return
         torch.cuda.synchronize(self.device)
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        # The old one goes first, whatever comes of the new one, and is free when every rank has let go of it.
+        # The old arena goes first, even if the new one fails. Its memory is free once every rank has let go of it.
         self._arena, self._arenas = Arena.allocate(0, self.device), []
         self.generation += 1
         self.over.exchange({}, "let go of the memory for messages")
@@ -80,11 +82,11 @@ class CopyEngineTransport:
         self._arena = Arena(flat)
 
     def arena(self, nbytes: int, device: torch.device) -> Arena:
-        """The symmetric memory that was reserved: it is there between calls, and belongs to one call at a time."""
+        """Return the reserved symmetric memory. It stays between calls, and belongs to one call at a time."""
         return self._arena
 
     def start(self) -> None:
-        """Nothing moves before the inputs are there, and the call before has read what it received."""
+        """Hold messages until the inputs are ready and the previous call has read its arena."""
         capturing = torch.cuda.is_current_stream_capturing()
         self._token = self.over.calls.token(capturing)
         if not capturing:
@@ -96,7 +98,7 @@ class CopyEngineTransport:
         return self.streams.where()
 
     def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
-        """Queue the batch on the communication stream: say what may come, then write what others are ready for."""
+        """Queue the batch on the communication stream: raise `ready` flags, then write where peers are ready."""
         stream, queue = self.streams.stream.cuda_stream, self.driver
         self.streams.wait_for_compute(after)
         for recv in receives:
@@ -126,15 +128,15 @@ class CopyEngineTransport:
         self.streams.computed(step)
 
     def finish(self) -> None:
-        """The call's compute has been issued to its end: the arena is the next call's after it."""
+        """Record the end of the call's compute, after which the next call may use the arena."""
         if not torch.cuda.is_current_stream_capturing():
             self._finished.record(self.streams.compute)
 
     def trial(self) -> None:
-        """Send a word to every other rank and compare what comes.
+        """Send a word to every other rank and check the words that arrive.
 
         Raises:
-            RuntimeError: it came wrong, or not at all.
+            RuntimeError: a word arrived wrong, or not at all.
         """
         rank, size = self.over.rank, self.over.size
         self.reserve(size * _WORD)
@@ -161,7 +163,7 @@ class CopyEngineTransport:
 
 
 def refusal(over: Channel, device: torch.device) -> str | None:
-    """Why the copy engines cannot serve the ranks of a channel, or None: the same answer on every rank."""
+    """Return why the copy engines cannot serve the ranks of a channel, or None; equal on every rank. Collective."""
     mine = {"host": host(), "device": str(device.index or 0), "why": _local_refusal(device)}
     everyone = over.exchange(mine, _SUBJECT)
     if len({facts["host"] for facts in everyone}) > 1:
@@ -179,7 +181,7 @@ def refusal(over: Channel, device: torch.device) -> str | None:
 
 
 def open_transport(over: Channel, device: torch.device) -> CopyEngineTransport | str:
-    """A transport for the ranks of a channel that has passed its trial, or why there is none: equal on all."""
+    """Return a transport that has passed its trial, or why there is none; equal on every rank. Collective."""
     why = refusal(over, device)
     if why is not None:
         return why
@@ -209,10 +211,10 @@ def _local_refusal(device: torch.device) -> str:
 
 
 def _symmetric(nbytes: int, over: Channel, device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """Zeroed memory that every rank of the group has mapped, and its address on each; collective.
+    """Return zeroed memory that every rank has mapped, and its address on each; collective.
 
     Raises:
-        UnsupportedError: on every rank, where one has no memory for it.
+        UnsupportedError: on every rank if one has no memory for it.
     """
     memory, why = None, ""
     try:
@@ -233,7 +235,7 @@ def _symmetric(nbytes: int, over: Channel, device: torch.device) -> tuple[torch.
 
 @torch.inference_mode(False)  # it outlives the call that asks for it
 def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory that can be mapped by others. It comes from the driver, which is not given what PyTorch's cache keeps."""
+    """Allocate memory that others can map. It comes from the driver, so PyTorch's cache is emptied first."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     torch.cuda.empty_cache()
@@ -242,7 +244,7 @@ def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _mapped(memory: torch.Tensor, over: Channel) -> list[int]:
-    """The addresses at which this rank reaches every rank's memory; collective."""
+    """Return the addresses at which this rank reaches every rank's memory; collective."""
     from torch._C._distributed_c10d import _SymmetricMemory
 
     name = over.symmetric_name()

@@ -13,26 +13,26 @@ from dfa_megatron.runtime.comm.transport import Recv, Send
 
 
 class GlooTransport:
-    """Point-to-point over gloo: the host waits where a step lands."""
+    """Point-to-point over gloo: the host waits where a batch lands."""
 
     generation = 0
 
     def __init__(self, communicator: Communicator, wait: Callable[[Callable[[], object]], None]) -> None:
-        """`wait` waits for what blocks, and raises where that has become pointless."""
+        """Use a communicator. `wait` runs a blocking call, and raises if another rank has failed."""
         self._communicator, self._wait = communicator, wait
         self._where: tuple[int, tuple[int, ...]] = (-1, ())
         self.works: list[dist.Work] = []
         self.sending: Sequence[Send] = ()
 
     def reserve(self, nbytes: int) -> None:
-        """Each call takes its memory from PyTorch's allocator."""
+        """Do nothing: each run allocates its own arena."""
 
     def arena(self, nbytes: int, device: torch.device) -> Arena:
-        """Memory of the call's own."""
+        """Allocate memory for one run."""
         return Arena.allocate(nbytes, device)
 
     def start(self) -> None:
-        """Nothing runs behind the host's back on a CPU."""
+        """Begin at no step."""
         self._where = (-1, ())
 
     def where(self) -> tuple[int, tuple[int, ...]]:
@@ -40,7 +40,7 @@ class GlooTransport:
         return self._where
 
     def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
-        """Start the batch; the peers' threads move it during compute."""
+        """Start the batch; gloo's threads move it during compute."""
         self.sending = sends()
         self._where = self._where[0] + 1, tuple(recv.peer for recv in receives)
         self.works = self._communicator.post(self.sending, receives)
@@ -52,7 +52,7 @@ class GlooTransport:
         self.works, self.sending = [], ()
 
     def computed(self, step: int) -> None:
-        """The host has already done it."""
+        """Do nothing: on a CPU the host has computed the step already."""
 
     def finish(self) -> None:
-        """All has landed."""
+        """Do nothing: all batches have landed."""

@@ -65,12 +65,12 @@ def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def group_size(name: str) -> int:
-    """How many ranks a named group has."""
+    """Return the number of ranks of a named group; "" has one."""
     return resolve(name).size() if name else 1
 
 
 def resolve(name: str) -> dist.ProcessGroup:
-    """The process group of that name; operators can take names, but no groups.
+    """Return the process group of that name; operators take names only.
 
     Raises:
         UnsupportedError: this process knows no such group.
@@ -87,11 +87,11 @@ def _no_member(what: str) -> UnsupportedError:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long the group waits for its ranks, as its maker said; None, a backend's default, where that is not told."""
+    """Return the timeout with which the group was made; None, the backend's default, if the backend does not tell."""
     found = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     return next((options._timeout for options in found if options is not None), None)
 
 
 def is_known(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group still is one of torch.distributed's."""
+    """Return whether a group has not been destroyed."""
     return group is not None and group in distributed_c10d._world.pg_map

@@ -14,7 +14,7 @@ from dfa_megatron.runtime.comm.transport import Recv, Send
 
 
 class NcclTransport:
-    """Point-to-point over NCCL on a communicator and a stream of its own; the host waits for nothing."""
+    """Point-to-point over NCCL, on a communicator and a stream of its own; the host never waits."""
 
     generation = 0
 
@@ -24,10 +24,10 @@ class NcclTransport:
         self.sending: Sequence[Send] = ()
 
     def reserve(self, nbytes: int) -> None:
-        """Each call takes its memory from PyTorch's allocator."""
+        """Do nothing: each run allocates its own arena."""
 
     def arena(self, nbytes: int, device: torch.device) -> Arena:
-        """Memory of the call's own, from PyTorch's allocator."""
+        """Allocate memory for one run."""
         return Arena.allocate(nbytes, device)
 
     def start(self) -> None:
@@ -59,4 +59,4 @@ class NcclTransport:
         self.streams.computed(step)
 
     def finish(self) -> None:
-        """All has landed, as far as the streams are concerned."""
+        """Do nothing: the compute stream already waits for every batch."""

@@ -8,7 +8,7 @@ import torch
 
 
 class _Switch:
-    """`torch.cuda.stream` where the stream to come back to is known and of the current device: it asks for neither."""
+    """A faster `torch.cuda.stream`: the stream to return to is known, and on the current device."""
 
     def __init__(self, to: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
         self.to, self.back = to, back
@@ -21,10 +21,10 @@ class _Switch:
 
 
 class Streams:
-    """The events between the caller's stream, which computes, and a stream of our own, which moves.
+    """The caller's stream, which computes, our own stream, which moves messages, and the events between them.
 
-    The communication stream waits for the compute that wrote what is sent, or read what is overwritten (`free`); the
-    compute stream waits for the batch (`filled`). Both are events, recorded per step; the host waits for nothing.
+    The communication stream waits for the compute that writes what it sends or reads what it overwrites (`free`). The
+    compute stream waits for the batch (`filled`). Events are recorded per step; the host never waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,36 +36,36 @@ class Streams:
         self.compute = torch.cuda.current_stream(device)
 
     def start(self) -> None:
-        """Nothing moves before the inputs are there, which the caller's stream computes."""
+        """Hold messages until the caller's stream has computed the inputs."""
         self.compute = torch.cuda.current_stream(self.device)
         self.steps, self.awaited = 0, []
         self.started.record(self.compute)
         self.stream.wait_event(self.started)
 
     def moving(self) -> AbstractContextManager[object]:
-        """PyTorch's operations inside go to the communication stream. Between `start` and the call's end."""
+        """Send PyTorch's operations inside to the communication stream; valid from `start` to the end of the run."""
         if torch.cuda.current_device() != self.device.index:
             return torch.cuda.stream(self.stream)
         return _Switch(self.stream, self.compute)
 
     def wait_for_compute(self, after: int) -> None:
-        """The communication stream goes on once the compute of that step is over."""
+        """Hold the communication stream until the compute of that step is over; -1 is no step."""
         if after >= 0:
             self.stream.wait_event(self.free[after])
 
     def land(self) -> None:
-        """The compute stream goes on once all is moved."""
+        """Hold the compute stream until all messages queued so far have moved."""
         self.filled.record(self.stream)
         self.compute.wait_event(self.filled)
 
     def computed(self, step: int) -> None:
-        """Remember where the step's compute ends."""
+        """Record the end of the step's compute."""
         while step >= len(self.free):
             self.free.append(torch.cuda.Event())
         self.free[step].record(self.compute)
         self.steps = step + 1
 
     def where(self) -> tuple[int, tuple[int, ...]]:
-        """The first step whose compute is not over, and the ranks that its messages come from."""
+        """Return the first step whose compute is not over, and the ranks that send its messages."""
         step = next((n for n, event in enumerate(self.free[: self.steps]) if not event.query()), self.steps)
         return step, self.awaited[step] if step < len(self.awaited) else ()

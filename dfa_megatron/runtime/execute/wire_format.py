@@ -1,4 +1,4 @@
-"""The wire format: which fields a name consists of, and where they lie in a flat buffer of bytes."""
+"""The wire format: the fields of each name, and their places in a flat buffer of bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from dfa_megatron.kernels.api import accumulator_dtype
 
 ALIGNMENT = 128
-"""Every field starts at a multiple of this many bytes: enough for any kernel's vector loads."""
+"""Every field starts at a multiple of this many bytes, which suffices for any kernel's vector loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +26,20 @@ class Field:
     dtype: torch.dtype
 
     def shape(self, batch: int, rows: int) -> tuple[int, ...]:
-        """The tensor's shape for that many rows."""
+        """Return the tensor's shape for that many rows."""
         return (batch, rows, self.heads, self.width) if self.width else (batch, self.heads, rows)
 
     def nbytes(self, batch: int, rows: int) -> int:
-        """Bytes of the tensor, without padding."""
+        """Return the bytes of the tensor, without padding."""
         return batch * rows * self.heads * max(1, self.width) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The sizes and dtypes of one attention; from them follows what every name looks like in memory and on the wire.
+    """The sizes and dtypes of one attention, which define every name's tensors in memory and on the wire.
 
-    reads: whether a helped pair's backward sends delta or out (paper, section 3.2 and appendix D: 3 or 4 tensors).
-    wire: the dtype of partial outputs and of gradients while they travel.
+    wire: dtype of partial outputs and of gradients while they travel.
+    backward_needs: sent to a rank that helps in the backward: delta or out (paper, section 3.2 and appendix D).
     """
 
     batch: int
@@ -52,26 +52,26 @@ class Format:
     backward_needs: Literal["delta", "out"]
 
     def fields(self, name: str) -> tuple[Field, ...]:
-        """The tensors of a name as they travel."""
+        """Return the tensors of a name as they travel."""
         return _fields(self, name, self.wire)
 
     def sums(self, name: str) -> tuple[Field, ...]:
-        """The tensors in which partials of a name are summed: in the accumulator's dtype."""
+        """Return the tensors in which partials of a name are merged, in the accumulator's dtype."""
         return _fields(self, name, accumulator_dtype(self.dtype))
 
     def results(self, name: str) -> tuple[Field, ...]:
-        """The tensors of a name as the call returns them: in q's dtype (lse in the accumulator's)."""
+        """Return the tensors of a name as the call returns them: in q's dtype, lse in the accumulator's."""
         return _fields(self, name, self.dtype)
 
-    def nbytes(self, parts: Sequence[tuple[str, int]]) -> int:
-        """Bytes of (name, rows) parts on the wire."""
-        return sum(field.nbytes(self.batch, rows) for name, rows in parts for field in self.fields(name))
+    def nbytes(self, names: Sequence[tuple[str, int]]) -> int:
+        """Return the bytes of (name, rows) pairs on the wire."""
+        return sum(field.nbytes(self.batch, rows) for name, rows in names for field in self.fields(name))
 
-    def places(self, parts: Sequence[tuple[str, int]]) -> tuple[dict[str, tuple[Placed, ...]], int]:
-        """Where the tensors of (name, rows) parts lie in memory of their own, and its size in bytes."""
+    def places(self, names: Sequence[tuple[str, int]]) -> tuple[dict[str, tuple[Placed, ...]], int]:
+        """Return the places of the tensors of (name, rows) pairs in one buffer, and its size in bytes."""
         places: dict[str, tuple[Placed, ...]] = {}
         at = 0
-        for name, rows in parts:
+        for name, rows in names:
             placed = []
             for field in self.fields(name):
                 placed.append(Placed(at, field.dtype, field.shape(self.batch, rows)))
@@ -89,11 +89,11 @@ class Placed:
     shape: tuple[int, ...]
 
     def moved(self, by: int) -> Placed:
-        """The same tensor that many bytes further."""
+        """Return the same tensor that many bytes further on."""
         return Placed(self.start + by, self.dtype, self.shape)
 
     def rows(self, lo: int, hi: int) -> Placed:
-        """Rows lo..hi of a tensor (batch, rows, heads, width); of some of them only where the batch is one."""
+        """Return rows lo..hi of a tensor (batch, rows, heads, width); the batch is one, or these are all rows."""
         if hi - lo == self.shape[1 if len(self.shape) == 4 else 2]:
             return self
         assert len(self.shape) == 4
@@ -102,7 +102,7 @@ class Placed:
         return Placed(self.start + lo * row, self.dtype, (1, hi - lo, *self.shape[2:]))
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor, in a flat tensor of bytes."""
+        """Return the tensor as a view of a flat tensor of bytes."""
         end = self.start + math.prod(self.shape) * self.dtype.itemsize
         return flat[self.start : end].view(self.dtype).view(self.shape)
 
@@ -123,12 +123,12 @@ def _fields(format: Format, name: str, partial: torch.dtype) -> tuple[Field, ...
         case "out":
             return Field("out", format.heads, format.head_dim_v, partial), Field("lse", format.heads, 0, statistic)
         case "qdo":
-            memory = Field("delta", format.heads, 0, statistic) if format.backward_needs == "delta" else row
+            delta = Field("delta", format.heads, 0, statistic)
             return (
                 q,
                 Field("dout", format.heads, format.head_dim_v, format.dtype),
                 Field("lse", format.heads, 0, statistic),
-                memory,
+                delta if format.backward_needs == "delta" else row,
             )
         case "dq":
             return (Field("dq", format.heads, format.head_dim, partial),)
@@ -141,7 +141,7 @@ def _fields(format: Format, name: str, partial: torch.dtype) -> tuple[Field, ...
 
 
 def rows_of(tensor: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
-    """Rows lo..hi of a field: (batch, rows, heads, width) or (batch, heads, rows)."""
+    """Return rows lo..hi of a field (batch, rows, heads, width) or (batch, heads, rows)."""
     if tensor.dim() == 4:
         return tensor[:, lo:hi] if hi - lo != tensor.shape[1] else tensor
     return tensor[:, :, lo:hi] if hi - lo != tensor.shape[2] else tensor
