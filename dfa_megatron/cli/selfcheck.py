@@ -25,7 +25,7 @@ _EPILOG = """
   dfa-megatron selfcheck megatron configs/megatron/qwen3-8b-128k.args
   dfa-megatron selfcheck megatron @train.args --context-parallel-size 4
   dfa-megatron selfcheck attention --ranks 5 --heads 6 --kv-heads 2 --window-size 40 0 --schedule balanced
-  dfa-megatron selfcheck huggingface config.json --ranks 8 --checkpoint remat
+  dfa-megatron selfcheck huggingface config.json --ranks 8 --dfa-checkpoint remat
   dfa-megatron selfcheck deepspeed configs/deepspeed/zero3.json --model config.json
 
 The model is made small; the context-parallel size, the ratio of heads, window, layout and options stay. Exit status: 0

@@ -55,7 +55,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     """One with nothing planted, and one for each fault; the reference runs once."""
     path = written(tmp_path_factory.mktemp("model"), MISTRAL)
     names = ["nothing", *(fault.__name__ for fault in PLANTED)]
-    found = check_planted(case_of([path, "--checkpoint", "full"]), [(), *([fault] for fault in PLANTED)])
+    found = check_planted(case_of([path, "--dfa-checkpoint", "full"]), [(), *([fault] for fault in PLANTED)])
     return dict(zip(names, found, strict=True))
 
 
