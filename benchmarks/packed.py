@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.attention.clock import Timer, take_turns
-from dfa_megatron import dist_flash_attn_varlen_func, shard_sequence
+from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func, shard_sequence
 from dfa_megatron.doctor.world import Failure, World, join, together
 from dfa_megatron.runtime.prepare import plans_in_use
 from dfa_megatron.testing.dense import dense_attention
@@ -63,12 +63,14 @@ def draw_documents(tokens: int, multiple: int, seed: int, mean: float, sigma: fl
 def our_method(schedule: str, kernel: str, transport: str, causal: bool) -> Method:
     """One way to run ours."""
     layout = schedule if schedule in ("zigzag", "load_balanced") else "contiguous"
-    options: dict[str, Any] = {"layout": layout, "kernel": kernel, "transport": transport}
-    if layout == "contiguous":
-        options["schedule"] = schedule
+    config = DistAttentionConfig(
+        schedule=schedule if layout == "contiguous" else "auto", kernel=kernel, transport=transport
+    )
 
     def start(offsets: Offsets) -> Attend:
-        return lambda q, k, v: dist_flash_attn_varlen_func(q, k, v, offsets, causal=causal, **options)  # type: ignore[return-value]
+        return lambda q, k, v: dist_flash_attn_varlen_func(
+            q, k, v, offsets, causal=causal, layout=layout, config=config
+        )  # type: ignore[return-value]
 
     def split(x: torch.Tensor, offsets: Offsets) -> torch.Tensor:
         return shard_sequence(x, layout=layout, dim=0, cu_seqlens=offsets)

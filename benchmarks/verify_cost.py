@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import dfa_megatron
+from dfa_megatron import DistAttentionConfig
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 8192, 32, 8, 128
 LAYERS, ROUNDS = 16, 25
@@ -40,11 +41,9 @@ def main() -> None:
 
     def attend(transport: str, verify: str) -> tuple[torch.Tensor, ...]:
         """A chain of layers, and one backward through all of them."""
-        out = q
+        out, config = q, DistAttentionConfig(transport=transport, verify=verify, deterministic=True)
         for _ in range(LAYERS):
-            found = dfa_megatron.dist_flash_attn_func(
-                out, k, v, causal=True, transport=transport, verify=verify, deterministic=True
-            )
+            found = dfa_megatron.dist_flash_attn_func(out, k, v, causal=True, config=config)
             assert isinstance(found, torch.Tensor)
             out = found
         return (out, *torch.autograd.grad(out.sum(), (q, k, v)))

@@ -201,11 +201,6 @@ class DistAttentionConfig:
             lines.append(f"| `{spec.name}` | {shown} | {where} | {spec.metadata['help']} |")
         return "\n".join(lines)
 
-    def keywords(self) -> dict[str, Any]:
-        """Return these options as keywords of `dist_flash_attn_func`, with the layout inside Megatron's layers."""
-        values = {spec.name: getattr(self, spec.name) for spec in self.options("function")}
-        return values | {"layout": self.layout_inside}
-
     def replace(self, **changes: Any) -> DistAttentionConfig:
         """Return a copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)

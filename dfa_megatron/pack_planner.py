@@ -1,6 +1,6 @@
 """Planning packs ahead: in data-loader workers, so that a new pack costs the training loop next to nothing.
 
-    planner = PackPlanner(8192, heads=64, kv_heads=8, head_dim=128, group=group)     # once, on every rank
+    planner = PackPlanner(8192, heads=64, kv_heads=8, head_dim=128, causal=True, group=group)  # once, on every rank
 
     def collate(documents): ...                                                      # in a data-loader worker
         batch["attention"] = planner(cu_seqlens)
@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Form
 from dfa_megatron.plan.language.heads import split_heads, split_tokens
@@ -27,9 +28,9 @@ from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
 from dfa_megatron.runtime.execute.ulysses import stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format
-from dfa_megatron.runtime.problem import format_of, kernel_of, problem_of
+from dfa_megatron.runtime.problem import QKV, format_of, kernel_of, problem_of
 from dfa_megatron.runtime.rank_plan import RankPlan, keep, work_out
-from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.request import DEFAULTS, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +47,19 @@ class PackPlan:
 class PackPlanner:
     """Plans packs for this rank without its GPU, its process group, or any message; a small value that pickles.
 
-    To make one is collective over the group the first time, as the first attention is. Layers of other windows, heads
-    or schedules need planners of their own; those that differ in the rest (scale, softcap, sinks) share one.
+    Making one is collective over the group the first time, as the first attention is. Layers with other windows, heads
+    or schedules need planners of their own. Layers that differ only in scale or sinks share one.
 
     Args:
         local_tokens: of each rank.
-        heads, kv_heads, head_dim, head_dim_v: of q, k and v; kv_heads and head_dim_v are as heads and head_dim if None.
+        heads: of q.
+        head_dim: of q and k.
+        kv_heads: of k and v; heads if None.
+        head_dim_v: of v; head_dim if None.
         dtype: of q, k and v.
         device: on which they are.
-        group, options: as for `dist_flash_attn_varlen_func`, with alibi=True where calls bring slopes; options that no
-            plan depends on may be left out.
+        causal, group, window_size, softcap, layout, config: as for `dist_flash_attn_varlen_func`.
+        alibi: whether calls bring slopes.
 
     Raises:
         UnsupportedError: no kernel serves the shape.
@@ -71,24 +75,38 @@ class PackPlanner:
         head_dim_v: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cuda",
+        causal: bool,
         group: Group = None,
-        **options: Any,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi: bool = False,
+        layout: str = "contiguous",
+        config: DistAttentionConfig = DEFAULTS,
     ) -> None:
         name = group_name(group)
         over = channel(name) if group_size(name) > 1 else None
         self.rank, ranks = (over.rank, over.size) if over else (0, 1)
-        request = Request(softmax_scale=1.0, cu_seqlens=(0, ranks * local_tokens), **options)
+        request = Request(
+            softmax_scale=1.0,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi=alibi,
+            layout=layout,
+            cu_seqlens=(0, ranks * local_tokens),
+            config=config,
+        )
         request.check()
         place, counts = torch.device(device), (heads, kv_heads or heads)
         q, k = (torch.empty((), dtype=dtype, device=place).expand(1, local_tokens, count, head_dim) for count in counts)
-        v = k[..., :1].expand(*k.shape[:3], head_dim_v or head_dim)
-        if isinstance(request.ulysses_degree, int) and request.ulysses_degree > 1:
-            split = split_heads(request.ulysses_degree, ranks, *counts)
-            outer = split_tokens(split.degree, self.rank, ranks, request.layout, local_tokens).plan_group
+        qkv = QKV(q, k, k[..., :1].expand(*k.shape[:3], head_dim_v or head_dim))
+        if config.fixed_degree > 1:
+            split = split_heads(config.fixed_degree, ranks, *counts)
+            outer = split_tokens(split.degree, self.rank, ranks, layout, local_tokens).plan_group
             self.rank, ranks, over = outer.index(self.rank), len(outer), None
-            q, k, v = stand_ins(split, q, k, v)
-        self.problem = problem_of(request, ranks, q, k, v, over)
-        self.formats = _formats(request, q, k, v)
+            qkv = QKV(*stand_ins(split, *qkv))
+        self.problem = problem_of(request, ranks, qkv, over)
+        self.formats = _formats(request, qkv)
 
     def __call__(self, cu_seqlens: torch.Tensor | Sequence[int]) -> PackPlan:
         """The plan of these documents: global token offsets, as `dist_flash_attn_varlen_func` takes them.
@@ -108,16 +126,14 @@ class PackPlanner:
         return found
 
 
-def _formats(
-    request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Mapping[frozenset[Form], Format | str]:
-    """What travels, by the forms of the calls, which decide the kernel; or why none serves them."""
+def _formats(request: Request, qkv: QKV) -> Mapping[frozenset[Form], Format | str]:
+    """Return the format for every set of forms, which decides the kernel; or why no kernel serves it."""
     every: tuple[Form, ...] = get_args(Form)
     found: dict[frozenset[Form], Format | str] = {}
     for some in chain.from_iterable(combinations(every, count) for count in range(len(every) + 1)):
         forms = frozenset(some)
         try:
-            found[forms] = format_of(request, kernel_of(request, forms, q, k, v), q, k, v)
+            found[forms] = format_of(request, kernel_of(request, forms, qkv), qkv)
         except UnsupportedError as error:
             found[forms] = str(error)
     return found

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
-import inspect
 from dataclasses import fields
 from pathlib import Path
 
-import dfa_megatron
+import pytest
+
+from dfa_megatron import names
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -23,7 +26,31 @@ def test_the_table_is_that_of_the_code() -> None:
     assert script.page(text) == text, "run `python docs/update_options.py`"
 
 
-def test_the_options_that_the_page_calls_megatrons_are_those_that_the_function_does_not_take() -> None:
-    taken = set(inspect.signature(dfa_megatron.dist_flash_attn_func).parameters)
-    known = {field.name for field in fields(DistAttentionConfig)}
-    assert known - taken == {"data_layout", "remat", "remat_offload", "checkpoint"}
+def test_every_option_says_where_it_can_be_set_and_the_others_are_refused_there() -> None:
+    scopes = {field.name: set(field.metadata["scope"]) for field in fields(DistAttentionConfig)}
+    assert all(scopes.values())
+    apart = {name: scope for name, scope in scopes.items() if scope != set(names.SCOPES)}
+    assert apart == {
+        "data_layout": {"megatron"},
+        "remat": {"megatron"},
+        "checkpoint": {"deepspeed", "huggingface"},
+        "remat_offload": {"megatron", "deepspeed", "huggingface"},
+    }
+    config = DistAttentionConfig(remat="on", schedule="ring")
+    assert config.within("function") == DistAttentionConfig(schedule="ring")
+    config.refuse_outside("megatron", "nothing")
+    with pytest.raises(UnsupportedError, match=r"remat='on'.*an option of megatron alone"):
+        config.refuse_outside("function", "its default")
+    assert set(DistAttentionConfig.json_schema("deepspeed")["properties"]) == {
+        name for name, scope in scopes.items() if "deepspeed" in scope
+    }
+
+
+def test_automatic_or_a_number_is_what_flag_json_and_check_take_for_the_degree() -> None:
+    parser = DistAttentionConfig.add_arguments(argparse.ArgumentParser())
+    for word, value in (("auto", "auto"), ("1", 1), ("8", 8)):
+        assert DistAttentionConfig.from_args(parser.parse_args(["--dfa-ulysses-degree", word])).ulysses_degree == value
+        assert DistAttentionConfig.from_mapping({"ulysses_degree": value}).ulysses_degree == value
+    for wrong in ("0", "-1", "some"):
+        with pytest.raises(UnsupportedError, match="ulysses_degree"):
+            DistAttentionConfig.from_args(parser.parse_args(["--dfa-ulysses-degree", wrong]))

@@ -55,27 +55,42 @@ def test_attention_has_the_keywords_of_flash_attn_and_a_group() -> None:
     found = parameters("dist_flash_attn_func")
     assert list(found)[:3] == ["q", "k", "v"]
     keywords = {
+        "causal": None,
         "group": None,
-        "causal": True,
         "softmax_scale": None,
         "window_size": (-1, -1),
         "softcap": 0.0,
-        "deterministic": False,
-        "schedule": "auto",
-        "layout": "contiguous",
-        "kernel": "auto",
+        "sinks": None,
+        "alibi_slopes": None,
+        "mask": None,
+        "plan": None,
         "return_lse": False,
+        "layout": "contiguous",
+        "config": dfa_megatron.DistAttentionConfig(),
     }
+    assert list(found)[3:] == list(keywords)
     for name, default in keywords.items():
         assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, name
         assert found[name].default == default, name
 
 
-def test_packed_documents_take_every_keyword_of_the_plain_function() -> None:
-    packed = parameters("dist_flash_attn_varlen_func")
-    assert list(packed)[:4] == ["q", "k", "v", "cu_seqlens"]
-    for name, parameter in parameters("dist_flash_attn_func").items():
-        assert packed[name].default == parameter.default, name
+def test_packed_documents_take_every_keyword_of_the_plain_function_but_mask_and_plan() -> None:
+    packed, plain = parameters("dist_flash_attn_varlen_func"), parameters("dist_flash_attn_func")
+    assert list(packed) == [
+        "q",
+        "k",
+        "v",
+        "cu_seqlens",
+        *(name for name in list(plain)[3:] if name not in ("mask", "plan")),
+    ]
+    for name in list(packed)[4:]:
+        assert packed[name].default == plain[name].default, name
+
+
+def test_no_option_of_the_config_is_an_argument_of_the_function_too() -> None:
+    options = {field.name for field in dataclasses.fields(dfa_megatron.DistAttentionConfig)}
+    assert not options & set(parameters("dist_flash_attn_func"))
+    assert len(parameters("dist_flash_attn_func")) <= 16
 
 
 def test_plans_are_made_and_looked_at_with_the_documented_keywords() -> None:
@@ -96,17 +111,3 @@ def test_the_command_prints_its_version() -> None:
     command = [sys.executable, "-m", "dfa_megatron.cli.main", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == f"dfa-megatron {dfa_megatron.__version__}"
-
-
-def test_every_option_that_the_function_takes_reaches_it_by_its_name() -> None:
-    options = dfa_megatron.DistAttentionConfig(data_layout="boundary", schedule="ring", deterministic=True)
-    keywords = options.keywords()
-    assert set(keywords) <= set(inspect.signature(dfa_megatron.dist_flash_attn_func).parameters)
-    assert set(keywords) == {spec.name for spec in dataclasses.fields(options)} - {
-        "data_layout",
-        "remat",
-        "remat_offload",
-        "checkpoint",
-    } | {"layout"}
-    assert (keywords["layout"], keywords["schedule"], keywords["deterministic"]) == ("contiguous", "ring", True)
-    assert options.replace(data_layout="zigzag").keywords()["layout"] == "zigzag"

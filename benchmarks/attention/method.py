@@ -80,7 +80,7 @@ def _ours(
     schedule: str, kernel: str, transport: str, ulysses_degree: int, cuda_graph: bool, ablation: Ablation
 ) -> Method:
     layout = "zigzag" if schedule == "zigzag" else "contiguous"
-    options: dict[str, Any] = {"kernel": kernel, "layout": layout, "ulysses_degree": ulysses_degree}
+    options: dict[str, Any] = {"kernel": kernel, "ulysses_degree": ulysses_degree}
     if layout == "contiguous":
         options["schedule"] = schedule
     words = ["dfa", schedule, kernel]
@@ -94,10 +94,12 @@ def _ours(
         words.append("graph")
     if ablation != "none":
         words.append(ablation)
+    config = DistAttentionConfig(**options)
 
     def start(problem: Problem, local_seq: int, world: World, stack: ExitStack) -> Attention:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out = dist_flash_attn_func(q, k, v, causal=problem.causal, window_size=problem.window_size, **options)
+            mask: dict[str, Any] = {"causal": problem.causal, "window_size": problem.window_size}
+            out = dist_flash_attn_func(q, k, v, **mask, layout=layout, config=config)
             assert isinstance(out, torch.Tensor)
             return out
 

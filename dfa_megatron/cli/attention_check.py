@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ def case_of(words: Sequence[str]) -> Case:
     offsets = [int(offset) for offset in args.cu_seqlens.split(",")] if args.cu_seqlens else None
     if offsets and args.batch != 1:
         raise UnsupportedError(f"--batch {args.batch} with --cu-seqlens", "a pack is one row", "--batch 1")
-    options = DistAttentionConfig.from_args(args, prefix="").keywords() | {"layout": args.layout}
+    config = dataclasses.asdict(DistAttentionConfig.from_args(args, prefix=""))
     tokens = offsets[-1] if offsets else args.tokens or 16 * args.ranks
     if tokens < 1 or tokens % args.ranks:
         raise UnsupportedError(f"{tokens} tokens", f"they must divide among {args.ranks} ranks", f"{16 * args.ranks}")
@@ -53,7 +54,8 @@ def case_of(words: Sequence[str]) -> Case:
             "window": args.window_size,
             "softcap": args.softcap,
             "cu_seqlens": offsets,
-            "options": options,
+            "layout": args.layout,
+            "config": config,
         },
         sections=(Section("attention", "attention"),),
         unseen=("GPU kernels and transports: `dfa-megatron doctor` compares kernels on the GPUs themselves",),
@@ -95,7 +97,7 @@ def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, r
     if whole:
         q, k, v, dout = (x.double() for x in (q, k, v, dout))
     else:
-        held = layout_of_tokens(settings["options"]["layout"], tokens, dist.get_world_size(), offsets)
+        held = layout_of_tokens(settings["layout"], tokens, dist.get_world_size(), offsets)
         here = positions_of(held, dist.get_rank())
     q, k, v = (x[:, here].requires_grad_() for x in (q, k, v))
     out, lse = _dense(q, k, v, settings) if whole else _distributed(q, k, v, settings)
@@ -111,8 +113,9 @@ def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, r
 def _distributed(q: Tensor, k: Tensor, v: Tensor, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 
-    given: dict[str, Any] = {name: settings[name] for name in ("causal", "softcap")} | settings["options"]
+    given: dict[str, Any] = {name: settings[name] for name in ("causal", "softcap", "layout")}
     given |= {"window_size": tuple(settings["window"]), "return_lse": True}
+    given |= {"config": DistAttentionConfig(**settings["config"])}
     if settings["cu_seqlens"] is None:
         out, lse = dist_flash_attn_func(q, k, v, **given)
         return out, lse

@@ -79,9 +79,8 @@ def _both(args: TraceFlags, options: DistAttentionConfig, device: str) -> tuple[
     from dfa_megatron import dist_flash_attn_func
     from dfa_megatron.doctor.recording import gathered, record
     from dfa_megatron.plan.cost.simulate import simulate
-    from dfa_megatron.runtime.inputs import shape_of
-    from dfa_megatron.runtime.machine import profile_of
     from dfa_megatron.runtime.prepare import in_use
+    from dfa_megatron.runtime.problem import QKV, profile_of, shape_of
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     counts = (args.heads, args.kv_heads or args.heads, args.kv_heads or args.heads, args.heads)
@@ -90,7 +89,7 @@ def _both(args: TraceFlags, options: DistAttentionConfig, device: str) -> tuple[
     inputs = [x.requires_grad_() for x in (q, k, v)]
 
     def step() -> None:
-        out = dist_flash_attn_func(*inputs, **options.keywords() | {"layout": args.layout})
+        out = dist_flash_attn_func(*inputs, causal=True, layout=args.layout, config=options)
         torch.autograd.grad(out, inputs, dout)
 
     for _ in range(3):
@@ -100,7 +99,7 @@ def _both(args: TraceFlags, options: DistAttentionConfig, device: str) -> tuple[
         step()
     prepared = in_use()[-1]
     hardware = profile_of(options.hardware, device == "cuda", prepared.channel, prepared.kernel.name)
-    shape = dataclasses.replace(shape_of(prepared.request, q, k, v), backward_needs=prepared.format.backward_needs)
+    shape = dataclasses.replace(shape_of(prepared.request, QKV(q, k, v)), backward_needs=prepared.format.backward_needs)
     phases = (prepared.plan.forward, prepared.plan.backward)
     return (
         [(plan, simulate(plan, shape, hardware)) for plan in phases],

@@ -167,7 +167,8 @@ def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: Block) ->
                 )
         elif module.group_name is None:
             module.group_name = group_name(mesh.group)
-        module.options = {**block.options.keywords(), **module.options}
+        if module.config is None:
+            module.config = block.options.within("function")
     return bool(attention)
 
 

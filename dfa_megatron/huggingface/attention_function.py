@@ -109,7 +109,7 @@ def attention(
         "window_size": window,
         "softcap": softcap or 0.0,
         "sinks": s_aux,
-        **context.options.keywords(),
+        "config": context.options,
     }
     q, k, v = (x.transpose(1, 2) for x in _autocast(query, key, value))
     number = int(getattr(module, "layer_idx", None) or 0) + 1

@@ -74,7 +74,9 @@ def distribute_attention(
     known: LayerContext | None = getattr(inner, CONTEXT, None)
     before = known.before if known is not None else inner.config._attn_implementation
     _take_attention(inner)
-    context = LayerContext(group=name, size=group_size(name), options=options, before=before, accelerate=accelerate)
+    context = LayerContext(
+        group=name, size=group_size(name), options=options.within("function"), before=before, accelerate=accelerate
+    )
     decoder = inner.get_decoder()
     if known is None:
         inner.register_forward_pre_hook(inputs.follow_mode, with_kwargs=True)

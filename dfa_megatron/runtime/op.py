@@ -1,8 +1,9 @@
-"""The distributed attention as operators of torch.library, for compilers and checkpointing policies."""
+"""The distributed attention as an autograd function, and as operators of torch.library for compilers and policies."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -15,71 +16,140 @@ from dfa_megatron.runtime.execute.alibi_positions import slopes_error
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_error, sinks_gradient
 from dfa_megatron.runtime.execute.ulysses import HeadExchange
 from dfa_megatron.runtime.prepare import prepare, refuse
-from dfa_megatron.runtime.request import from_text
-from dfa_megatron.runtime.run import read_backward, run_backward, run_forward
+from dfa_megatron.runtime.problem import QKV
+from dfa_megatron.runtime.request import Request, from_text
+from dfa_megatron.runtime.run import needed_by_backward, run_backward, run_forward
 
-Kept = tuple[HeadExchange, torch.Tensor, torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""out like q with v's head_dim, and lse (batch, heads, rows) in the accumulator's dtype."""
+
+Exchanged = tuple[HeadExchange, torch.Tensor, torch.Tensor, torch.Tensor]
 """An exchange of heads, and the q, k and v that it made of the caller's."""
 
+Saved = tuple[torch.Tensor | None, ...]
+"""What every way of running saves, in this order: q, k, v, out, lse, sinks, slopes."""
 
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    request: str,
-    group: str,
-) -> tuple[torch.Tensor, torch.Tensor, Kept | None]:
-    """(out, lse), and what a backward may keep in place of q, k and v, so that it need not exchange them again."""
+
+class Inputs(NamedTuple):
+    """The tensors of one call: q (batch, rows, heads, head_dim), k and v with kv_heads; sinks, slopes (heads,)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sinks: torch.Tensor | None
+    slopes: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a call has beside its tensors.
+
+    known: its (out, lse), in a recompute whose first pass saved them; then nothing is computed or sent.
+    keeps: the backward may have q, k and v as heads were exchanged to, which takes the same memory.
+    """
+
+    request: Request
+    group: str
+    known: Pair | None = None
+    keeps: bool = False
+
+
+def _forward(inputs: Inputs, request: Request, group: str) -> tuple[Pair, Exchanged | None]:
+    """Return (out, lse), and tensors that a backward may save in place of q, k and v to spare an exchange."""
+    q, k, v, sinks, slopes = inputs
     error = None if sinks is None else sinks_error(sinks, q)
     error = error or (None if slopes is None else slopes_error(slopes, q))
     if error is not None:
-        refuse(error, group, from_text(request).guard)
+        refuse(error, group, request.guard)
         raise error
-    prepared = prepare(request, group, q, k, v, slopes)
-    heads, kept = prepared.exchange, None
+    prepared = prepare(request, group, QKV(q, k, v), slopes)
+    heads, exchanged = prepared.exchange, None
     with prepared.running(0, q.device):
         if heads is None:
-            out, lse = run_forward(prepared, q, k, v, slopes)
+            out, lse = run_forward(prepared, (q, k, v) if slopes is None else (q, k, v, slopes))
         else:
-            own = None if slopes is None else heads.own_heads(slopes)
+            own = () if slopes is None else (heads.own_heads(slopes),)
             whole = heads.before_forward(q, k, v)
-            out, lse = heads.after_forward(*run_forward(prepared, *whole, own))
-            kept = (heads, *whole) if heads.keeps else None
+            out, lse = heads.after_forward(*run_forward(prepared, (*whole, *own)))
+            exchanged = (heads, *whole) if heads.keeps else None
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
-    return out.contiguous(), lse.contiguous(), kept
+    return (out.contiguous(), lse.contiguous()), exchanged
 
 
 def _gradients(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    request: str,
-    group: str,
-    exchanged: HeadExchange | None = None,
+    dout: torch.Tensor, saved: Saved, request: Request, group: str, exchanged: HeadExchange | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k, v and sinks; exchanged: q, k and v are what this made of the caller's."""
-    given = (q, k, v) if exchanged is None else (exchanged.given(q), exchanged.given(k), exchanged.given(v))
-    prepared = prepare(request, group, *given, slopes)
-    heads, read = prepared.exchange, read_backward(prepared, dout, out)
+    """Return the gradients of q, k, v and sinks; exchanged: the saved q, k and v are this exchange's results."""
+    q, k, v, out, lse, sinks, slopes = saved
+    assert q is not None and k is not None and v is not None and out is not None and lse is not None  # noqa: PT018
+    given = QKV(q, k, v) if exchanged is None else QKV(*map(exchanged.given, (q, k, v)))
+    prepared = prepare(request, group, given, slopes)
+    heads, needed = prepared.exchange, needed_by_backward(prepared, dout, out)
     with prepared.running(1, dout.device):
         if heads is None:
-            gradients = run_backward(prepared, dout, q, k, v, read, lse, slopes)
+            inputs = dout, q, k, v, needed, lse
+            gradients = run_backward(prepared, inputs if slopes is None else (*inputs, slopes))
         else:
-            own = None if slopes is None else heads.own_heads(slopes)
-            whole = heads.before_backward(dout, q, k, v, read, lse, saved=exchanged is not None)
-            gradients = heads.after_backward(*run_backward(prepared, *whole, own))
+            own = () if slopes is None else (heads.own_heads(slopes),)
+            whole = heads.before_backward(dout, q, k, v, needed, lse, saved=exchanged is not None)
+            gradients = heads.after_backward(*run_backward(prepared, (*whole, *own)))
     if prepared.whole is not None:
         prepared.whole.end_of_backward()
     dq, dk, dv = (gradient.contiguous() for gradient in gradients)
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse, sinks)
+
+
+def attend(inputs: Inputs, call: Call) -> Pair:
+    """Return (out, lse) of a call, past PyTorch's dispatcher where nothing listens there: it costs half a millisecond.
+
+    Raises:
+        UnsupportedError: see `prepare`, and `Request.to_text` under a dispatch mode.
+    """
+    plain = _get_current_dispatch_mode() is None and type(inputs.q) in _PLAIN
+    if call.known is None and not plain:
+        out, lse = attention(*inputs, call.request.to_text(), call.group)
+    else:
+        out, lse = _Direct.apply(*inputs, call)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class _Direct(torch.autograd.Function):
+    """The attention of plain tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Pair:
+        """Return (out, lse) of the inputs and the call."""
+        *tensors, call = given
+        q, k, v, sinks, slopes = inputs = Inputs(*tensors)
+        ctx.call, ctx.exchanged, ctx.layer = call, None, current_layer()
+        if call.known is None:
+            (out, lse), exchanged = _forward(inputs, call.request, call.group)
+            if call.keeps and exchanged is not None:
+                ctx.exchanged, q, k, v = exchanged
+        else:
+            COUNTERS.replays += 1
+            out, lse = (x.detach() for x in call.known)
+        _save(ctx, q, k, v, out, lse, sinks, slopes)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of the inputs, and None for the call."""
+        saved = ctx.saved_tensors
+        with at_layer(ctx.layer):
+            *gradients, dsinks = _gradients(dout, saved, ctx.call.request, ctx.call.group, ctx.exchanged)
+        return *gradients, None if saved[5] is None else dsinks, None, None
+
+
+def _save(ctx: Any, *saved: torch.Tensor | None) -> None:
+    """Save the same for every way of running, because torch.utils.checkpoint compares: see `Saved`."""
+    ctx.save_for_backward(*saved)
+    ctx.mark_non_differentiable(saved[4])
 
 
 @torch.library.custom_op("dfa_megatron::attention", mutates_args=())
@@ -92,14 +162,12 @@ def attention(
     request: str,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of this rank's rows of a sequence sharded over a named group.
+    """Return (out, lse) of this rank's rows of a sequence sharded over a named group.
 
-    q (batch, local_seq, heads, head_dim); k, v with kv_heads; out like q with v's head_dim; lse (batch, heads,
-    local_seq) in float32, float64 for float64; sinks, slopes (heads,). `request` is `Request.to_text()`. lse carries no
-    gradient.
+    Tensors are those of `Inputs`; `request` is `Request.to_text()`. lse carries no gradient.
     """
-    out, lse, _ = _forward(q, k, v, sinks, slopes, request, group)
-    return out, lse
+    pair, _ = _forward(Inputs(q, k, v, sinks, slopes), from_text(request), group)
+    return pair
 
 
 @attention.register_fake
@@ -109,11 +177,10 @@ def _(
     v: torch.Tensor,
     sinks: torch.Tensor | None,
     slopes: torch.Tensor | None,
-    request: str,
-    group: str,
+    *constants: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if slopes is not None and (error := slopes_error(slopes, q)) is not None:
-        raise error  # here, for what is compiled keeps no trace of slopes that require a gradient
+        raise error  # here: a compiled region forgets that slopes require a gradient
     batch, rows, heads, _ = q.shape
     lse = q.new_empty((batch, heads, rows), dtype=accumulator_dtype(q.dtype))
     return q.new_empty((batch, rows, heads, v.shape[3])), lse
@@ -132,139 +199,26 @@ def attention_backward(
     request: str,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) of this rank's rows, given out and lse of the forward; dsinks (heads,), or (0,) without sinks."""
-    return _gradients(dout, q, k, v, out, lse, sinks, slopes, request, group)
+    """Return (dq, dk, dv) of this rank's rows, and dsinks (heads,), which is (0,) without sinks."""
+    return _gradients(dout, (q, k, v, out, lse, sinks, slopes), from_text(request), group)
 
 
 @attention_backward.register_fake
-def _(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    request: str,
-    group: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(dout: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v, _, lse, sinks, *_ = others
     dsinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
     q, k, v, sinks, slopes, ctx.request, ctx.group = inputs
     _save(ctx, q, k, v, *output, sinks, slopes)
 
 
-def _save(ctx: Any, *tensors: torch.Tensor | None) -> None:
-    """What every way of running keeps, for torch.utils.checkpoint compares: q, k, v, out, lse, sinks, slopes.
-
-    In their place, where nobody compares, `Direct` keeps what heads were exchanged to.
-    """
-    ctx.save_for_backward(*tensors)
-    ctx.mark_non_differentiable(tensors[4])
-
-
 def _backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, sinks, slopes = ctx.saved_tensors
-    dq, dk, dv, dsinks = attention_backward(dout, q, k, v, out, lse, sinks, slopes, ctx.request, ctx.group)
-    return dq, dk, dv, None if sinks is None else dsinks, None, None, None
+    saved = ctx.saved_tensors
+    *gradients, dsinks = attention_backward(dout, *saved, ctx.request, ctx.group)
+    return *gradients, None if saved[5] is None else dsinks, None, None, None
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
-
-
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    request: str,
-    group: str,
-    *,
-    replayed: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator, or the same past PyTorch's dispatcher where nothing listens there: it costs half a millisecond.
-
-    replayed: the results are recorded, and the backward will be that of a `Replay`.
-    """
-    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None or type(q) not in _PLAIN:
-        out, lse = attention(q, k, v, sinks, slopes, request, group)
-    else:
-        out, lse = Direct.apply(q, k, v, sinks, slopes, request, group, not replayed)  # type: ignore[no-untyped-call]
-    return out, lse
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-class Direct(torch.autograd.Function):
-    """The operator for plain tensors."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        slopes: torch.Tensor | None,
-        request: str,
-        group: str,
-        keeps: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse). keeps: q, k and v may be kept as heads were exchanged to, in as much memory."""
-        out, lse, kept = _forward(q, k, v, sinks, slopes, request, group)
-        ctx.request, ctx.group, ctx.exchanged, ctx.layer = request, group, None, current_layer()
-        if keeps and kept is not None:
-            ctx.exchanged, q, k, v = kept
-        _save(ctx, q, k, v, out, lse, sinks, slopes)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        """The operator's backward."""
-        return *_direct_backward(ctx, dout), None
-
-
-class Replay(torch.autograd.Function):
-    """The attention of a recompute whose (out, lse) are known: nothing is computed or sent; the same backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        slopes: torch.Tensor | None,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        request: str,
-        group: str,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) as they were."""
-        COUNTERS.replays += 1
-        out, lse = out.detach(), lse.detach()
-        ctx.request, ctx.group, ctx.exchanged, ctx.layer = request, group, None, current_layer()
-        _save(ctx, q, k, v, out, lse, sinks, slopes)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        """The operator's backward."""
-        dq, dk, dv, dsinks, slopes, request, group = _direct_backward(ctx, dout)
-        return dq, dk, dv, dsinks, slopes, None, None, request, group
-
-
-def _direct_backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-    """The gradients of (q, k, v, sinks, slopes, request, group), past the dispatcher."""
-    q, k, v, out, lse, sinks, slopes = ctx.saved_tensors
-    with at_layer(ctx.layer):
-        dq, dk, dv, dsinks = _gradients(dout, q, k, v, out, lse, sinks, slopes, ctx.request, ctx.group, ctx.exchanged)
-    return dq, dk, dv, None if sinks is None else dsinks, None, None, None

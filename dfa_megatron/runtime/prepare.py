@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel, Form
 from dfa_megatron.plan.language.grid import grid
@@ -29,10 +30,9 @@ from dfa_megatron.runtime.execute.cuda_graph import Captured
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format
-from dfa_megatron.runtime.inputs import refuse_tensors
-from dfa_megatron.runtime.problem import degree_of, format_of, kernel_of, problem_of
+from dfa_megatron.runtime.problem import QKV, degree_of, format_of, kernel_of, problem_of, refuse_tensors
 from dfa_megatron.runtime.rank_plan import RankPlan, rank_plan
-from dfa_megatron.runtime.request import Request, from_text
+from dfa_megatron.runtime.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Prepared:
     @property
     def transport(self) -> str:
         """What its channel is asked for: "auto" where that was asked for and the messages are not too large for it."""
-        asked = self.request.transport
+        asked = self.request.config.transport
         return "p2p" if asked == "auto" and self.arena_bytes > LARGEST_ARENA else asked
 
     @property
@@ -120,30 +120,22 @@ class Prepared:
         return grid(plan, mark=(step, self.forward.program.rank))
 
 
-def build(
-    request: Request,
-    ranks: int,
-    rank: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    over: Channel | None = None,
-) -> Prepared:
+def build(request: Request, ranks: int, rank: int, qkv: QKV, over: Channel | None = None) -> Prepared:
     """Prepare without asking the other ranks.
 
     Raises:
         UnsupportedError: the tensors do not fit together, or nothing serves the request.
     """
-    refuse_tensors(q, k, v)
+    refuse_tensors(qkv)
     request.check()
-    if request.cuda_graph and not q.is_cuda:
-        raise UnsupportedError(f"cuda_graph=True on {q.device}", "it has no CUDA graphs", "cuda_graph=False")
+    if request.config.cuda_graph and not qkv.q.is_cuda:
+        raise UnsupportedError(f"cuda_graph=True on {qkv.q.device}", "it has no CUDA graphs", "cuda_graph=False")
 
     def format_for(forms: frozenset[Form]) -> Format:
-        return format_of(request, kernel_of(request, forms, q, k, v), q, k, v)
+        return format_of(request, kernel_of(request, forms, qkv), qkv)
 
-    known = rank_plan(problem_of(request, ranks, q, k, v, over), rank, format_for)
-    return Prepared(request, known, kernel_of(request, known.forms, q, k, v), over)
+    known = rank_plan(problem_of(request, ranks, qkv, over), rank, format_for)
+    return Prepared(request, known, kernel_of(request, known.forms, qkv), over)
 
 
 @dataclass(slots=True)
@@ -174,18 +166,16 @@ def plans_in_use() -> tuple[AttentionPlan, ...]:
     return tuple(prepared.plan for prepared in in_use())
 
 
-def prepare(
-    text: str, group: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None = None
-) -> Prepared:
-    """The prepared attention of a request over a named group; ranks compare theirs the first time.
+def prepare(request: Request, group: str, qkv: QKV, slopes: torch.Tensor | None = None) -> Prepared:
+    """Return the prepared attention of a request over a named group; ranks compare theirs the first time.
 
-    slopes: of ALiBi, compared with the rest.
+    Args:
+        slopes: of ALiBi, compared with the rest.
 
     Raises:
         UnsupportedError: nothing serves the request.
         DisagreementError: the ranks ask for different things, or one of them refused.
     """
-    request = from_text(text)
     over = channel(group, request.guard) if group_size(group) > 1 else None
     if over is None:
         group = ""  # one rank needs no channel: the plans are the same over every group
@@ -194,14 +184,17 @@ def prepare(
         if over is not None:
             over.before_closing(functools.partial(_forget, group, over))
     _known.move_to_end(group)
-    known = _known[group].prepared
-    key = (text, q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
-    prepared = known.get(key)
+    known, q, k, v = _known[group].prepared, *qkv
+    key = (request, q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
+    try:
+        prepared = known.get(key)
+    except TypeError:  # a value without a hash, which `Request.check` refuses
+        prepared = None
     if prepared is not None:
         known.move_to_end(key)
         return prepared
     with over.calls.preparing() if over is not None and request.guard.verify else contextlib.nullcontext():
-        prepared = _build_and_agree(request, over, q, k, v, slopes)
+        prepared = _build_and_agree(request, over, qkv, slopes)
         _open_transport(prepared, q.device)
     known[key] = prepared
     if len(known) > _KEPT:
@@ -209,38 +202,44 @@ def prepare(
     return prepared
 
 
-def _build_and_agree(
-    request: Request,
-    over: Channel | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slopes: torch.Tensor | None,
-) -> Prepared:
+_Splits = tuple[HeadSplit, TokenSplit]
+
+
+def _build_and_agree(request: Request, over: Channel | None, qkv: QKV, slopes: torch.Tensor | None) -> Prepared:
     """Build, and let every rank know of an error on any: nobody is left waiting."""
-    rank, size = (over.rank, over.size) if over else (0, 1)
     compare = over is not None and request.guard.verify
-    splits = None
     try:
-        refuse_tensors(q, k, v)
-        request.check()
-        degree = degree_of(request, over, q, k, v)
-        if degree == 1:
-            prepared = build(request, size, rank, q, k, v, over)
-        else:
-            heads = split_heads(degree, size, q.shape[2], k.shape[2])
-            tokens = split_tokens(degree, rank, size, request.layout, q.shape[1])
-            splits = heads, tokens
-            prepared = build(request, len(tokens.plan_group), tokens.plan_group.index(rank), *stand_ins(heads, q, k, v))
+        prepared, splits = _build_with_degree(request, over, qkv)
     except Exception as error:
         if compare and over is not None:
             _tell(error, over)
         raise
     if compare and over is not None:
-        facts = _facts(prepared, q, k, v, slopes) | {"thread": over.calls.thread}
+        facts = _facts(prepared, qkv, slopes) | {"thread": over.calls.thread}
         over.agree(facts)
         prepared = replace(prepared, whole=over, kinds=_kinds(facts, prepared))
-    return prepared if splits is None or over is None else _connected(prepared, *splits, over, q.device)
+    return prepared if splits is None or over is None else _connected(prepared, *splits, over, qkv.q.device)
+
+
+def _build_with_degree(request: Request, over: Channel | None, qkv: QKV) -> tuple[Prepared, _Splits | None]:
+    """Build for the degree of Ulysses; "auto" falls back to no exchange where its degree is refused."""
+    rank, size = (over.rank, over.size) if over else (0, 1)
+    refuse_tensors(qkv)
+    request.check()
+    degree = degree_of(request, qkv, over)
+    if degree > 1:
+        if request.plan is not None:
+            why = "a plan is one of all ranks of the group"
+            raise UnsupportedError(f"ulysses_degree={degree} with a plan", why, "ulysses_degree=1, or mask=")
+        try:
+            heads = split_heads(degree, size, qkv.q.shape[2], qkv.k.shape[2])
+            tokens = split_tokens(degree, rank, size, request.layout, qkv.q.shape[1])
+            stands = QKV(*stand_ins(heads, *qkv))
+            return build(request, len(tokens.plan_group), tokens.plan_group.index(rank), stands), (heads, tokens)
+        except UnsupportedError:
+            if request.config.ulysses_degree != "auto":
+                raise
+    return build(request, size, rank, qkv, over), None
 
 
 def refuse(error: DistAttentionError, group: str, guard: Guard) -> None:
@@ -264,8 +263,8 @@ def _open_transport(prepared: Prepared, device: torch.device) -> None:
         UnsupportedError: the transport that was asked for cannot serve these ranks.
     """
     if prepared.channel is not None:
-        request, nbytes = prepared.request, prepared.arena_bytes
-        if prepared.transport != request.transport and device.type == "cuda":
+        asked, nbytes = prepared.request.config.transport, prepared.arena_bytes
+        if prepared.transport != asked and device.type == "cuda":
             logger.info(
                 "messages go point to point: they need %.1f GiB, which the copy engines would keep between calls",
                 nbytes / 2**30,
@@ -289,15 +288,20 @@ def _connected(
     return replace(prepared, exchange=HeadExchange(heads, tokens, inner), channel=outer)
 
 
-def _facts(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None) -> Facts:
+def _facts(prepared: Prepared, qkv: QKV, slopes: torch.Tensor | None) -> Facts:
+    """Return everything about which the ranks must agree, as text."""
     from dfa_megatron import __version__
 
-    facts = {f"request.{name}": repr(getattr(prepared.request, name)) for name in Request.__dataclass_fields__}
-    facts["request.cu_seqlens"] = describe(prepared.request.cu_seqlens)
-    facts |= {f"shape of {name}": str(tuple(x.shape)) for name, x in (("q", q), ("k", k), ("v", v))}
-    facts |= {
-        "dtype": str(q.dtype),
-        "device": q.device.type,
+    request = prepared.request
+    facts = {f"request.{name}": repr(getattr(request, name)) for name in _COMPARED}
+    facts |= {f"request.{spec.name}": repr(getattr(request.config, spec.name)) for spec in _OPTIONS}
+    facts |= {f"shape of {name}": str(tuple(x.shape)) for name, x in zip("qkv", qkv, strict=True)}
+    return facts | {
+        "request.cu_seqlens": describe(request.cu_seqlens),
+        "request.mask": str(request.mask and request.mask.name),
+        "request.plan": str(request.plan),
+        "dtype": str(qkv.q.dtype),
+        "device": qkv.q.device.type,
         "alibi_slopes": alibi.describe(slopes),
         "plan": f"{prepared.rank_plan.schedule}, digest {prepared.rank_plan.digest}",
         "kernel": prepared.kernel.name,
@@ -305,17 +309,21 @@ def _facts(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         "torch": torch.__version__,
         "dfa_megatron": __version__,
     }
-    return facts
+
+
+_OPTIONS = DistAttentionConfig.options("function")
+_COMPARED = ("causal", "softmax_scale", "window_size", "softcap", "sinks", "alibi", "layout")
+"""Fields of a request that print in a few words."""
 
 
 def _kinds(facts: Facts, prepared: Prepared) -> tuple[Kind, Kind]:
     """What a forward and a backward of it are, for ranks that compare their calls."""
     request, defaults = prepared.request, Request.__dataclass_fields__
-    options = [
-        f"{name}={value!r}"
-        for name in ("causal", "softmax_scale", "window_size", "softcap", "sinks", "alibi", "layout", "ulysses_degree")
-        if (value := getattr(request, name)) != defaults[name].default
-    ]
+    options = [f"{name}={value!r}" for name in _COMPARED if (value := getattr(request, name)) != defaults[name].default]
+    if (degree := request.config.ulysses_degree) != "auto":
+        options.append(f"ulysses_degree={degree}")
+    if request.mask is not None or request.plan is not None:
+        options.append(prepared.plan.forward.mask.name)
     packed = [describe(request.cu_seqlens)] if request.cu_seqlens else []
     shapes = ", ".join(f"{name} {facts[f'shape of {name}']}" for name in ("q", "k", "v"))
     text = ", ".join((shapes, facts["dtype"], facts["plan"].partition(",")[0], facts["kernel"], *options, *packed))

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Form, form_of
 from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.cost.hardware import Hardware
-from dfa_megatron.plan.language.ir import AttentionPlan
+from dfa_megatron.plan.language.geometry import joined_spans
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan
 from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.lowering.positions import Tokens, tokens
 from dfa_megatron.plan.proof.check import check
+from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
 from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.request import Request
@@ -30,11 +33,12 @@ _KEPT = 256
 class Problem:
     """All that a plan depends on; equal problems give equal plans on every rank.
 
-    asks: a request with defaults for what plans do not depend on (see `Request.for_plan`). ranks: of the plan.
-    local_length: tokens of each. shape, hardware: what "auto" decides by.
+    asks: a request with defaults for fields on which no plan depends (see `Request.for_plan`). ranks: of the plan.
+    local_length: tokens of each. shape, hardware: "auto" decides by these.
     """
 
     asks: Request
+    schedule: str
     ranks: int
     local_length: int
     shape: AttentionShape
@@ -67,21 +71,51 @@ class RankPlan:
 
 @lru_cache(maxsize=16)  # every rank's programs: with new documents in every batch few come again
 def planned(problem: Problem) -> tuple[AttentionPlan, tuple[Program, ...], tuple[Program, ...]]:
-    """The checked plan of a problem and its programs for every rank, forward and backward.
+    """Return the checked plan of a problem and its programs for every rank, forward and backward.
 
     Raises:
-        UnsupportedError: no schedule serves the problem.
+        UnsupportedError: no schedule serves the problem, or the caller's plan does not fit it.
+        PlanError: the caller's plan is wrong; shows where.
     """
-    batch = problem.shape.batch
-    plan = make_plan(
-        problem.asks.mask(problem.ranks * problem.local_length),
-        problem.ranks,
-        schedule=problem.asks.schedule,
-        layout=problem.asks.layout,
-        shape=problem.shape,
-        hardware=problem.hardware,
-    )
+    batch, asks = problem.shape.batch, problem.asks
+    mask = asks.mask_over(problem.ranks * problem.local_length)
+    if asks.plan is None:
+        plan = make_plan(
+            mask,
+            problem.ranks,
+            schedule=problem.schedule,
+            layout=asks.layout,
+            shape=problem.shape,
+            hardware=problem.hardware,
+        )
+    else:
+        plan = asks.plan
+        _refuse_plan(plan, problem)
     return plan, tuple(check(plan.forward, batch)), tuple(check(plan.backward, batch))
+
+
+def _refuse_plan(plan: AttentionPlan, problem: Problem) -> None:
+    """Refuse a caller's plan that is not one of these ranks and tokens; `check` then proves that it is right.
+
+    Raises:
+        UnsupportedError: says what does not fit.
+    """
+    what, layout, mask = f"the plan {plan}", problem.asks.layout, plan.forward.mask
+    if (plan.forward.phase, plan.backward.phase) != (FORWARD, BACKWARD) or plan.backward.mask != mask:
+        why = "its phases are not a forward and the backward of the same mask"
+        raise UnsupportedError(what, why, "both phases of one make_plan")
+    for phase in (plan.forward, plan.backward):
+        if phase.ranks != problem.ranks:
+            why = f"it is for {phase.ranks} ranks, and {problem.ranks} share the sequence"
+            raise UnsupportedError(what, why, f"make_plan(mask, {problem.ranks})")
+        held = layout_of(layout, mask.balanced_by or mask, problem.ranks)
+        if any(
+            joined_spans(phase.layout.spans(rank)) != joined_spans(held.spans(rank)) for rank in range(problem.ranks)
+        ):
+            why = f"it places tokens by layout {plan.layout!r}, and the ranks hold them by {layout!r}"
+            raise UnsupportedError(what, why, f"layout={plan.layout!r} and tensors of such tokens")
+    if problem.schedule not in ("auto", plan.schedule):
+        raise UnsupportedError(f"schedule={problem.schedule!r} with a plan", "the plan says it", "schedule='auto'")
 
 
 def forms_of(*programs: tuple[Program, ...]) -> frozenset[Form]:

@@ -1,118 +1,166 @@
-"""What one call asks for, as a value that prints to a line of JSON: the operator takes it as a string constant."""
+"""What one call asks for: a frozen value, and as text for the operator, which takes only tensors and strings."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.names import LAYOUTS, nearest
+from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.mask import Mask, of_window
+from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.cu_seqlens import Offsets, balancing_mask, mask_of
+
+DEFAULTS = DistAttentionConfig()
+_guard = lru_cache(maxsize=16)(Guard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Everything about a distributed attention that is not a tensor or a group.
+    """Everything about a distributed attention that is not a tensor or a group: the mathematics, and the options.
 
-    sinks: the call brings a sink for each head; a tensor, but ranks must agree on whether there is one.
-    alibi: the call brings a slope for each head, the same.
+    Exactly one of causal (with window_size), mask and plan says which tokens attend to which.
+
+    sinks, alibi: whether the call brings a sink, or a slope, for each head; the ranks must agree.
+    layout: the tokens that a rank holds.
     cu_seqlens: global token offsets of packed documents; empty for sequences that are one document each.
     """
 
     softmax_scale: float
-    causal: bool = True
+    causal: bool | None = None
     window_size: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
-    schedule: str = "auto"
+    mask: Mask | None = None
+    plan: AttentionPlan | None = field(default=None, hash=False)  # thousands of blocks
     layout: str = "contiguous"
-    ulysses_degree: int | str = "auto"
-    kernel: str = "auto"
-    deterministic: bool = False
-    wire_dtype: str = "input"
-    transport: str = "auto"
-    cuda_graph: bool = False
-    hardware: str = "auto"
-    verify: str = "on"
-    agreement_timeout: float = 120.0
-    stall_timeout: float = 1800.0
     cu_seqlens: Offsets = ()
+    config: DistAttentionConfig = DEFAULTS
 
     def __post_init__(self) -> None:
-        for name in ("softmax_scale", "softcap", "agreement_timeout", "stall_timeout"):
-            if type(value := getattr(self, name)) is int:
-                object.__setattr__(self, name, float(value))
+        if type(self.softmax_scale) is int:
+            object.__setattr__(self, "softmax_scale", float(self.softmax_scale))
+        if type(self.softcap) is int:
+            object.__setattr__(self, "softcap", float(self.softcap))
+        if isinstance(self.window_size, list):
+            object.__setattr__(self, "window_size", tuple(self.window_size))
 
     def check(self) -> None:
-        """Refuse values that no attention can have; what a plan or a kernel decides is refused there.
+        """Refuse values that no attention can have; a plan or a kernel refuses the rest.
 
         Raises:
-            UnsupportedError: names the option, and values that it can have.
+            UnsupportedError: names the argument, and values that it can have.
         """
-        names = {spec.name for spec in DistAttentionConfig.options("function")} - {"schedule", "kernel"}
-        DistAttentionConfig(**{name: getattr(self, name) for name in names})
-        if type(self.causal) is not bool:
-            raise UnsupportedError(f"causal={self.causal!r}", "it must be of type bool", "True or False")
-        window = self.window_size
-        if type(window) is not tuple or len(window) != 2 or any(type(side) is not int or side < -1 for side in window):
-            why, instead = (
-                "it is two integers, the tokens to each side",
-                "(left, right), each -1 for no bound or at least 0",
-            )
-            raise UnsupportedError(f"window_size={window!r}", why, instead)
+        self.config.refuse_outside("function", "its default, where the function is called directly")
+        self._check_mask()
         if type(self.softcap) is not float:
             raise UnsupportedError(f"softcap={self.softcap!r}", "it must be of type float", "0.0 for none")
         if type(self.softmax_scale) is not float or not 0 < self.softmax_scale < math.inf:
             what, instead = f"softmax_scale={self.softmax_scale!r}", "None, which is head_dim ** -0.5"
             raise UnsupportedError(what, "it is positive and finite", instead)
+        if self.layout not in LAYOUTS:
+            raise UnsupportedError(f"layout={self.layout!r}", "there is no such layout", nearest(self.layout, LAYOUTS))
 
-    def mask(self, length: int) -> Mask:
-        """The mask over a whole sequence of that many tokens.
+    def _check_mask(self) -> None:
+        """Refuse a call without one definition of its mask, or with two."""
+        window = self.window_size
+        ways = {
+            "causal or window_size": self.causal is not None or window != (-1, -1),
+            "mask": self.mask is not None,
+            "plan": self.plan is not None,
+        }
+        given = [name for name, there in ways.items() if there]
+        if len(given) > 1:
+            raise UnsupportedError(" and ".join(given), "each says which tokens attend to which", "one of them alone")
+        if self.mask is not None or self.plan is not None:
+            for value, kind in ((self.mask, Mask), (self.plan, AttentionPlan)):
+                if value is not None and type(value) is not kind:
+                    what = f"{kind.__name__} of type {type(value).__name__}"
+                    raise UnsupportedError(what, "it is not one", "dfa_megatron.masks, or dfa_megatron.make_plan")
+            return
+        if self.causal is None:
+            why, instead = "nothing says which tokens attend to which", "causal=True or causal=False, a mask or a plan"
+            raise UnsupportedError("attention without causal, mask and plan", why, instead)
+        if type(self.causal) is not bool:
+            raise UnsupportedError(f"causal={self.causal!r}", "it must be of type bool", "True or False")
+        if type(window) is not tuple or len(window) != 2 or any(type(side) is not int or side < -1 for side in window):
+            why, instead = "it is the tokens to each side", "(left, right), each -1 for no bound or at least 0"
+            raise UnsupportedError(f"window_size={window!r}", why, instead)
+
+    def mask_over(self, length: int) -> Mask:
+        """Return the mask over a whole sequence of that many tokens.
 
         Raises:
-            UnsupportedError: the documents are not those of so many tokens, or the layout needs some.
+            UnsupportedError: documents, mask or plan have another length, or the layout needs documents.
         """
-        if not self.cu_seqlens:
-            if self.layout == "load_balanced":
-                why, instead = "its tokens are load_balanced by documents", "dist_flash_attn_varlen_func"
-                raise UnsupportedError("layout 'load_balanced' without cu_seqlens", why, instead)
-            return of_window(length, self.causal, self.window_size)
-        mask = mask_of(self.cu_seqlens, length, causal=self.causal, window_size=self.window_size)
-        return (
-            replace(mask, balanced_by=balancing_mask(self.cu_seqlens, length))
-            if self.layout == "load_balanced"
-            else mask
-        )
+        given = self.mask if self.plan is None else self.plan.forward.mask
+        if given is not None and given.length != length:
+            what = f"a {'mask' if self.plan is None else 'plan'} over {given.length} tokens"
+            why = f"the ranks hold {length} tokens together"
+            raise UnsupportedError(what, why, f"one over {length} tokens, or other tensors")
+        if self.cu_seqlens:
+            mask = mask_of(self.cu_seqlens, length, causal=bool(self.causal), window_size=self.window_size)
+            balanced = self.layout == "load_balanced"
+            return replace(mask, balanced_by=balancing_mask(self.cu_seqlens, length)) if balanced else mask
+        if self.layout == "load_balanced" and self.plan is None:
+            why, instead = "the documents decide which rank holds a token", "dist_flash_attn_varlen_func, or a plan"
+            raise UnsupportedError("layout 'load_balanced' without cu_seqlens", why, instead)
+        return of_window(length, bool(self.causal), self.window_size) if given is None else given
+
+    @property
+    def irregular(self) -> bool:
+        """Whether the caller's own mask has several tiles, so that kernels meet many lengths."""
+        given = self.mask if self.plan is None else self.plan.forward.mask
+        return given is not None and len(given.tiles) > 1
 
     @property
     def guard(self) -> Guard:
         """How the group's calls are looked after."""
-        return Guard.of(self.verify, self.agreement_timeout, self.stall_timeout)
+        config = self.config
+        return _guard(config.verify == "on", config.agreement_timeout, config.stall_timeout)
 
     def for_plan(self) -> Request:
-        """The request with defaults for what its plan does not depend on: layers that differ in that share plans."""
-        kept = {name: getattr(self, name) for name in _PLANNED}
-        return Request(softmax_scale=1.0, **kept)
+        """Return the request with defaults for fields on which no plan depends, so that layers share plans."""
+        return Request(softmax_scale=1.0, **{name: getattr(self, name) for name in _PLANNED})
 
     def to_text(self) -> str:
-        """One line of JSON; equal requests give equal text. A value of no JSON type is written as Python shows it."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, default=repr)
+        """Return one line of JSON; equal requests give equal text.
+
+        Raises:
+            UnsupportedError: there is a plan.
+        """
+        if self.plan is not None:
+            what = "a plan under torch.compile, or under a dispatch mode of PyTorch"
+            raise UnsupportedError(
+                what, "the operator takes strings, and a plan's would be long", "mask=, or eager mode"
+            )
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values["config"] = dataclasses.asdict(self.config)
+        if isinstance(self.mask, Mask):
+            tiles = [(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi) for t in self.mask.tiles]
+            values["mask"] = self.mask.name, self.mask.length, tiles
+        return json.dumps(values, sort_keys=True, default=repr)
 
 
-_PLANNED = ("causal", "window_size", "schedule", "layout", "cu_seqlens")
+_PLANNED = ("causal", "window_size", "layout", "cu_seqlens", "mask", "plan")
 
 
 @lru_cache(maxsize=256)
 def from_text(text: str) -> Request:
-    """The request that `to_text` wrote."""
+    """Return the request that `to_text` wrote."""
     values: dict[str, Any] = json.loads(text)
     for name in ("window_size", "cu_seqlens"):
         values[name] = tuple(values[name]) if isinstance(values[name], list) else values[name]
+    if isinstance(values["mask"], list):
+        name, length, tiles = values["mask"]
+        values["mask"] = Mask(name, length, tuple(Tile(Span(a, b), Span(c, d), lo, hi) for a, b, c, d, lo, hi in tiles))
+    values["config"] = DistAttentionConfig(**values["config"])
     return Request(**values)

@@ -23,98 +23,68 @@ from dfa_megatron.runtime.hooks import Run, active_hooks
 from dfa_megatron.runtime.prepare import Prepared
 
 
-def forward_algebra(
-    prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, arena: Arena
-) -> Tensors:
-    """The memory of one rank's forward."""
+def forward_algebra(prepared: Prepared, inputs: Fields, arena: Arena) -> Tensors:
+    """Return the memory of one rank's forward. inputs: see `run_forward`."""
+    q, k, v, *slopes = inputs
     return _algebra(prepared, prepared.forward, {"q": (q,), "kv": (k, v)}, slopes, arena)
 
 
-def backward_algebra(
-    prepared: Prepared,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    read: torch.Tensor,
-    lse: torch.Tensor,
-    slopes: torch.Tensor | None,
-    arena: Arena,
-) -> Tensors:
-    """The memory of one rank's backward; read: see `read_backward`."""
-    return _algebra(prepared, prepared.backward, {"qdo": (q, dout, lse, read), "kv": (k, v)}, slopes, arena)
+def backward_algebra(prepared: Prepared, inputs: Fields, arena: Arena) -> Tensors:
+    """Return the memory of one rank's backward. inputs: see `run_backward`."""
+    dout, q, k, v, needed, lse, *slopes = inputs
+    return _algebra(prepared, prepared.backward, {"qdo": (q, dout, lse, needed), "kv": (k, v)}, slopes, arena)
 
 
-def read_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """What the kernel's backward reads of rows beside their lse: out, or delta (batch, heads, rows), computed once."""
+def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return out or delta (batch, heads, rows), whichever the kernel's backward reads beside lse."""
     return row_dot(dout, out) if prepared.format.backward_needs == "delta" else out
 
 
-def run_forward(
-    prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of this rank's rows: out in q's dtype, lse in the accumulator's. slopes: of ALiBi, for q's heads."""
+def run_forward(prepared: Prepared, inputs: Fields) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of this rank's rows: out in q's dtype, lse in the accumulator's.
+
+    Args:
+        inputs: q, k, v, and with ALiBi the slopes of q's heads.
+    """
     COUNTERS.attention_forwards += 1
     COUNTERS.kernel_forwards += prepared.forward.calls
     COUNTERS.forward_messages += prepared.forward.messages
     COUNTERS.forward_bytes += prepared.forward.message_bytes
-    out, lse = _captured_or_not(prepared, prepared.forward, _forward, (q, k, v, *_given(slopes)))
+    out, lse = _captured_or_not(prepared, prepared.forward, _forward, inputs)
     return out, lse
 
 
-def run_backward(
-    prepared: Prepared,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    read: torch.Tensor,
-    lse: torch.Tensor,
-    slopes: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv) of this rank's rows, in q's dtype; read: see `read_backward`."""
+def run_backward(prepared: Prepared, inputs: Fields) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dq, dk, dv) of this rank's rows, in q's dtype.
+
+    Args:
+        inputs: dout, q, k, v, the result of `needed_by_backward`, lse, and with ALiBi the slopes of q's heads.
+    """
     COUNTERS.attention_backwards += 1
     COUNTERS.kernel_backwards += prepared.backward.calls
     COUNTERS.backward_messages += prepared.backward.messages
     COUNTERS.backward_bytes += prepared.backward.message_bytes
-    inputs = (dout, q, k, v, read, lse, *_given(slopes))
     dq, dk, dv = _captured_or_not(prepared, prepared.backward, _backward, inputs)
     return dq, dk, dv
 
 
-def _given(slopes: torch.Tensor | None) -> Fields:
-    """An input like any other where there are some: a captured graph must see those of each call."""
-    return () if slopes is None else (slopes,)
+def _forward(prepared: Prepared, *inputs: torch.Tensor) -> Fields:
+    transport, arena = _way(prepared, prepared.forward, inputs[0].device)
+    tensors = forward_algebra(prepared, inputs, arena)
+    _execute(prepared, tensors, transport)
+    return tensors.result("out")
 
 
-def _forward(
-    prepared: Prepared, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None = None
-) -> Fields:
-    transport, arena = _way(prepared, prepared.forward, q.device)
-    algebra = forward_algebra(prepared, q, k, v, slopes, arena)
-    _execute(prepared, algebra, transport)
-    return algebra.result("out")
-
-
-def _backward(
-    prepared: Prepared,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    read: torch.Tensor,
-    lse: torch.Tensor,
-    slopes: torch.Tensor | None = None,
-) -> Fields:
-    transport, arena = _way(prepared, prepared.backward, dout.device)
-    algebra = backward_algebra(prepared, dout, q, k, v, read, lse, slopes, arena)
-    _execute(prepared, algebra, transport)
-    return *algebra.result("dq"), *algebra.result("dkv")
+def _backward(prepared: Prepared, *inputs: torch.Tensor) -> Fields:
+    transport, arena = _way(prepared, prepared.backward, inputs[0].device)
+    tensors = backward_algebra(prepared, inputs, arena)
+    _execute(prepared, tensors, transport)
+    return *tensors.result("dq"), *tensors.result("dkv")
 
 
 def _captured_or_not(prepared: Prepared, memory: MemoryPlan, run: Callable[..., Fields], inputs: Fields) -> Fields:
     """Run, or replay where graphs were asked for and the caller is not capturing one of its own."""
-    if not prepared.request.cuda_graph or torch.cuda.is_current_stream_capturing():
+    if not prepared.request.config.cuda_graph or torch.cuda.is_current_stream_capturing():
         return run(prepared, *inputs)
     # An arena that has grown lies elsewhere.
     key: tuple[str | int, ...] = (
@@ -130,13 +100,17 @@ def _captured_or_not(prepared: Prepared, memory: MemoryPlan, run: Callable[..., 
 
 
 def _algebra(
-    prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], slopes: torch.Tensor | None, arena: Arena
+    prepared: Prepared, memory: MemoryPlan, home: dict[str, Fields], slopes: Sequence[torch.Tensor], arena: Arena
 ) -> Tensors:
     request = prepared.request
-    options: dict[str, Any] = {name: getattr(request, name) for name in ("softmax_scale", "softcap", "deterministic")}
-    forward = memory is prepared.forward
-    if slopes is not None:
-        options["bias"] = GlobalBias(slopes, memory, prepared.rank_plan.tokens[0 if forward else 1])
+    options: dict[str, Any] = {
+        "softmax_scale": request.softmax_scale,
+        "softcap": request.softcap,
+        "deterministic": request.config.deterministic,
+    }
+    if slopes:
+        of_phase = prepared.rank_plan.tokens[0 if memory is prepared.forward else 1]
+        options["bias"] = GlobalBias(slopes[0], memory, of_phase)
     return Tensors(memory, prepared.kernel, home, arena, **options)
 
 

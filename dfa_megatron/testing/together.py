@@ -10,15 +10,16 @@ from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.runtime.comm.arena import Arena
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared, build
+from dfa_megatron.runtime.problem import QKV
 from dfa_megatron.runtime.request import Request
-from dfa_megatron.runtime.run import backward_algebra, forward_algebra, read_backward
+from dfa_megatron.runtime.run import backward_algebra, forward_algebra, needed_by_backward
 
 Shards = Sequence[torch.Tensor]
 
 
 def prepare_together(request: Request, q: Shards, k: Shards, v: Shards) -> list[Prepared]:
     """Prepare every rank; shard r is what rank r would hold."""
-    return [build(request, len(q), rank, q[rank], k[rank], v[rank]) for rank in range(len(q))]
+    return [build(request, len(q), rank, QKV(q[rank], k[rank], v[rank])) for rank in range(len(q))]
 
 
 @torch.no_grad()
@@ -27,7 +28,8 @@ def forward_together(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(out, lse) of every rank."""
     algebras = [
-        forward_algebra(p, q[rank], k[rank], v[rank], slopes, _arena(p.forward, q)) for rank, p in enumerate(prepared)
+        forward_algebra(p, (q[rank], k[rank], v[rank], *_given(slopes)), _arena(p.forward, q))
+        for rank, p in enumerate(prepared)
     ]
     run_together([p.forward.program for p in prepared], algebras)
     return [(out, lse) for out, lse in (algebra.result("out") for algebra in algebras)]
@@ -46,12 +48,18 @@ def backward_together(
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(dq, dk, dv) of every rank."""
     algebras = [
-        backward_algebra(p, dout[rank], q[rank], k[rank], v[rank], read, lse[rank], slopes, _arena(p.backward, q))
+        backward_algebra(
+            p, (dout[rank], q[rank], k[rank], v[rank], needed, lse[rank], *_given(slopes)), _arena(p.backward, q)
+        )
         for rank, p in enumerate(prepared)
-        for read in (read_backward(p, dout[rank], out[rank]),)
+        for needed in (needed_by_backward(p, dout[rank], out[rank]),)
     ]
     run_together([p.backward.program for p in prepared], algebras)
     return [(*algebra.result("dq"), *algebra.result("dkv")) for algebra in algebras]  # type: ignore[misc]
+
+
+def _given(slopes: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    return () if slopes is None else (slopes,)
 
 
 def _arena(memory: MemoryPlan, q: Shards) -> Arena:

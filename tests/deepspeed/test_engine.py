@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from dfa_megatron import DistFlashAttention
 from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.dense import assert_close
@@ -122,7 +123,7 @@ class OwnModel(torch.nn.Module):
         super().__init__()
         self.embedding = torch.nn.Embedding(31, 16)
         self.qkv = torch.nn.Linear(16, 48)
-        self.attention = DistFlashAttention(schedule="ring")
+        self.attention = DistFlashAttention(causal=True, config=DistAttentionConfig(schedule="ring"))
         self.head = torch.nn.Linear(16, 31)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -143,7 +144,7 @@ def own_model(rank: int, world_size: int) -> None:
     alone = [dist.new_group([member]) for member in range(world_size)][rank]
     for group in (alone, dist.group.WORLD):
         given = OwnModel()
-        given.attention = DistFlashAttention(group=group)
+        given.attention = DistFlashAttention(causal=True, group=group)
         name = given.attention.group_name
         refused = pytest.raises(UnsupportedError, match=rf"over ranks \[{rank}\]") if group is alone else nullcontext()
         with refused:

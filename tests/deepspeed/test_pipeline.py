@@ -36,7 +36,7 @@ class Block(torch.nn.Module):
         super().__init__()
         self.norm = torch.nn.LayerNorm(WIDTH)
         self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH)
-        self.attention = DistFlashAttention()
+        self.attention = DistFlashAttention(causal=True)
         self.out = torch.nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ def by_mpu(rank: int, world_size: int) -> list[float]:
     deepspeed.init_distributed()
     parallel_state_sp.initialize_sequence_parallel(world_size)
     ratios = [ratio(rank, world_size, plain(stage), parallel_state_sp) for stage in STAGES]
-    model = torch.nn.Sequential(DistFlashAttention(), torch.nn.Linear(4, 1))
+    model = torch.nn.Sequential(DistFlashAttention(causal=True), torch.nn.Linear(4, 1))
     with pytest.raises(UnsupportedError, match="made in this process before"):
         dfa_ds.initialize(
             model=model, model_parameters=list(model.parameters()), config=harness.settings(1, world_size)

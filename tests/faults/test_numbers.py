@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dfa_megatron
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.testing.dense import dense_attention
 from dfa_megatron.testing.workers import run_ranks
 
@@ -63,7 +64,9 @@ def _numbers(rank: int, ranks: int) -> dict[str, list[torch.Tensor]]:
             *leaves, dout = (x[:, mine].clone() for x in dirty(case)[0])
             for leaf in leaves:
                 leaf.requires_grad_()
-            out: Any = dfa_megatron.dist_flash_attn_func(*leaves, causal=True, schedule=schedule)
+            out: Any = dfa_megatron.dist_flash_attn_func(
+                *leaves, causal=True, config=DistAttentionConfig(schedule=schedule)
+            )
             out.backward(dout)
             found[f"{case}, {schedule}"] = [out.detach(), *(leaf.grad for leaf in leaves)]
     return found

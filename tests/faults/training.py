@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import dfa_megatron
 from dfa_megatron import kernels
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError
 from dfa_megatron.runtime import prepare
 from dfa_megatron.runtime.agreement.calls import at_layer
@@ -132,7 +133,11 @@ class Rank:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with at_layer(layer + 1):
             out = dfa_megatron.dist_flash_attn_func(
-                q, k, v, causal=True, schedule="balanced", agreement_timeout=AGREEMENT, stall_timeout=STALL
+                q,
+                k,
+                v,
+                causal=True,
+                config=DistAttentionConfig(schedule="balanced", agreement_timeout=AGREEMENT, stall_timeout=STALL),
             )
         assert isinstance(out, torch.Tensor)
         return out

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dfa_megatron import dist_flash_attn_func, remat
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.workers import run_ranks
 
@@ -34,7 +35,7 @@ def train(rank: int, world_size: int, schedule: str) -> dict[str, tuple[list[tor
 
     def layer(linear: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.view(1, LOCAL, HEADS, HEAD_DIM) for t in linear(x).chunk(3, -1))
-        out = dist_flash_attn_func(q, k, v, schedule=schedule)
+        out = dist_flash_attn_func(q, k, v, causal=True, config=DistAttentionConfig(schedule=schedule))
         assert isinstance(out, torch.Tensor)
         return x + torch.dropout(out.reshape(1, LOCAL, HIDDEN).tanh(), 0.2, True)
 

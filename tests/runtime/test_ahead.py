@@ -19,6 +19,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.pack_planner import PackPlan, PackPlanner
 from dfa_megatron.runtime import rank_plan
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.cases import TOLERANCE
@@ -43,7 +44,7 @@ def attend_and_compare(rank: int, ranks: int, offsets: tuple[int, ...], dtype: t
     whole = pack(offsets, heads=4, kv_heads=2, head_dim=32, dtype=dtype, seed=len(offsets), **mask_of(options))
     rows = tokens_of(options.get("layout", "contiguous"), offsets, ranks)[rank]
     shard = [x[rows].requires_grad_() for x in whole.inputs]
-    out = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, softmax_scale=0.3, **options)
+    out = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, **arguments(softmax_scale=0.3, **options))
     assert_close(out, whole.out[rows], tolerance=TOLERANCE[dtype], name="out")
     gradients = torch.autograd.grad(out, shard, whole.dout[rows])
     for name, got, want in zip(("dq", "dk", "dv"), gradients, whole.gradients, strict=True):
@@ -60,7 +61,7 @@ def _loop(rank: int, ranks: int, options: dict[str, Any]) -> int:
     draw = random.Random(ranks)
     packs = [random_offsets(ranks * TOKENS, draw) for _ in range(4)]
     kinds: list[dict[str, Any]] = [options, options | {"window_size": (5, 0)}]
-    planners = tuple(PackPlanner(TOKENS, dtype=torch.float64, **SHAPE, **kind) for kind in kinds)
+    planners = tuple(PackPlanner(TOKENS, **arguments(dtype=torch.float64, **SHAPE, **kind)) for kind in kinds)
     for offsets, plans in DataLoader(packs, batch_size=1, num_workers=1, collate_fn=Collate(planners)):
         for plan in plans:
             plan.use()
@@ -89,7 +90,7 @@ def _other_dtype(rank: int, ranks: int) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dfa_megatron.runtime.rank_plan").addHandler(handler)
-    planner = PackPlanner(TOKENS, dtype=torch.float16, **SHAPE)
+    planner = PackPlanner(TOKENS, **arguments(dtype=torch.float16, **SHAPE))
     for offsets in ((0, 7, ranks * TOKENS), (0, 30, ranks * TOKENS)):
         planner(offsets).use()
         attend_and_compare(rank, ranks, offsets, torch.bfloat16)
@@ -104,7 +105,7 @@ def test_a_plan_for_other_tensors_is_not_taken_and_that_is_said_once() -> None:
 
 
 def test_a_plan_is_the_same_after_it_has_travelled() -> None:
-    planner = pickle.loads(pickle.dumps(PackPlanner(TOKENS, dtype=torch.float32, **SHAPE)))  # noqa: S301 (our own)
+    planner = pickle.loads(pickle.dumps(PackPlanner(TOKENS, **arguments(dtype=torch.float32, **SHAPE))))  # noqa: S301 (our own)
     known = planner((0, 5, 6, TOKENS)).rank_plan
     again = pickle.loads(pickle.dumps(PackPlan(known))).rank_plan  # noqa: S301
     for phase in ("forward", "backward"):
@@ -120,27 +121,27 @@ def test_a_plan_is_the_same_after_it_has_travelled() -> None:
 
 def test_the_options_of_a_framework_integration_make_a_planner() -> None:
     options = DistAttentionConfig(data_layout="boundary", schedule="ring")
-    planner = PackPlanner(TOKENS, **SHAPE, **options.keywords())
-    assert (planner.problem.asks.layout, planner.problem.asks.schedule) == ("contiguous", "ring")
+    planner = PackPlanner(TOKENS, **SHAPE, causal=True, layout=options.layout_inside, config=options.within("function"))
+    assert (planner.problem.asks.layout, planner.problem.schedule) == ("contiguous", "ring")
 
 
 def test_plans_that_nobody_asks_for_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_plan, "_KEPT", 3)
     monkeypatch.setattr(rank_plan, "_ahead", type(rank_plan._ahead)())
-    planner = PackPlanner(TOKENS, dtype=torch.float32, **SHAPE)
+    planner = PackPlanner(TOKENS, **arguments(dtype=torch.float32, **SHAPE))
     for end in range(1, 9):
         planner((0, end, TOKENS)).use()
     assert [problem.asks.cu_seqlens[1] for problem, _ in rank_plan._ahead] == [6, 7, 8]
 
 
 def test_what_cannot_be_planned_is_said_where_it_is_asked_for() -> None:
-    with pytest.raises(UnsupportedError, match="ulysses_degree=0"):
-        PackPlanner(TOKENS, ulysses_degree=0, **SHAPE)
+    with pytest.raises(UnsupportedError, match="ulysses_degree=2"):
+        PackPlanner(TOKENS, **arguments(ulysses_degree=2, **SHAPE))
     with pytest.raises(UnsupportedError, match="must increase"):
-        PackPlanner(TOKENS, **SHAPE)((0, 9, 9, TOKENS))
+        PackPlanner(TOKENS, **arguments(**SHAPE))((0, 9, 9, TOKENS))
     with pytest.raises(UnsupportedError, match="hold 24 tokens together"):
-        PackPlanner(TOKENS, **SHAPE)((0, 9, 2 * TOKENS))
+        PackPlanner(TOKENS, **arguments(**SHAPE))((0, 9, 2 * TOKENS))
     with pytest.raises(UnsupportedError, match="flash4"):
-        PackPlanner(TOKENS, kernel="flash4", **SHAPE)((0, 9, TOKENS))
+        PackPlanner(TOKENS, **arguments(kernel="flash4", **SHAPE))((0, 9, TOKENS))
     with pytest.raises(TypeError, match="widnow"):
-        PackPlanner(TOKENS, widnow=3, **SHAPE)
+        PackPlanner(TOKENS, **arguments(widnow=3, **SHAPE))

@@ -10,8 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 import dfa_megatron
 from dfa_megatron import remat
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import RematError
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.cases import case, positions
 
@@ -27,7 +29,9 @@ class Layer(torch.nn.Module):
 
     def attend(self, x: torch.Tensor, schedule: str) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(x).chunk(3, -1))
-        return dfa_megatron.dist_flash_attn_func(q, k, v, schedule=schedule).flatten(-2)
+        return dfa_megatron.dist_flash_attn_func(
+            q, k, v, causal=True, config=DistAttentionConfig(schedule=schedule)
+        ).flatten(-2)
 
     def forward(self, x: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
         for schedule in ("balanced", "ring"):
@@ -139,10 +143,10 @@ def test_the_operator_passes_the_checks_of_torch_library() -> None:
 
     whole = case(12)
     q, k, v = (x.requires_grad_() for x in whole.inputs)
-    text = Request(softmax_scale=0.25, kernel="reference").to_text()
+    text = Request(**arguments(softmax_scale=0.25, kernel="reference")).to_text()
     torch.library.opcheck(attention, (q, k, v, None, None, text, ""))
     sinks = torch.randn(q.shape[2], dtype=torch.float32, requires_grad=True)
     torch.library.opcheck(attention, (q, k, v, sinks, None, text, ""))
-    text = Request(softmax_scale=0.25, kernel="reference", alibi=True).to_text()
+    text = Request(**arguments(softmax_scale=0.25, kernel="reference", alibi=True)).to_text()
     torch.library.opcheck(attention, (q, k, v, sinks, torch.rand(q.shape[2]), text, ""))
     assert positions("contiguous", 4, 2)[1].tolist() == [2, 3]

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import dfa_megatron
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_NVLINK, H200_SLOW_LINK, computing_with
 from dfa_megatron.plan.cost.profile import save
-from dfa_megatron.runtime.machine import profile_of
 from dfa_megatron.runtime.prepare import build
-from dfa_megatron.runtime.problem import problem_of
+from dfa_megatron.runtime.problem import QKV, problem_of, profile_of
 from dfa_megatron.runtime.request import Request
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.workers import run_ranks
 
 RANKS = 8
@@ -27,7 +28,7 @@ def tensors(heads: int = 32, tokens: int = 2048) -> list[torch.Tensor]:
 
 
 def taken(hardware: str) -> str:
-    return build(Request(softmax_scale=1.0, hardware=hardware), RANKS, 0, *tensors(), None).plan.schedule
+    return build(Request(**arguments(softmax_scale=1.0, hardware=hardware)), RANKS, 0, QKV(*tensors())).plan.schedule
 
 
 def test_the_schedule_follows_the_machine(tmp_path: Path) -> None:
@@ -44,12 +45,14 @@ def test_a_measured_profile_is_taken_as_it_is_and_a_shipped_one_at_the_rates_of_
     assert profile_of(str(tmp_path / "mine.json"), True, None, "flash4") == mine
     assert profile_of("h200-nvlink", True, None, "flash4") == computing_with("flash4", H200_NVLINK)
     assert profile_of("auto", False, None, "cpu") == CPU_LOOPBACK
-    assert problem_of(Request(softmax_scale=1.0), RANKS, *tensors(), None).hardware == CPU_LOOPBACK
+    assert problem_of(Request(**arguments(softmax_scale=1.0)), RANKS, QKV(*tensors()), None).hardware == CPU_LOOPBACK
 
 
 def _attend(rank: int, ranks: int, names: tuple[str, str]) -> str:
     try:
-        dfa_megatron.dist_flash_attn_func(*(torch.randn(1, 8, 2, 16) for _ in range(3)), hardware=names[rank])
+        dfa_megatron.dist_flash_attn_func(
+            *(torch.randn(1, 8, 2, 16) for _ in range(3)), causal=True, config=DistAttentionConfig(hardware=names[rank])
+        )
     except DistAttentionError as error:
         return f"{type(error).__name__}: {error}"
     return ""

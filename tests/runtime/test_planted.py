@@ -10,6 +10,7 @@ import torch
 
 import dfa_megatron
 from dfa_megatron import kernels
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime import prepare
 from dfa_megatron.testing.workers import run_ranks
 
@@ -17,9 +18,9 @@ from dfa_megatron.testing.workers import run_ranks
 def test_a_process_keeps_a_bounded_number_of_prepared_attentions() -> None:
     q = torch.randn(1, 4, 1, 8)
     for call in range(prepare._KEPT + 6):
-        dfa_megatron.dist_flash_attn_func(q, q, q, softmax_scale=1.0 + call)
+        dfa_megatron.dist_flash_attn_func(q, q, q, causal=True, softmax_scale=1.0 + call)
         if call > 3:  # used again and again, so that it stays
-            dfa_megatron.dist_flash_attn_func(q, q, q, softmax_scale=1.0 + 3)
+            dfa_megatron.dist_flash_attn_func(q, q, q, causal=True, softmax_scale=1.0 + 3)
     kept = [prepared.request.softmax_scale for prepared in prepare._known[""].prepared.values()]
     assert len(kept) == prepare._KEPT
     assert set(kept) == {4.0, *(1.0 + call for call in range(7, prepare._KEPT + 6))}
@@ -46,8 +47,12 @@ def _what_the_kernel_is_told(rank: int, ranks: int) -> dict[str, tuple[set[bool]
         attend(q, q, q, *documents, **options).sum().backward()
         return set(chosen), set(given)
 
-    plain = functools.partial(dfa_megatron.dist_flash_attn_func, kernel="reference")
-    packs = functools.partial(dfa_megatron.dist_flash_attn_varlen_func, kernel="reference")
+    plain = functools.partial(
+        dfa_megatron.dist_flash_attn_func, causal=True, config=DistAttentionConfig(kernel="reference")
+    )
+    packs = functools.partial(
+        dfa_megatron.dist_flash_attn_varlen_func, causal=True, config=DistAttentionConfig(kernel="reference")
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "refusal", refused)
         patch.setattr(kernel, "backward", computed)
@@ -55,7 +60,12 @@ def _what_the_kernel_is_told(rank: int, ranks: int) -> dict[str, tuple[set[bool]
             "not asked": told(plain, 6),
             "keyword": told(plain, 6, deterministic=True),
             "documents": told(packs, 6, (0, 5, 6 * ranks), deterministic=True),
-            "module": told(dfa_megatron.DistFlashAttention(kernel="reference", deterministic=True), 10),
+            "module": told(
+                dfa_megatron.DistFlashAttention(
+                    causal=True, config=DistAttentionConfig(kernel="reference", deterministic=True)
+                ),
+                10,
+            ),
             "exchanged heads": told(plain, 6, deterministic=True, ulysses_degree=ranks),
         }
         torch.use_deterministic_algorithms(True)

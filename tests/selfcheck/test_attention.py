@@ -28,8 +28,8 @@ def test_packed_documents_and_options_of_the_command_line_are_run(capsys: pytest
     flags = "--ranks 2 --cu-seqlens 0,7,8,40 --layout load_balanced --no-causal --softcap 2 --verify off"
     assert main(["selfcheck", "attention", *flags.split()]) == 0
     assert "40 tokens, 4 heads of 16 over 2, layout load_balanced" in capsys.readouterr().out
-    options = case_of(flags.split()).settings["options"]
-    assert (options["layout"], options["verify"]) == ("load_balanced", "off")
+    settings = case_of(flags.split()).settings
+    assert (settings["layout"], settings["config"]["verify"]) == ("load_balanced", "off")
 
 
 @pytest.mark.parametrize(

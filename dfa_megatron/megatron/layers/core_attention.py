@@ -69,7 +69,7 @@ class DistributedCoreAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.window_size = _window_of(config, layer_number)
         self.deterministic = options.deterministic or bool(getattr(config, "deterministic_mode", False))
-        self.keywords = options.replace(deterministic=self.deterministic).keywords()
+        self.function_config = options.replace(deterministic=self.deterministic).within("function")
         self.softmax_offset = _softmax_offset(config)
 
     def forward(
@@ -103,16 +103,19 @@ class DistributedCoreAttention(torch.nn.Module):
             "softmax_scale": self.softmax_scale,
             "window_size": self.window_size,
             "sinks": self.softmax_offset,
-            **self.keywords,
+            "causal": True,
+            "group": self.cp_group,
+            "layout": self.options.layout_inside,
+            "config": self.function_config,
         }
         out: Any
         with at_layer(self.layer_number):
             if packed_seq_params is None:
-                out = dist_flash_attn_func(q, k, v, group=self.cp_group, causal=True, **asked)
+                out = dist_flash_attn_func(q, k, v, **asked)
             else:
                 q, k, v = (x.squeeze(0) for x in (q, k, v))
                 offsets = packed_seq_params.offsets
-                out = dist_flash_attn_varlen_func(q, k, v, offsets, group=self.cp_group, causal=True, **asked)
+                out = dist_flash_attn_varlen_func(q, k, v, offsets, **asked)
                 out = out.unsqueeze(0)
         rows: torch.Tensor = out.transpose(0, 1).flatten(2)
         return rows

@@ -185,3 +185,14 @@ def _pairs_up_to(rows: int, columns: int, diagonal: int) -> int:
         return columns * (columns + 1) // 2 + (last - columns) * columns
 
     return columns_up_to(rows + diagonal) - columns_up_to(diagonal)
+
+
+def joined_spans(spans: Iterable[Span]) -> list[Span]:
+    """Return the spans in their order, with neighbours that touch made one."""
+    joined: list[Span] = []
+    for span in spans:
+        if joined and joined[-1].hi == span.lo:
+            joined[-1] = Span(joined[-1].lo, span.hi)
+        else:
+            joined.append(span)
+    return joined

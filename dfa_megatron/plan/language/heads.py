@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import gcd
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.geometry import Span
+from dfa_megatron.plan.language.geometry import Span, joined_spans
 from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.plan.language.shape import AttentionShape
 
@@ -142,7 +142,7 @@ def split_tokens(degree: int, rank: int, ranks: int, layout: str, rows: int) -> 
         for chunk, at in fine.offsets(fine.of(other)).items():
             found.append((fine.chunks[chunk], position, Span(at, at + len(fine.chunks[chunk]))))
     found.sort()
-    if _joined([span for span, _, _ in found]) != _joined(list(coarse.spans(rank // degree))):
+    if joined_spans([span for span, _, _ in found]) != joined_spans(list(coarse.spans(rank // degree))):
         raise _apart(degree, layout)
     pieces = tuple((position, part) for _, position, part in found)
     in_order = pieces == tuple((position, Span(0, rows)) for position in range(degree))
@@ -152,14 +152,3 @@ def split_tokens(degree: int, rank: int, ranks: int, layout: str, rows: int) -> 
 def _apart(degree: int, layout: str) -> UnsupportedError:
     why = "neighbouring ranks do not hold tokens that one rank of the plan could"
     return UnsupportedError(f"ulysses_degree={degree} in layout {layout!r}", why, "layout 'contiguous' or 'zigzag'")
-
-
-def _joined(spans: list[Span]) -> list[Span]:
-    """Ascending spans with neighbours that touch made one."""
-    joined: list[Span] = []
-    for span in spans:
-        if joined and joined[-1].hi == span.lo:
-            joined[-1] = Span(joined[-1].lo, span.hi)
-        else:
-            joined.append(span)
-    return joined

@@ -20,6 +20,7 @@ from dfa_megatron import remat
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.request import Request
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.fuzz.random_case import Case
 from dfa_megatron.testing.fuzz.truth import Results, Tensors, dense, distances, rows_of, tensors
 from dfa_megatron.testing.nan_memory import nan_memory
@@ -97,12 +98,14 @@ REFUSALS: tuple[tuple[str, str, Callable[[Case], bool]], ...] = (
     (
         "exchanged heads of load_balanced tokens",
         r"ulysses_degree=\d+ in layout 'load_balanced'",
-        lambda c: c.options["layout"] == "load_balanced" and c.options["ulysses_degree"] != 1,
+        lambda c: c.options["layout"] == "load_balanced" and c.options["ulysses_degree"] not in (1, "auto"),
     ),
     (
         "a degree that does not divide ranks and heads",
         r"ulysses_degree=\d+ (on a group|with \d+ heads)",
-        lambda c: c.options["ulysses_degree"] > 1 and any(x % c.options["ulysses_degree"] for x in (c.ranks, c.heads)),
+        lambda c: (
+            c.options["ulysses_degree"] != "auto" and any(x % c.options["ulysses_degree"] for x in (c.ranks, c.heads))
+        ),
     ),
 )
 """What a case may be refused for: a name, a pattern of the message, and what the case must be for it."""
@@ -124,7 +127,7 @@ def _together(case: Case, given: Tensors) -> Results:
     scale = case.options["softmax_scale"]
     options = case.options | {"softmax_scale": case.head_dim**-0.5 if scale is None else scale}
     documents = case.offsets if case.packed else ()
-    request = Request(**options, sinks=case.sinks, alibi=case.alibi, cu_seqlens=documents)
+    request = Request(**arguments(**options), sinks=case.sinks, alibi=case.alibi, cu_seqlens=documents)
     where = [rows_of(case, rank) for rank in range(case.ranks)]
     q, k, v, dout = ([x[:, rows] for rows in where] for x in (given.q, given.k, given.v, given.dout))
     prepared = prepare_together(request, q, k, v)
@@ -166,7 +169,7 @@ def _public(case: Case, given: Tensors, want: Results, rank: int, group: Any) ->
 def _run_public(case: Case, given: Tensors, group: Any) -> Results:
     """One forward and backward of the public function, inside the checkpoint or the compiler of the case."""
     options = {
-        **case.options,
+        **arguments(**case.options),
         "alibi_slopes": given.slopes,
         "group": group if case.ranks > 1 else "",
         "return_lse": True,

@@ -117,7 +117,7 @@ class Case:
             "ALiBi": self.alibi,
             "float32 wire": options["wire_dtype"] == "float32",
             "deterministic": options["deterministic"],
-            "ulysses": options["ulysses_degree"] != 1,
+            "ulysses": options["ulysses_degree"] not in (1, "auto"),
             f"checkpoint {self.checkpoint}": self.checkpoint != "none",
             "torch.compile": self.compiled,
             "CUDA graph": options["cuda_graph"],
@@ -193,14 +193,19 @@ def _shape(dice: random.Random) -> ShapeClass:
     )
 
 
-def _degree(dice: random.Random, ranks: int, heads: int) -> int:
-    """Most often none; else one that divides ranks and heads, or 0 for the cheapest; once in fifty cases any."""
+_ALONE: tuple[int | str, ...] = (1, 1, 1, "auto")
+"""Degrees of a single rank."""
+
+
+def _degree(dice: random.Random, ranks: int, heads: int) -> int | str:
+    """Most often none; else one that divides ranks and heads, or auto; once in fifty cases any."""
     if ranks == 1:
-        return dice.choice([1, 1, 1, 0])
+        return dice.choice(_ALONE)
     if dice.random() < 0.02:
         return dice.choice([2, 3])
     degrees = [degree for degree in range(2, ranks + 1) if ranks % degree == 0 and heads % degree == 0]
-    return dice.choice([1, 1, dice.choice([0, *degrees, *degrees])])
+    of_some: list[int | str] = ["auto", *degrees, *degrees]
+    return dice.choice([1, 1, dice.choice(of_some)])
 
 
 def _offsets(tokens: int, dice: random.Random) -> tuple[int, ...]:

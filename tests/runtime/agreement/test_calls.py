@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 import dfa_megatron
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.agreement.calls import Calls, Kind, at_layer
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.groups import alone
 
@@ -31,9 +33,11 @@ def attend(number: int = 0, *, backward: bool = False, local: int = 8, layer: in
     """One of the known attentions."""
     with at_layer(layer):
         out = (
-            dfa_megatron.dist_flash_attn_func(*tensors(local), schedule="ring", causal=True, **KNOWN[number])
+            dfa_megatron.dist_flash_attn_func(
+                *tensors(local), **arguments(schedule="ring", causal=True, **KNOWN[number])
+            )
             if ("causal" not in KNOWN[number])
-            else dfa_megatron.dist_flash_attn_func(*tensors(local), schedule="ring", **KNOWN[number])
+            else dfa_megatron.dist_flash_attn_func(*tensors(local), **arguments(schedule="ring", **KNOWN[number]))
         )
     assert isinstance(out, torch.Tensor)
     if backward:
@@ -163,7 +167,11 @@ def _first_absent(rank: int, ranks: int, absent: int) -> tuple[str, str, float]:
     if rank == absent:
         time.sleep(5)
         return "", "", 0.0
-    return told(lambda: dfa_megatron.dist_flash_attn_func(*tensors(), agreement_timeout=2.0))
+    return told(
+        lambda: dfa_megatron.dist_flash_attn_func(
+            *tensors(), causal=True, config=DistAttentionConfig(agreement_timeout=2.0)
+        )
+    )
 
 
 @pytest.mark.parametrize("absent", [0, 2])
@@ -190,7 +198,11 @@ def _stopped(rank: int, ranks: int, seconds: float) -> tuple[str, str, float, bo
 
     def run() -> torch.Tensor:
         found = dfa_megatron.dist_flash_attn_func(
-            q[:, mine], k[:, mine], v[:, mine], schedule="ring", stall_timeout=3.0
+            q[:, mine],
+            k[:, mine],
+            v[:, mine],
+            causal=True,
+            config=DistAttentionConfig(schedule="ring", stall_timeout=3.0),
         )
         assert isinstance(found, torch.Tensor)
         return found
@@ -200,7 +212,7 @@ def _stopped(rank: int, ranks: int, seconds: float) -> tuple[str, str, float, bo
         os.kill(pid, signal.SIGSTOP)
     results: list[torch.Tensor] = []
     name, text, waited = told(lambda: results.append(run()))
-    whole = dfa_megatron.dist_flash_attn_func(q, k, v, group=alone()) if results else None
+    whole = dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=alone()) if results else None
     exact = isinstance(whole, torch.Tensor) and torch.allclose(results[0], whole[:, mine], atol=1e-5)
     return name, text, waited, exact
 
@@ -261,7 +273,11 @@ def _value_error(rank: int, ranks: int) -> tuple[str, str, float]:
         request.of_window = impossible  # type: ignore[assignment]
     assert mask
     try:
-        return told(lambda: dfa_megatron.dist_flash_attn_func(*tensors(), agreement_timeout=20.0))
+        return told(
+            lambda: dfa_megatron.dist_flash_attn_func(
+                *tensors(), causal=True, config=DistAttentionConfig(agreement_timeout=20.0)
+            )
+        )
     except ValueError as error:
         return "ValueError", str(error), 0.0
 
@@ -309,7 +325,7 @@ def _left(rank: int, ranks: int) -> tuple[int, int, int]:
     def once(shape: int) -> None:
         group = dist.new_group(list(range(ranks)))
         for options in ({}, {"ulysses_degree": 2}):
-            out = dfa_megatron.dist_flash_attn_func(*tensors(shape), group=group, **options)  # type: ignore[arg-type]
+            out = dfa_megatron.dist_flash_attn_func(*tensors(shape), **arguments(group=group, **options))  # type: ignore[arg-type]
             out.sum().backward()  # type: ignore[union-attr]
         dist.barrier(group)
         dist.destroy_process_group(group)

@@ -14,6 +14,7 @@ import torch
 import dfa_megatron
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.agreement.watcher import EXIT_STATUS
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.workers import run_ranks
 
 TRANSPORTS = ["p2p", "copy_engine"]
@@ -25,7 +26,10 @@ def attend(scale: float, transport: str, **options: object) -> torch.Tensor:
         torch.randn(1, 512, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
     )
     out = dfa_megatron.dist_flash_attn_func(
-        q, k, v, causal=True, softmax_scale=scale, transport=transport, schedule="balanced_shared", **options
+        q,
+        k,
+        v,
+        **arguments(causal=True, softmax_scale=scale, transport=transport, schedule="balanced_shared", **options),
     )
     assert isinstance(out, torch.Tensor)
     out.sum().backward()

@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 
 import dfa_megatron
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.nan_memory import nan_memory
 from dfa_megatron.testing.workers import run_ranks
@@ -18,7 +20,7 @@ def attend_and_compare(whole: Case, rank: int, ranks: int, group: object = None,
     """One forward and backward of this rank's shard, compared with its rows of the whole."""
     rows = positions(str(options.get("layout", "contiguous")), whole.out.shape[1], ranks)[rank]
     shard = [x[:, rows].requires_grad_() for x in whole.inputs]
-    out, lse = dfa_megatron.dist_flash_attn_func(*shard, group=group, return_lse=True, **options)
+    out, lse = dfa_megatron.dist_flash_attn_func(*shard, **arguments(group=group, return_lse=True, **options))
     gradients = torch.autograd.grad(out, shard, whole.dout[:, rows])
     tolerance = TOLERANCE[whole.dout.dtype]
     assert not lse.requires_grad
@@ -80,7 +82,9 @@ def test_group_ranks_are_translated_to_global_ranks() -> None:
 def _module(rank: int, ranks: int) -> None:
     whole = case(ranks * 8)
     rows = positions("contiguous", ranks * 8, ranks)[rank]
-    module = dfa_megatron.DistFlashAttention(schedule="ring", softmax_scale=0.25)
+    module = dfa_megatron.DistFlashAttention(
+        causal=True, softmax_scale=0.25, config=DistAttentionConfig(schedule="ring")
+    )
     assert not list(module.parameters())
     assert "ring" in repr(module)
     assert_close(module(*(x[:, rows] for x in whole.inputs)), whole.out[:, rows], tolerance=1e-12)
@@ -95,11 +99,11 @@ def _strided(rank: int, ranks: int) -> None:
     rows = positions("contiguous", ranks * 8, ranks)[rank]
     # Megatron-Core's tensors are (sequence, batch, ...), and q, k, v are slices of one projection.
     shard = [x[:, rows].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in whole.inputs]
-    out = dfa_megatron.dist_flash_attn_func(*shard, softmax_scale=0.25)
+    out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, softmax_scale=0.25)
     assert_close(out, whole.out[:, rows], tolerance=1e-12)
     # The gradient of a sum is one number expanded: strides of zero.
     total = [x.double().detach().requires_grad_() for x in shard]
-    dfa_megatron.dist_flash_attn_func(*total, softmax_scale=0.25).sum().backward()
+    dfa_megatron.dist_flash_attn_func(*total, causal=True, softmax_scale=0.25).sum().backward()
     assert all(x.grad is not None and torch.isfinite(x.grad).all() for x in total)
 
 
@@ -113,7 +117,7 @@ def _deterministic(rank: int, ranks: int) -> list[torch.Tensor]:
     runs = []
     for _ in range(3):
         shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
-        out = dfa_megatron.dist_flash_attn_func(*shard, deterministic=True)
+        out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, config=DistAttentionConfig(deterministic=True))
         runs.append((out.detach(), *torch.autograd.grad(out, shard, whole.dout[:, rows])))
     for again in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
@@ -131,7 +135,9 @@ def _counted(rank: int, ranks: int) -> dict[str, int]:
     rows = positions("contiguous", ranks * 128, ranks)[rank]
     shard = [x[:, rows].requires_grad_() for x in whole.inputs]
     COUNTERS.reset()
-    dfa_megatron.dist_flash_attn_func(*shard, schedule="balanced").sum().backward()
+    dfa_megatron.dist_flash_attn_func(
+        *shard, causal=True, config=DistAttentionConfig(schedule="balanced")
+    ).sum().backward()
     return COUNTERS.snapshot()
 
 
@@ -155,7 +161,7 @@ def _torch_deterministic(rank: int, ranks: int) -> None:
 
     torch.use_deterministic_algorithms(True)
     attend_and_compare(case(ranks * 8), rank, ranks)
-    assert all(prepared.request.deterministic for prepared in in_use())
+    assert all(prepared.request.config.deterministic for prepared in in_use())
 
 
 def test_torchs_own_switch_asks_for_determinism() -> None:

@@ -9,8 +9,10 @@ import torch
 
 import dfa_megatron
 from dfa_megatron import remat
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.nan_memory import nan_memory
 from dfa_megatron.testing.workers import run_ranks
@@ -26,7 +28,7 @@ def compare(whole: Case, offsets: tuple[int, ...], rank: int, ranks: int, **opti
     shard = [x[rows].requires_grad_() for x in whole.inputs]
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
     out, lse = dfa_megatron.dist_flash_attn_varlen_func(
-        *shard, cu_seqlens, softmax_scale=0.3, return_lse=True, **options
+        *shard, cu_seqlens, **arguments(softmax_scale=0.3, return_lse=True, **options)
     )
     gradients = torch.autograd.grad(out, shard, whole.dout[rows])
     tolerance = TOLERANCE[whole.dout.dtype]
@@ -74,7 +76,9 @@ def _remat(rank: int, ranks: int) -> None:
     shard = [x[rows].clone().requires_grad_() for x in whole.inputs]
 
     def region(*qkv: torch.Tensor) -> torch.Tensor:
-        return dfa_megatron.dist_flash_attn_varlen_func(*(x * 1.0 for x in qkv), offsets, softmax_scale=0.3)
+        return dfa_megatron.dist_flash_attn_varlen_func(
+            *(x * 1.0 for x in qkv), offsets, causal=True, softmax_scale=0.3
+        )
 
     plain = torch.autograd.grad(region(*shard), shard, whole.dout[rows])
     COUNTERS.reset()
@@ -91,7 +95,9 @@ def _nothing_between_short_documents(rank: int, ranks: int) -> tuple[int, int, i
     offsets = (0, 3, 6, 16, 18, 24)  # one document reaches over two ranks, 1 and 2
     whole, rows = pack(offsets), slice(rank * 6, rank * 6 + 6)
     COUNTERS.reset()
-    dfa_megatron.dist_flash_attn_varlen_func(*(x[rows] for x in whole.inputs), offsets, schedule="ring")
+    dfa_megatron.dist_flash_attn_varlen_func(
+        *(x[rows] for x in whole.inputs), offsets, causal=True, config=DistAttentionConfig(schedule="ring")
+    )
     return COUNTERS.forward_messages, COUNTERS.forward_bytes, COUNTERS.kernel_forwards
 
 
@@ -103,7 +109,7 @@ def attempt(rank: int, tokens: int, cu_seqlens: object, **options: object) -> st
     """The error of one call as text, or nothing."""
     qkv = [torch.randn(tokens, heads, 16) for heads in (4, 2, 2)]
     try:
-        dfa_megatron.dist_flash_attn_varlen_func(*qkv, cu_seqlens, **options)
+        dfa_megatron.dist_flash_attn_varlen_func(*qkv, cu_seqlens, **arguments(**options))
     except DistAttentionError as error:
         return f"{type(error).__name__}: {error}"
     return ""

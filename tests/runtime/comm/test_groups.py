@@ -15,19 +15,21 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dfa_megatron
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.comm.groups import group_name
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.prepare import in_use
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.workers import run_ranks
 
 
 def _attend(ranks: int) -> None:
     q, k, v = (torch.randn(1, 8, heads, 16, requires_grad=True) for heads in (4, 2, 2))
     for options in ({"schedule": "ring"}, {"ulysses_degree": 2, "schedule": "ring"}):
-        dfa_megatron.dist_flash_attn_func(q, k, v, **options).sum().backward()
+        dfa_megatron.dist_flash_attn_func(q, k, v, **arguments(**options)).sum().backward()
     packed = (x.detach()[0] for x in (q, k, v))
-    dfa_megatron.dist_flash_attn_varlen_func(*packed, (0, 5, 8 * ranks))
+    dfa_megatron.dist_flash_attn_varlen_func(*packed, (0, 5, 8 * ranks), causal=True)
 
 
 def _soon(left: Callable[[], int]) -> int:
@@ -119,10 +121,10 @@ def test_groups_can_be_made_anew_under_the_same_names() -> None:
 def _before_its_groups(rank: int, ranks: int) -> tuple[float, bool]:
     """How far a module that was built without process groups is from the function; whether that needs the others."""
     with patch.object(dist, "is_initialized", return_value=False):
-        module = dfa_megatron.DistFlashAttention()
+        module = dfa_megatron.DistFlashAttention(causal=True)
         q, k, v = (torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(rank)) for _ in range(3))
-        without = dfa_megatron.dist_flash_attn_func(q, k, v)
-    want = dfa_megatron.dist_flash_attn_func(q, k, v)
+        without = dfa_megatron.dist_flash_attn_func(q, k, v, causal=True)
+    want = dfa_megatron.dist_flash_attn_func(q, k, v, causal=True)
     assert isinstance(want, torch.Tensor)
     return float((module(q, k, v) - want).abs().max()), bool(torch.equal(without, want))
 
@@ -136,8 +138,8 @@ def test_a_module_may_be_built_before_its_process_groups() -> None:
 def _timeouts(rank: int, ranks: int) -> set[timedelta | None]:
     patient = dist.new_group([0, 1], timeout=timedelta(hours=3))
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
-    dfa_megatron.dist_flash_attn_func(q, k, v, group=patient, ulysses_degree=2)
-    dfa_megatron.dist_flash_attn_func(q, k, v, group=patient)
+    dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=patient, config=DistAttentionConfig(ulysses_degree=2))
+    dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=patient)
     known = channel(group_name(patient))
     parts = [*known._subgroups.values(), known]
     return {made.timeout for one in parts for made in one._made}

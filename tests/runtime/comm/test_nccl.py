@@ -10,7 +10,9 @@ import torch
 
 import dfa_megatron
 from dfa_megatron import remat
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.cases import Case, case, positions
@@ -30,7 +32,7 @@ def gpu_case(length: int, **options: Any) -> Case:
 def compare(whole: Case, rank: int, ranks: int, **options: object) -> None:
     rows = positions(str(options.get("layout", "contiguous")), whole.out.shape[1], ranks)[rank].to(DEVICE)
     shard = [x[:, rows].requires_grad_() for x in whole.inputs]
-    out = dfa_megatron.dist_flash_attn_func(*shard, **options)
+    out = dfa_megatron.dist_flash_attn_func(*shard, **arguments(**options))
     gradients = torch.autograd.grad(out, shard, whole.dout[:, rows])
     assert_close(out, whole.out[:, rows], tolerance=TOLERANCE, name="out")
     for name, got, want in zip(("dq", "dk", "dv"), gradients, whole.gradients, strict=True):
@@ -66,7 +68,7 @@ def _without_synchronisation(rank: int, ranks: int, transport: str) -> None:
     shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
 
     def step() -> tuple[torch.Tensor, ...]:
-        out = dfa_megatron.dist_flash_attn_func(*shard, transport=transport)
+        out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, config=DistAttentionConfig(transport=transport))
         return (out, *torch.autograd.grad(out, shard, whole.dout[:, rows]))
 
     step()  # plans, agrees, makes communicators
@@ -118,7 +120,9 @@ def _deterministic(rank: int, ranks: int, kernel: str) -> None:
     runs = []
     for _ in range(4):
         shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
-        out = dfa_megatron.dist_flash_attn_func(*shard, deterministic=True, kernel=kernel)
+        out = dfa_megatron.dist_flash_attn_func(
+            *shard, causal=True, config=DistAttentionConfig(deterministic=True, kernel=kernel)
+        )
         runs.append((out, *torch.autograd.grad(out, shard, whole.dout[:, rows])))
     assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
 
@@ -136,7 +140,9 @@ def _remat(rank: int, ranks: int) -> None:
     shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
 
     def region(*qkv: torch.Tensor) -> torch.Tensor:
-        return dfa_megatron.dist_flash_attn_func(*(x * 1.0 for x in qkv), deterministic=True)
+        return dfa_megatron.dist_flash_attn_func(
+            *(x * 1.0 for x in qkv), causal=True, config=DistAttentionConfig(deterministic=True)
+        )
 
     plain = torch.autograd.grad(region(*shard), shard, whole.dout[:, rows])
     COUNTERS.reset()

@@ -12,7 +12,9 @@ import torch
 
 import dfa_megatron
 from dfa_megatron import remat
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.cases import Case
@@ -31,7 +33,7 @@ def gpu_pack(offsets: tuple[int, ...], **options: Any) -> Case:
 def compare(whole: Case, offsets: tuple[int, ...], rank: int, ranks: int, **options: Any) -> None:
     rows = tokens_of(options.get("layout", "contiguous"), offsets, ranks)[rank].to(DEVICE)
     shard = [x[rows].requires_grad_() for x in whole.inputs]
-    out = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, softmax_scale=0.3, **options)
+    out = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, **arguments(softmax_scale=0.3, **options))
     gradients = torch.autograd.grad(out, shard, whole.dout[rows])
     # A single key has probability 1 whatever the score: dq and dk of packs of single tokens are rounding alone.
     floor = TOLERANCE * whole.dout.double().norm().item()
@@ -75,7 +77,9 @@ def _without_synchronisation(rank: int, ranks: int, transport: str) -> None:
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
 
     def step(cu_seqlens: torch.Tensor | tuple[int, ...]) -> torch.Tensor:
-        out = dfa_megatron.dist_flash_attn_varlen_func(*shard, cu_seqlens, softmax_scale=0.3, transport=transport)
+        out = dfa_megatron.dist_flash_attn_varlen_func(
+            *shard, cu_seqlens, causal=True, softmax_scale=0.3, config=DistAttentionConfig(transport=transport)
+        )
         torch.autograd.grad(out, shard, whole.dout[rows])
         return out
 
@@ -102,7 +106,9 @@ def _one_launch(rank: int, ranks: int) -> None:
     assert all(offsets[5 * r] == 512 * r for r in range(ranks))
     whole, rows = gpu_pack(offsets), slice(rank * 512, rank * 512 + 512)
     COUNTERS.reset()
-    dfa_megatron.dist_flash_attn_varlen_func(*(x[rows] for x in whole.inputs), offsets, schedule="ring")
+    dfa_megatron.dist_flash_attn_varlen_func(
+        *(x[rows] for x in whole.inputs), offsets, causal=True, config=DistAttentionConfig(schedule="ring")
+    )
     assert COUNTERS.kernel_forwards == 1
     assert COUNTERS.forward_messages == 0
     assert [hi - lo for lo, hi in pairwise(offsets)] == lengths
@@ -120,7 +126,9 @@ def _changed_in_place(rank: int, ranks: int) -> None:
     for offsets in (first, second):
         cu_seqlens.copy_(torch.tensor(offsets))
         whole = gpu_pack(offsets)
-        out = dfa_megatron.dist_flash_attn_varlen_func(*(x[rows] for x in whole.inputs), cu_seqlens, softmax_scale=0.3)
+        out = dfa_megatron.dist_flash_attn_varlen_func(
+            *(x[rows] for x in whole.inputs), cu_seqlens, causal=True, softmax_scale=0.3
+        )
         assert_close(out, whole.out[rows], tolerance=TOLERANCE)
 
 
@@ -135,7 +143,9 @@ def _remat(rank: int, ranks: int) -> None:
     shard = [x[rows].clone().requires_grad_() for x in whole.inputs]
 
     def region(*qkv: torch.Tensor) -> torch.Tensor:
-        return dfa_megatron.dist_flash_attn_varlen_func(*(x * 1.0 for x in qkv), offsets, deterministic=True)
+        return dfa_megatron.dist_flash_attn_varlen_func(
+            *(x * 1.0 for x in qkv), offsets, causal=True, config=DistAttentionConfig(deterministic=True)
+        )
 
     plain = torch.autograd.grad(region(*shard), shard, whole.dout[rows])
     COUNTERS.reset()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dfa_megatron
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.workers import run_ranks
 
 LISTENING = "0A"
@@ -53,9 +54,9 @@ def _attend(rank: int, ranks: int) -> dict[str, object]:
         warnings.simplefilter("always")
         for options in ({}, {"schedule": "ring"}, {"ulysses_degree": 2}):
             q, k, v = (torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3))
-            dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, **options).sum().backward()
+            dfa_megatron.dist_flash_attn_func(q, k, v, **arguments(causal=True, **options)).sum().backward()
         q, k, v = (torch.randn(8, 4, 8, requires_grad=True) for _ in range(3))
-        dfa_megatron.dist_flash_attn_varlen_func(q, k, v, [0, 5, 8 * ranks]).sum().backward()
+        dfa_megatron.dist_flash_attn_varlen_func(q, k, v, [0, 5, 8 * ranks], causal=True).sum().backward()
     old = [str(one.message) for one in said if issubclass(one.category, (FutureWarning, DeprecationWarning))]
     return {"listening": listening(), "deprecated": old}
 

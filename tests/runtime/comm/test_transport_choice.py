@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import dfa_megatron
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime import prepare
 from dfa_megatron.runtime.comm import copy_engine
@@ -32,7 +33,9 @@ def _asked_for(rank: int, ranks: int) -> list[set[str]]:
     rows = positions("contiguous", ranks * 8, ranks)[rank]
     for transport, spare in (("auto", 0), ("auto", -1), ("copy_engine", -1), ("p2p", 0)):
         shard = [x[:, rows].requires_grad_() for x in whole.inputs]
-        attend = dfa_megatron.DistFlashAttention(schedule="balanced_shared", transport=transport)
+        attend = dfa_megatron.DistFlashAttention(
+            causal=True, config=DistAttentionConfig(schedule="balanced_shared", transport=transport)
+        )
         attend(*shard).sum().backward()
         prepare.LARGEST_ARENA = prepare.in_use()[-1].arena_bytes + spare
         asked.clear()
@@ -52,7 +55,7 @@ def _on_gpus(rank: int, ranks: int) -> None:
     rows = positions("contiguous", ranks * 256, ranks)[rank].to("cuda")
     shard = [x[:, rows] for x in whole.inputs]
     prepare.LARGEST_ARENA = 0
-    out = dfa_megatron.dist_flash_attn_func(*shard, verify="on")
+    out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, config=DistAttentionConfig(verify="on"))
     used = prepare.in_use()[-1]
     assert used.transport == "p2p"
     assert used.symmetric_bytes == 0

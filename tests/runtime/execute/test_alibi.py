@@ -17,12 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 import dfa_megatron
 from dfa_megatron import remat
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.pack_planner import PackPlanner
 from dfa_megatron.runtime import rank_plan
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.request import Request
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close, dense_attention
 from dfa_megatron.testing.nan_memory import nan_memory
 from dfa_megatron.testing.together import backward_together, forward_together, prepare_together
@@ -123,13 +125,15 @@ def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: st
         shape = {"kv_heads": draw.choice([1, 2, 4])} | SMALL
         whole = Whole(ranks * local, seed=ranks, dtype=DTYPE, causal=causal, window_size=window, **shape)
         request = Request(
-            softmax_scale=8**-0.5,
-            causal=causal,
-            window_size=window,
-            schedule=schedule,
-            layout=layout,
-            kernel=KERNEL,
-            alibi=True,
+            **arguments(
+                softmax_scale=8**-0.5,
+                causal=causal,
+                window_size=window,
+                schedule=schedule,
+                layout=layout,
+                kernel=KERNEL,
+                alibi=True,
+            )
         )
         try:
             together(request, whole, positions(layout, ranks * local, ranks))
@@ -152,14 +156,16 @@ def test_packed_documents_are_exact_in_every_layout(schedule: str, layout: str, 
         mask = {"causal": causal, "window_size": window}
         whole = Whole(tokens, offsets=offsets, seed=ranks, dtype=DTYPE, **mask, **SMALL)
         request = Request(
-            softmax_scale=8**-0.5,
-            causal=causal,
-            window_size=window,
-            schedule=schedule,
-            layout=layout,
-            kernel=KERNEL,
-            cu_seqlens=offsets,
-            alibi=True,
+            **arguments(
+                softmax_scale=8**-0.5,
+                causal=causal,
+                window_size=window,
+                schedule=schedule,
+                layout=layout,
+                kernel=KERNEL,
+                cu_seqlens=offsets,
+                alibi=True,
+            )
         )
         try:
             together(request, whole, tokens_of(layout, offsets, ranks))
@@ -196,10 +202,10 @@ def attend_and_compare(
     shard = [x[:, rows].to(device).requires_grad_() for x in whole.inputs]
     options |= {"alibi_slopes": whole.slopes.to(device), "return_lse": True}
     if offsets:
-        out, lse = dfa_megatron.dist_flash_attn_varlen_func(*(x[0] for x in shard), offsets, **options)
+        out, lse = dfa_megatron.dist_flash_attn_varlen_func(*(x[0] for x in shard), offsets, **arguments(**options))
         out, lse = out[None], lse[None]
     else:
-        out, lse = dfa_megatron.dist_flash_attn_func(*shard, **options)
+        out, lse = dfa_megatron.dist_flash_attn_func(*shard, **arguments(**options))
     gradients = torch.autograd.grad(out, shard, whole.dout[:, rows].to(device))
     tolerance = 2 * TOLERANCE[dtype]
     assert_close(out, whole.out[:, rows], tolerance=tolerance, name="out")
@@ -250,7 +256,7 @@ def _ahead(rank: int, ranks: int) -> None:
     offsets = (0, 3, 4, 13, ranks * 16)
     for layout in ("contiguous", "load_balanced"):
         options: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.float64, "device": "cpu"}
-        known = PackPlanner(16, **options, layout=layout, alibi=True)(offsets)
+        known = PackPlanner(16, **arguments(**options, layout=layout, alibi=True))(offsets)
         rank_plan.planned.cache_clear()
         pickle.loads(pickle.dumps(known)).use()  # noqa: S301 (our own)
         attend_and_compare(rank, ranks, length=ranks * 16, offsets=offsets, layout=layout)
@@ -272,7 +278,9 @@ class Layer(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for slopes, schedule in zip(self.slopes, ("ring", "balanced"), strict=True):
             q, k, v = (part.unflatten(-1, (2, 8)) for part in self.qkv(x).chunk(3, -1))
-            x = x + dfa_megatron.dist_flash_attn_func(q, k, v, alibi_slopes=slopes, schedule=schedule).flatten(-2)
+            x = x + dfa_megatron.dist_flash_attn_func(
+                q, k, v, causal=True, alibi_slopes=slopes, config=DistAttentionConfig(schedule=schedule)
+            ).flatten(-2)
         return x
 
 
@@ -309,7 +317,12 @@ def test_every_checkpoint_and_the_compiler_give_the_same_gradients() -> None:
 def _wrong(rank: int, ranks: int) -> None:
     whole = Whole(4, seed=rank)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    attend = partial(dfa_megatron.dist_flash_attn_func, *whole.inputs, agreement_timeout=20.0)
+    attend = partial(
+        dfa_megatron.dist_flash_attn_func,
+        *whole.inputs,
+        causal=True,
+        config=DistAttentionConfig(agreement_timeout=20.0),
+    )
     with pytest.raises(UnsupportedError, match=r"alibi_slopes \(3,\).*one number for each of 4 query heads"):
         attend(alibi_slopes=slopes[:3])
     with pytest.raises(UnsupportedError, match=r"a float32 tensor \(heads,\) on cpu"):
@@ -340,7 +353,7 @@ def test_slopes_that_require_a_gradient_are_refused_by_what_is_compiled() -> Non
 
 def test_the_module_takes_slopes_when_it_is_called() -> None:
     whole = Whole(6, seed=1)
-    module = dfa_megatron.DistFlashAttention()
+    module = dfa_megatron.DistFlashAttention(causal=True)
     assert_close(module(*whole.inputs, alibi_slopes=whole.slopes), whole.out, tolerance=1e-12)
 
 

@@ -14,6 +14,7 @@ from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules.route import direct
 from dfa_megatron.runtime.execute.memory_plan import plan_memory
 from dfa_megatron.runtime.request import Request
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.together import backward_together, forward_together, prepare_together
 from tests.support.cases import case
@@ -57,7 +58,9 @@ def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
                 backward=plan_memory(backward, rank, one.format),
             ),
         )
-        for rank, one in enumerate(prepare_together(Request(softmax_scale=0.25, kernel="reference"), *inputs))
+        for rank, one in enumerate(
+            prepare_together(Request(**arguments(softmax_scale=0.25, kernel="reference")), *inputs)
+        )
     ]
     results = forward_together(prepared, *inputs)
     outs, lses = [out for out, _ in results], [lse for _, lse in results]

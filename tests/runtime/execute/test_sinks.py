@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import dfa_megatron
 from dfa_megatron import remat
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close, dense_attention
 from dfa_megatron.testing.nan_memory import nan_memory
 from dfa_megatron.testing.workers import run_ranks
@@ -45,7 +47,7 @@ def attend_and_compare(
     rows = positions(str(options.get("layout", "contiguous")), length, ranks)[rank]
     shard = [x[:, rows].requires_grad_() for x in (q, k, v)]
     leaf = sinks.clone().requires_grad_()
-    out, lse = dfa_megatron.dist_flash_attn_func(*shard, sinks=leaf, return_lse=True, **options)
+    out, lse = dfa_megatron.dist_flash_attn_func(*shard, **arguments(sinks=leaf, return_lse=True, **options))
     *got, dsinks = torch.autograd.grad(out, [*shard, leaf], dout[:, rows])
     tolerance = 2 * TOLERANCE[dtype]
     assert_close(out, want[:, rows], tolerance=tolerance, name="out")
@@ -95,7 +97,7 @@ def _packed(rank: int, ranks: int) -> None:
     gradients = torch.autograd.grad(want[0], exact, dout)
     rows = slice(rank * 8, rank * 8 + 8)
     shard, leaf = [x[rows].requires_grad_() for x in (q, k, v)], sinks.clone().requires_grad_()
-    out = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, sinks=leaf)
+    out = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, causal=True, sinks=leaf)
     *got, dsinks = torch.autograd.grad(out, [*shard, leaf], dout[rows])
     dist.all_reduce(dsinks)
     assert_close(out, want[0, rows], tolerance=1e-12)
@@ -133,7 +135,9 @@ class Layer(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for sinks, schedule in zip(self.sinks, ("ring", "balanced"), strict=True):
             q, k, v = (part.unflatten(-1, (2, 8)) for part in self.qkv(x).chunk(3, -1))
-            x = x + dfa_megatron.dist_flash_attn_func(q, k, v, sinks=sinks, schedule=schedule).flatten(-2)
+            x = x + dfa_megatron.dist_flash_attn_func(
+                q, k, v, causal=True, sinks=sinks, config=DistAttentionConfig(schedule=schedule)
+            ).flatten(-2)
         return x
 
 
@@ -171,7 +175,9 @@ def test_every_checkpoint_and_the_compiler_give_the_same_gradients() -> None:
 
 def _wrong(rank: int, ranks: int) -> None:
     (q, k, v, _), sinks = inputs(4, 4, torch.float64, rank)
-    attend = partial(dfa_megatron.dist_flash_attn_func, q, k, v, agreement_timeout=20.0)
+    attend = partial(
+        dfa_megatron.dist_flash_attn_func, q, k, v, causal=True, config=DistAttentionConfig(agreement_timeout=20.0)
+    )
     with pytest.raises(UnsupportedError, match=r"sinks \(3,\).*one number for each of 4 query heads"):
         attend(sinks=sinks[:3])
     with pytest.raises(UnsupportedError, match="a floating tensor"):
@@ -188,5 +194,5 @@ def test_wrong_sinks_are_an_error_on_every_rank() -> None:
 
 def test_the_module_takes_sinks_when_it_is_called() -> None:
     (q, k, v, _), sinks = inputs(6, 4, torch.float64, 1)
-    out = dfa_megatron.DistFlashAttention()(q, k, v, sinks=sinks)
+    out = dfa_megatron.DistFlashAttention(causal=True)(q, k, v, sinks=sinks)
     assert_close(out, dense_attention(q, k, v, causal=True, sinks=sinks)[0], tolerance=1e-12)

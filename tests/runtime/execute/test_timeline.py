@@ -53,10 +53,10 @@ def test_nothing_is_recorded_outside() -> None:
     with timeline.record() as recording:
         pass
     q = torch.randn(1, 8, 2, 16)
-    dfa_megatron.dist_flash_attn_func(q, q, q)
+    dfa_megatron.dist_flash_attn_func(q, q, q, causal=True)
     assert recording.spans == []
     with timeline.record() as recording:
-        dfa_megatron.dist_flash_attn_func(q, q, q)
+        dfa_megatron.dist_flash_attn_func(q, q, q, causal=True)
     assert [span[0] for span in recording.spans] == ["compute"]
 
 
@@ -64,11 +64,17 @@ def _ablations(rank: int, ranks: int) -> None:
     whole = case(ranks * 8)
     shard = [x[:, rank * 8 : rank * 8 + 8] for x in whole.inputs]
     with ablation("no_overlap"):
-        assert_close(dfa_megatron.dist_flash_attn_func(*shard), whole.out[:, rank * 8 : rank * 8 + 8], tolerance=1e-12)
+        assert_close(
+            dfa_megatron.dist_flash_attn_func(*shard, causal=True),
+            whole.out[:, rank * 8 : rank * 8 + 8],
+            tolerance=1e-12,
+        )
     with ablation("no_communication"):
-        out = dfa_megatron.dist_flash_attn_func(*shard)
+        out = dfa_megatron.dist_flash_attn_func(*shard, causal=True)
     assert rank == 0 or not torch.allclose(out, whole.out[:, rank * 8 : rank * 8 + 8])
-    assert_close(dfa_megatron.dist_flash_attn_func(*shard), whole.out[:, rank * 8 : rank * 8 + 8], tolerance=1e-12)
+    assert_close(
+        dfa_megatron.dist_flash_attn_func(*shard, causal=True), whole.out[:, rank * 8 : rank * 8 + 8], tolerance=1e-12
+    )
 
 
 def test_without_overlap_results_are_right_and_without_communication_they_are_not() -> None:

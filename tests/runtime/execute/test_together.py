@@ -9,6 +9,7 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.request import Request
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.together import backward_together, forward_together, prepare_together
 from tests.support.cases import TOLERANCE, Case, case, positions
@@ -57,7 +58,14 @@ def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: st
         local = 2 * random.Random(f"{schedule} {mask} {ranks}").randrange(2, 6)
         whole = case(ranks * local, causal=causal, window_size=window, softmax_scale=0.3, seed=ranks)
         request = Request(
-            softmax_scale=0.3, causal=causal, window_size=window, schedule=schedule, layout=layout, kernel="reference"
+            **arguments(
+                softmax_scale=0.3,
+                causal=causal,
+                window_size=window,
+                schedule=schedule,
+                layout=layout,
+                kernel="reference",
+            )
         )
         try:
             run(request, whole, ranks, layout)
@@ -79,7 +87,7 @@ def test_every_dtype_and_head_count_is_exact_to_rounding(
     ranks = 4 if heads != 33 else 3
     head_dim = 16 if heads == 33 else 32
     whole = case(ranks * 14, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, seed=heads)
-    run(Request(softmax_scale=head_dim**-0.5, kernel=kernel), whole, ranks, "contiguous")
+    run(Request(**arguments(softmax_scale=head_dim**-0.5, kernel=kernel)), whole, ranks, "contiguous")
 
 
 @pytest.mark.parametrize("local", [1, 2, 3, 7, 11])
@@ -87,18 +95,28 @@ def test_local_lengths_need_not_be_even(local: int) -> None:
     for ranks in (2, 3, 4):
         if local == 1 and ranks != 3:
             continue  # half a token cannot be shared: auto takes `balanced` there, see below
-        run(Request(softmax_scale=0.25, kernel="reference"), case(ranks * local, seed=local), ranks, "contiguous")
+        run(
+            Request(**arguments(softmax_scale=0.25, kernel="reference")),
+            case(ranks * local, seed=local),
+            ranks,
+            "contiguous",
+        )
 
 
 def test_one_token_per_rank_works_on_an_even_number_of_ranks() -> None:
     for schedule in ("auto", "ring", "balanced"):
-        run(Request(softmax_scale=0.25, schedule=schedule, kernel="reference"), case(4, seed=3), 4, "contiguous")
+        run(
+            Request(**arguments(softmax_scale=0.25, schedule=schedule, kernel="reference")),
+            case(4, seed=3),
+            4,
+            "contiguous",
+        )
 
 
 @pytest.mark.parametrize("reads", ["delta", "out"])
 def test_both_backward_payloads_give_the_same_gradients(reads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = "reference" if reads == "delta" else "cpu"
-    request = Request(softmax_scale=0.25, kernel=kernel)
+    request = Request(**arguments(softmax_scale=0.25, kernel=kernel))
     whole = case(40)
     prepared = prepare_together(request, *([x[:, r * 10 : r * 10 + 10] for r in range(4)] for x in whole.inputs))
     assert prepared[0].format.backward_needs == reads
@@ -112,7 +130,7 @@ def test_a_float32_wire_is_wider_and_more_exact_than_a_narrow_one(dtype: torch.d
     shards = [[x[:, r * 16 : r * 16 + 16] for r in range(6)] for x in (*whole.inputs, whole.dout)]
     errors, sizes = {}, {}
     for wire in ("input", "float32"):
-        request = Request(softmax_scale=32**-0.5, wire_dtype=wire, schedule="ring")
+        request = Request(**arguments(softmax_scale=32**-0.5, wire_dtype=wire, schedule="ring"))
         prepared = prepare_together(request, *shards[:3])
         outs, lses = zip(*forward_together(prepared, *shards[:3]), strict=True)
         gradients = zip(*backward_together(prepared, shards[3], *shards[:3], outs, lses), strict=True)
@@ -127,4 +145,4 @@ def test_a_float32_wire_is_wider_and_more_exact_than_a_narrow_one(dtype: torch.d
 
 def test_large_scores_neither_overflow_nor_lose_rows() -> None:
     whole = case(48, softmax_scale=40.0)
-    run(Request(softmax_scale=40.0, kernel="reference"), whole, 4, "contiguous")
+    run(Request(**arguments(softmax_scale=40.0, kernel="reference")), whole, 4, "contiguous")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dfa_megatron.runtime.request import Request
+from dfa_megatron.testing.arguments import arguments
 from tests.runtime.execute.test_together_varlen import run
 from tests.support.packs import pack, random_offsets, served, skip_unless_it_serves_this_gpu
 
@@ -32,7 +33,9 @@ def test_kernels_are_exact_on_two_to_eight_ranks(kernel: str, packed: bool) -> N
         local = 2 * draw.choice([32, 65, 96, 128])
         offsets = random_offsets(ranks * local, draw) if packed else (0, ranks * local)
         for schedule, layout in SCHEDULES:
-            request = Request(schedule=schedule, layout=layout, kernel=kernel, cu_seqlens=offsets, softmax_scale=0.3)
+            request = Request(
+                **arguments(schedule=schedule, layout=layout, kernel=kernel, cu_seqlens=offsets, softmax_scale=0.3)
+            )
             whole = pack(offsets, seed=ranks, **SHAPE)
             done += served(kernel, functools.partial(run, request, whole, ranks))
     assert done >= 4

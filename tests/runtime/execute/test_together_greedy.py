@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dfa_megatron.runtime.request import Request
+from dfa_megatron.testing.arguments import arguments
 from tests.runtime.execute.test_together import MASKS, run
 from tests.support.cases import case
 
@@ -16,6 +17,13 @@ def test_greedy_is_exact(ranks: int, mask: str) -> None:
     causal, window = MASKS[mask]
     whole = case(ranks * 11, causal=causal, window_size=window, softmax_scale=0.3, seed=ranks)
     request = Request(
-        softmax_scale=0.3, causal=causal, window_size=window, schedule="greedy", layout="contiguous", kernel="reference"
+        **arguments(
+            softmax_scale=0.3,
+            causal=causal,
+            window_size=window,
+            schedule="greedy",
+            layout="contiguous",
+            kernel="reference",
+        )
     )
     run(request, whole, ranks, "contiguous")

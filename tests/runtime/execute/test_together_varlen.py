@@ -9,6 +9,7 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.request import Request
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.together import backward_together, forward_together, prepare_together
 from tests.support.cases import TOLERANCE, Case
@@ -65,7 +66,7 @@ def test_random_packs_are_exact_on_one_to_sixteen_ranks(schedule: str, layout: s
         offsets = random_offsets(ranks * 2 * draw.randint(1, 7), draw)
         kernel = draw.choice(["reference", "cpu"])
         options = {"causal": causal, "window_size": window, "softmax_scale": 0.3}
-        request = Request(schedule=schedule, layout=layout, kernel=kernel, cu_seqlens=offsets, **options)
+        request = Request(**arguments(schedule=schedule, layout=layout, kernel=kernel, cu_seqlens=offsets, **options))
         heads = draw.choice([(4, 4), (4, 2), (6, 1), (3, 3)])
         try:
             run(request, pack(offsets, heads=heads[0], kv_heads=heads[1], seed=ranks, **options), ranks)
@@ -81,17 +82,17 @@ def test_random_packs_are_exact_on_one_to_sixteen_ranks(schedule: str, layout: s
 def test_packs_are_exact_to_rounding_in_every_dtype(kernel: str, dtype: torch.dtype) -> None:
     for ranks in (2, 4):
         offsets = (0, 1, 9, 30, ranks * 24)
-        request = Request(softmax_scale=0.3, kernel=kernel, cu_seqlens=offsets)
+        request = Request(**arguments(softmax_scale=0.3, kernel=kernel, cu_seqlens=offsets))
         run(request, pack(offsets, dtype=dtype, head_dim=32, seed=ranks), ranks)
 
 
 def test_a_width_of_values_of_its_own_works_in_packs() -> None:
     offsets = (0, 3, 20, 21, 40)
-    request = Request(softmax_scale=0.3, kernel="reference", cu_seqlens=offsets)
+    request = Request(**arguments(softmax_scale=0.3, kernel="reference", cu_seqlens=offsets))
     run(request, pack(offsets, head_dim=16, head_dim_v=8), 4)
 
 
 def test_one_document_is_planned_as_a_plain_sequence() -> None:
-    plain = Request(softmax_scale=0.3, window_size=(5, 0))
-    packed = Request(softmax_scale=0.3, window_size=(5, 0), cu_seqlens=(0, 24))
-    assert packed.mask(24) == plain.mask(24)
+    plain = Request(**arguments(softmax_scale=0.3, window_size=(5, 0)))
+    packed = Request(**arguments(softmax_scale=0.3, window_size=(5, 0), cu_seqlens=(0, 24)))
+    assert packed.mask_over(24) == plain.mask_over(24)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dfa_megatron
 from dfa_megatron import remat
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.heads import split_heads
 from dfa_megatron.plan.language.shape import AttentionShape
@@ -20,6 +21,7 @@ from dfa_megatron.runtime.agreement.board import Board
 from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close, dense_attention
 from dfa_megatron.testing.nan_memory import nan_memory
 from dfa_megatron.testing.workers import run_ranks
@@ -39,7 +41,7 @@ def test_the_option_is_a_number_of_ranks() -> None:
     for wrong in (-1, 0, 2.0, True, "2"):
         with pytest.raises(UnsupportedError, match="ulysses_degree"):
             dfa_megatron.DistAttentionConfig(ulysses_degree=wrong)  # type: ignore[arg-type]
-    assert dfa_megatron.DistAttentionConfig(ulysses_degree=2).keywords()["ulysses_degree"] == 2
+    assert dfa_megatron.DistAttentionConfig(ulysses_degree=2).fixed_degree == 2
     schema = dfa_megatron.DistAttentionConfig.json_schema()["properties"]["ulysses_degree"]
     assert schema["anyOf"] == [{"enum": ["auto"]}, {"type": "integer", "minimum": 1}]
     assert schema["default"] == "auto"
@@ -99,7 +101,9 @@ def _shapes(rank: int, ranks: int) -> None:
     gradients = torch.autograd.grad(out.sum(), exact)
     rows = slice(rank * 5, rank * 5 + 5)
     shard = [x[:, rows].requires_grad_() for x in qkv]
-    got = dfa_megatron.dist_flash_attn_func(*shard, ulysses_degree=2, kernel="reference")
+    got = dfa_megatron.dist_flash_attn_func(
+        *shard, causal=True, config=DistAttentionConfig(ulysses_degree=2, kernel="reference")
+    )
     assert got.is_contiguous()
     assert_close(got, out[:, rows], tolerance=1e-12)
     for name, mine, want in zip(("dq", "dk", "dv"), torch.autograd.grad(got.sum(), shard), gradients, strict=True):
@@ -151,7 +155,9 @@ def _counted(rank: int, ranks: int, kernel: str, kv_heads: int = 1) -> dict[str,
     rows = positions("contiguous", ranks * 64, ranks)[rank]
     shard = [x[:, rows].requires_grad_() for x in whole.inputs]
     COUNTERS.reset()
-    dfa_megatron.dist_flash_attn_func(*shard, schedule="ring", ulysses_degree=2, kernel=kernel).sum().backward()
+    dfa_megatron.dist_flash_attn_func(
+        *shard, causal=True, config=DistAttentionConfig(schedule="ring", ulysses_degree=2, kernel=kernel)
+    ).sum().backward()
     return COUNTERS.snapshot()
 
 
@@ -188,7 +194,9 @@ def _deterministic(rank: int, ranks: int) -> None:
     runs = []
     for _ in range(3):
         shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
-        out = dfa_megatron.dist_flash_attn_func(*shard, deterministic=True, ulysses_degree=2)
+        out = dfa_megatron.dist_flash_attn_func(
+            *shard, causal=True, config=DistAttentionConfig(deterministic=True, ulysses_degree=2)
+        )
         runs.append((out.detach(), *torch.autograd.grad(out, shard, whole.dout[:, rows])))
     assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
 
@@ -252,7 +260,9 @@ def test_heads_and_ranks_that_do_not_divide_are_refused_on_every_rank() -> None:
 
 
 def _region(*qkv: torch.Tensor) -> torch.Tensor:
-    return dfa_megatron.dist_flash_attn_func(*(x * 1.0 for x in qkv), ulysses_degree=2)
+    return dfa_megatron.dist_flash_attn_func(
+        *(x * 1.0 for x in qkv), causal=True, config=DistAttentionConfig(ulysses_degree=2)
+    )
 
 
 def _remat(rank: int, ranks: int, kv_heads: int) -> None:
@@ -305,7 +315,7 @@ def _opcheck(rank: int, ranks: int) -> None:
     from dfa_megatron.runtime.request import Request
 
     q, k, v = (x[:, rank * 3 : rank * 3 + 3].clone().requires_grad_() for x in case(ranks * 3).inputs)
-    text = Request(softmax_scale=0.25, kernel="reference", ulysses_degree=2).to_text()
+    text = Request(**arguments(softmax_scale=0.25, kernel="reference", ulysses_degree=2)).to_text()
     torch.library.opcheck(attention, (q, k, v, None, None, text, group_name(None)))
 
 
@@ -323,7 +333,7 @@ def _gpu_case(length: int, **options: Any) -> Case:
 def _gpu_compare(whole: Case, rank: int, ranks: int, **options: Any) -> None:
     rows = positions(options.get("layout", "contiguous"), whole.out.shape[1], ranks)[rank].to("cuda")
     shard = [x[:, rows].requires_grad_() for x in whole.inputs]
-    out, lse = dfa_megatron.dist_flash_attn_func(*shard, return_lse=True, **options)
+    out, lse = dfa_megatron.dist_flash_attn_func(*shard, **arguments(return_lse=True, **options))
     assert_close(out, whole.out[:, rows], tolerance=1e-2, name="out")
     assert_close(lse, whole.lse[:, :, rows], tolerance=1e-2, name="lse")
     gradients = torch.autograd.grad(out, shard, whole.dout[:, rows])
@@ -358,7 +368,9 @@ def _steady_on_gpus(rank: int, ranks: int) -> None:
     shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
 
     def step(deterministic: bool = False) -> tuple[torch.Tensor, ...]:
-        out = dfa_megatron.dist_flash_attn_func(*shard, deterministic=deterministic, ulysses_degree=2)
+        out = dfa_megatron.dist_flash_attn_func(
+            *shard, causal=True, config=DistAttentionConfig(deterministic=deterministic, ulysses_degree=2)
+        )
         return (out, *torch.autograd.grad(out, shard, whole.dout[:, rows]))
 
     step()  # plans, agrees, makes communicators

@@ -1,0 +1,20 @@
+"""Flat options as the public functions take them, for tests and tools that combine options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dfa_megatron.config import DistAttentionConfig
+
+_OPTIONS = frozenset(spec.name for spec in DistAttentionConfig.options())
+
+
+def arguments(**flat: Any) -> dict[str, Any]:
+    """Return keywords of the functions, or of `Request`: options of the config are collected in `config`.
+
+    Attention is causal unless a mask, a plan or `causal` says otherwise.
+    """
+    if not {"causal", "mask", "plan"} & flat.keys():
+        flat["causal"] = True
+    config = DistAttentionConfig(**{name: value for name, value in flat.items() if name in _OPTIONS})
+    return {name: value for name, value in flat.items() if name not in _OPTIONS} | {"config": config}
