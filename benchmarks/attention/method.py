@@ -13,6 +13,7 @@ import torch
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.local import local_attention
 from dfa_megatron.attention import dist_flash_attn_func
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.doctor.ablation import Ablation
 from dfa_megatron.doctor.ablation import ablation as ablated
 from dfa_megatron.doctor.world import World

@@ -66,11 +66,11 @@ def _unwatched(rank: int, ranks: int) -> tuple[int, int, bool]:
     q, k, v = (torch.randn(1, 8, 2, 16) for _ in range(3))
     for _ in range(2):
         part = dist.new_group([0, 1])
-        dfa_megatron.dist_flash_attn_func(q, k, v, group=part, verify="off")
+        dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=part, config=DistAttentionConfig(verify="off"))
         dist.barrier(part)
         dist.destroy_process_group(part)
     before = len(in_use())
-    dfa_megatron.dist_flash_attn_func(q, k, v)
+    dfa_megatron.dist_flash_attn_func(q, k, v, causal=True)
     return (
         before,
         len(in_use()),
