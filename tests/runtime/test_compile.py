@@ -17,6 +17,9 @@ from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.cases import case, positions
 
+CONFIGS = {name: DistAttentionConfig(schedule=name) for name in ("ring", "balanced")}
+"""Made outside of regions that are compiled."""
+
 
 class Layer(torch.nn.Module):
     """Projections and dropout around two attentions, in float64."""
@@ -29,9 +32,7 @@ class Layer(torch.nn.Module):
 
     def attend(self, x: torch.Tensor, schedule: str) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(x).chunk(3, -1))
-        return dfa_megatron.dist_flash_attn_func(
-            q, k, v, causal=True, config=DistAttentionConfig(schedule=schedule)
-        ).flatten(-2)
+        return dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, config=CONFIGS[schedule]).flatten(-2)
 
     def forward(self, x: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
         for schedule in ("balanced", "ring"):

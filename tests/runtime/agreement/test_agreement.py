@@ -14,6 +14,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, DistAttentionError, ExecutionError, UnsupportedError
 from dfa_megatron.plan.schedules import SCHEDULES
 from dfa_megatron.plan.schedules.route import direct
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.groups import alone
 
@@ -22,7 +23,8 @@ def attempt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object
     """The error of one attention as text, or nothing; with cu_seqlens that of a pack."""
     packed = "cu_seqlens" in options
     try:
-        (dfa_megatron.dist_flash_attn_varlen_func if packed else dfa_megatron.dist_flash_attn_func)(q, k, v, **options)
+        function: Any = dfa_megatron.dist_flash_attn_varlen_func if packed else dfa_megatron.dist_flash_attn_func
+        function(q, k, v, **arguments(**options))
     except DistAttentionError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -190,7 +192,9 @@ def _packs_of_its_own(rank: int, ranks: int) -> list[str]:
 
     def pack(tokens: int, offsets: tuple[int, ...], **options: object) -> str:
         try:
-            attend(*(torch.randn(tokens, 2, 8) for _ in range(3)), offsets, agreement_timeout=8.0, **options)  # type: ignore[arg-type]
+            attend(
+                *(torch.randn(tokens, 2, 8) for _ in range(3)), offsets, **arguments(agreement_timeout=8.0, **options)
+            )
         except DistAttentionError as error:
             return str(error)
         return ""
@@ -207,51 +211,61 @@ def test_what_a_group_knows_is_not_forgotten_for_what_a_rank_does_by_itself() ->
         assert not any(told)
 
 
+NO_OPTION: tuple[tuple[str, Any], ...] = (
+    ("verify", "yes"),
+    ("wire_dtype", "bf16"),
+    ("wire_dtype", torch.float32),
+    ("agreement_timeout", 0),
+    ("agreement_timeout", "soon"),
+    ("agreement_timeout", float("inf")),
+    ("ulysses_degree", -1),
+    ("transport", ["p2p"]),
+    ("deterministic", "no"),
+)
+
+
+@pytest.mark.parametrize(("name", "value"), NO_OPTION)
+def test_the_config_refuses_a_value_that_an_option_cannot_have(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name}=.*What works"):
+        DistAttentionConfig(**{name: value})
+
+
 IMPOSSIBLE: dict[str, Any] = {
-    "verify": "yes",
-    "wire_dtype": "bf16",
-    "wire_dtype, a dtype": torch.float32,
     "window_size": (3, 0, 0),
     "window_size, below -1": (-2, 0),
     "window_size, fractions": (2.5, 0),
     "window_size, one": 3,
-    "agreement_timeout": 0,
-    "agreement_timeout, a text": "soon",
-    "agreement_timeout, no end": float("inf"),
-    "ulysses_degree": -1,
-    "transport": ["p2p"],
     "causal": "yes",
-    "deterministic": "no",
+    "causal, without a hash": ["yes"],
     "softcap": "2",
+    "layout": "zigzaf",
 }
-"""Values that an option cannot have, by its name."""
+"""Values that an argument cannot have, by its name."""
 
 
 def _impossible(rank: int, ranks: int) -> dict[str, tuple[str, str]]:
     """Both functions with values that every rank gives, and then with one that only the last rank gives."""
 
-    def attempts(**options: Any) -> tuple[str, str]:
+    def attempts(**given: Any) -> tuple[str, str]:
         q, k, v = tensors(local=22)
-        return attempt(q, k, v, **options), attempt(q[0], k[0], v[0], cu_seqlens=(0, 22 * ranks), **options)
+        return attempt(q, k, v, **given), attempt(q[0], k[0], v[0], cu_seqlens=(0, 22 * ranks), **given)
 
     told = {name: attempts(**{name.split(",")[0]: value}) for name, value in IMPOSSIBLE.items()}
-    told["one rank"] = attempts(**({"wire_dtype": "bf16", "agreement_timeout": 0} if rank == ranks - 1 else {}))
-    return told | {"afterwards": attempts()}
+    told["one rank"] = attempts(**({"window_size": 3} if rank == ranks - 1 else {}))
+    return told | {"nothing": attempts(causal=None), "afterwards": attempts()}
 
 
-def test_the_functions_refuse_what_the_config_refuses_and_every_rank_hears_of_it() -> None:
+def test_both_functions_refuse_impossible_arguments_and_every_rank_hears_of_it() -> None:
     first, last = run_ranks(2, _impossible, timeout=60)
     for name in IMPOSSIBLE:
-        option = name.split(",")[0]
         for text in (*first[name], *last[name]):
-            assert text.startswith(f"UnsupportedError: {option}="), f"{name}: {text}"
+            assert text.startswith(f"UnsupportedError: {name.split(',')[0]}="), f"{name}: {text}"
             assert "What works" in text
-        if option in DistAttentionConfig.__dataclass_fields__:
-            with pytest.raises(UnsupportedError, match=f"{option}="):
-                DistAttentionConfig(**{option: IMPOSSIBLE[name]})
     for here, there in zip(first["one rank"], last["one rank"], strict=True):
-        assert there.startswith("UnsupportedError: wire_dtype='bf16'")
-        assert here.startswith("DisagreementError: rank 1 of the group refuses this attention: wire_dtype='bf16'")
+        assert there.startswith("UnsupportedError: window_size=3")
+        assert here.startswith("DisagreementError: rank 1 of the group refuses this attention: window_size=3")
+    for text in (*first["nothing"], *last["nothing"]):
+        assert text.startswith("UnsupportedError: attention without causal, mask and plan")
     assert first["afterwards"] == last["afterwards"] == ("", "")
 
 

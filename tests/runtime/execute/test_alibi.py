@@ -267,6 +267,10 @@ def test_a_pack_planned_ahead_knows_the_tokens_of_its_rows() -> None:
     run_ranks(2, _ahead)
 
 
+CONFIGS = {name: DistAttentionConfig(schedule=name) for name in ("ring", "balanced")}
+"""Made outside of regions that are compiled."""
+
+
 class Layer(torch.nn.Module):
     """Two attentions with slopes of their own, in float64."""
 
@@ -279,7 +283,7 @@ class Layer(torch.nn.Module):
         for slopes, schedule in zip(self.slopes, ("ring", "balanced"), strict=True):
             q, k, v = (part.unflatten(-1, (2, 8)) for part in self.qkv(x).chunk(3, -1))
             x = x + dfa_megatron.dist_flash_attn_func(
-                q, k, v, causal=True, alibi_slopes=slopes, config=DistAttentionConfig(schedule=schedule)
+                q, k, v, causal=True, alibi_slopes=slopes, config=CONFIGS[schedule]
             ).flatten(-2)
         return x
 
@@ -317,12 +321,10 @@ def test_every_checkpoint_and_the_compiler_give_the_same_gradients() -> None:
 def _wrong(rank: int, ranks: int) -> None:
     whole = Whole(4, seed=rank)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    attend = partial(
-        dfa_megatron.dist_flash_attn_func,
-        *whole.inputs,
-        causal=True,
-        config=DistAttentionConfig(agreement_timeout=20.0),
-    )
+
+    def attend(**options: Any) -> None:
+        dfa_megatron.dist_flash_attn_func(*whole.inputs, **arguments(agreement_timeout=20.0, **options))
+
     with pytest.raises(UnsupportedError, match=r"alibi_slopes \(3,\).*one number for each of 4 query heads"):
         attend(alibi_slopes=slopes[:3])
     with pytest.raises(UnsupportedError, match=r"a float32 tensor \(heads,\) on cpu"):
@@ -348,7 +350,7 @@ def test_slopes_that_require_a_gradient_are_refused_by_what_is_compiled() -> Non
     slopes = whole.slopes.clone().requires_grad_()
     compiled = torch.compile(dfa_megatron.dist_flash_attn_func, backend="aot_eager")
     with pytest.raises(Exception, match="require a gradient"):
-        compiled(*whole.inputs, alibi_slopes=slopes)
+        compiled(*whole.inputs, causal=True, alibi_slopes=slopes)
 
 
 def test_the_module_takes_slopes_when_it_is_called() -> None:

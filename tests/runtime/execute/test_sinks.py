@@ -124,6 +124,10 @@ def test_a_row_that_sees_nothing_gives_all_its_probability_to_the_sink() -> None
     torch.testing.assert_close(gradient, torch.tensor([-0.5 * 2.0, 0.0]))
 
 
+CONFIGS = {name: DistAttentionConfig(schedule=name) for name in ("ring", "balanced")}
+"""Made outside of regions that are compiled."""
+
+
 class Layer(torch.nn.Module):
     """Two attentions with sinks of their own, in float64."""
 
@@ -136,7 +140,7 @@ class Layer(torch.nn.Module):
         for sinks, schedule in zip(self.sinks, ("ring", "balanced"), strict=True):
             q, k, v = (part.unflatten(-1, (2, 8)) for part in self.qkv(x).chunk(3, -1))
             x = x + dfa_megatron.dist_flash_attn_func(
-                q, k, v, causal=True, sinks=sinks, config=DistAttentionConfig(schedule=schedule)
+                q, k, v, causal=True, sinks=sinks, config=CONFIGS[schedule]
             ).flatten(-2)
         return x
 
@@ -175,9 +179,10 @@ def test_every_checkpoint_and_the_compiler_give_the_same_gradients() -> None:
 
 def _wrong(rank: int, ranks: int) -> None:
     (q, k, v, _), sinks = inputs(4, 4, torch.float64, rank)
-    attend = partial(
-        dfa_megatron.dist_flash_attn_func, q, k, v, causal=True, config=DistAttentionConfig(agreement_timeout=20.0)
-    )
+
+    def attend(**options: Any) -> None:
+        dfa_megatron.dist_flash_attn_func(q, k, v, **arguments(agreement_timeout=20.0, **options))
+
     with pytest.raises(UnsupportedError, match=r"sinks \(3,\).*one number for each of 4 query heads"):
         attend(sinks=sinks[:3])
     with pytest.raises(UnsupportedError, match="a floating tensor"):
