@@ -11,8 +11,8 @@ from torch import nn
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.comm.groups import Group, group_name
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of

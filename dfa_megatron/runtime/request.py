@@ -12,9 +12,10 @@ from typing import Any
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS, nearest
+from dfa_megatron.plan.language import text as plan_text
 from dfa_megatron.plan.language.geometry import Span, Tile
+from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.mask import Mask, of_window
-from dfa_megatron.plan.schedules import AttentionPlan
 from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.cu_seqlens import Offsets, balancing_mask, mask_of
 
@@ -132,21 +133,14 @@ class Request:
         return Request(softmax_scale=1.0, **{name: getattr(self, name) for name in _PLANNED})
 
     def to_text(self) -> str:
-        """Return one line of JSON; equal requests give equal text.
-
-        Raises:
-            UnsupportedError: there is a plan.
-        """
-        if self.plan is not None:
-            what = "a plan under torch.compile, or under a dispatch mode of PyTorch"
-            raise UnsupportedError(
-                what, "the operator takes strings, and a plan's would be long", "mask=, or eager mode"
-            )
+        """Return JSON; equal requests give equal text. A value that no check has passed yet is written as repr."""
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
         values["config"] = dataclasses.asdict(self.config)
         if isinstance(self.mask, Mask):
             tiles = [(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi) for t in self.mask.tiles]
             values["mask"] = self.mask.name, self.mask.length, tiles
+        if isinstance(self.plan, AttentionPlan):
+            values["plan"] = plan_text.to_text(self.plan)
         return json.dumps(values, sort_keys=True, default=repr)
 
 
@@ -162,5 +156,7 @@ def from_text(text: str) -> Request:
     if isinstance(values["mask"], list):
         name, length, tiles = values["mask"]
         values["mask"] = Mask(name, length, tuple(Tile(Span(a, b), Span(c, d), lo, hi) for a, b, c, d, lo, hi in tiles))
+    if values["plan"] is not None:
+        values["plan"] = plan_text.from_text(values["plan"])
     values["config"] = DistAttentionConfig(**values["config"])
     return Request(**values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import dfa_megatron
 from dfa_megatron import kernels
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.runtime import prepare
+from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.workers import run_ranks
 
 
@@ -47,12 +47,12 @@ def _what_the_kernel_is_told(rank: int, ranks: int) -> dict[str, tuple[set[bool]
         attend(q, q, q, *documents, **options).sum().backward()
         return set(chosen), set(given)
 
-    plain = functools.partial(
-        dfa_megatron.dist_flash_attn_func, causal=True, config=DistAttentionConfig(kernel="reference")
-    )
-    packs = functools.partial(
-        dfa_megatron.dist_flash_attn_varlen_func, causal=True, config=DistAttentionConfig(kernel="reference")
-    )
+    def plain(*qkv: torch.Tensor, **options: Any) -> Any:
+        return dfa_megatron.dist_flash_attn_func(*qkv, **arguments(kernel="reference", **options))
+
+    def packs(*given: Any, **options: Any) -> Any:
+        return dfa_megatron.dist_flash_attn_varlen_func(*given, **arguments(kernel="reference", **options))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "refusal", refused)
         patch.setattr(kernel, "backward", computed)
