@@ -156,8 +156,7 @@ def own_model(rank: int, world_size: int) -> None:
         config=harness.settings(2, 2, schedule="balanced", verify="on"),
     )
     mesh = dfa_ds.mesh_of(engine)
-    assert engine.module.attention.options["schedule"] == "ring"  # what the model says itself comes first
-    assert engine.module.attention.options["verify"] == "on"
+    assert engine.module.attention.config.schedule == "ring"  # a config of the model's own overrides the block
     tokens = torch.randint(0, 31, (1, 16), generator=torch.Generator().manual_seed(1))
     batch = dfa_ds.shard_batch({"input_ids": tokens, "labels": tokens}, group=mesh.group)
     engine.backward(dfa_ds.loss(engine(batch["input_ids"]), batch["shift_labels"], group=mesh.group))
