@@ -149,3 +149,14 @@ def test_make_quick_names_files_that_exist() -> None:
     named += re.findall(r"tests/[\w/]+\.py(?=::)|tests/test_\w+\.py|tests/remat/\w+\.py", makefile)
     assert len(named) > 15
     assert [name for name in named if not (house.ROOT / name).exists()] == []
+
+
+def test_the_workflow_runs_the_gate_with_actions_pinned_by_commit_and_may_only_read() -> None:
+    text = (house.ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    used = re.findall(r"uses: (\S+)", text)
+    assert len(used) == 2
+    assert all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", action) for action in used)
+    assert re.findall(r"run: (.*)", text) == [".ci/run"]
+    assert "permissions:\n  contents: read\n" in text
+    assert text.count("permissions:") == 1
+    assert ": write" not in text
