@@ -7,10 +7,11 @@ queues runs in the order of its streams and otherwise at random, among ranks and
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from dfa_megatron.runtime.comm import copy_engine
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
 from dfa_megatron.runtime.comm.transport import Recv, Send
 from dfa_megatron.runtime.comm.transports import _refuse_one_queue
+from dfa_megatron.runtime.environment import without_multicast
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
 from dfa_megatron.runtime.execute.wire_format import Format
 from tests.support.plan_cases import plan_of
@@ -320,3 +322,18 @@ def test_one_queue_for_all_streams_is_left_to_point_to_point(monkeypatch: pytest
         _refuse_one_queue()
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     _refuse_one_queue()
+
+
+def test_multicast_is_off_while_memory_is_mapped_and_the_environment_is_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    monkeypatch.delenv(name, raising=False)
+    with suppress(RuntimeError), without_multicast():
+        assert os.environ[name] == "1"
+        raise RuntimeError("no memory")
+    assert name not in os.environ
+    monkeypatch.setenv(name, "0")
+    with without_multicast():
+        assert os.environ[name] == "0"
+    assert os.environ[name] == "0"
