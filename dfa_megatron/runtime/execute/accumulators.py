@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 import torch
 
 from dfa_megatron.kernels.merge import add, identity_, merge
-from dfa_megatron.runtime.execute.merge_plan import BufferMerges, Part, Place
+from dfa_megatron.runtime.execute.merge_plan import BufferMerges, Destination, RowsMerge
 from dfa_megatron.runtime.execute.wire_format import Field, rows_of
 
 Fields = tuple[torch.Tensor, ...]
 
 
 class Accumulator:
-    """The rows of one name: kept partials, a sum and a result, each there only while it is needed.
+    """The rows of one name: saved partials, a sum and a result, each there only while it is needed.
 
-    Tensors that add are merged one after another, so that the partials of one are gone before the next needs a sum.
+    Gradients are merged one after another, so the partials of one are freed before the next needs a sum.
 
     Args:
-        merges: how it is filled; writes must come in that order.
+        merges: the planned merges; writes must come in their order.
         rows, batch: its size.
         sums, results: the tensors of a sum and of the result.
-        device: where they are.
+        device: of all tensors.
         with_lse: fields are (out, lse) and merge; otherwise they add.
     """
 
@@ -44,16 +44,16 @@ class Accumulator:
 
     @property
     def result(self) -> Fields:
-        """The result, once every write has come."""
+        """Return the result, once every write has come."""
         return tuple(x for _, merged in self._merged for x in merged.result())
 
     def open(self) -> None:
-        """Rows that nothing will be written to get the identity of the merge."""
+        """Set rows that no write reaches to the identity of the merge."""
         for _, merged in self._merged:
             merged.open()
 
     def write(self, partial: Fields) -> None:
-        """Merge the next partial; a kernel's own output is the accumulator's from here on: kept, or the result."""
+        """Merge the next partial. The accumulator owns a kernel's output from here on and may keep it as the result."""
         for group, merged in self._merged:
             merged.write(partial[group])
 
@@ -70,12 +70,12 @@ class _Merged:
     device: torch.device
     with_lse: bool
     _one_dtype: bool = field(init=False)
-    """Then the sum is the result, in place."""
+    """The sum is merged in place of the result."""
     _sum: Fields = ()
     _result: Fields = ()
-    _kept: dict[int, tuple[int, Fields]] = field(default_factory=dict)
-    _taken: int = -1
-    """The kept partial whose memory is the result's."""
+    _saved: dict[int, tuple[int, Fields]] = field(default_factory=dict)
+    _reused: int = -1
+    """The saved partial whose memory is reused for the result."""
     _next: int = 0
 
     def __post_init__(self) -> None:
@@ -100,59 +100,59 @@ class _Merged:
         """See `Accumulator.write`."""
         number, self._next = self._next, self._next + 1
         merging = self.merges.writes[number]
-        if merging.adopts and all(x.dtype == field.dtype for x, field in zip(partial, self.results, strict=True)):
+        if merging.is_result and all(x.dtype == field.dtype for x, field in zip(partial, self.results, strict=True)):
             self._result = partial
             return
-        if any(part.into is Place.KEPT for part in merging.parts):
-            first = merging.parts[0]
-            self._kept[number] = first.lo - first.skip, partial
-        for part in merging.parts:
-            if part.into is not Place.KEPT:
-                self._merge_parts(part, tuple(rows_of(x, part.skip, part.skip + part.hi - part.lo) for x in partial))
+        if any(rows.into is Destination.SAVED for rows in merging.rows):
+            first = merging.rows[0]
+            self._saved[number] = first.lo - first.skip, partial
+        for rows in merging.rows:
+            if rows.into is not Destination.SAVED:
+                self._merge_rows(rows, tuple(rows_of(x, rows.skip, rows.skip + rows.hi - rows.lo) for x in partial))
         if self._next == len(self.merges.writes):
             self._sum = ()
 
-    def _merge_parts(self, part: Part, rows: Fields) -> None:
-        into = self._rows(part, part.into)
-        if not part.kept and not part.sum:
+    def _merge_rows(self, to: RowsMerge, rows: Fields) -> None:
+        into = self._rows(to, to.into)
+        if not to.saved and not to.sum:
             for x, value in zip(into, rows, strict=True):
                 x.copy_(value)
             return
         parts = []
-        if part.sum:
-            in_place = part.into is Place.SUM or self._one_dtype
-            parts.append(into if in_place else self._rows(part, Place.SUM))
-        for number in part.kept:
-            if number == self._taken and (part.into is Place.RESULT or self._one_dtype):
+        if to.sum:
+            in_place = to.into is Destination.SUM or self._one_dtype
+            parts.append(into if in_place else self._rows(to, Destination.SUM))
+        for number in to.saved:
+            if number == self._reused and (to.into is Destination.RESULT or self._one_dtype):
                 parts.insert(0, into)
             else:
-                start, fields = self._kept[number]
-                parts.append(tuple(rows_of(x, part.lo - start, part.hi - start) for x in fields))
+                start, fields = self._saved[number]
+                parts.append(tuple(rows_of(x, to.lo - start, to.hi - start) for x in fields))
         parts.append(rows)
         if self.with_lse:
             merge([(out, lse) for out, lse in parts], (into[0], into[1]))
         else:
             for x, values in zip(into, zip(*parts, strict=True), strict=True):
                 add(values, x)
-        for number in part.drops:
-            del self._kept[number]
+        for number in to.freed:
+            del self._saved[number]
 
-    def _rows(self, part: Part, place: Place) -> Fields:
-        if place is Place.RESULT or self._one_dtype:
-            return tuple(rows_of(x, part.lo, part.hi) for x in self._in_result(part.kept))
+    def _rows(self, to: RowsMerge, into: Destination) -> Fields:
+        if into is Destination.RESULT or self._one_dtype:
+            return tuple(rows_of(x, to.lo, to.hi) for x in self._in_result(to.saved))
         span = self.merges.sum
         self._sum = self._sum or self._new(self.sums, len(span))
-        return tuple(rows_of(x, part.lo - span.lo, part.hi - span.lo) for x in self._sum)
+        return tuple(rows_of(x, to.lo - span.lo, to.hi - span.lo) for x in self._sum)
 
-    def _in_result(self, kept: tuple[int, ...]) -> Fields:
-        """The result's memory: that of a kept partial of all rows, of which some are now merged, or new.
+    def _in_result(self, saved: tuple[int, ...]) -> Fields:
+        """Return memory for the result: reuse a saved partial that covers all rows, else allocate.
 
-        That partial is read before it is overwritten: none of its rows has been written to the result yet, and the
-        merge that writes a row reads all that is kept of it.
+        The partial is read before it is overwritten: no row has been written to the result yet, and the merge that
+        writes a row reads every saved partial of it.
         """
         if not self._result:
-            self._taken = next((number for number in kept if self._is_like_result(self._kept[number][1])), -1)
-            self._result = self._kept[self._taken][1] if self._taken >= 0 else self._new(self.results, self.rows)
+            self._reused = next((number for number in saved if self._is_like_result(self._saved[number][1])), -1)
+            self._result = self._saved[self._reused][1] if self._reused >= 0 else self._new(self.results, self.rows)
         return self._result
 
     def _is_like_result(self, fields: Fields) -> bool:

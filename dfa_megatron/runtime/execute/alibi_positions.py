@@ -1,4 +1,4 @@
-"""ALiBi in a distributed attention: what slopes may be, and for each kernel call the tokens that its rows are."""
+"""ALiBi in a distributed attention: check the slopes, and find the token of each row of a kernel call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 
 
 def slopes_error(slopes: torch.Tensor, q: torch.Tensor) -> UnsupportedError | None:
-    """What is wrong with the slopes of a call with these queries (batch, local_seq, heads, head_dim), or None."""
+    """Return the error in the slopes for queries (batch, local_seq, heads, head_dim), or None."""
     what = f"alibi_slopes {tuple(slopes.shape)}, {slopes.dtype}, on {slopes.device}"
     if slopes.requires_grad:
         return UnsupportedError(
@@ -31,7 +31,7 @@ def slopes_error(slopes: torch.Tensor, q: torch.Tensor) -> UnsupportedError | No
 
 
 def describe(slopes: torch.Tensor | None) -> str:
-    """The slopes as ranks compare them; waits for their device."""
+    """Return the slopes as ranks compare them; this waits for their device."""
     if slopes is None:
         return "none"
     values = slopes.tolist()
@@ -40,7 +40,7 @@ def describe(slopes: torch.Tensor | None) -> str:
 
 
 Positions = dict[tuple[int, str], torch.Tensor]
-"""(buffer, name) -> int32 (rows,): the tokens that its rows are."""
+"""(buffer, name) -> int32 (rows,): the token of each row."""
 
 _positions: weakref.WeakKeyDictionary[MemoryPlan, dict[tuple[torch.device, int], Positions]] = (
     weakref.WeakKeyDictionary()
@@ -52,8 +52,8 @@ class GlobalBias:
 
     Args:
         slopes: (heads,), float32: of the heads that the plan's ranks compute.
-        memory: what will run; positions are made once for as long as it is kept, on each device and stream.
-        tokens: what the rows are that its calls read.
+        memory: the program; positions are cached beside it, for each device and stream.
+        tokens: the tokens of the rows that its calls read.
     """
 
     def __init__(self, slopes: torch.Tensor, memory: MemoryPlan, tokens: Tokens) -> None:

@@ -1,4 +1,4 @@
-"""What a program's memory looks like for tensors of one format: worked out once, so that a call only allocates."""
+"""Plan a program's memory for tensors of one format, once, so that a call only allocates."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MemoryPlan:
         landings: dict[int, dict[str, tuple[Placed, ...]]],
         offsets: Offsets,
     ) -> MemoryPlan:
-        """With what follows from the program alone."""
+        """Return the plan with everything that follows from the program alone."""
         return cls(
             program,
             format,
@@ -68,7 +68,7 @@ class MemoryPlan:
 
 
 def plan_memory(programs: tuple[Program, ...] | list[Program], rank: int, format: Format) -> MemoryPlan:
-    """Work out the memory of one rank's program; the others' tell where its messages go."""
+    """Plan the memory of one rank's program; the other ranks' programs say where its messages go."""
     program = programs[rank]
     slots, landings = _arena(program, format)
     arenas = {rank: (slots, landings)}
@@ -85,7 +85,7 @@ def plan_memory(programs: tuple[Program, ...] | list[Program], rank: int, format
 
 
 def _arena(program: Program, format: Format) -> tuple[int, dict[int, dict[str, tuple[Placed, ...]]]]:
-    """(bytes, buffer -> its tensors' places) of the slots that messages land in; accumulators lie elsewhere."""
+    """Return (bytes, buffer -> places of its tensors) of the slots that messages land in; no accumulator is there."""
     sizes: dict[int, int] = {}
     inside: dict[int, dict[str, tuple[Placed, ...]]] = {}
     for number, buffer in enumerate(program.buffers):
@@ -104,7 +104,7 @@ def _arena(program: Program, format: Format) -> tuple[int, dict[int, dict[str, t
 
 
 def _places(message: Message, landings: dict[int, dict[str, tuple[Placed, ...]]]) -> tuple[Placed, ...]:
-    """Where the tensors of a received message lie, in the order in which they travel."""
+    """Return the places of a received message's tensors, in the order of sending."""
     return tuple(
         place.rows(region.lo, region.hi)
         for (region,) in message.parts

@@ -1,9 +1,9 @@
-"""How each partial result is merged, row by row: what it is merged with, and whether it is the last that comes.
+"""Plan how partial results are merged, row by row: with which stored partials, and into which destination.
 
-A kernel's partials are kept as they are until several can be merged in one pass: with what has landed from another rank
-(whose memory is needed again), when enough are there, or with the last one, which goes straight into the dtype in which
-the result is wanted. So rows with one partial are never copied, few partials are summed without a detour through the
-accumulator's dtype, and no result is cast at the end.
+A kernel's partials are saved until several can be merged in one pass: with a partial that landed from another rank
+(its memory is needed again), when enough are there, or with the last one. The last merge writes the dtype of the
+result. So rows with one partial are never copied, few partials are summed without a detour through the accumulator's
+dtype, and no result is cast at the end.
 """
 
 from __future__ import annotations
@@ -18,58 +18,58 @@ from dfa_megatron.kernels.merge import MOST_PARTS
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.program import Program, Write
 
-KEPT_BESIDE_A_SUM = 1
-"""Partials kept where there is a sum already: a second one would cost more memory than the pass it saves."""
+SAVED_BESIDE_A_SUM = 1
+"""Partials saved where there is a sum already: a second one would cost more memory than the pass it saves."""
 
 
-class Place(Enum):
-    """Where rows go: they are kept as they came, or merged into the sum or the result."""
+class Destination(Enum):
+    """Where rows of a partial go: saved as they came, or merged into the sum or the result."""
 
-    KEPT = "kept"
+    SAVED = "saved"
     SUM = "sum"
     RESULT = "result"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowsMerge:
     """Rows of a partial that are merged alike.
 
-    lo, hi: rows of the buffer. skip: the partial's row for `lo`. kept: numbers of the writes whose partials are merged
-    with it. sum: so is the sum. into: where to. drops: numbers of kept partials that nothing needs afterwards.
+    lo, hi: rows of the buffer. skip: the partial's row for `lo`. saved: indices of earlier writes merged in this step.
+    sum: merge the running sum too. into: destination. freed: indices of saved partials that can be freed afterwards.
     """
 
     lo: int
     hi: int
     skip: int
-    kept: tuple[int, ...]
+    saved: tuple[int, ...]
     sum: bool
-    into: Place
-    drops: tuple[int, ...] = ()
+    into: Destination
+    freed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Merging:
-    """How one write is done: in parts, or by taking the partial for the whole result (`adopts`)."""
+class WriteMerge:
+    """How one write is merged; `is_result` where its partial is the whole result as it stands."""
 
-    parts: tuple[Part, ...]
-    adopts: bool
+    rows: tuple[RowsMerge, ...]
+    is_result: bool
 
 
 @dataclass(frozen=True, slots=True)
 class BufferMerges:
     """How an accumulator is filled.
 
-    writes: in their order. empty: rows that nothing is ever written to. sum: the rows from the first to the last that
-    is ever summed, no rows where none is.
+    writes: in their order. empty: rows that no write reaches. sum: the rows from the first to the last that is ever
+    summed; empty where none is.
     """
 
-    writes: tuple[Merging, ...]
+    writes: tuple[WriteMerge, ...]
     empty: tuple[Span, ...]
     sum: Span
 
 
 def plan_merges(program: Program) -> dict[int, BufferMerges]:
-    """Work out the merges of every accumulator of a program."""
+    """Plan the merges of every accumulator of a program."""
     writes: dict[int, list[tuple[Write, bool]]] = defaultdict(list)
     for step in program.steps:
         for call in step.calls:
@@ -85,58 +85,64 @@ def plan_merges(program: Program) -> dict[int, BufferMerges]:
 
 
 def _buffer_merges(rows: int, writes: list[tuple[Write, bool]]) -> BufferMerges:
-    """`writes` are (write, whether the partial may be kept: a kernel's own output may, a landed message may not)."""
+    """Plan one accumulator.
+
+    writes: with whether the partial may be saved. A kernel's own output may, a landed message may not.
+    """
     edges = sorted({0, rows} | {edge for write, _ in writes for edge in (write.region.lo, write.region.hi)})
-    parts: dict[int, list[Part]] = defaultdict(list)
+    merges: dict[int, list[RowsMerge]] = defaultdict(list)
     empty: list[Span] = []
     for lo, hi in pairwise(edges):
         order = [at for at, (write, _) in enumerate(writes) if write.region.lo <= lo and hi <= write.region.hi]
         if not order:
             empty.append(Span(lo, hi))
-        for at, kept, has_sum, into in _rows(order, writes):
-            part = Part(lo, hi, lo - writes[at][0].region.lo, kept, has_sum, into)
-            before = parts[at][-1] if parts[at] else None
-            if before and (before.hi, before.kept, before.sum, before.into) == (lo, kept, has_sum, into):
-                parts[at][-1] = replace(before, hi=hi)
+        for at, saved, has_sum, into in _rows(order, writes):
+            rows_merge = RowsMerge(lo, hi, lo - writes[at][0].region.lo, saved, has_sum, into)
+            before = merges[at][-1] if merges[at] else None
+            if before and (before.hi, before.saved, before.sum, before.into) == (lo, saved, has_sum, into):
+                merges[at][-1] = replace(before, hi=hi)
             else:
-                parts[at].append(part)
-    summed = [part for of_write in parts.values() for part in of_write if part.into is Place.SUM]
-    for of_write in parts.values():
-        of_write.sort(key=lambda part: part.into is not Place.RESULT)  # what is kept for it may go before a sum comes
-    _drop_after_last_use(parts)
+                merges[at].append(rows_merge)
+    summed = [one for of_write in merges.values() for one in of_write if one.into is Destination.SUM]
+    for of_write in merges.values():
+        # Results first: they free saved partials before a sum is allocated.
+        of_write.sort(key=lambda one: one.into is not Destination.RESULT)
+    _free_after_last_use(merges)
     mergings = []
-    for at, (write, keepable) in enumerate(writes):
-        (first, *more) = parts[at]
+    for at, (write, may_save) in enumerate(writes):
+        (first, *more) = merges[at]
         whole = (write.region.lo, write.region.hi) == (0, rows)
-        alone = not more and not first.kept and not first.sum and first.into is Place.RESULT
-        mergings.append(Merging(tuple(parts[at]), adopts=keepable and whole and alone))
-    sum_rows = Span(min((part.lo for part in summed), default=0), max((part.hi for part in summed), default=0))
+        alone = not more and not first.saved and not first.sum and first.into is Destination.RESULT
+        mergings.append(WriteMerge(tuple(merges[at]), is_result=may_save and whole and alone))
+    sum_rows = Span(min((one.lo for one in summed), default=0), max((one.hi for one in summed), default=0))
     return BufferMerges(tuple(mergings), _joined(empty), sum_rows)
 
 
-def _rows(order: list[int], writes: list[tuple[Write, bool]]) -> Iterable[tuple[int, tuple[int, ...], bool, Place]]:
-    """(write, kept writes it is merged with, whether the sum is too, where to) for rows that see these writes."""
-    kept: tuple[int, ...] = ()
+def _rows(
+    order: list[int], writes: list[tuple[Write, bool]]
+) -> Iterable[tuple[int, tuple[int, ...], bool, Destination]]:
+    """Yield (write, saved writes merged with it, whether the sum is too, destination) for rows with these writes."""
+    saved: tuple[int, ...] = ()
     has_sum = False
     for nth, at in enumerate(order):
         last = nth == len(order) - 1
-        room = KEPT_BESIDE_A_SUM if has_sum else MOST_PARTS - 1
-        if writes[at][1] and not last and len(kept) < room:
-            yield at, (), False, Place.KEPT
-            kept = (*kept, at)
+        room = SAVED_BESIDE_A_SUM if has_sum else MOST_PARTS - 1
+        if writes[at][1] and not last and len(saved) < room:
+            yield at, (), False, Destination.SAVED
+            saved = (*saved, at)
         else:
-            yield at, kept, has_sum, Place.RESULT if last else Place.SUM
-            kept, has_sum = (), True
+            yield at, saved, has_sum, Destination.RESULT if last else Destination.SUM
+            saved, has_sum = (), True
 
 
-def _drop_after_last_use(parts: dict[int, list[Part]]) -> None:
+def _free_after_last_use(merges: dict[int, list[RowsMerge]]) -> None:
     last: dict[int, tuple[int, int]] = {}
-    for at in sorted(parts):
-        for index, part in enumerate(parts[at]):
-            for piece in part.kept:
-                last[piece] = at, index
-    for piece, (at, index) in last.items():
-        parts[at][index] = replace(parts[at][index], drops=(*parts[at][index].drops, piece))
+    for at in sorted(merges):
+        for index, rows_merge in enumerate(merges[at]):
+            for number in rows_merge.saved:
+                last[number] = at, index
+    for number, (at, index) in last.items():
+        merges[at][index] = replace(merges[at][index], freed=(*merges[at][index].freed, number))
 
 
 def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:

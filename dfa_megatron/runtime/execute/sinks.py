@@ -1,7 +1,7 @@
-"""Attention sinks: a learned logit per head that takes part in the softmax and has no value, merged in once at home.
+"""Attention sinks: a learned logit per head that takes part in the softmax and has no value.
 
-A sink is one more partial, with out 0 and lse = sink, of rows that are complete. So no kernel and no message knows of
-it: the backward runs with the merged lse and out, which is all that makes it exact for dq, dk and dv.
+A sink is one more partial with out 0 and lse = sink, merged once by the owner of complete rows. Kernels and messages
+are not concerned. The backward runs with the merged lse and out, and is thereby exact for dq, dk and dv.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dfa_megatron.kernels.merge import row_dot
 
 
 def sinks_error(sinks: torch.Tensor, q: torch.Tensor) -> UnsupportedError | None:
-    """What is wrong with the sinks of a call with these queries (batch, local_seq, heads, head_dim), or None."""
+    """Return the error in the sinks for queries (batch, local_seq, heads, head_dim), or None."""
     if q.dim() == 4 and sinks.shape == q.shape[2:3] and sinks.device == q.device and sinks.dtype.is_floating_point:
         return None
     what = f"sinks {tuple(sinks.shape)}, {sinks.dtype}, on {sinks.device}"
@@ -26,9 +26,9 @@ def sinks_error(sinks: torch.Tensor, q: torch.Tensor) -> UnsupportedError | None
 
 
 def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of complete rows with the sinks (heads,) among what they see; writes into out.
+    """Merge the sinks (heads,) into (out, lse) of complete rows; writes into out.
 
-    A row that sees nothing keeps out 0, and its lse is the sink: all of its probability has gone there.
+    A row that sees nothing keeps out 0, and its lse is the sink, which takes all of its probability.
     """
     sink = sinks.to(lse.dtype)[:, None]
     seen = torch.sigmoid(lse - sink).masked_fill_(lse == -math.inf, 0.0)  # -inf - -inf would be NaN
@@ -36,9 +36,9 @@ def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tu
 
 
 def sinks_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """The gradient of the sinks from this rank's rows: -sum of p * delta, p the probability that goes to the sink.
+    """Return the gradient of the sinks from this rank's rows: -sum of p * delta, p the probability of the sink.
 
-    out and lse are those that `merge_sinks` made; delta = rowsum(dout * out). A sink of -inf is none, its gradient 0.
+    out and lse come from `merge_sinks`; delta = rowsum(dout * out). A sink of -inf is none, and its gradient is 0.
     """
     sink = sinks.to(lse.dtype)[:, None]
     p = torch.exp(sink - lse).masked_fill_(sink == -math.inf, 0.0)  # as above

@@ -1,4 +1,4 @@
-"""The algebra of tensors: what one rank's program does to memory, with a kernel for every block."""
+"""The algebra of tensors: run one rank's program on memory, with a kernel for every call."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Tensors:
     """One rank's memory and arithmetic for one run of one program.
 
     Args:
-        memory: what will run, and the memory it needs.
-        kernel: computes the blocks.
+        memory: the program and the memory it needs.
+        kernel: computes the calls.
         home: this rank's own rows by read name, as `Format.fields` orders them.
         arena: where messages land, at least `memory.arena_bytes` large.
         softmax_scale, softcap, deterministic: of every call; see `BlockCall`.
-        bias: of ALiBi, if the kernel is to add one.
+        bias: of ALiBi, or None.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Tensors:
         self.device = arena.flat.device
         self.read: dict[int, dict[str, Fields]] = {}
         for name, fields in home.items():
-            # What is sent must be dense: once for all its receivers.
+            # A message must be dense: make it so once for all receivers.
             dense = tuple(x.contiguous() for x in fields) if name in memory.sent else fields
             self.read[self.program.home_buffer(name)] = {name: dense}
         self.read.update(arena.tensors(memory))
         self.write = {number: self._accumulator(number) for number in memory.merges}
 
     def result(self, name: str) -> Fields:
-        """The tensors of an accumulator at home, after the last step."""
+        """Return the tensors of this rank's own accumulator, after the last step."""
         return self.write[self.program.home_buffer(name)].result
 
     # The algebra.
@@ -65,7 +65,7 @@ class Tensors:
         self._segments = iter(self.memory.segments[step])
 
     def open(self, buffer: int) -> None:
-        """Rows that no block writes are known from the start."""
+        """Set rows that no call writes to the identity of the merge."""
         self.write[buffer].open()
 
     def compute(self, call: Call) -> None:
@@ -85,18 +85,18 @@ class Tensors:
         self.write[call.writes[1].region.buffer].write((dk, dv))
 
     def merge(self, merge: Merge) -> None:
-        """A landed partial goes into an accumulator."""
+        """Merge a landed partial into an accumulator."""
         self.write[merge.write.region.buffer].write(self.fields(merge.source))
 
     def end(self, step: int) -> None:
-        """Let go of results that have left: their memory may be reused from here on."""
+        """Free the results that were sent: their memory may be reused from here on."""
         for message in self.program.steps[step].sends:
             for regions in message.parts:
                 for region in regions:
                     self.write.pop(region.buffer, None)
 
     def fields(self, region: Region) -> Fields:
-        """The tensors of some rows of a name."""
+        """Return the tensors of some rows of a name."""
         there = self.read.get(region.buffer)
         fields = there[region.name] if there is not None else self.write[region.buffer].result
         return tuple(rows_of(field, region.lo, region.hi) for field in fields)
@@ -104,18 +104,18 @@ class Tensors:
     # Messages.
 
     def outgoing(self, message: Message) -> list[torch.Tensor]:
-        """The tensors of a message, dense, in the order in which they travel: as they lie, where they lie dense."""
+        """Return the dense tensors of a message in the order of sending; nothing is copied that is dense already."""
         tensors: list[torch.Tensor] = []
         for regions in message.parts:
-            pieces = [self.fields(region) for region in regions]
-            if len(pieces) == 1:
-                tensors += (x.contiguous() for x in pieces[0])
+            fields = [self.fields(region) for region in regions]
+            if len(fields) == 1:
+                tensors += (x.contiguous() for x in fields[0])
             else:
-                tensors += (torch.cat(xs, dim=1 if xs[0].dim() == 4 else 2) for xs in zip(*pieces, strict=True))
+                tensors += (torch.cat(xs, dim=1 if xs[0].dim() == 4 else 2) for xs in zip(*fields, strict=True))
         return tensors
 
     def incoming(self, message: Message) -> list[torch.Tensor]:
-        """The memory that a message lands in, tensor by tensor."""
+        """Return the memory that a message lands in, tensor by tensor."""
         return [
             rows_of(x, region.lo, region.hi)
             for (region,) in message.parts
@@ -123,11 +123,11 @@ class Tensors:
         ]
 
     def take(self, step: int, message: Message) -> list[torch.Tensor]:
-        """A copy of a message, for handing over inside one process."""
+        """Copy a message, to hand it over inside one process."""
         return [x.clone() for x in self.outgoing(message)]
 
     def land(self, step: int, message: Message, payload: Sequence[torch.Tensor]) -> None:
-        """Put what was handed over where the message says."""
+        """Write a message that was handed over to its place."""
         for into, value in zip(self.incoming(message), payload, strict=True):
             into.copy_(value)
 

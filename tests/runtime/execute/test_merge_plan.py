@@ -15,7 +15,7 @@ from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.comm.arena import Arena
 from dfa_megatron.runtime.execute.accumulators import Accumulator
 from dfa_megatron.runtime.execute.memory_plan import plan_memory
-from dfa_megatron.runtime.execute.merge_plan import MOST_PARTS, Place, _buffer_merges
+from dfa_megatron.runtime.execute.merge_plan import MOST_PARTS, Destination, _buffer_merges
 from dfa_megatron.runtime.execute.wire_format import Field, Format
 from dfa_megatron.testing.dense import assert_close
 
@@ -60,7 +60,7 @@ def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype, ca
     for got, total in zip(accumulator.result, want, strict=True):
         assert got.dtype == result
         assert_close(got, total, tolerance=1e-14 if result == torch.float64 else 1e-6)
-    assert not any(merged._kept for _, merged in accumulator._merged)
+    assert not any(merged._saved for _, merged in accumulator._merged)
 
 
 @pytest.mark.usefixtures("nan_memory")
@@ -141,25 +141,29 @@ def test_a_sum_has_the_rows_that_are_summed() -> None:
 def test_no_merge_takes_more_parts_than_the_kernel_has(seed: int) -> None:
     merges = _buffer_merges(ROWS, draw_writes(random.Random(seed)))
     for merging in merges.writes:
-        for part in merging.parts:
-            assert len(part.kept) + part.sum + 1 <= MOST_PARTS
-            assert part.into is not Place.KEPT or not (part.kept or part.sum)
+        for part in merging.rows:
+            assert len(part.saved) + part.sum + 1 <= MOST_PARTS
+            assert part.into is not Destination.SAVED or not (part.saved or part.sum)
 
 
 def test_partials_wait_for_one_pass_into_the_result() -> None:
     """Three blocks of a kernel and nothing from elsewhere: one merge, no sum."""
     whole = Region(0, "out", 0, ROWS)
     merges = _buffer_merges(ROWS, [(Write(whole, fresh=False), True)] * 3)
-    assert [part.into for merging in merges.writes for part in merging.parts] == [Place.KEPT, Place.KEPT, Place.RESULT]
-    assert merges.writes[2].parts[0].kept == (0, 1)
-    assert merges.writes[2].parts[0].drops == (0, 1)
+    assert [part.into for merging in merges.writes for part in merging.rows] == [
+        Destination.SAVED,
+        Destination.SAVED,
+        Destination.RESULT,
+    ]
+    assert merges.writes[2].rows[0].saved == (0, 1)
+    assert merges.writes[2].rows[0].freed == (0, 1)
 
 
 def test_a_lone_partial_becomes_the_result_as_it_is() -> None:
     (merging,) = _buffer_merges(ROWS, [(Write(Region(0, "out", 0, ROWS), fresh=True), True)]).writes
-    assert merging.adopts
+    assert merging.is_result
     (merging,) = _buffer_merges(ROWS, [(Write(Region(0, "out", 0, ROWS), fresh=True), False)]).writes
-    assert not merging.adopts, "landed memory is used again"
+    assert not merging.is_result, "landed memory is used again"
 
 
 def test_an_arena_forgets_the_plans_that_nobody_keeps() -> None:
