@@ -1,4 +1,4 @@
-"""The pages: their links lead somewhere."""
+"""The pages: their links lead somewhere, and their code runs where it can."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+RUNNABLE = {"README.md": "shard_sequence(x", "docs/start.md": "kernel=", "docs/masks.md": "mask=mask"}
+"""Pages whose first Python code with these words runs, given q, k, v and a group."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -16,3 +19,13 @@ def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_the_code_of_a_page_runs(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    code = next(block for block in blocks if RUNNABLE[name] in block)
+    names: dict[str, object] = {"group": None} | {x: torch.randn(1, 64, 4, 32) for x in "qkv"}
+    exec(code, names)  # noqa: S102 our own page
+    assert tuple(names["out"].shape) == (1, 64, 4, 32)  # type: ignore[attr-defined]
