@@ -1,5 +1,6 @@
 """Trains a GPT on real text with distributed attention over all ranks and beside it on one, and compares the losses.
 
+    export PYTHONPATH=examples                                                        # the text comes from there
     torchrun --nproc-per-node 4 benchmarks/megatron_loss.py --out loss.json           # bfloat16, on GPUs
     torchrun --nproc-per-node 2 benchmarks/megatron_loss.py --toy --out toy.json      # on CPU, to see that it runs
 
@@ -21,7 +22,6 @@ import argparse
 import gc
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,9 +35,6 @@ from megatron_training import build, forward_step
 from torch._C._distributed_c10d import HashStore
 
 from dfa_megatron.doctor.machine import machine
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
 from gpt.text import Tokens, open_tokens, sample
 
 REFERENCE, ALONE = "sdpa, 1 rank", "ours, 1 rank"

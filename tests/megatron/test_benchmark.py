@@ -44,10 +44,10 @@ def test_every_mode_and_training_give_figures(tmp_path: Path) -> None:
 
 
 def test_losses_of_all_ranks_together_are_those_of_one(tmp_path: Path) -> None:
-    out, root = tmp_path / "deep" / "toy.json", str(BENCHMARKS.parent)
+    out, roots = tmp_path / "deep" / "toy.json", [str(BENCHMARKS.parent), str(BENCHMARKS.parent / "examples")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(BENCHMARKS / "megatron_loss.py"), "--toy", "--train-iters", "3", "--out", str(out)]
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([*roots, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=150, check=False
     )
