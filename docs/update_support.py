@@ -4,13 +4,13 @@
     python docs/update_support.py kernels.jsonl ...                   # take them into support.json and write the page
     python docs/update_support.py                                     # write the page alone
 
-The rows of support_rows.py say which tests a cell stands for. support.json keeps, for each environment in which tests
-ran, what became of these; results that come later replace earlier ones of the same tests in the same environment.
+Tests name the cells that they stand for by a marker (tests/support/support_rows.py). support.json keeps their outcomes
+by environment; later results replace earlier ones of the same cell in the same environment. The page itself keeps the
+tables' rows and columns: a new row is written into the page once, with empty cells.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -25,42 +25,38 @@ ABSENT = re.compile(r"not installed|built without CUDA|no CUDA device|cannot be 
 
 Run = dict[str, Any]
 
-_spec = importlib.util.spec_from_file_location("support_rows", DOCS / "support_rows.py")
-assert _spec is not None
-assert _spec.loader is not None
-rows = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(rows)
+KINDS = ("passed CPU", "passed GPU", "failed CPU", "failed GPU", "not run CPU", "not run GPU", "refused")
+"""What can become of a test; the order of the counts in support.json."""
 
-
-def selected(pattern: str, ids: Iterable[str]) -> list[str]:
-    """The tests that a pattern of support_rows.py stands for."""
-    found = re.compile("tests/" + pattern)
-    return [test for test in ids if found.match(test)]
+GRIDS = ("kernels", "schedules")
+PLACES = {"runtime": "torch", "megatron": "megatron-core", "deepspeed": "deepspeed", "models": "transformers"}
+"""Tables whose columns are where tests ran, with the package whose version is told."""
 
 
 def read(lines: Iterable[str]) -> Run:
-    """One file of `pytest --support-report`, reduced to the cells of the page."""
+    """Reduce one file of `pytest --support-report` to the cells of the page."""
     environment, *results = [json.loads(line) for line in lines]
     tests: dict[str, dict[str, Any]] = {}
     for result in results:
         if tests.get(result["id"], {}).get("outcome") != "failed":  # in its clean-up, for example
             tests[result["id"]] = result
     totals: dict[str, list[int]] = {}
+    cells: dict[str, list[int]] = {}
     for test, result in tests.items():
         folder = test.split("::")[0].removeprefix("tests/").split("/")[0]
         total = totals.setdefault(folder.removesuffix(".py"), [0, 0, 0])
         total[("passed", "failed", "skipped").index(result["outcome"])] += 1
-    cells = {}
-    for pattern in rows.patterns():
-        if found := selected(pattern, tests):
-            cells[pattern] = [sum(became(tests[test]) == kind for test in found) for kind in rows.KINDS]
+        for name in result.get("support", ()):
+            cells.setdefault(name, [0] * len(KINDS))[KINDS.index(became(result))] += 1
     command = environment.pop("command")
     return {**environment, "commands": [command], "tests": totals, "cells": cells}
 
 
 def became(result: dict[str, Any]) -> str:
-    """Which of rows.KINDS a result is."""
+    """Return which of KINDS a result is."""
     where = "GPU" if result["gpu"] else "CPU"
+    if result.get("refuses") and result["outcome"] == "passed":
+        return "refused"
     if result["outcome"] != "skipped":
         return f"{result['outcome']} {where}"
     if REFUSAL.match(result["reason"]) and not ABSENT.search(result["reason"]):
@@ -72,7 +68,7 @@ def merge(runs: list[Run], new: Run) -> list[Run]:
     """The runs with a new one; one of the same environment is brought up to date where the new one has results."""
     same = [r for r in runs if all(r[key] == new[key] for key in ("device", "python", "versions"))]
     for old in same:
-        ran = {pattern: counts for pattern, counts in new["cells"].items() if sum(counts[:4])}
+        ran = {name: counts for name, counts in new["cells"].items() if sum(counts[:4])}
         new["cells"] = {**new["cells"], **old["cells"], **ran}
         larger = {name: total for name, total in old["tests"].items() if sum(total) > sum(new["tests"].get(name, []))}
         new["tests"] |= larger  # of a part of a folder's tests the counts would say less
@@ -81,51 +77,66 @@ def merge(runs: list[Run], new: Run) -> list[Run]:
     return sorted(kept, key=lambda r: (r["device"] != "CPU", r["device"], r["date"], json.dumps(r["versions"])))
 
 
-def count(runs: list[Run], pattern: str, kind: str) -> int:
+def count(runs: list[Run], name: str, kind: str) -> int:
     """How many tests became so, over all runs."""
-    at = rows.KINDS.index(kind)
-    return sum(run["cells"].get(pattern, [0] * len(rows.KINDS))[at] for run in runs)
+    at = KINDS.index(kind)
+    return sum(run["cells"].get(name, [0] * len(KINDS))[at] for run in runs)
 
 
-def seen(runs: list[Run], pattern: str, where: str, package: str = "") -> str:
-    """Where the tests of a pattern passed on a CPU or a GPU: versions of the package, or devices."""
-    if count(runs, pattern, f"failed {where}"):
+def seen(runs: list[Run], name: str, where: str, package: str = "") -> str:
+    """Where the tests of a name passed on a CPU or a GPU: versions of the package, or devices."""
+    if count(runs, name, f"failed {where}"):
         return "**failed**"
-    passed = [run for run in runs if count([run], pattern, f"passed {where}")]
+    passed = [run for run in runs if count([run], name, f"passed {where}")]
     if where == "GPU" and passed:
         return ", ".join(sorted({f"{run['device'].replace('NVIDIA ', '')} ({run['date']})" for run in passed}))
     if passed:
         versions = {run["versions"].get(package, "?").split("+")[0] for run in passed}
         return ", ".join(sorted(versions, key=lambda version: [int(n) for n in re.findall(r"\d+", version)]))
-    unknown = where == "CPU" and not any(count(runs, pattern, kind) for kind in rows.KINDS)
-    return "not run" if unknown or count(runs, pattern, f"not run {where}") else ""
+    unknown = where == "CPU" and not any(count(runs, name, kind) for kind in KINDS)
+    return "not run" if unknown or count(runs, name, f"not run {where}") else ""
 
 
-def cell(runs: list[Run], pattern: str) -> str:
+def cell(runs: list[Run], name: str) -> str:
     """A cell of a table whose columns are no places."""
-    if not pattern:
+    if not any(count(runs, name, kind) for kind in KINDS):
         return ""
-    words = [where for where in ("CPU", "GPU") if count(runs, pattern, f"passed {where}")]
-    if count(runs, pattern, "failed CPU") or count(runs, pattern, "failed GPU"):
+    words = [where for where in ("CPU", "GPU") if count(runs, name, f"passed {where}")]
+    if count(runs, name, "failed CPU") or count(runs, name, "failed GPU"):
         return "**failed**"
-    if pattern in rows.REFUSES and words:
-        return "refused"
-    if not words and not count(runs, pattern, "not run GPU"):
-        return "refused" if count(runs, pattern, "refused") else "not run"
+    if not words and not count(runs, name, "not run GPU"):
+        return "refused" if count(runs, name, "refused") else "not run"
     return " ".join(words) or "GPU: not run"
 
 
-def grid(runs: list[Run], columns: Iterable[str], lines: dict[str, list[str]]) -> list[str]:
-    """A table of cells."""
-    columns = list(columns)
+def shape(page: str, table: str) -> tuple[list[str], list[str]]:
+    """Return the columns and the rows of a table as they stand on the page."""
+    lines = page.split(f"<!-- {table} -->\n")[1].split(f"<!-- /{table} -->")[0].splitlines()
+    first, *rest = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return first[1:], [cells[0] for cells in rest[1:]]
+
+
+def known(page: str) -> set[str]:
+    """Return every cell of the page."""
+    found = {f"{table} | {row} | " for table in PLACES for row in shape(page, table)[1]}
+    for table in GRIDS:
+        columns, rows = shape(page, table)
+        found |= {f"{table} | {row} | {column}" for row in rows for column in columns}
+    return found
+
+
+def filled(runs: list[Run], page: str, table: str) -> list[str]:
+    """Return the lines of a table."""
+    columns, rows = shape(page, table)
     out = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    return out + [f"| {name} | {' | '.join(cell(runs, p) for p in patterns)} |" for name, patterns in lines.items()]
-
-
-def places(runs: list[Run], package: str, lines: dict[str, str]) -> list[str]:
-    """A table whose columns are where tests passed."""
-    out = [f"| | CPU, with {package} | GPU |", "|---|---|---|"]
-    return out + [f"| {name} | {seen(runs, p, 'CPU', package)} | {seen(runs, p, 'GPU')} |" for name, p in lines.items()]
+    for row in rows:
+        if table in GRIDS:
+            cells = [cell(runs, f"{table} | {row} | {column}") for column in columns]
+        else:
+            name = f"{table} | {row} | "
+            cells = [seen(runs, name, "CPU", PLACES[table]), seen(runs, name, "GPU")]
+        out.append(f"| {row} | {' | '.join(cells)} |")
+    return out
 
 
 def environments(runs: list[Run]) -> list[str]:
@@ -143,8 +154,7 @@ def environments(runs: list[Run]) -> list[str]:
 def page(text: str, runs: list[Run]) -> str:
     """The page with its generated parts made anew."""
     parts = {"environments": environments(runs)}
-    parts |= {name: grid(runs, *table) for name, table in rows.GRIDS.items()}
-    parts |= {name: places(runs, *table) for name, table in rows.PLACES.items()}
+    parts |= {table: filled(runs, text, table) for table in (*GRIDS, *PLACES)}
     for part, lines in parts.items():
         start, end = f"<!-- {part} -->\n", f"<!-- /{part} -->"
         before, rest = text.split(start)
@@ -155,19 +165,19 @@ def page(text: str, runs: list[Run]) -> str:
 def main(files: list[str]) -> None:
     """Take in the files, and write."""
     runs = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
-    known = set(rows.patterns())
+    target = DOCS / "support.md"
+    on_page = known(target.read_text(encoding="utf-8"))
     for file in files:
         runs = merge(runs, read(Path(file).read_text(encoding="utf-8").splitlines()))
     for run in runs:
-        run["cells"] = {pattern: counts for pattern, counts in sorted(run["cells"].items()) if pattern in known}
+        run["cells"] = {name: counts for name, counts in sorted(run["cells"].items()) if name in on_page}
     RESULTS.write_text("[\n" + ",\n".join(_lines(run) for run in runs) + "\n]\n", encoding="utf-8")
-    target = DOCS / "support.md"
     target.write_text(page(target.read_text(encoding="utf-8"), runs), encoding="utf-8")
 
 
 def _lines(run: Run) -> str:
     """JSON with a line for each cell."""
-    cells = ",\n  ".join(f"{json.dumps(pattern)}: {json.dumps(counts)}" for pattern, counts in run["cells"].items())
+    cells = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(counts)}" for name, counts in run["cells"].items())
     head = json.dumps({key: value for key, value in run.items() if key != "cells"})
     return f'{head[:-1]},\n "cells": {{\n  {cells}\n }}}}'
 

@@ -22,9 +22,11 @@ import torch
 
 from dfa_megatron.testing import nan_memory as memory
 from dfa_megatron.testing import workers
+from tests.support import support_rows
 
 SWITCHES = ("TRITON_INTERPRET", "DFA_STRESS", "CUDA_VISIBLE_DEVICES")
 """Variables of the environment that choose tests."""
+NOTED = ("gpu", "fault", "support", "refuses")
 PACKAGES = ("torch", "triton", "flash-attn-4", "megatron-core", "deepspeed", "transformers")
 
 
@@ -38,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     megatron = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
     workers.preload("dfa_megatron.attention", *(("megatron.core.parallel_state",) if megatron else ()))
+    config.addinivalue_line(
+        "markers", "support(table, row, column): a cell of docs/support.md: see tests/support/support_rows.py"
+    )
     config.addinivalue_line("markers", "fault: injects a fault, and records what happened for docs/trust.md")
     if config.option.support_report and not hasattr(config, "workerinput"):  # under xdist the controller writes
         config.pluginmanager.register(SupportReport(config.option.support_report))
@@ -55,6 +60,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             item.add_marker(pytest.mark.gpu(0))  # `-m gpu` takes it; the test itself says what it needs
         item.add_marker(pytest.mark.xdist_group("gpu"))  # one at a time on the GPU: some measure it
         item.user_properties.append(("gpu", True))
+    if stands_for := support_rows.cells(item):
+        item.user_properties += [("support", stands_for), ("refuses", support_rows.refuses(item))]
 
 
 class SupportReport:
@@ -80,12 +87,13 @@ class SupportReport:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items if session.config.option.collectonly else ():
             fault = item.get_closest_marker("fault") is not None
-            self.write(id=item.nodeid, outcome="collected", gpu=on_gpu(item), fault=fault)
+            cells = support_rows.cells(item)
+            self.write(id=item.nodeid, outcome="collected", gpu=on_gpu(item), fault=fault, support=cells)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
-            noted = {name: value for name, value in report.user_properties if name in ("gpu", "fault")}
+            noted = {name: value for name, value in report.user_properties if name in NOTED}
             line = {"gpu": False, **noted, "reason": reason}
             self.write(id=report.nodeid.partition("@")[0], outcome=report.outcome, **line)  # xdist adds @group
 

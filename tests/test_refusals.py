@@ -38,6 +38,7 @@ def first_error(stage: Stage, facts: Any) -> str | None:
     return next((str(row.error(asked)) for row in stage.rows if row.applies(asked)), None)
 
 
+@pytest.mark.support("megatron", "what is not supported is refused by name")
 @pytest.mark.parametrize(("stage", "row"), ROWS)
 def test_the_example_of_a_row_is_refused_by_it_and_every_fact_of_it_is_needed(stage: Stage, row: Refusal) -> None:
     with pytest.raises(UnsupportedError) as refused:

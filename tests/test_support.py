@@ -16,12 +16,9 @@ import pytest
 from dfa_megatron import names
 
 ROOT = Path(__file__).parents[1]
-TESTS = {
-    "float64": "tests/kernels/test_kernel_conformance.py::test_a_block_is_what_dense_float64_attention_says"
-    "[float64-64x64-full-h3:3-d32-b2-{} on cuda]",
-    "gloo": "tests/runtime/comm/test_gloo.py::test_every_schedule_and_dtype_is_exact_over_gloo[2]",
-    "balanced": "tests/runtime/execute/test_together.py::test_every_schedule_is_exact[balanced-contiguous-full]",
-}
+FLOAT64 = "kernels | float64 | `{}`"
+GLOO = "runtime | every schedule and dtype between 2, 3 and 4 processes (gloo) | "
+BALANCED = "schedules | `balanced`, contiguous tokens | full"
 
 
 @pytest.fixture(scope="module")
@@ -41,72 +38,71 @@ def test_the_page_is_what_its_results_say(script: ModuleType) -> None:
     )
 
 
-def test_every_cell_stands_for_tests_that_are_there(script: ModuleType, tmp_path: Path) -> None:
-    patterns = script.rows.patterns()
-    folders = sorted(folder.name for folder in (ROOT / "tests").iterdir() if any(folder.name in p for p in patterns))
+def test_every_row_of_the_page_has_tests_and_every_marker_a_row(script: ModuleType, tmp_path: Path) -> None:
     report = tmp_path / "collected.jsonl"
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    command += ["--support-report", str(report), *(f"tests/{folder}" for folder in folders)]
+    command += ["--support-report", str(report), "tests"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
-    ids = [json.loads(line)["id"] for line in report.read_text(encoding="utf-8").splitlines()[1:]]
-    installed = {test.split("/")[1] for test in ids}  # tests/megatron is not collected without megatron-core
-    assert {"kernels", "runtime", "remat"} <= installed
-    for pattern in patterns:
-        if pattern.split("/")[0] in set(folders) - installed:
-            continue
-        assert script.selected(pattern, ids), f"no test is left for {pattern} of docs/support_rows.py"
+    found = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()[1:]]
+    marked = {cell for test in found for cell in test["support"]}
+    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    assert marked <= script.known(page), "write the row into docs/support.md"
+    folders = {"models": "huggingface"}
+    installed = {test["id"].split("/")[1] for test in found}  # tests/megatron is not collected without megatron-core
+    rows = {tuple(cell.split(" | ")[:2]) for cell in marked}
+    for table in (*script.GRIDS, *script.PLACES):
+        if table in ("kernels", "schedules", "runtime") or folders.get(table, table) in installed:
+            assert {(table, row) for row in script.shape(page, table)[1]} <= rows
 
 
 def test_every_kernel_has_a_column(script: ModuleType) -> None:
-    assert set(script.rows.KERNELS) == set(names.KERNELS) - {"auto"}
+    columns, _ = script.shape((ROOT / "docs" / "support.md").read_text(encoding="utf-8"), "kernels")
+    assert {column.strip("`") for column in columns} == set(names.KERNELS) - {"auto"}
 
 
-def reported(script: ModuleType, *results: tuple[str, str, bool, str], device: str = "CPU") -> dict[str, Any]:
+def reported(
+    script: ModuleType, *results: tuple[str, str, bool, str], device: str = "CPU", refuses: bool = False
+) -> dict[str, Any]:
     head = {"date": "2026-01-02", "device": device, "python": "3.12.0", "versions": {"torch": "2.9"}, "command": "a"}
-    tests = [{"id": test, "outcome": outcome, "gpu": gpu, "reason": reason} for test, outcome, gpu, reason in results]
+    tests = [
+        {"id": f"tests/a/{n}", "outcome": outcome, "gpu": gpu, "reason": reason, "support": [name], "refuses": refuses}
+        for n, (name, outcome, gpu, reason) in enumerate(results)
+    ]
     return script.read([json.dumps(line) for line in (head, *tests)])
-
-
-def cells(script: ModuleType, runs: list[dict[str, Any]], grid: str, label: str) -> list[str]:
-    return [script.cell(runs, pattern) for pattern in script.rows.GRIDS[grid][1][label]]
 
 
 def test_a_skip_is_a_refusal_where_the_kernel_says_so_and_no_result_where_the_machine_lacks_something(
     script: ModuleType,
 ) -> None:
-    at = {name: index for index, name in enumerate(script.rows.KERNELS)}
     run = reported(
         script,
-        (TESTS["float64"].format("flash4"), "skipped", True, "Skipped: flash4: it computes bfloat16 and float16"),
-        (TESTS["float64"].format("aten"), "skipped", True, "Skipped: aten: PyTorch is built without CUDA"),
-        (TESTS["float64"].format("triton"), "skipped", True, "Skipped: no CUDA device"),
+        (FLOAT64.format("flash4"), "skipped", True, "Skipped: flash4: it computes bfloat16 and float16"),
+        (FLOAT64.format("aten"), "skipped", True, "Skipped: aten: PyTorch is built without CUDA"),
+        (FLOAT64.format("triton"), "skipped", True, "Skipped: no CUDA device"),
     )
-    float64 = cells(script, [run], "kernels", "float64")
-    assert [float64[at[name]] for name in ("flash4", "aten", "triton")] == ["refused", "GPU: not run", "GPU: not run"]
-    gpu = reported(script, (TESTS["float64"].format("aten"), "passed", True, ""), device="1 x H200")
-    assert cells(script, [run, gpu], "kernels", "float64")[at["aten"]] == "GPU"
+    said = [script.cell([run], FLOAT64.format(name)) for name in ("flash4", "aten", "triton")]
+    assert said == ["refused", "GPU: not run", "GPU: not run"]
+    gpu = reported(script, (FLOAT64.format("aten"), "passed", True, ""), device="1 x H200")
+    assert script.cell([run, gpu], FLOAT64.format("aten")) == "GPU"
 
 
 def test_a_failure_is_not_hidden_by_tests_that_passed(script: ModuleType) -> None:
-    other = TESTS["gloo"].replace("[2]", "[3]")
-    run = reported(script, (TESTS["gloo"], "passed", False, ""), (other, "failed", False, ""))
-    pattern = next(p for label, p in script.rows.RUNTIME.items() if "(gloo)" in label)
-    assert script.seen([run], pattern, "CPU", "torch") == "**failed**"
-    again = reported(script, (TESTS["gloo"], "passed", False, ""), (other, "passed", False, ""))
+    run = reported(script, (GLOO, "passed", False, ""), (GLOO, "failed", False, ""))
+    assert script.seen([run], GLOO, "CPU", "torch") == "**failed**"
+    again = reported(script, (GLOO, "passed", False, ""), (GLOO, "passed", False, ""))
     merged = script.merge([run], again)
     assert len(merged) == 1
-    assert script.seen(merged, pattern, "CPU", "torch") == "2.9"
+    assert script.seen(merged, GLOO, "CPU", "torch") == "2.9"
 
 
 def test_a_test_that_passes_because_of_a_refusal_is_shown_as_one(script: ModuleType) -> None:
-    run = reported(script, (TESTS["balanced"], "passed", False, ""))
-    assert cells(script, [run], "schedules", "`balanced`, contiguous tokens")[1] == "refused"
+    run = reported(script, (BALANCED, "passed", False, ""), refuses=True)
+    assert script.cell([run], BALANCED) == "refused"
 
 
 def test_results_of_a_part_of_the_tests_leave_the_other_cells(script: ModuleType) -> None:
-    first = reported(script, (TESTS["gloo"], "passed", False, ""))
-    second = reported(script, (TESTS["balanced"], "passed", False, ""))
-    pattern = next(p for label, p in script.rows.RUNTIME.items() if "(gloo)" in label)
-    assert script.seen(script.merge([first], second), pattern, "CPU", "torch") == "2.9"
+    first = reported(script, (GLOO, "passed", False, ""))
+    second = reported(script, (BALANCED, "passed", False, ""))
+    assert script.seen(script.merge([first], second), GLOO, "CPU", "torch") == "2.9"

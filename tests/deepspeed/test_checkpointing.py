@@ -67,6 +67,7 @@ def forms(rank: int, world_size: int, stage: int, peft: bool) -> None:
         assert counts["replays"] == (LAYERS if once else 0), name
 
 
+@pytest.mark.support("deepspeed", "every form of checkpointing, to the bit; with PEFT")
 @pytest.mark.parametrize(("stage", "peft"), [(3, False), (3, True)])
 def test_every_form_has_the_same_bits_and_remat_runs_attention_once(stage: int, peft: bool) -> None:
     run_ranks(2, forms, stage, peft, timeout=170)

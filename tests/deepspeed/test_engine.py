@@ -56,6 +56,7 @@ def count_attention(rank: int, world_size: int, stage: int) -> dict[str, tuple[l
     return results
 
 
+@pytest.mark.support("deepspeed", "rematerialization under ZeRO 3")
 def test_under_zero_3_remat_runs_and_sends_half_of_full_checkpointing_with_the_same_bits() -> None:
     for results in run_ranks(2, count_attention, 3, timeout=120):
         want, plain = results["none"]
@@ -90,6 +91,7 @@ def train(rank: int, world_size: int) -> None:
         engine.destroy()
 
 
+@pytest.mark.support("deepspeed", "gradient accumulation and clipping")
 def test_accumulation_and_clipping_are_those_of_one_process() -> None:
     run_ranks(2, train, timeout=120)
 
@@ -114,6 +116,7 @@ def half_precision(rank: int, world_size: int) -> None:
         engine.destroy()
 
 
+@pytest.mark.support("deepspeed", "bfloat16")
 def test_bfloat16_gradients_are_those_of_one_process_within_rounding() -> None:
     run_ranks(2, half_precision, timeout=120)
 

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
@@ -49,6 +51,7 @@ def train(rank: int, world_size: int, paths: list[str]) -> dict[str, list[float]
     return losses
 
 
+@pytest.mark.support("deepspeed", "every shipped configuration file learns")
 def test_the_loss_falls_with_every_shipped_configuration_and_alike() -> None:
     assert len(CONFIGS) == 6
     losses = run_ranks(2, train, [str(path) for path in CONFIGS], timeout=150)[0]

@@ -50,11 +50,15 @@ def check(rank: int, world_size: int, sizes: list[int], stages: list[int], kind:
             engine.destroy()
 
 
+@pytest.mark.support(
+    "deepspeed", "ZeRO 0 to 3, gradients of one process; sequences over 1 to 4 ranks, the rest data parallel"
+)
 @pytest.mark.parametrize(("ranks", "sizes"), [(2, [1, 2]), (3, [3]), (4, [2, 4])])
 def test_gradients_are_those_of_one_process_at_every_zero_stage(ranks: int, sizes: list[int]) -> None:
     run_ranks(ranks, check, sizes, [0, 1, 2, 3], timeout=170)
 
 
+@pytest.mark.support("deepspeed", "attention sinks, ZeRO 0 and 3")
 def test_learned_sinks_have_their_gradients_where_parameters_are_gathered_layer_by_layer() -> None:
     changes = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 7}
     run_ranks(2, partial(check, kind="GptOss", **changes), [2], [0, 3], timeout=170)

@@ -49,6 +49,7 @@ def through_the_block(rank: int, world_size: int, kind: str, changes: dict[str, 
         engine.destroy()
 
 
+@pytest.mark.support("deepspeed", "packed documents")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gradients_of_a_pack_are_those_of_its_documents_on_one_process(ranks: int) -> None:
     run_ranks(ranks, through_the_block, "Llama", {}, [0, 1, 2, 3], timeout=170)

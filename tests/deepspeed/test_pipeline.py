@@ -130,6 +130,7 @@ def train(rank: int, world_size: int, stages: int, size: int) -> None:
         engine.destroy()
 
 
+@pytest.mark.support("deepspeed", "pipelines")
 @pytest.mark.parametrize(("ranks", "stages", "size"), [(2, 1, 2), (4, 2, 2)])
 def test_a_pipeline_over_shared_sequences_trains_as_one_process(ranks: int, stages: int, size: int) -> None:
     run_ranks(ranks, train, stages, size, timeout=170)

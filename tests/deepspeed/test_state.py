@@ -66,6 +66,7 @@ def resume(rank: int, world_size: int, folder: str) -> None:
             )
 
 
+@pytest.mark.support("deepspeed", "save, load, other numbers of ranks per sequence")
 def test_a_loaded_run_continues_to_the_bit_and_on_other_numbers_of_ranks_per_sequence(tmp_path: Path) -> None:
     run_ranks(4, resume, str(tmp_path), timeout=170)
 
@@ -98,6 +99,7 @@ def placed(rank: int, world_size: int) -> None:
     assert losses_of(start(adam(3, 2), model=model)) == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.support("deepspeed", "offload of optimizer and parameters, `zero.Init`")
 def test_offload_and_partitioned_initialization_change_no_loss() -> None:
     run_ranks(2, placed, timeout=170)
 
@@ -126,6 +128,7 @@ def load_universal(rank: int, world_size: int, folder: str, stages: tuple[int, .
     return losses
 
 
+@pytest.mark.support("deepspeed", "universal checkpoints")
 def test_a_universal_checkpoint_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
     stages = (1, 3)
     straight = run_ranks(4, save, str(tmp_path), stages, timeout=120)[0]

@@ -111,6 +111,7 @@ def together(rank: int, world_size: int, folder: str) -> dict[int, tuple[list[fl
     return found
 
 
+@pytest.mark.support("deepspeed", "Hugging Face Trainer, every ZeRO stage")
 def test_trainer_has_the_losses_and_gradient_norms_of_one_process_at_every_zero_stage(tmp_path: Any) -> None:
     losses, evaluations, norms = run_ranks(1, alone, str(tmp_path), timeout=120)[0]
     for found in run_ranks(2, together, str(tmp_path), timeout=170):

@@ -47,6 +47,7 @@ def compare(rank: int, world_size: int, kind: str, kernel: str, checkpoint: str)
         assert_close(gradient / world_size, wanted[name], tolerance=TOLERANCE, name=f"{kind} {name}")
 
 
+@pytest.mark.support("models", "autocast")
 @pytest.mark.parametrize(
     ("kind", "kernel", "checkpoint"),
     [("Llama", "auto", "none"), ("Llama", "reference", "remat"), ("Qwen3", "cpu", "full")],

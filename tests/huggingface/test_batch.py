@@ -86,6 +86,7 @@ def checkpointed(rank: int, world_size: int) -> None:
         assert torch.equal(seen["remat"][0][name], gradient)
 
 
+@pytest.mark.support("models", "rematerialization")
 def test_rematerialization_runs_every_attention_once_with_the_same_bits() -> None:
     run_ranks(2, checkpointed)
 

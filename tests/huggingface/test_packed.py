@@ -75,6 +75,7 @@ def compare(rank: int, world_size: int, names: list[str], rows: int) -> None:
         check(model, cut, reference, want, f"{name}, cut by another loader")
 
 
+@pytest.mark.support("models", "the same, packed documents")
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 2), (2, 1), (2, 2), (3, 1)])
 def test_logits_loss_and_gradients_are_those_of_eager_attention_on_one_rank(ranks: int, rows: int) -> None:
     names = list(MODELS) if (ranks, rows) == (2, 1) else ["llama", "gemma3-window-in-one-layer"]

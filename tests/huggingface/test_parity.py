@@ -111,6 +111,7 @@ def compare(rank: int, world_size: int, names: list[str], schedule: str) -> None
                 assert_close(gradient / world_size, wanted, tolerance=1e-5, name=f"{name} {key}")
 
 
+@pytest.mark.support("models", f"{', '.join(sorted({kind for kind, _ in MODELS.values()}))}: logits, loss, gradients")
 @pytest.mark.parametrize(("ranks", "schedule"), [(1, "auto"), (2, "auto"), (3, "balanced")])
 def test_logits_loss_and_gradients_are_those_of_one_rank(ranks: int, schedule: str) -> None:
     names = [name for name in MODELS if schedule == "auto" or "window" not in name]
@@ -202,6 +203,7 @@ def heads_fewer_than_ranks(rank: int, world_size: int) -> None:
     compare(rank, world_size, ["llama-one-kv-head-of-three"], "balanced_shared")
 
 
+@pytest.mark.support("models", "more ranks than heads")
 def test_more_ranks_than_heads_and_kv_heads() -> None:
     run_ranks(4, heads_fewer_than_ranks, timeout=120)
 

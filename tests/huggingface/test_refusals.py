@@ -18,6 +18,7 @@ from tests.huggingface.test_parity import NEWER
 from tests.support.models import build, text
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
@@ -67,6 +68,7 @@ def _build(kind: str, changes: dict[str, Any]) -> Any:
     return getattr(transformers, {"Llama4Text": "Llama4"}.get(kind, kind) + "ForCausalLM")(config)
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_a_model_of_several_stacks_is_refused() -> None:
     from transformers import BltConfig, BltForCausalLM
 
@@ -78,6 +80,7 @@ def test_a_model_of_several_stacks_is_refused() -> None:
         dfa_hf.distribute_attention(BltForCausalLM(config))
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 @pytest.mark.parametrize("kind", ["Bart", "Pegasus", "Whisper"])
 def test_a_decoder_with_attention_over_an_encoder_is_refused_for_it(kind: str) -> None:
     import transformers
@@ -91,6 +94,7 @@ def test_a_decoder_with_attention_over_an_encoder_is_refused_for_it(kind: str) -
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 @pytest.mark.parametrize("checkpoint", ["remat", "full"])
 def test_a_model_that_transformers_does_not_checkpoint_is_refused_as_it_was(checkpoint: str) -> None:
     from transformers import CTRLConfig, CTRLLMHeadModel, JetMoeConfig, JetMoeForCausalLM
@@ -107,6 +111,7 @@ def test_a_model_that_transformers_does_not_checkpoint_is_refused_as_it_was(chec
         dfa_hf.distribute_attention(model)
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_layers_that_share_keys_are_refused_what_would_lose_their_gradients_or_rows() -> None:
     kind, changes = NEWER["gemma4-shared-keys-window-in-half-of-the-layers"]
     model = build(kind, **changes)
@@ -118,6 +123,7 @@ def test_layers_that_share_keys_are_refused_what_would_lose_their_gradients_or_r
         model(input_ids=text(1, 8, seed=0)["input_ids"], logits_to_keep=3)
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_models_whose_layers_do_not_all_attend_are_refused() -> None:
     model = build("Llama")
     model.model.layers[1].self_attn = torch.nn.Identity()
@@ -125,6 +131,7 @@ def test_models_whose_layers_do_not_all_attend_are_refused() -> None:
         dfa_hf.distribute_attention(model)
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_a_model_that_keeps_to_its_own_attention_is_refused() -> None:
     from transformers import FalconConfig, FalconForCausalLM
 
@@ -134,6 +141,7 @@ def test_a_model_that_keeps_to_its_own_attention_is_refused() -> None:
         dfa_hf.distribute_attention(model)
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_a_module_without_a_transformers_model_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no transformers model"):
         dfa_hf.distribute_attention(torch.nn.Linear(1, 1))
@@ -149,6 +157,7 @@ class Two(torch.nn.Module):
         self.reference = reference
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_several_models_in_one_module_are_refused() -> None:
     both = Two(build("Qwen3"))
     with pytest.raises(UnsupportedError, match=r"several transformers models.*a Two with LlamaForCausalLM, Qwen3For"):
@@ -159,6 +168,7 @@ def test_several_models_in_one_module_are_refused() -> None:
     assert one.alias.config._attn_implementation == dfa_hf.NAME
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 @pytest.mark.parametrize(
     "kind", ["LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaForQuestionAnswering"]
 )
@@ -172,6 +182,7 @@ def test_a_head_that_is_not_of_a_language_model_is_refused(kind: str) -> None:
     assert dfa_hf.distribute_attention(decoder) is decoder
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_a_second_head_beside_that_of_a_language_model_is_refused() -> None:
     from transformers import GPT2Config, GPT2DoubleHeadsModel, GPT2LMHeadModel
 
@@ -181,6 +192,7 @@ def test_a_second_head_beside_that_of_a_language_model_is_refused() -> None:
     dfa_hf.distribute_attention(GPT2LMHeadModel(config))
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_a_loss_of_the_router_is_refused_at_the_call() -> None:
     model = dfa_hf.distribute_attention(build("Mixtral", num_local_experts=2))
     tokens = text(1, 8, seed=0)["input_ids"]
@@ -194,6 +206,7 @@ def test_a_loss_of_the_router_is_refused_at_the_call() -> None:
         assert model(input_ids=tokens).aux_loss is not None
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_a_model_that_was_only_switched_by_name_says_what_is_missing() -> None:
     dfa_hf.distribute_attention(build("Llama"))  # transformers knows the name now
     model = build("Llama")
@@ -202,6 +215,7 @@ def test_a_model_that_was_only_switched_by_name_says_what_is_missing() -> None:
         model(input_ids=text(1, 8, seed=0)["input_ids"])
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -221,6 +235,7 @@ def _padding(right: bool) -> torch.Tensor:
     return mask
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -242,12 +257,14 @@ def test_a_call_that_asks_for_more_is_refused(arguments: dict[str, Any], message
         model(input_ids=tokens, **arguments)
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_generation_says_how_it_would_work() -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
     with pytest.raises(UnsupportedError, match="local_attention"):
         model.eval().generate(text(1, 8, seed=0)["input_ids"], max_new_tokens=2)
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_dropout_set_after_preparation_is_refused_at_the_call() -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
     model.model.layers[0].self_attn.attention_dropout = 0.1
@@ -255,6 +272,7 @@ def test_dropout_set_after_preparation_is_refused_at_the_call() -> None:
         model(input_ids=text(1, 8, seed=0)["input_ids"])
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 @pytest.mark.parametrize("name", ["sinks", "attn_logit_softcapping"])
 def test_what_a_layer_has_and_does_not_hand_over_is_refused(name: str) -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
@@ -266,6 +284,7 @@ def test_what_a_layer_has_and_does_not_hand_over_is_refused(name: str) -> None:
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_a_layer_that_names_another_window_than_its_mask_is_refused() -> None:
     model = dfa_hf.distribute_attention(build("Qwen2", **_WINDOWS))
     layers = model.model.layers
@@ -283,6 +302,7 @@ def test_a_layer_that_names_another_window_than_its_mask_is_refused() -> None:
     model(input_ids=tokens[:, :5])  # a window that hides nothing
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_a_sliding_layer_that_is_not_told_its_window_is_refused() -> None:
     model = dfa_hf.distribute_attention(build("Qwen2", **_WINDOWS))
     layer = model.model.layers[1].self_attn
@@ -295,12 +315,14 @@ def test_a_sliding_layer_that_is_not_told_its_window_is_refused() -> None:
         model(input_ids=tokens)
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_a_window_of_no_token_is_refused() -> None:
     model = dfa_hf.distribute_attention(build("Mistral", sliding_window=0))
     with pytest.raises(UnsupportedError, match="sliding_window=0"):
         model(input_ids=text(1, 8, seed=0)["input_ids"])
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -380,9 +402,11 @@ def evaluate_on_two_ranks(rank: int, world_size: int) -> None:
         model.train()(input_ids=tokens)
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_a_part_of_a_sequence_in_local_evaluation_is_refused_and_generation_is_not() -> None:
     run_ranks(2, evaluate_on_two_ranks, timeout=120)
 
 
+@pytest.mark.support("models", "models that are not supported are refused")
 def test_on_two_ranks_labels_and_positions_of_a_whole_sequence_are_refused() -> None:
     run_ranks(2, call_on_two_ranks, timeout=120)

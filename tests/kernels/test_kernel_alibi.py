@@ -17,6 +17,8 @@ from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
 from dfa_megatron.testing.dense import assert_close, dense_attention
 from tests.support.kernel_cases import COARSE, ROUND_ONCE, TARGETS, TOLERANCE, Case, every_dtype, run, usable
+from tests.support.support_rows import in_bfloat16
+from tests.support.support_rows import kernel as of_kernel
 
 BIASING = [(name, device) for name, device in TARGETS if kernels.get(name).adds_alibi]
 every_biasing = pytest.mark.parametrize(
@@ -111,6 +113,7 @@ def problem(
     return Problem(kernel, call, dout, (out.detach(), lse.detach(), *gradients), bias.abs().max().item())
 
 
+@pytest.mark.support("kernels", in_bfloat16("ALiBi"), of_kernel)
 @every_biasing
 @every_dtype
 @pytest.mark.parametrize("rows", CASES)
@@ -170,6 +173,12 @@ def test_segments_have_the_distances_of_their_own_rows(name: str, device: str, d
 NEED = Need("cpu", torch.float32, 2, 2, 32, 32, frozenset({"causal"}), alibi=True)
 
 
+@pytest.mark.support("kernels", "ALiBi", "`cpu`", refuses=True)
+@pytest.mark.support("kernels", "ALiBi", "`aten`", refuses=True)
+@pytest.mark.support("kernels", "ALiBi", "`cudnn`", refuses=True)
+@pytest.mark.support("kernels", "ALiBi", "`flash4`", refuses=True)
+@pytest.mark.support("kernels", "ALiBi", "`flash3`", refuses=True)
+@pytest.mark.support("kernels", "ALiBi", "`flash2`", refuses=True)
 def test_kernels_without_alibi_refuse_and_name_those_that_can() -> None:
     with pytest.raises(UnsupportedError, match=r"ALiBi.*it adds no ALiBi bias by global positions.*'reference'"):
         kernels.select("cpu", NEED)

@@ -23,6 +23,8 @@ from tests.support.kernel_cases import (
     saved_for,
     usable,
 )
+from tests.support.support_rows import kernel as of_kernel
+from tests.support.support_rows import of_block
 
 SHAPES = [
     Case(64, 64),
@@ -89,6 +91,7 @@ FEW = SHAPES + HEADS[:1] + LONG + BANDS[2::5]
 """For float16, whose kernels are bfloat16's with another instruction: compiling all of them takes minutes."""
 
 
+@pytest.mark.support("kernels", of_block, of_kernel)
 @every_target
 @pytest.mark.parametrize(
     ("dtype", "case"),
@@ -127,6 +130,7 @@ def as_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
 LAYOUTS = ["sbhd", "bhsd", "slice of fused", "rows of longer", "last dimension strided", "misaligned"]
 
 
+@pytest.mark.support("kernels", "strided and misaligned inputs", of_kernel)
 @every_target
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
@@ -240,6 +244,7 @@ def test_large_logits_do_not_overflow(name: str, device: str, dtype: torch.dtype
             assert_close(got, want, tolerance=1e-9, name=label)
 
 
+@pytest.mark.support("kernels", "deterministic backward", of_kernel)
 @every_target
 @pytest.mark.parametrize("case", [Case(384, 384, CAUSAL, heads=4, kv_heads=2), Case(384, 640, Band(90, 5))], ids=str)
 def test_deterministic_gradients_have_equal_bits(name: str, device: str, case: Case) -> None:

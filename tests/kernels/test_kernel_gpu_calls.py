@@ -23,6 +23,7 @@ from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
 from dfa_megatron.testing.dense import assert_close, dense_attention
+from tests.support.support_rows import kernel as of_kernel
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -391,6 +392,7 @@ def layouts(x: torch.Tensor) -> list[torch.Tensor]:
     return [x, x.transpose(0, 1).contiguous().transpose(0, 1), x.transpose(1, 2).contiguous().transpose(1, 2), shifted]
 
 
+@pytest.mark.support("kernels", "calls to stand-ins for its operators", of_kernel)
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_gpu_kernels_give_their_operators_what_these_mean(
@@ -438,6 +440,7 @@ PACKS = {
 }
 
 
+@pytest.mark.support("kernels", "calls to stand-ins for its operators", of_kernel)
 @pytest.mark.parametrize("gap", [0, 3])
 @pytest.mark.parametrize("pack", PACKS)
 def test_gpu_kernels_give_their_packed_operators_what_segments_mean(kernel: BlockKernel, pack: str, gap: int) -> None:

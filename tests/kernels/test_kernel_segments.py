@@ -15,6 +15,8 @@ from dfa_megatron.kernels.segments import Segments, Takes
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
 from dfa_megatron.testing.dense import dense_attention
 from tests.support.kernel_cases import Case, check, every_dtype, every_target, run, usable
+from tests.support.support_rows import in_bfloat16
+from tests.support.support_rows import kernel as of_kernel
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def check_pack(name: str, device: str, dtype: torch.dtype, rows: str, determinis
         check(name, run(kernel, call, dout), (want_out.detach(), want_lse.detach(), *gradients), dtype)
 
 
+@pytest.mark.support("kernels", in_bfloat16("several segments in a call"), of_kernel)
 @every_target
 @every_dtype
 @every_pack

@@ -17,6 +17,8 @@ from dfa_megatron.kernels.api import BlockCall, Need, Saved
 from dfa_megatron.plan.language.geometry import CAUSAL, Band
 from dfa_megatron.testing.dense import assert_close, dense_attention
 from tests.support.kernel_cases import TARGETS, Case, check, every_dtype, run, usable
+from tests.support.support_rows import in_bfloat16
+from tests.support.support_rows import kernel as of_kernel
 
 CAPPING = [(name, device) for name, device in TARGETS if kernels.get(name).caps_scores]
 CASES = {
@@ -29,6 +31,7 @@ CAPS = (0.7, 2.0, 30.0)
 """Saturated nearly everywhere, bent, and hardly felt: scores are up to about 5."""
 
 
+@pytest.mark.support("kernels", in_bfloat16("softcap"), of_kernel)
 @pytest.mark.parametrize(("name", "device"), CAPPING, ids=[f"{name} on {device}" for name, device in CAPPING])
 @every_dtype
 @pytest.mark.parametrize("rows", CASES)
@@ -82,6 +85,11 @@ def test_flash4_hands_the_cap_to_forward_and_backward(monkeypatch: pytest.Monkey
 NEED = Need("cpu", torch.float32, 2, 2, 32, 32, frozenset({"causal"}), softcap=30.0)
 
 
+@pytest.mark.support("kernels", "softcap", "`cpu`", refuses=True)
+@pytest.mark.support("kernels", "softcap", "`aten`", refuses=True)
+@pytest.mark.support("kernels", "softcap", "`cudnn`", refuses=True)
+@pytest.mark.support("kernels", "softcap", "`flash3`", refuses=True)
+@pytest.mark.support("kernels", "softcap", "`flash2`", refuses=True)
 def test_kernels_that_cap_nothing_refuse_and_name_those_that_can() -> None:
     with pytest.raises(UnsupportedError, match=r"softcap 30.*it caps no scores.*kernel=.*'reference'"):
         kernels.select("cpu", NEED)

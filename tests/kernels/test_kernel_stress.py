@@ -24,6 +24,7 @@ from dfa_megatron.kernels.api import BlockCall, BlockKernel, Partial
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
+from tests.support.support_rows import kernel as of_kernel
 
 ITERATIONS = int(os.environ.get("DFA_STRESS", "0"))
 SEED = int(os.environ.get("DFA_STRESS_SEED", "0"))
@@ -155,6 +156,7 @@ def test_a_kernel_whose_window_is_one_too_wide_is_found() -> None:
         stress(OneTooWide(), PARTS[5], "cpu", 10, 64)
 
 
+@pytest.mark.support("kernels", "random attentions (`DFA_STRESS`)", of_kernel)
 @pytest.mark.gpu
 @pytest.mark.skipif(ITERATIONS == 0, reason="DFA_STRESS does not say how many attentions to try")
 @pytest.mark.timeout(580)

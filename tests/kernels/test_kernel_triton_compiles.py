@@ -31,6 +31,7 @@ def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], 
     return int(compiled.metadata.shared)
 
 
+@pytest.mark.support("kernels", "compiled for 8.0 and 9.0 without a GPU", "`triton`")
 @pytest.mark.parametrize("name", ["_forward", "_dk_dv", "_dq"])
 @pytest.mark.parametrize(
     ("packed", "cap", "alibi", "bounded", "capability"),

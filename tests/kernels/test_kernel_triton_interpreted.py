@@ -53,6 +53,7 @@ def expression(file: str) -> str:
     return f"({file} and ({chosen}))" if chosen else f"({file})"
 
 
+@pytest.mark.support("kernels", "a part of these in Triton's interpreter", "`triton`")
 @pytest.mark.parametrize(
     ("files", "passes"),
     [

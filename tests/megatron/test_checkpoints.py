@@ -52,6 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"megatrons": str(folder / "megatrons"), "ours": str(folder / "ours")}
 
 
+@pytest.mark.support("megatron", "checkpoints to and from Megatron's own attention")
 def test_checkpoints_of_both_hold_the_same_tensors(folders: dict[str, str]) -> None:
     (theirs,) = run_ranks(1, inventory, folders["megatrons"])
     (mine,) = run_ranks(1, inventory, folders["ours"])
@@ -59,6 +60,7 @@ def test_checkpoints_of_both_hold_the_same_tensors(folders: dict[str, str]) -> N
     assert any("core_attention" not in key and "self_attention" in key for key in mine)
 
 
+@pytest.mark.support("megatron", "checkpoints to and from Megatron's own attention")
 @pytest.mark.parametrize(
     ("source", "ranks", "wanted"),
     [

@@ -53,6 +53,7 @@ def offloaded() -> Case:
     return Case(DistAttentionConfig(remat_offload=True), recompute=("uniform", 1), steps=3)
 
 
+@pytest.mark.support("megatron", "CP 2: distributed optimizer, experts (EP 2), selective recomputation, offload")
 def test_two_ranks_with_overlapped_reductions_sharded_optimizers_and_offloading(reference: str) -> None:
     check(
         2,
@@ -65,6 +66,7 @@ def test_two_ranks_with_overlapped_reductions_sharded_optimizers_and_offloading(
     )
 
 
+@pytest.mark.support("megatron", "CP 2: distributed optimizer, experts (EP 2), selective recomputation, offload")
 def test_two_ranks_with_other_layer_kinds(reference: str, references: dict[str, str]) -> None:
     check(
         2,
@@ -77,6 +79,7 @@ def test_two_ranks_with_other_layer_kinds(reference: str, references: dict[str, 
     )
 
 
+@pytest.mark.support("megatron", "CP 2 x DP 2, EP 2; fewer key/value groups than TP")
 def test_four_ranks_with_data_parallelism_and_fewer_groups_than_tensor_ranks(
     reference: str, references: dict[str, str]
 ) -> None:

@@ -15,6 +15,7 @@ from tests.megatron.test_latent import LATENT, YARN
 from tests.megatron.test_packed import REFERENCES
 from tests.megatron.test_parity import FULL, expected
 from tests.megatron.test_sharded import LOCAL
+from tests.support.support_rows import by_gpus
 
 GPUS = [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)]
 CASES: list[tuple[Topology, Case]] = []
@@ -47,6 +48,15 @@ def two_layouts(gpus: int, four: Topology) -> tuple[tuple[Topology, str], ...]:
     return (Topology(cp=gpus), "contiguous"), (Topology(cp=2) if gpus == 2 else four, "boundary")
 
 
+@pytest.mark.support(
+    "megatron",
+    by_gpus(
+        {
+            2: "2 GPUs: CP, DDP, distributed optimizer, offload, float32",
+            4: "4 GPUs: CP, TP, PP, VP, DP, distributed optimizer, offload",
+        }
+    ),
+)
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("connections", ["1", "8"])
 def test_every_parallelism_over_nccl_trains_like_one_rank(
@@ -58,6 +68,9 @@ def test_every_parallelism_over_nccl_trains_like_one_rank(
     run_ranks(gpus, harness.check_topologies, prepared, timeout=170, cuda=True)
 
 
+@pytest.mark.support(
+    "megatron", by_gpus({2: "2 GPUs: packed documents, CP 2", 4: "4 GPUs: packed documents, CP 4 and TP 2 x CP 2"})
+)
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("how", ["packed", "packed-mixed"])
 def test_packed_documents_over_nccl_train_like_one_rank(
@@ -75,6 +88,15 @@ def test_packed_documents_over_nccl_train_like_one_rank(
     run_ranks(gpus, harness.check_topologies, prepared, timeout=170, cuda=True)
 
 
+@pytest.mark.support(
+    "megatron",
+    by_gpus(
+        {
+            2: "2 GPUs: fully sharded parameters (FSDP); latent attention",
+            4: "4 GPUs: fully sharded parameters (FSDP); latent attention",
+        }
+    ),
+)
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("wrapper", ["torch_fsdp2", "megatron_fsdp:optim_grads_params", "megatron_fsdp:optim_grads"])
 def test_sharded_parameters_over_nccl_train_like_one_rank(
@@ -91,6 +113,15 @@ def test_sharded_parameters_over_nccl_train_like_one_rank(
     run_ranks(gpus, harness.check_topologies, prepared, timeout=170, cuda=True)
 
 
+@pytest.mark.support(
+    "megatron",
+    by_gpus(
+        {
+            2: "2 GPUs: fully sharded parameters (FSDP); latent attention",
+            4: "4 GPUs: fully sharded parameters (FSDP); latent attention",
+        }
+    ),
+)
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("config", [LATENT, YARN], ids=["rope", "yarn"])
 def test_latent_attention_over_nccl_trains_like_one_rank(

@@ -21,6 +21,7 @@ def asked_for(flags: str, **changes: object) -> Case:
     return replace(case(**changes), options=options_of(args))  # type: ignore[arg-type]
 
 
+@pytest.mark.support("megatron", "heads exchanged, CP 4 as 2 x 2")
 @pytest.mark.parametrize(
     "topology", [Topology(cp=4), Topology(tp=2, cp=2)], ids=["cp4 as 2 x 2", "tp2 and cp2 as 2 x 1, one kv head a rank"]
 )

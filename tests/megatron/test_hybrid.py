@@ -141,6 +141,7 @@ def compare_with_one_rank(rank: int, world_size: int, layout: str, remat: str) -
     assert InMegatronsOrder.calls == others * (1 + recomputed), "layers of other kinds are recomputed as asked for"
 
 
+@pytest.mark.support("megatron", "hybrid (Mamba) stacks")
 @pytest.mark.parametrize(
     ("ranks", "layout", "remat"),
     [(2, "boundary", "off"), (2, "boundary", "auto"), (3, "boundary", "auto"), (2, "zigzag", "auto")],

@@ -55,6 +55,7 @@ def check(topology: Topology, cases: list[tuple[Case, str]]) -> None:
     run_ranks(topology.ranks, harness.check_topologies, prepared, timeout=170)
 
 
+@pytest.mark.support("megatron", "latent attention; every layout, CP 2 and 3")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_layout_trains_like_one_rank(ranks: int, references: dict[str, str]) -> None:
     rope, yarn = references["rope"], references["yarn"]
@@ -72,6 +73,7 @@ def test_every_layout_trains_like_one_rank(ranks: int, references: dict[str, str
     )
 
 
+@pytest.mark.support("megatron", "latent attention, PP 2 x CP 2")
 def test_pipelines_train_like_one_rank(references: dict[str, str]) -> None:
     check(Topology(pp=2, cp=2), [(full("boundary", config=LATENT), references["rope"])])
 

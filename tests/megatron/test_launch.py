@@ -328,6 +328,7 @@ def train_through_a_script(rank: int, world_size: int, script_path: str, layout:
     assert abs(SEEN["total"] - torch.load(path, weights_only=True)["losses"][0]) <= 1e-5
 
 
+@pytest.mark.support("megatron", "Megatron's training package through the launcher")
 @needs_training
 @pytest.mark.parametrize("layout", ["contiguous", "boundary"])
 def test_a_script_on_megatrons_own_training_package_trains_like_one_rank(

@@ -86,5 +86,6 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
         shard_batch({**batch, "cu_seqlens": harness.documents(0, 0)}, group, zigzag)
 
 
+@pytest.mark.support("megatron", "multimodal rotary embeddings, layout `zigzag`, CP 2")
 def test_two_ranks_equal_one_with_position_ids_that_stay_whole() -> None:
     run_ranks(2, compare_with_one_rank)

@@ -103,6 +103,7 @@ def check_replay(rank: int, ranks: int, topology: Topology) -> None:
         train_step(model, wanted, replay, "REPLAY_FORWARD", "REPLAY_FORWARD")
 
 
+@pytest.mark.support("megatron", "routing recorded and replayed, CP 2 and TP 2 x CP 2")
 @pytest.mark.parametrize("topology", [Topology(cp=2), Topology(tp=2, cp=2)], ids=["cp2", "tp2-cp2-sequence-parallel"])
 def test_routing_is_recorded_and_replayed_as_on_one_rank(topology: Topology) -> None:
     run_ranks(topology.ranks, check_replay, topology)
@@ -157,6 +158,7 @@ def check_extracted(rank: int, ranks: int, topology: Topology) -> None:
         hidden_states_between(model, topology, False, {1, 2})
 
 
+@pytest.mark.support("megatron", "hidden states of layers between, CP 2 and TP 2 x CP 2")
 @pytest.mark.parametrize("topology", [Topology(cp=2), Topology(tp=2, cp=2)], ids=["cp2", "tp2-cp2-sequence-parallel"])
 def test_hidden_states_of_layers_between_are_in_the_callers_order(topology: Topology) -> None:
     from megatron.core.transformer.transformer_block import TransformerBlock

@@ -41,6 +41,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return paths
 
 
+@pytest.mark.support("megatron", "windows; packed documents; both; CP 1, 2, 3")
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("how", list(REFERENCES))
 def test_context_parallel_ranks_train_like_one(how: str, ranks: int, references: dict[str, str]) -> None:
@@ -54,6 +55,7 @@ def test_zigzag_data_train_like_one_rank_without_any_exchange(how: str, referenc
     check(Topology(cp=3), [case("zigzag", "auto", steps=STEPS, **REFERENCES[how])], references[how])
 
 
+@pytest.mark.support("megatron", "packs in windows, TP 2 x CP 2 and PP 2 x CP 2")
 @pytest.mark.parametrize("topology", [Topology(tp=2, cp=2), Topology(pp=2, cp=2)], ids=["tp2-cp2", "pp2-cp2"])
 def test_packs_in_windows_train_with_other_parallelisms(topology: Topology, references: dict[str, str]) -> None:
     how = "packed-mixed"

@@ -73,6 +73,7 @@ def train_through_a_script(rank: int, world_size: int, script_path: str, flags: 
     assert abs(SEEN["total"] - torch.load(path, weights_only=True)["losses"][0]) <= 1e-5
 
 
+@pytest.mark.support("megatron", "packed data of Megatron's scripts and datasets")
 @needs_training
 @pytest.mark.parametrize(
     "flags",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +52,17 @@ def both_layouts(steps: int) -> list[Case]:
     return [case("contiguous", "auto", steps=steps), *(case(layout, remat, steps=4) for layout, remat in others)]
 
 
+def of_topology(params: Mapping[str, Any]) -> str:
+    """The row of docs/support.md."""
+    topology: Topology = params["topology"]
+    if topology.tp > 1:
+        return "TP 2 x CP 2 with sequence parallelism, the same"
+    if topology.pp > 1:
+        return "PP 2 x CP 2, the same"
+    return "CP 2, 3, 4; layouts `contiguous`, `boundary`; recomputation ours and none"
+
+
+@pytest.mark.support("megatron", of_topology)
 @pytest.mark.parametrize(
     ("topology", "steps"),
     [
@@ -67,6 +80,7 @@ def test_both_layouts_with_and_without_remat_train_like_one_rank(
     check(topology, both_layouts(steps), reference)
 
 
+@pytest.mark.support("megatron", "interleaved pipeline, PP 2 x VP 2 x CP 2")
 def test_interleaved_pipeline_trains_like_one_rank(reference: str) -> None:
     check(Topology(pp=2, vp=2, cp=2), [case("boundary", "auto", steps=3)], reference)
 
@@ -75,10 +89,12 @@ def test_one_rank_runs_the_same_class(reference: str) -> None:
     check(Topology(), [case("contiguous", "auto", steps=5), case("boundary", steps=2)], reference)
 
 
+@pytest.mark.support("megatron", "layout `zigzag`, CP 3")
 def test_zigzag_layout_trains_like_one_rank_without_any_exchange(reference: str) -> None:
     check(Topology(cp=3), [case("zigzag"), case("zigzag", "auto", steps=3)], reference)
 
 
+@pytest.mark.support("megatron", "recomputation full, block, uniform; Megatron's own or ours")
 def test_what_is_recomputed_follows_the_flags(reference: str) -> None:
     check(
         Topology(cp=2),
@@ -94,6 +110,7 @@ def test_what_is_recomputed_follows_the_flags(reference: str) -> None:
     )
 
 
+@pytest.mark.support("megatron", "TP 2 without sequence parallelism")
 def test_tensor_parallelism_without_sequence_parallelism_trains_like_one_rank(reference: str) -> None:
     config = (("sequence_parallel", False), ("distribute_saved_activations", True))
     check(Topology(tp=2), [case("contiguous", "auto", steps=3, config=config)], reference)
@@ -114,12 +131,14 @@ EXPERTS = (
 )
 
 
+@pytest.mark.support("megatron", "experts in every other layer")
 def test_experts_in_every_other_layer_train_like_one_rank(tmp_path: Path) -> None:
     path = str(tmp_path / "experts.pt")
     run_ranks(1, harness.save_reference, path, Case(options=None, steps=5, config=EXPERTS))
     check(Topology(cp=2), [case("boundary", "auto", steps=5, config=EXPERTS)], path)
 
 
+@pytest.mark.support("megatron", "multi-token prediction")
 def test_prediction_layers_stay_in_megatrons_order_in_the_boundary_layout() -> None:
     run_ranks(2, harness.check_prediction_layers, Topology(cp=2))
 

@@ -23,10 +23,12 @@ def cases(**wrapped: object) -> list[Case]:
     ]
 
 
+@pytest.mark.support("megatron", "PyTorch's and Megatron's fully sharded parameters (FSDP)")
 def test_pytorchs_fsdp_trains_like_one_rank(reference: str) -> None:
     check(Topology(cp=2), cases(wrapper="torch_fsdp2"), reference)
 
 
+@pytest.mark.support("megatron", "PyTorch's and Megatron's fully sharded parameters (FSDP)")
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
 def test_megatrons_fsdp_trains_like_one_rank(strategy: str, reference: str) -> None:
     wrapped = {"wrapper": f"megatron_fsdp:{strategy}", "optimizer": "distributed", "overlap": True}

@@ -38,6 +38,7 @@ def check(topology: Topology, cases: list[tuple[Case, str]]) -> None:
     run_ranks(topology.ranks, harness.check_topologies, prepared, timeout=170)
 
 
+@pytest.mark.support("megatron", "learned and fixed softmax offsets; every layout, TP 2 x CP 2")
 def test_two_ranks_train_like_one_in_every_layout(references: dict[str, str]) -> None:
     learnable = references["learnable"]
     offsets = [name for name in torch.load(learnable, weights_only=True)["gradients"] if "softmax_offset" in name]
@@ -54,6 +55,7 @@ def test_two_ranks_train_like_one_in_every_layout(references: dict[str, str]) ->
     )
 
 
+@pytest.mark.support("megatron", "learned and fixed softmax offsets; every layout, TP 2 x CP 2")
 def test_with_tensor_parallelism_each_rank_has_the_logits_of_its_heads(references: dict[str, str]) -> None:
     check(Topology(tp=2, cp=2), [(learned("boundary", "auto", optimizer="megatron"), references["learnable"])])
 

@@ -56,6 +56,7 @@ def train(rank: int, world_size: int, schedule: str) -> dict[str, tuple[list[tor
     return results
 
 
+@pytest.mark.support("runtime", "rematerialization between ranks")
 @pytest.mark.parametrize(("ranks", "schedule"), [(1, "auto"), (2, "ring"), (2, "balanced_shared"), (3, "balanced")])
 def test_remat_runs_and_sends_half_of_full_recompute_with_the_same_bits(ranks: int, schedule: str) -> None:
     everyone = run_ranks(ranks, train, schedule)

@@ -196,6 +196,7 @@ def gradients(layers: list[Layer], way: Callable[..., Any], x: torch.Tensor) -> 
     return [leaf.grad, *(p.grad.clone() for layer in layers for p in layer.parameters() if p.grad is not None)]
 
 
+@pytest.mark.support("runtime", "what is kept, in host memory (`remat_offload`)")
 def test_gradients_are_the_same_to_the_bit_with_and_without() -> None:
     torch.manual_seed(7)
     layers = [Layer() for _ in range(LAYERS)]
@@ -206,6 +207,7 @@ def test_gradients_are_the_same_to_the_bit_with_and_without() -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
 
 
+@pytest.mark.support("runtime", "what is kept, in host memory (`remat_offload`)")
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [name for name in WAYS if "offloaded" in name])
 def test_on_a_gpu_memory_falls_and_gradients_stay_the_same_to_the_bit(way: str) -> None:

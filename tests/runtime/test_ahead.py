@@ -70,6 +70,7 @@ def _loop(rank: int, ranks: int, options: dict[str, Any]) -> int:
     return rank_plan.planned.cache_info().misses
 
 
+@pytest.mark.support("runtime", "packs planned ahead by data-loader workers")
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [

@@ -35,6 +35,10 @@ def fuzz(folder: Path, *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.support(
+    "runtime",
+    "options drawn at random, many at once: masks, packs, sinks, caps, ALiBi, heads exchanged, every checkpoint",
+)
 def test_options_drawn_at_random_are_exact_in_one_process(tmp_path: Path) -> None:
     found = fuzz(tmp_path, "--cases", "120")
     assert found["kinds"]["right"] >= 80
@@ -52,18 +56,30 @@ def test_options_drawn_at_random_are_exact_in_one_process(tmp_path: Path) -> Non
         assert found["features"][feature] >= 3, feature
 
 
+@pytest.mark.support(
+    "runtime",
+    "options drawn at random, many at once: masks, packs, sinks, caps, ALiBi, heads exchanged, every checkpoint",
+)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_options_drawn_at_random_are_exact_together_or_refused(ranks: int, tmp_path: Path) -> None:
     found = fuzz(tmp_path, "--over", "gloo", "--ranks", str(ranks), "--cases", "16")
     assert found["kinds"]["right"] >= 8
 
 
+@pytest.mark.support(
+    "runtime",
+    "options drawn at random, many at once: masks, packs, sinks, caps, ALiBi, heads exchanged, every checkpoint",
+)
 @pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)])
 def test_options_drawn_at_random_are_exact_together_or_refused_on_gpus(ranks: int, tmp_path: Path) -> None:
     found = fuzz(tmp_path, "--over", "nccl", "--device", "cuda", "--ranks", str(ranks), "--cases", "30")
     assert found["kinds"]["right"] >= 8
 
 
+@pytest.mark.support(
+    "runtime",
+    "options drawn at random, many at once: masks, packs, sinks, caps, ALiBi, heads exchanged, every checkpoint",
+)
 @pytest.mark.gpu
 def test_options_drawn_at_random_are_exact_on_one_gpu(tmp_path: Path) -> None:
     found = fuzz(tmp_path, "--device", "cuda", "--cases", "1000", "--seconds", "60")

@@ -134,6 +134,7 @@ def _compiled(rank: int, ranks: int, backend: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.support("runtime", "`torch.compile`")
 def test_compilers_trace_through_the_operator_without_a_break() -> None:
     run_ranks(2, _compiled, "aot_eager", timeout=120)
 

@@ -51,6 +51,7 @@ def _mismatches(rank: int, ranks: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.support("runtime", "ranks that disagree are told how")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_rank_is_told_what_differs(ranks: int) -> None:
     reports = run_ranks(ranks, _mismatches, timeout=90)

@@ -248,6 +248,7 @@ def queue_call(
 PACK = documents([15, 1, 9, 2, 5])
 
 
+@pytest.mark.support("runtime", "copy engines against every interleaving (a model of them)")
 @pytest.mark.parametrize("one_queue", [False, True], ids=["streams apart", "one queue for all streams"])
 @pytest.mark.parametrize(
     ("schedule", "ranks"),

@@ -50,6 +50,7 @@ def _everything(rank: int, ranks: int) -> None:
         attend_and_compare(whole, rank, ranks, window_size=(13, -1), kernel="reference", wire_dtype="float32")
 
 
+@pytest.mark.support("runtime", "every schedule and dtype between 2, 3 and 4 processes (gloo)")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_schedule_and_dtype_is_exact_over_gloo(ranks: int) -> None:
     run_ranks(ranks, _everything)
@@ -60,6 +61,7 @@ def _heads(rank: int, ranks: int) -> None:
         attend_and_compare(case(ranks * 6, heads=heads, kv_heads=kv_heads, seed=heads), rank, ranks)
 
 
+@pytest.mark.support("runtime", "head counts that do not divide among ranks")
 def test_head_counts_need_not_divide_among_ranks() -> None:
     run_ranks(4, _heads)
 
@@ -124,6 +126,7 @@ def _deterministic(rank: int, ranks: int) -> list[torch.Tensor]:
     return [x.clone() for x in runs[0]]
 
 
+@pytest.mark.support("runtime", "deterministic gradients between ranks")
 def test_deterministic_gradients_are_equal_to_the_bit_from_run_to_run() -> None:
     first, second = run_ranks(3, _deterministic), run_ranks(3, _deterministic)
     for mine, again in zip(first, second, strict=True):

@@ -54,6 +54,7 @@ def _random_packs(rank: int, ranks: int) -> None:
         compare(whole, offsets, rank, ranks, layout="load_balanced")
 
 
+@pytest.mark.support("runtime", "packed documents between processes")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_random_packs_are_exact_over_gloo(ranks: int) -> None:
     run_ranks(ranks, _random_packs)

@@ -54,6 +54,9 @@ def _exact(rank: int, ranks: int) -> None:
     compare(window, rank, ranks, window_size=(300, 0), kernel="auto")
 
 
+@pytest.mark.support(
+    "runtime", "every schedule over NCCL and copy engines, with `cudnn`, `aten`, `reference`; 2, 3, 4 GPUs"
+)
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_schedule_and_kernel_is_exact_over_nccl(ranks: int) -> None:
@@ -83,6 +86,7 @@ def _without_synchronisation(rank: int, ranks: int, transport: str) -> None:
     assert_close(results[-1][0], whole.out[:, rows], tolerance=TOLERANCE)
 
 
+@pytest.mark.support("runtime", "the host is never waited for")
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("transport", ["p2p", "copy_engine"])
 def test_the_loop_never_synchronises_the_host(transport: str) -> None:
@@ -109,6 +113,7 @@ def _stress(rank: int, ranks: int) -> None:
         compare(whole, rank, ranks, schedule=schedule, transport=draw.choice(["p2p", "copy_engine"]))
 
 
+@pytest.mark.support("runtime", "random shapes under load, NCCL and copy engines")
 @pytest.mark.gpu(2)
 def test_random_shapes_under_load_are_never_wrong() -> None:
     run_ranks(min(4, torch.cuda.device_count()), _stress, cuda=True, timeout=170)
@@ -127,6 +132,7 @@ def _deterministic(rank: int, ranks: int, kernel: str) -> None:
     assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
 
 
+@pytest.mark.support("runtime", "deterministic gradients between ranks")
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("kernel", ["auto", "aten"])
 def test_deterministic_gradients_are_equal_to_the_bit_on_gpus(kernel: str) -> None:
@@ -153,6 +159,7 @@ def _remat(rank: int, ranks: int) -> None:
     assert all(torch.equal(x.grad, want) for x, want in zip(shard, plain, strict=True) if x.grad is not None)
 
 
+@pytest.mark.support("runtime", "rematerialization between ranks")
 @pytest.mark.gpu(2)
 def test_rematerialization_repeats_no_forward_on_gpus() -> None:
     run_ranks(2, _remat, cuda=True, timeout=120)
@@ -167,6 +174,7 @@ def _graphs(rank: int, ranks: int, transport: str) -> None:
         compare(whole, rank, ranks, schedule="ring", kernel="aten", **options)
 
 
+@pytest.mark.support("runtime", "`cuda_graph=True`, replayed with other inputs")
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("transport", ["p2p", "copy_engine"])
 def test_a_captured_attention_is_exact_at_every_replay(transport: str) -> None:

@@ -63,6 +63,7 @@ def _exact(rank: int, ranks: int, kernel: str) -> None:
     assert done
 
 
+@pytest.mark.support("runtime", "packed documents between processes")
 @pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 4)])
 @pytest.mark.parametrize("kernel", ["flash4", "aten", "triton", "cudnn"])
 def test_random_packs_are_exact_over_nccl(kernel: str, ranks: int) -> None:

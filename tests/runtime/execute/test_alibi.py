@@ -113,6 +113,7 @@ def together(request: Request, whole: Whole, where: list[torch.Tensor]) -> None:
         assert_close(got, whole.gradients[at], tolerance=4 * tolerance, name=name)
 
 
+@pytest.mark.support("runtime", "ALiBi with every schedule and layout, plain and packed")
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("schedule", "layout"), SCHEDULES[:5])
@@ -144,6 +145,7 @@ def test_every_schedule_is_exact_on_odd_and_even_ranks(schedule: str, layout: st
     assert served or schedule.startswith("balanced")
 
 
+@pytest.mark.support("runtime", "ALiBi with every schedule and layout, plain and packed")
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("schedule", "layout"), SCHEDULES)
@@ -228,6 +230,7 @@ def _everything(rank: int, ranks: int) -> None:
             attend_and_compare(rank, ranks, length=ranks * 16, offsets=offsets, layout=layout, causal=False)
 
 
+@pytest.mark.support("runtime", "ALiBi between processes, packs among it")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_public_functions_are_exact(ranks: int) -> None:
     if ranks == 1:

@@ -78,6 +78,7 @@ def _everything(rank: int, ranks: int) -> None:
         attend_and_compare(rank, ranks, seed=11, ulysses_degree=2 if ranks % 2 == 0 else 1)
 
 
+@pytest.mark.support("runtime", "attention sinks and their gradient")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_sinks_and_their_summed_gradient_are_exact(ranks: int) -> None:
     if ranks == 1:
@@ -105,6 +106,7 @@ def _packed(rank: int, ranks: int) -> None:
         assert_close(mine, whole, tolerance=1e-11)
 
 
+@pytest.mark.support("runtime", "sinks with packed documents")
 def test_packed_documents_have_sinks_too() -> None:
     run_ranks(3, _packed)
 

@@ -13,6 +13,9 @@ from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.together import backward_together, forward_together, prepare_together
 from tests.support.cases import TOLERANCE, Case, case, positions
+from tests.support.support_rows import helped_by_causal_masks_only
+from tests.support.support_rows import mask as mask_column
+from tests.support.support_rows import schedule as schedule_row
 
 SCHEDULES = (
     ("ring", "contiguous"),
@@ -48,6 +51,7 @@ def run(request: Request, whole: Case, ranks: int, layout: str) -> None:
         assert_close(got, whole.gradients[at], tolerance=4 * tolerance, name=name)
 
 
+@pytest.mark.support("schedules", schedule_row, mask_column, refuses=helped_by_causal_masks_only)
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("schedule", "layout"), SCHEDULES)
@@ -113,6 +117,7 @@ def test_one_token_per_rank_works_on_an_even_number_of_ranks() -> None:
         )
 
 
+@pytest.mark.support("runtime", "either backward payload, delta or out")
 @pytest.mark.parametrize("reads", ["delta", "out"])
 def test_both_backward_payloads_give_the_same_gradients(reads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = "reference" if reads == "delta" else "cpu"
@@ -123,6 +128,7 @@ def test_both_backward_payloads_give_the_same_gradients(reads: str, monkeypatch:
     run(request, whole, 4, "contiguous")
 
 
+@pytest.mark.support("runtime", '`wire_dtype="float32"`')
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_float32_wire_is_wider_and_more_exact_than_a_narrow_one(dtype: torch.dtype) -> None:
     """Ring's dk and dv travel from rank to rank and are rounded at each on a narrow wire."""

@@ -23,6 +23,7 @@ SCHEDULES = (
 )
 
 
+@pytest.mark.support("runtime", "one GPU as 2 to 8 ranks: `flash4`, `triton`, `aten`, `cudnn`; every schedule, packs")
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packs"])
 @pytest.mark.parametrize("kernel", ["flash4", "triton", "aten", "cudnn"])

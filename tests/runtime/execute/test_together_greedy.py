@@ -8,8 +8,11 @@ from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.arguments import arguments
 from tests.runtime.execute.test_together import MASKS, run
 from tests.support.cases import case
+from tests.support.support_rows import mask as mask_column
+from tests.support.support_rows import schedule as schedule_row
 
 
+@pytest.mark.support("schedules", schedule_row, mask_column)
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])

@@ -14,6 +14,8 @@ from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.together import backward_together, forward_together, prepare_together
 from tests.support.cases import TOLERANCE, Case
 from tests.support.packs import pack, random_offsets, tokens_of
+from tests.support.support_rows import helped_by_causal_masks_only, pack_mask
+from tests.support.support_rows import schedule as schedule_row
 
 MASKS = {
     "causal": (True, (-1, -1)),
@@ -55,6 +57,7 @@ def run(request: Request, whole: Case, ranks: int) -> None:
         assert_close(got, whole.gradients[at], tolerance=4 * tolerance, name=name)
 
 
+@pytest.mark.support("schedules", schedule_row, pack_mask, refuses=helped_by_causal_masks_only)
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("schedule", "layout"), SCHEDULES)

@@ -86,6 +86,7 @@ def _masks(rank: int, ranks: int, degree: int) -> None:
             attend_and_compare(whole, rank, ranks, window_size=(13, -1), ulysses_degree=degree, **more)
 
 
+@pytest.mark.support("runtime", "heads exchanged around a schedule (`ulysses_degree`)")
 @pytest.mark.parametrize(("ranks", "degree"), [(3, 3), (4, 2), (4, 4)])
 def test_every_schedule_layout_and_mask_is_exact(ranks: int, degree: int) -> None:
     run_ranks(ranks, _masks, degree, timeout=120)
@@ -354,6 +355,7 @@ def _exact_on_gpus(rank: int, ranks: int) -> None:
         _gpu_compare(window, rank, ranks, window_size=(300, 0), ulysses_degree=degree)
 
 
+@pytest.mark.support("runtime", "heads exchanged around a schedule (`ulysses_degree`)")
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_it_is_exact_over_nccl(ranks: int) -> None:
