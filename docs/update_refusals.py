@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dfa_megatron.deepspeed import refusals as of_deepspeed
+from dfa_megatron.huggingface import refusals as of_huggingface
 from dfa_megatron.megatron import refusals as of_megatron
 from dfa_megatron.refusals import markdown
 
@@ -15,5 +17,6 @@ Each line is the error of the smallest such request.
 """
 
 if __name__ == "__main__":
-    parts = [HEAD, f"## Megatron-Core\n\n{markdown(of_megatron.STAGES)}\n"]
+    frameworks = {"Megatron-Core": of_megatron, "DeepSpeed": of_deepspeed, "Hugging Face": of_huggingface}
+    parts = [HEAD, *(f"## {name}\n\n{markdown(tables.STAGES)}\n" for name, tables in frameworks.items())]
     Path(__file__).with_name("refusals.md").write_text("\n".join(parts), encoding="utf-8")

@@ -14,10 +14,16 @@ from dfa_megatron.refusals import Asked, Refusal, Stage, markdown
 
 pytest.importorskip("megatron.core")
 
+from dfa_megatron.deepspeed import refusals as of_deepspeed
+from dfa_megatron.huggingface import refusals as of_huggingface
 from dfa_megatron.megatron import refusals as of_megatron
 
 ROOT = Path(__file__).parents[1]
-FRAMEWORKS = {"Megatron-Core": of_megatron.STAGES}
+FRAMEWORKS = {
+    "Megatron-Core": of_megatron.STAGES,
+    "DeepSpeed": of_deepspeed.STAGES,
+    "Hugging Face": of_huggingface.STAGES,
+}
 ROWS = [
     pytest.param(stage, row, id=f"{stage.title}-{number}")
     for stages in FRAMEWORKS.values()
@@ -62,10 +68,11 @@ def test_the_documentation_has_every_row() -> None:
         assert f"## {name}\n\n{markdown(stages)}\n" in page, "python docs/update_refusals.py writes docs/refusals.md"
 
 
-def test_the_integration_with_megatron_refuses_nothing_outside_its_tables() -> None:
+@pytest.mark.parametrize("folder", ["megatron", "deepspeed", "huggingface"])
+def test_an_integration_refuses_nothing_outside_its_tables(folder: str) -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in sorted((ROOT / "dfa_megatron" / "megatron").rglob("*.py"))
+        for path in sorted((ROOT / "dfa_megatron" / folder).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Name) and node.id == "UnsupportedError"
     ]

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dfa_megatron import remat
-from dfa_megatron.deepspeed.json_block import KEY
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.deepspeed.refusals import SETTINGS
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`deepspeed.checkpointing.checkpoint`, whose recompute takes attention's output and lse from the first pass.
+    """Run `deepspeed.checkpointing.checkpoint`, whose recompute takes attention's output and lse from the first pass.
 
     DeepSpeed's own function does the checkpointing, so what `deepspeed.checkpointing.configure` was told holds.
 
@@ -28,31 +28,22 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return remat.remat_checkpoint(region, *args, *kwargs.values(), checkpoint=checkpointing.checkpoint)
 
 
-def deepspeeds_function(settings: Mapping[str, Any], checkpoint_kind: str) -> Callable[..., Any] | None:
-    """DeepSpeed's checkpoint function, configured, if the JSON asks for `cpu_checkpointing`; otherwise None.
+def deepspeeds_function(settings: Mapping[str, Any], options: DistAttentionConfig) -> Callable[..., Any] | None:
+    """Return DeepSpeed's checkpoint function, configured, if the JSON asks for `cpu_checkpointing`; otherwise None.
 
-    The engine reads that section and does nothing with it: it holds for layers that are checkpointed by DeepSpeed's own
-    function only.
+    The engine reads that section and ignores it. The section has an effect only on layers that DeepSpeed's own function
+    checkpoints.
 
     Raises:
-        UnsupportedError: it asks for it, and the block for no checkpointing, or there is no GPU.
+        UnsupportedError: cpu_checkpointing is on but checkpoint='none', or there is no GPU.
     """
     section = settings.get("activation_checkpointing") or {}
     if not section.get("cpu_checkpointing"):
         return None
-    if checkpoint_kind == "none":
-        raise UnsupportedError(
-            f"activation_checkpointing.cpu_checkpointing with {KEY}.checkpoint 'none'",
-            "no layer is checkpointed, so there is nothing to keep on the host",
-            "checkpoint 'remat' or 'full'",
-        )
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
-    if get_accelerator().device_name() == "cpu":
-        raise UnsupportedError(
-            "activation_checkpointing.cpu_checkpointing on a CPU", "inputs are on the host already", "false"
-        )
+    SETTINGS.check(options, cpu_checkpointing=True, on_cpu=get_accelerator().device_name() == "cpu")
     checkpointing.configure(None, checkpoint_in_cpu=True, synchronize=section.get("synchronize_checkpoint_boundary"))
     own: Callable[..., Any] = checkpointing.checkpoint
     return own

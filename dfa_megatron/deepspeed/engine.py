@@ -14,15 +14,17 @@ from dfa_megatron.deepspeed import pipeline
 from dfa_megatron.deepspeed.checkpointing import deepspeeds_function
 from dfa_megatron.deepspeed.json_block import KEY, Block
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, remember
-from dfa_megatron.deepspeed.refusals import check_batch_sizes, check_call, check_engine, check_settings
+from dfa_megatron.deepspeed.refusals import CALL, ENGINE, SETTINGS, check_settings
 from dfa_megatron.deepspeed.selfcheck import at_start
 from dfa_megatron.deepspeed.sequence_groups import SequenceGroups, publish
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
 from dfa_megatron.runtime.comm.groups import group_name, resolve
 
 logger = logging.getLogger(__name__)
+
+OLDEST = (0, 19, 6)
+"""The oldest version of DeepSpeed that was compared with one process and found right."""
 
 Finish = Callable[[Any], None]
 """What to call with the engine."""
@@ -74,13 +76,12 @@ def prepare(
     if pipeline.is_pipeline(model):
         return _pipelined(model, settings, block, size)
     if groups is None:
-        _check_own(model, block)
+        CALL.check(own_checkpoint=block.options.checkpoint if _own_checkpoint(model, block) else None)
         mesh = make_mesh(size)
     else:
         mesh = groups.mesh
-    check_batch_sizes(settings, mesh)
-    if block.selfcheck and _own_attention(model):
-        at_start.refuse("a model of your own")
+    _check_batch_sizes(settings, mesh)
+    CALL.check(selfcheck_of="a model of your own" if block.selfcheck and _own_attention(model) else None)
     at_start.check_if_asked(model, settings, block, mesh)
     if not _set_group(_own_attention(model), mesh, block):
         _distribute(model, settings, mesh, block, accelerate=groups is not None)
@@ -96,8 +97,7 @@ def prepare(
 def _pipelined(
     module: torch.nn.Module, settings: dict[str, Any], block: Block, size: int | None
 ) -> tuple[dict[str, Any], Finish]:
-    if block.selfcheck:
-        at_start.refuse("a pipeline")
+    CALL.check(selfcheck_of="a pipeline" if block.selfcheck else None)
     mesh = pipeline.pipeline_mesh(module, size)
     _set_group(_own_attention(module), mesh, block)  # a stage may have none
 
@@ -123,7 +123,7 @@ def _common(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _accept(engine: Any, mesh: Mesh) -> None:
     """Check the engine, and remember whose sequences it has."""
-    check_engine(engine, mesh.size * mesh.data_size)
+    _check_engine(engine, mesh.size * mesh.data_size)
     engine.compile = _refuse_compile
     engine.deepspeed_io = _refuse_loader
     remember(engine, mesh)
@@ -133,20 +133,12 @@ def _accept(engine: Any, mesh: Mesh) -> None:
 
 def _refuse_compile(*args: Any, **kwargs: Any) -> None:
     """In the place of `DeepSpeedEngine.compile`."""
-    raise UnsupportedError(
-        "engine.compile with distributed attention",
-        "transformers then asks for masks that are not planned, and ZeRO's gathers have not been compared in it",
-        "the engine without compile",
-    )
+    ENGINE.check(compile=True)
 
 
 def _refuse_loader(*args: Any, **kwargs: Any) -> None:
     """In the place of `DeepSpeedEngine.deepspeed_io`, which DeepSpeed itself calls for `training_data` alone."""
-    raise UnsupportedError(
-        "engine.deepspeed_io with distributed attention",
-        "DeepSpeed's loader would give the ranks of one sequence different samples",
-        "a DataLoader of your own whose sampler takes data_rank and data_size of mesh_of(engine), and shard_batch",
-    )
+    ENGINE.check(deepspeed_io=True)
 
 
 def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: Block) -> bool:
@@ -159,12 +151,7 @@ def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: Block) ->
     for module in attention:
         if module.group_name:
             found = dist.get_process_group_ranks(resolve(module.group_name))
-            if found != wanted:
-                raise UnsupportedError(
-                    f"a DistFlashAttention over ranks {found}",
-                    f"the sequences of this engine are on ranks {wanted}",
-                    "DistFlashAttention without a group, or the block's size for its group",
-                )
+            CALL.check(other_ranks=None if found == wanted else found, wanted=wanted)
         elif module.group_name is None:
             module.group_name = group_name(mesh.group)
         if module.config is None:
@@ -173,7 +160,7 @@ def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: Block) ->
 
 
 def _distribute(model: torch.nn.Module, settings: dict[str, Any], mesh: Mesh, block: Block, accelerate: bool) -> None:
-    function = deepspeeds_function(settings, block.options.checkpoint)
+    function = deepspeeds_function(settings, block.options)
     distribute_attention(
         model,
         group=mesh.group,
@@ -191,10 +178,49 @@ def _own_attention(model: torch.nn.Module) -> list[DistFlashAttention]:
     return [module for module in model.modules() if isinstance(module, DistFlashAttention)]
 
 
-def _check_own(model: torch.nn.Module, block: Block) -> None:
-    if block.options.checkpoint != "none" and _own_attention(model):
-        raise UnsupportedError(
-            f"{KEY}.checkpoint={block.options.checkpoint!r} for a model of your own",
-            "its layers are not known",
-            "checkpoint 'none', and dfa_megatron.deepspeed.checkpoint or dfa_megatron.remat.context_fn in the model",
-        )
+def _own_checkpoint(model: torch.nn.Module, block: Block) -> bool:
+    """Return whether the block asks to checkpoint layers that are not known."""
+    return block.options.checkpoint != "none" and bool(_own_attention(model))
+
+
+def check_call(model: Any, *, mpu: Any, mesh_param: Any, training_data: Any) -> None:
+    """Refuse arguments of `initialize` that contradict the block.
+
+    Raises:
+        UnsupportedError: names the argument.
+    """
+    import deepspeed
+    from deepspeed.moe.layer import MoE
+
+    found = deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__
+    CALL.check(
+        old_version=deepspeed.__version__ if found < OLDEST else None,
+        mpu=mpu is not None and not isinstance(mpu, SequenceGroups),
+        mesh_param=mesh_param is not None,
+        training_data=training_data is not None,
+        moe_layers=any(isinstance(module, MoE) for module in model.modules()),
+    )
+
+
+def _check_batch_sizes(settings: dict[str, Any], mesh: Mesh) -> None:
+    """Refuse batch sizes that count each rank of a sequence as a sequence; DeepSpeed's own error explains nothing."""
+    names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    counts = [settings.get(name) for name in names]
+    if mesh.size == 1 or not all(isinstance(count, int) for count in counts):
+        return
+    whole, micro, accumulated = (int(count or 0) for count in counts)
+    ranks = mesh.size * mesh.data_size
+    SETTINGS.check(
+        counts_all_ranks=whole if whole == micro * accumulated * ranks else None,
+        data_size=mesh.data_size,
+        ranks=ranks,
+        size=mesh.size,
+        right=whole // mesh.size,
+    )
+
+
+def _check_engine(engine: Any, ranks: int) -> None:
+    """Check that this version of DeepSpeed averages gradients over all ranks, which the loss is scaled for."""
+    theirs, group = engine.sequence_parallel_size, engine.seq_data_parallel_group
+    reduced = ranks if group is None else group.size()
+    ENGINE.check(reduced_over=None if theirs == 1 and reduced == ranks else str(reduced), ranks=ranks, theirs=theirs)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dfa_megatron.deepspeed.engine import prepare
+from dfa_megatron.deepspeed.engine import check_call, prepare
 from dfa_megatron.deepspeed.json_block import Block
-from dfa_megatron.deepspeed.refusals import check_call, check_settings
+from dfa_megatron.deepspeed.refusals import check_settings
 from dfa_megatron.deepspeed.sequence_groups import unpublished
 
 _PORT = 29500

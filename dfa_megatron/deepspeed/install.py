@@ -86,7 +86,7 @@ def _in_place_of(ulysses: Any) -> Any:
             return ulysses.__get__(None, cls)(model_name_or_path, *args, **kwargs)
         given = inspect.signature(ulysses.__func__).bind(cls, model_name_or_path, *args, **kwargs).arguments
         size = given["sequence_parallel_size"]
-        check_sizes(f"ParallelismConfig(sp_size={size})", size, block.size)
+        check_sizes("ParallelismConfig.sp_size", size, block.size)
         deepspeed.init_distributed()
         return SequenceGroups(make_mesh(size))
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checkpointing import check_checkpoint
+from dfa_megatron.deepspeed.refusals import BLOCK
+from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.names import nearest
 
 KEY = "dist_flash_attention"
@@ -44,24 +44,21 @@ class Block:
     options: DistAttentionConfig = field(default_factory=DistAttentionConfig)
 
     def __post_init__(self) -> None:
-        if type(self.enabled) is not bool:
-            raise UnsupportedError(f"{KEY}.enabled={self.enabled!r}", "it must be of type bool", "true or false")
-        if self.size is not None and (type(self.size) is not int or self.size < 1):
-            raise UnsupportedError(f"{KEY}.size={self.size!r}", "it must be a number of ranks", "for example 8")
-        for name in ("reentrant", "selfcheck"):
-            if type(value := getattr(self, name)) is not bool:
-                raise UnsupportedError(f"{KEY}.{name}={value!r}", "it must be of type bool", "true or false")
-        check_checkpoint(self.options, reentrant=self.reentrant)
+        for name in ("enabled", "reentrant", "selfcheck"):
+            value = getattr(self, name)
+            BLOCK.check(no_bool=None if type(value) is bool else f"{name}={value!r}")
+        no_number = self.size is not None and (type(self.size) is not int or self.size < 1)
+        BLOCK.check(wrong_size=repr(self.size) if no_number else None)
+        MODEL.check(self.options, reentrant=self.reentrant)
         self.options.refuse_outside("deepspeed", "leaving it out")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Block:
         """Read the block; an unknown key is an error that names the nearest known one."""
-        if not isinstance(values, Mapping):
-            raise UnsupportedError(f"{KEY}={values!r}", "it must be a block", '{"enabled": true, "size": 8}')
+        BLOCK.check(no_block=None if isinstance(values, Mapping) else repr(values))
+        known = _OWN + _OPTIONS
         for key in values:
-            if key not in _OWN + _OPTIONS:
-                raise UnsupportedError(f"the key {KEY}.{key}", "no option has that name", nearest(key, _OWN + _OPTIONS))
+            BLOCK.check(unknown_key=None if key in known else str(key), nearest=nearest(key, known))
         own = {key: value for key, value in values.items() if key in _OWN}
         shared = {key: value for key, value in values.items() if key in _OPTIONS}
         return cls(**own, options=DistAttentionConfig.from_mapping(shared))

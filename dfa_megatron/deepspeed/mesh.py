@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.deepspeed.refusals import CALL, ENGINE
 from dfa_megatron.runtime.comm.groups import timeout_of
 
 _ATTRIBUTE = "_dfa_mesh"
@@ -42,17 +42,11 @@ def make_mesh(size: int | None = None, *, stages: int = 1) -> Mesh:
         UnsupportedError: size does not divide the number of ranks of a stage.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
-    if stages < 1 or world % stages:
-        raise UnsupportedError(
-            f"{stages} stages on {world} ranks", "every stage has as many ranks", "a number that divides the ranks"
-        )
+    CALL.check(uneven_stages=str(stages) if stages < 1 or world % stages else None, ranks=world)
     ranks = world // stages
     size = ranks if size is None else size
-    if size < 1 or ranks % size:
-        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        raise UnsupportedError(
-            f"a sequence on {size} of {ranks} ranks", "every rank belongs to one group of that size", f"size {divisors}"
-        )
+    divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+    CALL.check(uneven_size=str(size) if size < 1 or ranks % size else None, ranks=ranks, divisors=divisors)
     place = rank % ranks
     return Mesh(_group(size), size, place % size, place // size, ranks // size)
 
@@ -89,10 +83,6 @@ def mesh_of(engine: Any) -> Mesh:
         UnsupportedError: the engine was made without.
     """
     mesh: Mesh | None = getattr(engine, _ATTRIBUTE, None)
-    if mesh is None:
-        raise UnsupportedError(
-            "mesh_of an engine without distributed attention",
-            "the block dist_flash_attention was missing or not enabled",
-            "dfa_megatron.deepspeed.initialize with the block",
-        )
+    ENGINE.check(no_mesh=mesh is None)
+    assert mesh is not None
     return mesh

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from dfa_megatron import remat
 from dfa_megatron.deepspeed.json_block import Block
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.deepspeed.refusals import CALL
 
 
 def is_pipeline(model: Any) -> bool:
@@ -31,12 +31,8 @@ def pipeline_mesh(module: Any, size: int | None) -> Mesh:
         UnsupportedError: the topology has other axes or another order of ranks.
     """
     topology = module.topology()
-    if topology.get_axis_names() != ["pipe", "data"]:
-        raise UnsupportedError(
-            f"a pipeline with the axes {', '.join(topology.get_axis_names())}",
-            "sequences lie across the data-parallel ranks of a stage, which must be consecutive",
-            "PipelineModule(num_stages=...), or a topology with the axes pipe, data",
-        )
+    axes = topology.get_axis_names()
+    CALL.check(axes=None if axes == ["pipe", "data"] else ", ".join(axes))
     return make_mesh(size, stages=topology.get_dim("pipe"))
 
 
@@ -50,12 +46,7 @@ def settings_for(settings: dict[str, Any], module: Any, block: Block) -> dict[st
         UnsupportedError: activation_checkpointing.cpu_checkpointing.
     """
     settings = {key: value for key, value in settings.items() if key != "sequence_parallel_size"}
-    if (settings.get("activation_checkpointing") or {}).get("cpu_checkpointing"):
-        raise UnsupportedError(
-            "activation_checkpointing.cpu_checkpointing for a pipeline",
-            "it has not been compared with one process",
-            "dist_flash_attention.remat_offload, which keeps attention's output and lse on the host",
-        )
+    CALL.check(pipeline_on_host=(settings.get("activation_checkpointing") or {}).get("cpu_checkpointing"))
     if block.options.checkpoint != "none":
         given = settings.get("pipeline") or {}
         interval = given.get("activation_checkpoint_interval") or module.activation_checkpoint_interval or 1

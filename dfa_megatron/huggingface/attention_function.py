@@ -9,8 +9,8 @@ import torch
 
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.document_starts import KEYWORD, Documents
+from dfa_megatron.huggingface.refusals import ATTENTION, INPUTS
 from dfa_megatron.huggingface.windows import WindowMask, window_of
 from dfa_megatron.runtime.agreement.calls import at_layer
 
@@ -22,14 +22,6 @@ CONTEXT = "_dfa_attention"
 
 _CHECKED = "_dfa_checked"
 """The attribute of a mask that need not be read."""
-
-_INSTEAD = "causal self-attention over whole, unpadded sequences"
-
-_REFUSED = {
-    "position_bias": "the block kernels take no bias",
-    "head_mask": "the block kernels mask no heads",
-}
-"""Arguments that models hand to their attention and that must be None, with the reason."""
 
 
 @dataclass(slots=True)
@@ -98,9 +90,20 @@ def attention(
     Raises:
         UnsupportedError: the layer asks for what would not be honoured.
     """
-    context = _context(module)
-    _check_call(module, query, key, dropout, is_causal, others)
-    _check_given(module, {"attn_logit_softcapping": softcap, "sinks": s_aux})
+    context: LayerContext | None = getattr(module, CONTEXT, None)
+    given = {"attn_logit_softcapping": softcap, "sinks": s_aux}
+    ATTENTION.check(
+        layer=type(module).__name__,
+        unprepared=context is None,
+        dropout=dropout,
+        not_causal=is_causal is False or getattr(module, "is_causal", True) is False,
+        key_cache=None if query.shape[2] == key.shape[2] else (query.shape[2], key.shape[2]),
+        position_bias=others.get("position_bias") is not None,
+        head_mask=others.get("head_mask") is not None,
+        # A layer that has one of these and keeps it applies it in a way that would be lost here.
+        not_passed=", ".join(n for n, x in given.items() if x is None and getattr(module, n, None) is not None),
+    )
+    assert context is not None
     window = window_of(module, _window_mask(attention_mask), sliding_window, query.shape[2] * context.size)
     asked: dict[str, Any] = {
         "group": context.group,
@@ -116,17 +119,6 @@ def attention(
     # Without autocast, for kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(number):
         return _run(q, k, v, _documents(module, context, others), asked), None
-
-
-def _context(module: torch.nn.Module) -> LayerContext:
-    context: LayerContext | None = getattr(module, CONTEXT, None)
-    if context is None:
-        raise UnsupportedError(
-            f"attention implementation {NAME!r} on a model that was not prepared",
-            "the layer does not know the process group",
-            "dfa_megatron.huggingface.distribute_attention(model, group=...)",
-        )
-    return context
 
 
 def _run(
@@ -175,72 +167,19 @@ def mask(
         UnsupportedError: it hides a token, or the model masks more than what is causal and in the window.
     """
     hides = attention_mask is not None and not hasattr(attention_mask, _CHECKED) and not bool(attention_mask.all())
-    if hides:
-        raise UnsupportedError(
-            "an attention_mask with padding",
-            "padded tokens would be attended to",
-            "padding on the right, which is checked and left out before it comes here",
-        )
-    if not allow_is_causal_skip:
-        raise UnsupportedError(
-            "a mask beyond causal and sliding window",
-            "prefixes and blocks are not planned, and packed documents go unseen with verify='off'; under "
-            "torch.compile transformers asks for one whatever the batch",
-            _INSTEAD + ", in a model that is not compiled",
-        )
+    INPUTS.check(hidden_tokens=hides, other_mask=not allow_is_causal_skip)
     return None if local_size is None else WindowMask(local_size)
 
 
 def _window_mask(given: torch.Tensor | WindowMask | None) -> WindowMask | None:
     """What `mask` returned, and nothing that a model or its user made."""
-    if given is None or isinstance(given, WindowMask):
-        return given
-    raise UnsupportedError("a ready-made attention mask", "attention is causal by construction", _INSTEAD)
+    ATTENTION.check(ready_mask=isinstance(given, torch.Tensor))
+    return given if isinstance(given, WindowMask) else None
 
 
 def _documents(module: torch.nn.Module, context: LayerContext, others: dict[str, Any]) -> Documents | None:
     """The documents of every row, None for one in each."""
     documents: Documents | None = others.get(KEYWORD)
-    if documents is None and KEYWORD not in others and context.packed.now:
-        raise UnsupportedError(
-            f"packed documents in a layer of type {type(module).__name__}",
-            "its model does not hand keyword arguments on to attention, which would not stop at their ends",
-            "one document a sequence",
-        )
+    unseen = documents is None and KEYWORD not in others and context.packed.now
+    ATTENTION.check(unseen_documents=unseen, layer=type(module).__name__)
     return documents
-
-
-def _check_call(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    dropout: float,
-    is_causal: bool | None,
-    others: dict[str, Any],
-) -> None:
-    if dropout:
-        raise UnsupportedError(
-            f"attention dropout {dropout}", "the block kernels drop nothing", "config.attention_dropout=0.0"
-        )
-    if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise UnsupportedError("attention that is not causal", "models are distributed with a causal mask", _INSTEAD)
-    if query.shape[2] != key.shape[2]:
-        raise UnsupportedError(
-            f"attention of {query.shape[2]} tokens over {key.shape[2]}",
-            "there is no key cache: every rank holds as many queries as keys",
-            "with dfa_megatron.huggingface.local_attention(model), on whole sequences",
-        )
-    for name, why in _REFUSED.items():
-        if others.get(name) is not None:
-            raise UnsupportedError(f"{name} in a layer of type {type(module).__name__}", why, _INSTEAD)
-
-
-def _check_given(module: torch.nn.Module, given: dict[str, Any]) -> None:
-    """What a layer has, it hands over: a layer that applies its own in another way would lose it here."""
-    for name, value in given.items():
-        if getattr(module, name, None) is not None and value is None:
-            raise UnsupportedError(
-                f"{name} in a layer of type {type(module).__name__}",
-                "the layer does not hand it to its attention implementation",
-                "a layer that passes softcap and s_aux, as those of Gemma 2 and GPT-OSS do",
-            )

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import document_starts as packed
 from dfa_megatron.huggingface.padding import IGNORED, check_right, check_unlabelled
+from dfa_megatron.huggingface.refusals import BATCHES
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.sharding import local_positions, shard_sequence
 
@@ -38,10 +38,8 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
             or a length that does not divide.
     """
     unknown = sorted(set(batch) - set(_KNOWN))
-    if unknown or "input_ids" not in batch:
-        raise UnsupportedError(
-            f"a batch of {', '.join(batch)}", "it is not known how to cut it", "input_ids and labels; others by hand"
-        )
+    known = not unknown and "input_ids" in batch
+    BATCHES.check(unknown_batch=None if known else ", ".join(batch) or "nothing")
     tokens = batch["input_ids"]
     _check_padding(batch)
     documents = _documents(batch, tokens)
@@ -73,15 +71,9 @@ def _documents(batch: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> packe
     positions = batch.get("position_ids")
     told = packed.of_offsets(dict(batch), rows, length) if {"cu_seq_lens_q", "cu_seq_lens_k"} & set(batch) else None
     seen = None if positions is None else packed.of_positions(positions.expand(rows, -1))
-    if positions is not None and seen is None:
-        raise UnsupportedError(
-            "position_ids that are not those of documents",
-            "in each row they must begin at 0, and at 0 anew in each document, and go up by 1",
-            "as DataCollatorWithFlattening of transformers makes them, or none for one document a sequence",
-        )
-    if told is not None and seen is not None and told != seen:
-        raise UnsupportedError(
-            "cu_seq_lens_q that disagree with position_ids", "they say where documents begin in two ways", "one of them"
-        )
+    BATCHES.check(
+        wrong_documents=positions is not None and seen is None,
+        two_answers=told is not None and seen is not None and told != seen,
+    )
     documents = seen if told is None else told
     return None if documents is None or packed.single(documents) else documents

@@ -10,7 +10,8 @@ import torch
 
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.check_model import kind_of
+from dfa_megatron.huggingface.refusals import MODEL
 
 _FUNCTION = "_gradient_checkpointing_func"
 """Where transformers keeps the checkpoint function of a layer."""
@@ -56,38 +57,17 @@ def set_checkpointing(
         model.enable_input_require_grads()
 
 
-def check_layers(model: Any, checkpoint: str, *, reentrant: bool) -> None:
+def check_layers(model: Any, options: DistAttentionConfig, *, reentrant: bool) -> None:
     """Refuse to checkpoint layers for which transformers cannot, before anything of the model is changed.
 
     Raises:
-        UnsupportedError: it does not, or would lose gradients.
+        UnsupportedError: transformers does not checkpoint them, or would lose gradients.
     """
     able = model.supports_gradient_checkpointing and any(hasattr(x, "gradient_checkpointing") for x in model.modules())
-    if checkpoint != "none" and not able:
-        raise UnsupportedError(
-            f"checkpoint={checkpoint!r} for a {model.config.model_type} model",
-            "transformers does not checkpoint its layers",
-            "checkpoint='none'",
-        )
-    if reentrant and getattr(model.config.get_text_config(), "num_kv_shared_layers", False):
-        raise UnsupportedError(
-            f"re-entrant checkpointing of a {model.config.model_type} model whose layers share keys",
-            "the gradients of keys and values would stay in the layers that take them over",
-            "checkpointing that is not re-entrant",
-        )
-
-
-def check_checkpoint(options: DistAttentionConfig, *, reentrant: bool) -> None:
-    """Refuse combinations of checkpointing options that cannot work.
-
-    Raises:
-        UnsupportedError: a form of checkpointing without a checkpoint.
-    """
-    if reentrant and options.checkpoint == "none":
-        raise UnsupportedError("reentrant with checkpoint='none'", "nothing is checkpointed", "'remat' or 'full'")
-    if options.remat_offload and options.checkpoint != "remat":
-        raise UnsupportedError(
-            f"remat_offload with checkpoint={options.checkpoint!r}",
-            "nothing is kept for a recompute",
-            "checkpoint='remat'",
-        )
+    MODEL.check(
+        options,
+        kind=kind_of(model),
+        reentrant=reentrant,
+        not_checkpointed=not able,
+        shared_keys=getattr(model.config.get_text_config(), "num_kv_shared_layers", False),
+    )

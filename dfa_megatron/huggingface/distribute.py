@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention_function as attention
 from dfa_megatron.huggingface import inputs
 from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, LayerContext
-from dfa_megatron.huggingface.checkpointing import check_checkpoint, check_layers, set_checkpointing
-from dfa_megatron.huggingface.positions import check_padding
-from dfa_megatron.huggingface.refusals import check_model
+from dfa_megatron.huggingface.check_model import check_model, kind_of
+from dfa_megatron.huggingface.checkpointing import check_layers, set_checkpointing
+from dfa_megatron.huggingface.positions import padding_of
+from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.plan.language.heads import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 
@@ -60,12 +60,11 @@ def distribute_attention(
     """
     options = config or DistAttentionConfig()
     options.refuse_outside("huggingface", "leaving it out: batches are cut into one slice a rank")
-    check_checkpoint(options, reentrant=reentrant)
+    MODEL.check(options, reentrant=reentrant)
     inner = transformers_model(model)
     layers = check_model(inner)
-    check_layers(inner, options.checkpoint, reentrant=reentrant)
-    if accelerate:
-        check_padding(inner.get_decoder(), f"a {inner.config.model_type} model")
+    check_layers(inner, options, reentrant=reentrant)
+    MODEL.check(kind=kind_of(inner), padding_row=accelerate and padding_of(inner.get_decoder()) is not None)
     _note_untested(inner.config.model_type)
     attention.register()
     name = group_name(group)
@@ -92,12 +91,7 @@ def distribute_attention(
 def _take_attention(inner: Any) -> None:
     """Have the layers call ours; of models that compute attention in code of their own transformers only warns."""
     inner.set_attn_implementation(NAME)
-    if inner.config._attn_implementation != NAME:
-        raise UnsupportedError(
-            f"a {inner.config.model_type} model",
-            "its layers compute attention in code of their own, whatever implementation is set",
-            "a model whose layers take attention implementations",
-        )
+    MODEL.check(kind=kind_of(inner), own_attention=inner.config._attn_implementation != NAME)
 
 
 @contextmanager
@@ -123,19 +117,8 @@ def transformers_model(model: torch.nn.Module) -> Any:
         UnsupportedError: there is none, or more than one.
     """
     found = list(dict.fromkeys(_outermost(model)))
-    if not found:
-        raise UnsupportedError(
-            f"a model of type {type(model).__name__}",
-            "no transformers model was found in it",
-            "a transformers causal language model; elsewhere, dfa_megatron.DistFlashAttention",
-        )
-    if len(found) > 1:
-        kinds = ", ".join(type(each).__name__ for each in found)
-        raise UnsupportedError(
-            f"several transformers models in one module, a {type(model).__name__} with {kinds}",
-            "only one would have distributed attention, and the others would take its part of a sequence for a whole",
-            "an engine for each, or all but one of them outside the module that is given",
-        )
+    kinds = f"a {type(model).__name__} with {', '.join(type(each).__name__ for each in found)}"
+    MODEL.check(no_model=None if found else type(model).__name__, several_models=kinds if len(found) > 1 else None)
     return found[0]
 
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import document_starts as packed
 from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, LayerContext, nothing_hidden
 from dfa_megatron.huggingface.padding import check_right, check_unlabelled
 from dfa_megatron.huggingface.positions import after_padding, padding_of, places
-from dfa_megatron.huggingface.refusals import check_router
+from dfa_megatron.huggingface.refusals import INPUTS
 from dfa_megatron.sharding import local_positions, shard_sequence
 
 _HELD = "_dfa_attention_held"
@@ -46,12 +45,7 @@ def prepare(
     _check_arguments(args, kwargs, context)
     tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
     given = places(module, kwargs)
-    if given is None and context.size > 1:
-        raise UnsupportedError(
-            f"a batch without position_ids on {context.size} ranks",
-            "each rank takes its part of a sequence, and nothing says that this is one",
-            "dfa_megatron.huggingface.shard_batch, which brings them",
-        )
+    INPUTS.check(no_positions=context.size if given is None and context.size > 1 else None)
     documents, positions = _documents(kwargs, given, tokens, context)
     kept = {name: value for name, value in kwargs.items() if name not in packed.FLASH_KEYS}
     kept |= {"position_ids": _embedded(module, kwargs, tokens, documents, positions), "use_cache": False}
@@ -69,31 +63,15 @@ def prepare(
 
 def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerContext) -> None:
     """Refuse what a rank with a part of each sequence cannot take, or cannot see."""
-    if len(args) > 1:
-        raise UnsupportedError(
-            "positional arguments after input_ids", "positions and caches are looked for by name", "keyword arguments"
-        )
-    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
-        raise UnsupportedError(
-            "a key cache",
-            "ranks hold parts of the sequence",
-            "use_cache=False, or generation within dfa_megatron.huggingface.local_attention(model)",
-        )
-    if kwargs.get("output_attentions"):
-        raise UnsupportedError("output_attentions", "attention weights are never in memory", "output_attentions=False")
-    if isinstance(kwargs.get("attention_mask"), dict):
-        raise UnsupportedError(
-            "masks made by the model around this one",
-            "they may let images see tokens ahead of them, and such a model shifts labels and counts positions itself",
-            "the language model called by itself, with inputs_embeds, and causal_lm_loss on its logits",
-        )
     others = [name for name in kwargs if name.endswith(_OTHER_SENSES) and kwargs[name] is not None]
-    if others and context.size > 1:
-        raise UnsupportedError(
-            f"{', '.join(others)} on {context.size} ranks",
-            "images and sound belong to the whole sequence, and this rank holds a part of its tokens",
-            "inputs_embeds, made of the whole sequence and then cut",
-        )
+    INPUTS.check(
+        positional=len(args) > 1,
+        key_cache=kwargs.get("use_cache") or kwargs.get("past_key_values") is not None,
+        output_attentions=kwargs.get("output_attentions"),
+        outer_masks=isinstance(kwargs.get("attention_mask"), dict),
+        other_senses=", ".join(others) if context.size > 1 else None,
+        ranks=context.size,
+    )
 
 
 def _embedded(
@@ -128,13 +106,14 @@ def _documents(
         if not packed.single(found):
             plain = shard_sequence(packed.positions_of(found, device), group=context.group)
         if given is not None and context.options.verify != "off" and not _equal(given, plain):
-            raise _other_positions(given, context, local)
+            _refuse_positions(given, context, local)
     elif given is None or context.options.verify == "off":
         return None, plain if given is None else given
     else:
         known = packed.of_ranks(given, plain, local, context.group)
         if known is None:
-            raise _other_positions(given, context, local)
+            _refuse_positions(given, context, local)
+        assert known is not None
         found = known * batch if len(known) == 1 else known
     return (None if packed.single(found) else found), plain if given is None else given
 
@@ -174,14 +153,7 @@ def _check_whole(given: dict[str, Any]) -> None:
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # generation gives padding on the left any position
         later = later & mask[:, 0].bool()
-    if bool(later.any()):
-        raise UnsupportedError(
-            f"position_ids {_ends(positions)} in evaluation",
-            "attention is local there under accelerate, and this is a part of a sequence that was cut over the ranks, "
-            "as loaders are that are prepared together with the model",
-            "the evaluation loader prepared by itself, accelerator.prepare(loader), which leaves sequences whole; "
-            "or model.train() within torch.no_grad(), for a model without dropout",
-        )
+    INPUTS.check(part_in_evaluation=_ends(positions) if bool(later.any()) else None)
 
 
 def _by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -216,7 +188,10 @@ def check_loss(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     if module.config._attn_implementation != NAME:
         return
     given = _by_name(module, args, kwargs)
-    check_router(module.config, "a call", given.get("output_router_logits"))
+    asked = given.get("output_router_logits")
+    INPUTS.check(
+        kind="a call", router_loss=getattr(module.config, "output_router_logits", False) if asked is None else asked
+    )
     if given.get("labels") is None:
         return
     if (mask := given.get("attention_mask")) is not None and mask.dim() == 2:
@@ -224,33 +199,20 @@ def check_loss(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         check_unlabelled(mask, given["labels"] if shifted is None else shifted)
     if context.size == 1:
         return
-    for name, why in (
-        ("shift_labels", "the model would shift them by itself and lose a token at every boundary between ranks"),
-        (
-            "num_items_in_batch",
-            "the model would take the mean over the tokens of this rank, not of all",
-        ),
-    ):
-        if given.get(name) is None and not (name == "num_items_in_batch" and context.accelerate):
-            raise UnsupportedError(
-                f"labels without {name}",
-                why,
-                "dfa_megatron.huggingface.shard_batch, or no labels and causal_lm_loss on the logits",
-            )
+    INPUTS.check(
+        no_shift_labels=given.get("shift_labels") is None,
+        no_item_count=given.get("num_items_in_batch") is None and not context.accelerate,
+    )
 
 
 def _equal(given: torch.Tensor, expected: torch.Tensor) -> bool:
     return given.dim() == 2 and given.shape[1] == expected.shape[1] and bool((given == expected).all())
 
 
-def _other_positions(given: torch.Tensor, context: LayerContext, local: int) -> UnsupportedError:
+def _refuse_positions(given: torch.Tensor, context: LayerContext, local: int) -> None:
     first = int(local_positions(local * context.size, group=context.group)[0])
-    return UnsupportedError(
-        f"position_ids {_ends(given)} of shape {tuple(given.shape)}",
-        f"this rank holds the tokens {first} to {first + local - 1} of each sequence, and every sequence, or every "
-        "document in it, must begin at position 0 and go up by 1, across the ranks",
-        "the position_ids of dfa_megatron.huggingface.shard_batch, or of dfa_megatron.local_positions",
-    )
+    said = f"{_ends(given)} of shape {tuple(given.shape)}"
+    INPUTS.check(wrong_positions=said, first=first, last=first + local - 1)
 
 
 def _ends(positions: torch.Tensor) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.refusals import BATCHES
 from dfa_megatron.runtime.comm.groups import resolve
 
 IGNORED = -100
@@ -37,12 +37,7 @@ def check_right(mask: torch.Tensor, group: str = "") -> None:
     counts = torch.stack([part[:-1] for part in whole])  # (ranks, batch)
     full = counts == mask.shape[1]
     in_order = ((counts[1:] == 0) | full[:-1]).all()
-    if not bool(in_order & torch.stack([part[-1] for part in whole]).all()):
-        raise UnsupportedError(
-            "an attention_mask with padding that is not on the right",
-            "padded tokens would be attended to",
-            "tokenizer.padding_side='right', or sequences without padding",
-        )
+    BATCHES.check(left_padding=not bool(in_order & torch.stack([part[-1] for part in whole]).all()))
 
 
 def check_unlabelled(mask: torch.Tensor, labels: torch.Tensor) -> None:
@@ -55,9 +50,4 @@ def check_unlabelled(mask: torch.Tensor, labels: torch.Tensor) -> None:
     Raises:
         UnsupportedError: one has.
     """
-    if bool(((labels != IGNORED) & ~mask.bool()).any()):
-        raise UnsupportedError(
-            "labels of padded tokens",
-            "what they attend to is not what an attention that masks padding gives them",
-            f"the label {IGNORED} for padding, as transformers' collators write it",
-        )
+    BATCHES.check(padded_labels=bool(((labels != IGNORED) & ~mask.bool()).any()))

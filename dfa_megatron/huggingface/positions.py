@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import document_starts as packed
+from dfa_megatron.huggingface.refusals import INPUTS
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import shard_sequence
 
@@ -56,21 +56,6 @@ def after_padding(
     return shard_sequence(counted * whole + padding, group=group)
 
 
-def check_padding(decoder: Any, kind: str) -> None:
-    """Refuse a model that counts from its padding token where batches bring the positions that a model embeds.
-
-    Raises:
-        UnsupportedError: it does.
-    """
-    if padding_of(decoder) is not None:
-        raise UnsupportedError(
-            f"{kind} under accelerate",
-            "its positions begin behind that of padding; in evaluation, which is local there, it would take those of "
-            "the batches, which begin at 0",
-            "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch",
-        )
-
-
 def places(decoder: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
     """What a call says of its tokens' places: its position_ids, or the first row where there are several axes.
 
@@ -83,15 +68,8 @@ def places(decoder: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
     if given.dim() == 3 and given.shape[0] == 4:
         return given[0]
     if given.dim() == 3 or kwargs.get("inputs_embeds") is not None:
-        raise UnsupportedError(
-            f"position_ids of shape {tuple(given.shape)} for "
-            + ("inputs_embeds in " if given.dim() == 2 else "")
-            + f"a {decoder.config.model_type} model",
-            "the tokens of images have positions along several axes; beside them, a token's place in the sequence "
-            "has to be known",
-            "position_ids (4, batch, seq): the places, as shard_batch cuts them, and the axes, cut alike; or "
-            "input_ids of text",
-        )
+        of = "inputs_embeds in " if given.dim() == 2 else ""
+        INPUTS.check(axes=f"{tuple(given.shape)} for {of}a {decoder.config.model_type} model")
     return given
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.refusals import ATTENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,7 @@ class WindowMask:
         Raises:
             UnsupportedError: of some rows.
         """
-        if any(part not in (slice(None), slice(0, None)) for part in index):
-            raise UnsupportedError(
-                "logits_to_keep in a model whose layers share keys",
-                "the layers that share them would have fewer queries than keys",
-                "logits_to_keep=0",
-            )
+        ATTENTION.check(some_rows=any(part not in (slice(None), slice(0, None)) for part in index))
         return self
 
 
@@ -54,12 +49,8 @@ def window_of(module: torch.nn.Module, mask: WindowMask | None, named: int | Non
     if mask is None and named is None:
         named = _of_its_type(module)
     if size < 1 or (named is not None and min(named, whole) != size):
-        raise UnsupportedError(
-            f"sliding_window={named} in a layer of type {type(module).__name__} whose mask has "
-            + ("no window" if mask is None else f"one of {mask.size}"),
-            "attention implementations would differ in what its tokens see",
-            "a window of one token or more that the layer's mask has, or no sliding_window",
-        )
+        mask_window = "no window" if mask is None else f"one of {mask.size}"
+        ATTENTION.check(window=str(named), layer=type(module).__name__, mask_window=mask_window)
     return (-1, -1) if size == whole else (size - 1, 0)
 
 

@@ -7,26 +7,12 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.deepspeed.json_block import KEY, Block
+from dfa_megatron.deepspeed.json_block import Block
 from dfa_megatron.deepspeed.mesh import Mesh
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.distribute import transformers_model
 
 _DONE: list[tuple[str, str]] = []
 """What this process has checked: the JSON and the model's config. A second engine of the same is not checked again."""
-
-
-def refuse(what: str) -> None:
-    """Refuse the key for a model that a fresh process cannot make.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError(
-        f"{KEY}.selfcheck for {what}",
-        "the check makes the model small, and knows how to do that for transformers models only",
-        "a transformers causal language model, or no selfcheck",
-    )
 
 
 def check_if_asked(model: torch.nn.Module, settings: Mapping[str, Any], block: Block, mesh: Mesh) -> None:

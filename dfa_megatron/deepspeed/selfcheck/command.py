@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dfa_megatron.deepspeed.json_block import KEY, Block
-from dfa_megatron.deepspeed.refusals import check_settings, check_sizes
+from dfa_megatron.deepspeed.refusals import SELFCHECK, check_settings, check_sizes
 from dfa_megatron.deepspeed.selfcheck.shrink import engine_settings, unseen_keys
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.selfcheck.command import UNSEEN, Words, check_ranks, class_of, read_config
 from dfa_megatron.huggingface.selfcheck.shrink import shrink
 from dfa_megatron.selfcheck.case import Case, Reduction, Section
@@ -32,18 +31,14 @@ def case_of(words: Sequence[str]) -> Case:
     try:
         settings = json.loads(Path(args.settings).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UnsupportedError(args.settings, f"it is no JSON: {error}", "DeepSpeed's configuration") from error
+        SELFCHECK.check(no_json=error, path=args.settings)
     block = Block.enabled_in(settings) if isinstance(settings, dict) else None
-    if block is None:
-        raise UnsupportedError(
-            f"{args.settings} in a self-check", f"it has no enabled block {KEY}", f'"{KEY}": {{"enabled": true, ...}}'
-        )
+    SELFCHECK.check(no_block=args.settings if block is None else None)
+    assert block is not None
     said = block.size or settings.get("sequence_parallel_size")
-    check_sizes(f"--ranks {args.ranks}", args.ranks, said)
-    if (size := said or args.ranks) is None:
-        raise UnsupportedError(
-            f"{args.settings} without {KEY}.size", "it does not say how many ranks share a sequence", "--ranks"
-        )
+    check_sizes("--ranks", args.ranks, said)
+    size = said or args.ranks
+    SELFCHECK.check(no_size=args.settings if size is None else None)
     return make_case(settings, block, read_config(Path(args.model)), size, 2, args.tokens)
 
 

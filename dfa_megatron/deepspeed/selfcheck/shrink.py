@@ -7,7 +7,7 @@ from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.deepspeed.json_block import KEY, Block
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.deepspeed.refusals import SELFCHECK
 from dfa_megatron.selfcheck.case import Reduction
 from dfa_megatron.selfcheck.options import on_cpu
 
@@ -103,8 +103,7 @@ def _optimizer(settings: Mapping[str, Any], reduced: list[Reduction]) -> tuple[d
     if given is None:
         reduced.append(Reduction("optimizer", "of your script", "AdamW"))
     kind = str((given or {}).get("type", "AdamW")).lower()
-    if kind not in _NAMES:
-        raise UnsupportedError(f"optimizer.type {kind!r} in a self-check", "it was not tried", "Adam, AdamW or SGD")
+    SELFCHECK.check(optimizer=None if kind in _NAMES else kind)
     params = (given or {}).get("params") or {}
     numbers = {name: params[name] for name in _OF_OPTIMIZERS if params.get(name, "auto") != "auto"}
     asked = f"{params.get('lr', 'the default')}" + (", its schedule" if "scheduler" in settings else "")

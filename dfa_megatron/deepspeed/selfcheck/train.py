@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.deepspeed.json_block import KEY
 from dfa_megatron.deepspeed.mesh import Mesh
-from dfa_megatron.huggingface.refusals import check_model
+from dfa_megatron.huggingface.check_model import check_model
 from dfa_megatron.huggingface.selfcheck.model import batch_of, build, loss_of_each_token, shifted
 from dfa_megatron.huggingface.selfcheck.train import STEPS, gradient_of, mean_over_ranks, record_gradients, tokens_of
 from dfa_megatron.huggingface.selfcheck.watch import Watch

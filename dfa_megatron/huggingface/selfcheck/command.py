@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checkpointing import check_checkpoint
+from dfa_megatron.huggingface.refusals import MODEL, SELFCHECK
 from dfa_megatron.huggingface.selfcheck.shrink import shrink
 from dfa_megatron.selfcheck.case import Case, Reduction, Section
-from dfa_megatron.selfcheck.options import MOST_SEQUENCE_RANKS, SECONDS_OF_A_RANK, on_cpu, unseen
+from dfa_megatron.selfcheck.options import SECONDS_OF_A_RANK, on_cpu, unseen
 
 UNSEEN = ("packed documents, padding and adapters: each row is one document",)
 
@@ -27,7 +26,7 @@ class Words(argparse.ArgumentParser):
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError("this command line", message, self.format_usage().strip())
+        SELFCHECK.check(command_error=message, usage=self.format_usage().strip())
 
 
 def case_of(words: Sequence[str]) -> Case:
@@ -43,7 +42,7 @@ def case_of(words: Sequence[str]) -> Case:
     parser.add_argument("--reentrant", action="store_true", help="as in distribute_attention")
     args = DistAttentionConfig.add_arguments(parser, scope="huggingface").parse_args(list(words))
     options = DistAttentionConfig.from_args(args)
-    check_checkpoint(options, reentrant=args.reentrant)
+    MODEL.check(options, reentrant=args.reentrant)
     check_ranks(args.ranks, "--ranks")
     config = read_config(Path(args.config))
     reduced: list[Reduction] = []
@@ -83,12 +82,7 @@ def versions() -> str:
 
 def check_ranks(ranks: int, name: str) -> None:
     """Refuse more ranks than a check runs; their number is never reduced."""
-    if not 1 <= ranks <= MOST_SEQUENCE_RANKS:
-        raise UnsupportedError(
-            f"{name} {ranks} in a self-check",
-            f"it runs at most {MOST_SEQUENCE_RANKS} processes, and the ranks of a sequence are never reduced",
-            f"a number from 1 to {MOST_SEQUENCE_RANKS}",
-        )
+    SELFCHECK.check(ranks=ranks, source=name)
 
 
 def read_config(path: Path) -> Any:
@@ -105,11 +99,8 @@ def read_config(path: Path) -> Any:
         values = json.loads(path.read_text(encoding="utf-8"))
         kind = values.get("model_type")
     except (ValueError, AttributeError) as error:
-        raise UnsupportedError(f"{path}", f"it is no JSON object: {error}", "a config.json of transformers") from error
-    if kind not in CONFIG_MAPPING:
-        raise UnsupportedError(
-            f"{path} with model_type {kind!r}", f"{versions()} has no such type", "a config of one that it has"
-        )
+        SELFCHECK.check(no_json=error, path=path)
+    SELFCHECK.check(unknown_type=None if kind in CONFIG_MAPPING else str(kind), path=path, version=versions())
     return CONFIG_MAPPING[kind].from_dict(values)
 
 
@@ -122,8 +113,6 @@ def class_of(config: Any) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = f"a {config.model_type} model"
-    if config.get_text_config() is not config:
-        raise UnsupportedError(f"{kind} with several parts", "only text is distributed", "its text_config in a file")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedError(kind, "transformers has no causal language model of it", "a decoder-only model")
+    several = config.get_text_config() is not config
+    SELFCHECK.check(kind=kind, several_parts=several, no_language_model=type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING)
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.refusals import SELFCHECK
 from dfa_megatron.selfcheck.case import Reduction
 
 ROWS, HEAD, HIDDEN, FFN, VOCABULARY, LAYERS, EXPERTS, LEAST_WINDOW = 16, 16, 64, 96, 96, 8, 8, 5
@@ -85,8 +85,7 @@ def shrink(config: Any, ranks: int, degree: int, tokens: int | None, reduced: li
 def _heads(small: Small, degree: int) -> None:
     """As few key/value heads as are needed, at the ratio of the user's."""
     heads = small.get("num_attention_heads")
-    if type(heads) is not int:
-        raise UnsupportedError("a config without num_attention_heads", "it does not say its heads", "a decoder's")
+    SELFCHECK.check(no_heads=type(heads) is not int)
     groups = small.get("num_key_value_heads") or heads
     ratio = heads // groups
     enough = (n for n in range(1, groups + 1) if n >= min(2, groups) and n * ratio % degree == 0)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.huggingface.refusals import check_model
+from dfa_megatron.huggingface.check_model import check_model
 from dfa_megatron.huggingface.selfcheck.model import batch_of, build, loss_of_each_token, shifted
 from dfa_megatron.huggingface.selfcheck.shrink import ROWS
 from dfa_megatron.huggingface.selfcheck.watch import Watch

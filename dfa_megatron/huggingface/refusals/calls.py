@@ -1,0 +1,237 @@
+"""Batches, inputs and calls of a transformers model that are refused."""
+
+from __future__ import annotations
+
+from dfa_megatron.refusals import Refusal, Stage, stated
+
+_SHARD = "dfa_megatron.huggingface.shard_batch"
+_CAUSAL = "causal self-attention over whole, unpadded sequences"
+_LOSS = f"{_SHARD}, or no labels and causal_lm_loss on the logits"
+
+BATCHES = Stage(
+    "Hugging Face: when a batch is cut",
+    (
+        stated(
+            "unknown_batch",
+            "a batch of {unknown_batch}",
+            "it is not known how to cut it",
+            "input_ids and labels; others by hand",
+            "input_ids, pixel_values",
+        ),
+        stated(
+            "wrong_documents",
+            "position_ids that are not those of documents",
+            "each document, and so each row, must begin at 0 and go up by 1",
+            "as DataCollatorWithFlattening of transformers makes them, or none for one document a sequence",
+        ),
+        stated(
+            "two_answers",
+            "cu_seq_lens_q that disagree with position_ids",
+            "they say where documents begin in two ways",
+            "one of them",
+        ),
+        stated(
+            "other_keys",
+            "cu_seq_lens_k other than cu_seq_lens_q",
+            "queries and keys must be of the same documents",
+            "the same",
+        ),
+        stated(
+            "offsets",
+            "cu_seq_lens_q {offsets}",
+            "it must hold the offsets of documents in {rows} rows of {length} tokens, those of all ranks",
+            f"the batches of {_SHARD}, which makes it of position_ids",
+            "from 0 to 7",
+            rows=1,
+            length=8,
+        ),
+        stated(
+            "left_padding",
+            "an attention_mask with padding that is not on the right",
+            "padded tokens would be attended to",
+            "tokenizer.padding_side='right', or sequences without padding",
+        ),
+        stated(
+            "padded_labels",
+            "labels of padded tokens",
+            "an attention that masks padding would give them another output",
+            "the label -100 for padding, as transformers' collators write it",
+        ),
+    ),
+)
+
+INPUTS = Stage(
+    "Hugging Face: when a model is called",
+    (
+        Refusal(
+            lambda a: a.kind and a.router_loss,
+            "{kind} with a loss of its router (output_router_logits)",
+            "it would balance the experts over this rank's part of a sequence",
+            "output_router_logits=False",
+            {"kind": "a call", "router_loss": True},
+        ),
+        stated(
+            "positional",
+            "positional arguments after input_ids",
+            "positions and caches are looked for by name",
+            "keyword arguments",
+        ),
+        stated(
+            "key_cache",
+            "a key cache",
+            "ranks hold parts of the sequence",
+            "use_cache=False, or generation within dfa_megatron.huggingface.local_attention(model)",
+        ),
+        stated(
+            "output_attentions", "output_attentions", "attention weights are never in memory", "output_attentions=False"
+        ),
+        stated(
+            "outer_masks",
+            "masks made by the model around this one",
+            "they may let images see later tokens, and such a model shifts labels and counts positions in its own way",
+            "a call of the language model alone, with inputs_embeds, and causal_lm_loss on its logits",
+        ),
+        stated(
+            "other_senses",
+            "{other_senses} on {ranks} ranks",
+            "images and sound belong to the whole sequence, and this rank holds a part of its tokens",
+            "inputs_embeds, made of the whole sequence and then cut",
+            "pixel_values",
+            ranks=2,
+        ),
+        stated(
+            "no_positions",
+            "a batch without position_ids on {no_positions} ranks",
+            "each rank takes its part of a sequence, and the batch does not show that it is a part",
+            f"{_SHARD}, which brings them",
+            2,
+        ),
+        stated(
+            "axes",
+            "position_ids of shape {axes}",
+            "the tokens of images have positions along several axes, and beside them a token's place in the sequence "
+            "must be known",
+            "position_ids (4, batch, seq): the places, as shard_batch cuts them, and the axes, cut alike; or "
+            "input_ids of text",
+            "(3, 1, 8) for a qwen2_vl_text model",
+        ),
+        stated(
+            "wrong_positions",
+            "position_ids {wrong_positions}",
+            "this rank holds the tokens {first} to {last} of each sequence, and every sequence, or every document in "
+            "it, must begin at position 0 and go up by 1, across the ranks",
+            f"the position_ids of {_SHARD}, or of dfa_megatron.local_positions",
+            "from 8 to 15 of shape (1, 8)",
+            first=0,
+            last=7,
+        ),
+        stated(
+            "part_in_evaluation",
+            "position_ids {part_in_evaluation} in evaluation",
+            "attention is local there under accelerate, and this is a part of a sequence that was cut over the ranks, "
+            "as by loaders that are prepared together with the model",
+            "the evaluation loader prepared alone, accelerator.prepare(loader), which leaves sequences whole; or "
+            "model.train() within torch.no_grad(), for a model without dropout",
+            "from 8 to 15",
+        ),
+        stated(
+            "no_shift_labels",
+            "labels without shift_labels",
+            "the model would shift them and lose a token at every boundary between ranks",
+            _LOSS,
+        ),
+        stated(
+            "no_item_count",
+            "labels without num_items_in_batch",
+            "the model would take the mean over the tokens of this rank, not of all",
+            _LOSS,
+        ),
+        stated(
+            "hidden_tokens",
+            "an attention_mask with padding",
+            "padded tokens would be attended to",
+            "padding on the right, which is checked and removed before the layers see it",
+        ),
+        stated(
+            "other_mask",
+            "a mask beyond causal and sliding window",
+            "prefixes and blocks are not planned, and verify='off' does not see packed documents; under torch.compile "
+            "transformers asks for such a mask whatever the batch",
+            f"{_CAUSAL}, in a model that is not compiled",
+        ),
+    ),
+)
+
+ATTENTION = Stage(
+    "Hugging Face: when a layer computes attention",
+    (
+        stated(
+            "unprepared",
+            "attention implementation 'dfa' on a model that was not prepared",
+            "the layer does not know the process group",
+            "dfa_megatron.huggingface.distribute_attention(model, group=...)",
+        ),
+        stated(
+            "dropout",
+            "attention dropout {dropout}",
+            "the block kernels have no dropout",
+            "config.attention_dropout=0.0",
+            0.1,
+        ),
+        stated("not_causal", "attention that is not causal", "models are distributed with a causal mask", _CAUSAL),
+        stated(
+            "key_cache",
+            "attention of {key_cache[0]} tokens over {key_cache[1]}",
+            "there is no key cache: every rank holds as many queries as keys",
+            "with dfa_megatron.huggingface.local_attention(model), on whole sequences",
+            (1, 8),
+        ),
+        stated(
+            "position_bias",
+            "position_bias in a layer of type {layer}",
+            "the block kernels take no bias",
+            _CAUSAL,
+            True,
+            layer="T5Attention",
+        ),
+        stated(
+            "head_mask",
+            "head_mask in a layer of type {layer}",
+            "the block kernels mask no heads",
+            _CAUSAL,
+            True,
+            layer="GPT2Attention",
+        ),
+        stated(
+            "not_passed",
+            "{not_passed} in a layer of type {layer}",
+            "the layer does not hand it to its attention implementation",
+            "a layer that passes softcap and s_aux, as those of Gemma 2 and GPT-OSS do",
+            "sinks",
+            layer="OtherAttention",
+        ),
+        stated("ready_mask", "a ready-made attention mask", "attention is causal by construction", _CAUSAL),
+        stated(
+            "unseen_documents",
+            "packed documents in a layer of type {layer}",
+            "its model does not hand keyword arguments on to attention, which would not stop at their ends",
+            "one document a sequence",
+            layer="CodeGenAttention",
+        ),
+        stated(
+            "some_rows",
+            "logits_to_keep in a model whose layers share keys",
+            "the layers that share them would have fewer queries than keys",
+            "logits_to_keep=0",
+        ),
+        stated(
+            "window",
+            "sliding_window={window} in a layer of type {layer} whose mask has {mask_window}",
+            "attention implementations would differ in which tokens are visible",
+            "a window of one token or more that the layer's mask has, or no sliding_window",
+            "4",
+            layer="Qwen2Attention",
+            mask_window="no window",
+        ),
+    ),
+)
