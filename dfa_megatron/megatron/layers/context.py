@@ -1,4 +1,4 @@
-"""What the layers of one model share: options, the exchange between layouts, rotary tables, lines logged once."""
+"""State that the layers of one model share: options, the exchange of layouts, rotary tables, lines logged once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger("dfa_megatron.megatron")
 
 
 class AttentionContext:
-    """Travels in the `params` of the layer specs that `distribute_attention` makes; copies of a spec share it.
+    """Hold the state of one model, in the `params` of its layer specs; copies of a spec share it.
 
     Args:
-        options: what the user asked for.
-        hybrid: the layers between the attention layers are of other kinds and rely on Megatron's order.
+        options: the user's options.
+        hybrid: layers of other kinds stand between the attention layers and rely on Megatron's order.
     """
 
     def __init__(self, options: DistAttentionConfig, *, hybrid: bool = False) -> None:
@@ -36,7 +36,7 @@ class AttentionContext:
         return self
 
     def relayout(self, groups: Any, *, sequence_parallel: bool) -> Relayout:
-        """The exchange over the groups of a Megatron ProcessGroupCollection; the same object for the same groups."""
+        """Return the exchange over the groups of a ProcessGroupCollection, the same object for the same groups."""
         tp, tp_cp = (groups.tp, groups.tp_cp) if sequence_parallel else (None, None)
         key = (groups.cp, tp, tp_cp)
         if key not in self._relayouts:
@@ -50,23 +50,23 @@ class AttentionContext:
         self._said.add(key)
 
     def check_batch(self, cp_group: dist.ProcessGroup, *, packed: bool) -> None:
-        """Refuse a batch that was sliced for another layout than the one the layers work in; asked of every batch."""
+        """Refuse a batch that was sliced for another layout than that of the layers; checked for every batch."""
         check_declared(cp_group, self.options.data_layout, packed=packed)
 
     def check_unpacked(self) -> None:
-        """Refuse a batch without documents where the script's flags say that it has some.
+        """Refuse a batch without documents where the script's flags promise documents.
 
-        Scripts of Megatron-Core 0.16 give them to the first and the last pipeline stage only.
+        Scripts of Megatron-Core 0.16 pass them to the first and the last pipeline stage only.
         """
         if "unpacked" not in self._said:
             PACKS.check(no_pack_params=packs_of_args())
             self._said.add("unpacked")
 
     def report_kept(self, layer: Any, hidden_states: torch.Tensor, *, packed: bool = False) -> None:
-        """Say once what rematerialization keeps of a layer until its backward pass; and the work, if it is always one.
+        """Log once the memory that rematerialization saves per layer, and the work that it avoids if that is fixed.
 
         Args:
-            packed: the micro-batch is of documents.
+            packed: the micro-batch holds documents.
         """
         if "kept" in self._said:
             return

@@ -1,8 +1,8 @@
 """Distributed attention for the `core_attention` slot of a Megatron attention layer.
 
-Shapes, as Megatron hands them over: query (seq / CP, batch, heads / TP, head_dim), key and value (seq / CP, batch,
+Shapes, as Megatron passes them: query (seq / CP, batch, heads / TP, head_dim), key and value (seq / CP, batch,
 kv_heads / TP, head_dim); the result is (seq / CP, batch, heads / TP * head_dim). Grouped heads are not expanded. Packed
-documents are one row, batch = 1, of which seq is all tokens.
+documents are one row: batch = 1, and seq counts all tokens.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
 
 
 class DistributedCoreAttention(torch.nn.Module):
-    """Causal self-attention over the sequence that the ranks of `pg_collection.cp` hold together (one rank works too).
+    """Compute causal self-attention over the sequence that the ranks of `pg_collection.cp` share (one rank works too).
 
-    In layers that Megatron gives a sliding window (config.window_size and window_attn_skip_freq), within the window.
+    Layers with a sliding window (config.window_size and window_attn_skip_freq) attend within it.
 
-    Its one parameter is that of config.softmax_type "learnable": softmax_offset (heads / TP), a logit per head that
-    takes part in the softmax and has no value. With "off-by-one" it is zero, and no parameter.
+    With config.softmax_type "learnable" the module has one parameter: softmax_offset (heads / TP), a logit per head
+    that takes part in the softmax and has no value. With "off-by-one" the offset is zero and no parameter.
 
-    Built by Megatron by keyword; see megatron.core.transformer.attention.CoreAttentionBuilder.
+    Megatron builds it by keyword; see megatron.core.transformer.attention.CoreAttentionBuilder.
 
     Raises:
-        UnsupportedError: for every request that this class would not honour.
+        UnsupportedError: the request is one that this class would not honour.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class DistributedCoreAttention(torch.nn.Module):
         packed_seq_params: Any = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Attention of this rank's rows over all rows before them, of their own document if there are several."""
+        """Compute attention of this rank's rows over all earlier rows of the same sequence or document."""
         from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
         from dfa_megatron.runtime.agreement.calls import at_layer
 
@@ -121,13 +121,13 @@ class DistributedCoreAttention(torch.nn.Module):
         return rows
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of Megatron's own attention: softmax_offset, cut over tensor-parallel ranks, or nothing."""
+        """Return the sharded state of Megatron's own attention: softmax_offset, cut over tensor-parallel ranks."""
         from megatron.core.transformer.dot_product_attention import DotProductAttention
 
         return DotProductAttention.sharded_state_dict(self, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
+        """Return the text that `print(model)` shows."""
         window = "" if self.window_size == (-1, -1) else f", window_size={self.window_size}"
         return (
             f"schedule={self.options.schedule}, data_layout={self.options.data_layout}, "
@@ -136,7 +136,7 @@ class DistributedCoreAttention(torch.nn.Module):
 
 
 def _softmax_offset(config: Any) -> torch.Tensor | None:
-    """(heads / TP): a parameter where it is learned, as Megatron's own attention makes it; None for plain softmax."""
+    """Return the offset (heads / TP), a parameter where it is learned as in Megatron's own attention, or None."""
     kind = getattr(config, "softmax_type", "vanilla")
     if kind == "vanilla":
         return None
@@ -155,7 +155,7 @@ def _softmax_offset(config: Any) -> torch.Tensor | None:
 
 
 def _window_of(config: Any, layer_number: int) -> tuple[int, int]:
-    """(left, right) of a layer, -1 for no bound, as Megatron's own attention would have it."""
+    """Return (left, right) of a layer, -1 for no bound, as Megatron's own attention has it."""
     window = getattr(config, "window_size", None)
     if not window:
         return -1, -1

@@ -1,8 +1,8 @@
 """Hybrid models (Mamba, MLP, experts and attention in one stack): attention layers get ours, the others are recomputed.
 
 The other layers rely on Megatron's zigzag order, so in layout `boundary` hidden states are exchanged around each
-attention layer. Full recomputation is taken over for the whole stack, because it is one flag on one config; what the
-attention layers do not cover is checkpointed here, layer by layer, as Megatron's own full recomputation does it.
+attention layer. Full recomputation is taken over for the whole stack, because it is one flag on one config. The other
+layers are checkpointed here one by one, as in Megatron's own full recomputation.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over
 from dfa_megatron.megatron.refusals import SPEC
 
 ATTENTION_SLOTS = ("attention_layer", "mla_layer")
-"""Of a hybrid stack's submodules; the layers in them are TransformerLayers with a core_attention."""
+"""The submodules of a hybrid stack that hold TransformerLayers with a core_attention."""
 
 
 class RecomputedLayer:
-    """Runs any layer inside Megatron's checkpoint; always the first base of a class made by `recomputed_class`."""
+    """Run any layer inside Megatron's checkpoint; the first base of every class that `recomputed_class` makes."""
 
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
         asked = take_over(config, distributed_attention)
@@ -30,7 +30,7 @@ class RecomputedLayer:
         self._dfa_tp_group = kwargs["pg_collection"].tp
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's own forward, with the same result."""
+        """Run the layer's own forward, with the same result."""
         layer: Any = self
 
         def body(hidden_states: torch.Tensor) -> Any:
@@ -46,20 +46,20 @@ class RecomputedLayer:
 
 @functools.cache
 def recomputed_class(base: type) -> type:
-    """The subclass of a layer class with `RecomputedLayer` mixed in, made once per base."""
+    """Return the subclass of a layer class with `RecomputedLayer` mixed in, made once per base."""
     if issubclass(base, RecomputedLayer):
         return base
     return type(f"Recomputed{base.__name__}", (RecomputedLayer, base), {"__module__": __name__})
 
 
 def is_stack(spec: Any) -> bool:
-    """Whether a spec is of a HybridStack, which Megatron-Core called MambaStack up to 0.17."""
+    """Return whether a spec is for a HybridStack, which Megatron-Core called MambaStack up to 0.17."""
     submodules = getattr(spec, "submodules", None)
     return hasattr(submodules, "attention_layer") and hasattr(submodules, "mamba_layer")
 
 
 def default_stack_spec() -> Any:
-    """Megatron's own hybrid_stack_spec, which it called mamba_stack_spec up to 0.17.
+    """Return Megatron's own hybrid_stack_spec, which it called mamba_stack_spec up to 0.17.
 
     Raises:
         UnsupportedError: it needs a package that is not installed (Transformer Engine, mamba-ssm, Triton).

@@ -12,17 +12,17 @@ from dfa_megatron.megatron.refusals import CALLS, LAYERS
 
 
 class ContiguousRotary:
-    """Gives this rank's rows of the table in contiguous order; always the first base of a class made by `_subclass`.
+    """Return this rank's rows of the table in contiguous order; the first base of every class that `_subclass` makes.
 
-    Megatron's rotary modules work out the whole table and keep its zigzag rows. These keep others of it, so nothing has
-    to be exchanged. Each holds the rows of the length that it saw last, (length / CP, 1, 1, rotary_dim) float32.
+    Megatron's rotary modules compute the whole table and select its zigzag rows. These select the contiguous rows, so
+    nothing is exchanged. Each holds the rows of the latest length, (length / CP, 1, 1, rotary_dim) float32.
     """
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
-        """The rows of this rank's tokens in a sequence of max_seq_len; with yarn also the factor of cos and sin.
+        """Return the rows of this rank's tokens in a sequence of max_seq_len; with yarn also the factor of cos and sin.
 
         Raises:
-            UnsupportedError: packed_seq, which wants the rows of whole documents.
+            UnsupportedError: packed_seq, which needs the rows of whole documents.
         """
         rotary: Any = self
         CALLS.check(packed_rotary=packed_seq)
@@ -40,10 +40,10 @@ class ContiguousRotary:
     def get_cached_cos_sin(
         self, seq_len: int, offset: int = 0, dtype: torch.dtype | None = None, packed_seq: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of yarn's rows, times its factor, for Megatron's fused kernels: (seq_len / CP, 1, 1, dim).
+        """Return cosines and sines of yarn's rows, times its factor, for fused kernels: (seq_len / CP, 1, 1, dim).
 
-        Always of this very length. Megatron's own takes the first rows of a longer table that it has made before, and
-        in a table that is spread over ranks these belong to other tokens.
+        Megatron's own function reuses the first rows of a longer table. In a table that is spread over ranks these rows
+        belong to other tokens, so this one always computes the given length.
         """
         rows, factor = self.forward(seq_len, offset, packed_seq)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -51,10 +51,10 @@ class ContiguousRotary:
 
 
 def make_contiguous(attention: Any) -> None:
-    """Have a Megatron MultiLatentAttention make its rotary table for contiguous tokens; nothing else of it changes.
+    """Make the rotary table of a Megatron MultiLatentAttention follow contiguous tokens; nothing else changes.
 
     Raises:
-        UnsupportedError: this attention makes its table in another way than Megatron-Core 0.16 to 0.19.
+        UnsupportedError: this attention does not make its table as Megatron-Core 0.16 to 0.19 do.
     """
     rotary: Any = getattr(attention, "rotary_pos_emb", None)
     if not (callable(getattr(rotary, "get_emb", None)) and hasattr(rotary, "cp_group")):

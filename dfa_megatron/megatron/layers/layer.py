@@ -19,7 +19,7 @@ from dfa_megatron.megatron.tokens.packed_documents import check_samples, place, 
 
 
 class DistributedAttentionLayer:
-    """What a layer does beside its own forward; always the first base of a class made by `layer_class`.
+    """Wrap a layer's forward; the first base of every class that `layer_class` makes.
 
     - Rematerialization: the layer runs inside Megatron's own checkpoint; its attention's output and lse are recorded in
       the first pass and replayed in the recompute, so attention and its messages never run twice.
@@ -27,8 +27,8 @@ class DistributedAttentionLayer:
       in a hybrid stack, before and after each attention layer.
     - Layouts `boundary` and `contiguous`: the rotary table, which Megatron slices in zigzag order, is exchanged once;
       that of multi-latent attention, which every layer makes itself, is sliced in order.
-    - Layout `boundary`: routing that is recorded and replayed, and hidden states of layers between that a caller asks
-      for, are in the caller's order; see outside.py.
+    - Layout `boundary`: recorded and replayed routing, and hidden states that a caller extracts between layers, are in
+      the caller's order; see outside.py.
     - Packed documents, in every layout: each token gets the rotary row of its place in its own document.
     """
 
@@ -81,7 +81,7 @@ class DistributedAttentionLayer:
         rotary_pos_emb: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As TransformerLayer.forward, with the same result."""
+        """Run TransformerLayer.forward, with the same result."""
         layer: Any = self
         CALLS.check(
             attention_mask=attention_mask is not None,
@@ -108,7 +108,7 @@ class DistributedAttentionLayer:
         return hidden_states, context
 
     def _dfa_placed(self, packed: Any, hidden_states: torch.Tensor, table: Any) -> tuple[Any, Any]:
-        """The documents of a pack, and the rotary rows of this rank's tokens."""
+        """Return the documents of a pack, and the rotary rows of this rank's tokens."""
         layer: Any = self
         if not self._dfa_packable:
             PACKS.check(layer.config, self._dfa.options)
@@ -119,7 +119,7 @@ class DistributedAttentionLayer:
         return pack, rotary_rows(table, pack, self._dfa_tokens(hidden_states), layer.pg_collection.cp, inside)
 
     def _dfa_tokens(self, hidden_states: torch.Tensor) -> int:
-        """Of this context-parallel rank, whatever part of them sequence parallelism leaves here."""
+        """Return the tokens of this context-parallel rank, also where sequence parallelism splits them."""
         layer: Any = self
         return int(hidden_states.shape[0] * (layer.tp_group.size() if layer.config.sequence_parallel else 1))
 
@@ -147,7 +147,7 @@ class DistributedAttentionLayer:
 
 @functools.cache
 def layer_class(base: type) -> type:
-    """The subclass of a Megatron TransformerLayer class with `DistributedAttentionLayer` mixed in, made once per base.
+    """Return the subclass of a TransformerLayer class with `DistributedAttentionLayer` mixed in, made once per base.
 
     Raises:
         UnsupportedError: base is not a TransformerLayer class.

@@ -12,9 +12,9 @@ from dfa_megatron.megatron.refusals import LAYERS
 class SequenceParallelNorm:
     """LayerNorm or RMSNorm whose weights are marked, so that Megatron sums their gradients over tensor-parallel ranks.
 
-    Megatron's own WrappedTorchNorm refuses sequence parallelism for want of that mark
-    (megatron/core/transformer/torch_norm.py). Each rank normalises its own rows, so nothing else changes. Like it, this
-    is a class only because Megatron's build_module would hand a function over instead of calling it.
+    Megatron's own WrappedTorchNorm has no such mark and refuses sequence parallelism
+    (megatron/core/transformer/torch_norm.py). Each rank normalises its own rows, so nothing else changes. This is a
+    class because Megatron's build_module passes a function on instead of calling it.
 
     Raises:
         UnsupportedError: a norm that PyTorch does not have in this form.
@@ -23,7 +23,7 @@ class SequenceParallelNorm:
     def __new__(  # type: ignore[misc]
         cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> torch.nn.Module:
-        """The norm itself; its weights are (hidden_size,)."""
+        """Return the norm; its weights are (hidden_size,)."""
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         centered = getattr(config, "layernorm_zero_centered_gamma", False)
         LAYERS.check(torch_norm=True, normalization=config.normalization, layernorm_zero_centered_gamma=centered)

@@ -16,24 +16,24 @@ _ATTRIBUTE = "_dfa_recompute"
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """What the user asked of Megatron's full recomputation before it was taken over."""
+    """The flags of Megatron's full recomputation before they were cleared."""
 
     method: str | None
     num_layers: int | None
 
     def covers(self, local_layer: int) -> bool:
-        """Whether it recomputes the local_layer-th layer (from 1) of a model chunk."""
+        """Return whether it recomputes the local_layer-th layer (from 1) of a model chunk."""
         return self.method != "block" or local_layer <= (self.num_layers or 0)
 
 
 def take_over(config: Any, context: AttentionContext) -> Recompute | None:
-    """Clear full recomputation on the config, which Megatron reads in every forward, and say what it asked for.
+    """Clear full recomputation on the config, which Megatron reads in every forward, and return the cleared flags.
 
-    Returns None where full recomputation was not asked for. With remat='off' Megatron's own is left alone. Every
-    call on the same config returns the same, so each layer may ask.
+    Return None where full recomputation is off. With remat='off' the flags stay. Every call on the same config returns
+    the same, so each layer may call it.
 
     Raises:
-        UnsupportedError: a recompute method that is not known, or another model has the config's.
+        UnsupportedError: the method does not suit a hybrid model, or another model has taken the config over.
     """
     taken: Recompute | None = getattr(config, _ATTRIBUTE, None)
     granularity, method = (getattr(config, f"recompute_{name}", None) for name in ("granularity", "method"))
@@ -70,7 +70,7 @@ def take_over(config: Any, context: AttentionContext) -> Recompute | None:
 
 
 def checkpoint_of(config: Any, tp_group: Any) -> Callable[..., Any]:
-    """Megatron's own activation checkpoint, as `checkpoint(run, *args)`: Transformer Engine's under fp8 and fp4."""
+    """Return Megatron's activation checkpoint as `checkpoint(run, *args)`: Transformer Engine's under fp8 and fp4."""
     from megatron.core import tensor_parallel
 
     distribute = bool(config.distribute_saved_activations)

@@ -1,4 +1,4 @@
-"""Slices a batch over the context-parallel ranks in the layout that the layers expect."""
+"""Slice a batch over the context-parallel ranks in the layout that the layers expect."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dfa_megatron.sharding import shard_sequence
 logger = logging.getLogger("dfa_megatron.megatron")
 
 _DATA_LAYOUT = {"contiguous": "contiguous", "boundary": "zigzag", "zigzag": "zigzag"}
-"""How the data of each layout option are sliced."""
+"""The slicing of the data for each value of data_layout."""
 
 _WHOLE = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
-"""What a batch says of whole documents, and is not sliced."""
+"""The entries of a batch that describe whole documents and are not sliced."""
 
 _DECLARED: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
-"""How the batches of a context-parallel group are sliced. It is the one thing a model cannot see in its input."""
+"""The slicing of the batches of a context-parallel group, which a model cannot see in its input."""
 
 
 def shard_batch(
@@ -31,14 +31,14 @@ def shard_batch(
     cp_group: dist.ProcessGroup,
     options: DistAttentionConfig,
 ) -> dict[str, torch.Tensor | None]:
-    """This rank's part of a batch that every rank of the group holds whole. Use it in place of Megatron's slicing:
+    """Return this rank's part of a batch that every rank of the group holds whole, in place of Megatron's slicing:
 
         batch = shard_batch(batch, parallel_state.get_context_parallel_group(), options)
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
-    Packed documents are told by cu_seqlens. They may have any length and reach over ranks, and nothing need be padded
-    but the row, to a multiple of CP tokens. Several rows become one, as Megatron's flatten_batch_for_packed_sequences
-    has it; `packed_seq_params` then makes what the model takes.
+    cu_seqlens describes packed documents. They may have any length and span ranks. Only the row is padded, to a multiple
+    of CP tokens. Several rows become one, as in Megatron's flatten_batch_for_packed_sequences; `packed_seq_params` then
+    makes the model's argument.
 
     Args:
         batch: tokens, labels, loss_mask, position_ids and the like, each (batch, seq, ...); None stays None.
@@ -78,7 +78,7 @@ def shard_batch(
 
 
 def _one_row(batch: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Tensor | None]:
-    """Packed documents of several rows as documents of a single one."""
+    """Return packed documents of several rows as documents of a single row."""
     rows = next((x for name, x in batch.items() if x is not None and name not in _WHOLE), None)
     if batch.get("cu_seqlens") is None or rows is None or rows.shape[0] == 1:
         return batch
@@ -94,19 +94,19 @@ def _one_row(batch: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Ten
 
 
 def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:
-    """Say how this process slices batches over a context-parallel group: "contiguous" or "zigzag".
+    """Declare how this process slices batches over a context-parallel group: "contiguous" or "zigzag".
 
-    `shard_batch` does it. Call it yourself only where your own code slices: a model cannot tell contiguous tokens from
-    zigzag ones, so one in layout `contiguous` refuses to run before somebody has said that its tokens are.
+    `shard_batch` calls it. Call it yourself only where your own code slices. A model cannot tell contiguous tokens from
+    zigzag ones, so in layout `contiguous` it refuses to run on undeclared batches.
     """
     BATCHES.check(declared=layout)
     _DECLARED[cp_group] = layout
 
 
 def check_declared(cp_group: dist.ProcessGroup, layout_option: str, *, packed: bool = False) -> None:
-    """Refuse to train on tokens in another order than the layers believe; undeclared ones count as Megatron's zigzag.
+    """Refuse tokens in another order than the layers assume; undeclared batches count as Megatron's zigzag.
 
-    Undeclared packed ones count as zigzag in every document, unless the script's flags say that it is in every row.
+    Undeclared packed batches count as zigzag in every document, unless the script's flags slice whole rows.
 
     Raises:
         UnsupportedError: the batches are sliced for another layout.

@@ -1,4 +1,4 @@
-"""Moves the rows of a sequence-first tensor between Megatron's zigzag layout and contiguous slices, in one all-to-all.
+"""Move the rows of a sequence-first tensor between Megatron's zigzag layout and contiguous slices, in one all-to-all.
 
 Shapes: a tensor here is (rows, ...), rows being the tokens that this rank holds: length / CP of them, or
 length / (CP * TP) under sequence parallelism, where Megatron splits a context-parallel rank's tokens again over its
@@ -21,25 +21,25 @@ LayoutName = Literal["contiguous", "zigzag"]
 
 
 def positions(layout: str, length: int, ranks: int, rank: int) -> torch.Tensor:
-    """Global token positions, int64 (length / ranks,), of what a rank holds, in local order."""
+    """Return the global positions of a rank's tokens, int64 (length / ranks,), in local order."""
     return positions_of(by_name(layout, length, ranks), rank)
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """What one member of the group sends, and where what arrives goes; rows for one member travel in token order."""
+    """The rows that one member sends, and the places of received rows; rows for one member travel in token order."""
 
     send_rows: torch.Tensor
     send_counts: list[int]
     receive_counts: list[int]
     arrived_rows: torch.Tensor
-    """For every row of the result, which row of the receive buffer it is."""
+    """For every row of the result, its row in the receive buffer."""
 
 
 def plan_exchange(
     source: LayoutName, target: LayoutName, length: int, ranks: int, splits: int, member: int
 ) -> ExchangePlan:
-    """The exchange as member (cp_rank * splits + tp_rank) sees it; splits is TP under sequence parallelism, else 1."""
+    """Return the exchange of member cp_rank * splits + tp_rank; splits is TP under sequence parallelism, else 1."""
     members = ranks * splits
     held = {
         layout: torch.stack(
@@ -61,7 +61,7 @@ def plan_exchange(
 
 
 class Relayout:
-    """Exchanges between layouts over one context-parallel group; plans are made once per length and kept.
+    """Exchange rows between layouts over one context-parallel group; plans are made once per length.
 
     Args:
         cp_group: the context-parallel group.
@@ -87,7 +87,7 @@ class Relayout:
         self._plans: dict[tuple[str, str, int, torch.device], ExchangePlan] = {}
 
     def move(self, rows: torch.Tensor, source: LayoutName, target: LayoutName) -> torch.Tensor:
-        """This rank's rows (local rows, ...) in the target layout, given its rows in the source layout; no autograd."""
+        """Return this rank's rows (local rows, ...) in the target layout, given those in the source layout; no autograd."""
         if self.ranks == 1 or source == target:
             return rows
         key = (source, target, rows.shape[0], rows.device)
@@ -107,7 +107,7 @@ class Relayout:
         return incoming.index_select(0, plan.arrived_rows)
 
     def __call__(self, rows: torch.Tensor, source: LayoutName, target: LayoutName) -> torch.Tensor:
-        """Like `move`, and the gradient takes the way back."""
+        """Move rows like `move`, and gradients in the other direction."""
         if self.ranks == 1 or source == target:
             return rows
         out: torch.Tensor = _Exchange.apply(rows, self, source, target)  # type: ignore[no-untyped-call]
@@ -128,11 +128,11 @@ class _Exchange(torch.autograd.Function):
 
 
 class TableCache:
-    """Rotary tables moved to the contiguous layout, so that every table is exchanged once and not once per layer.
+    """Cache rotary tables in the contiguous layout, so that every table is exchanged once and not once per layer.
 
-    A table is known by its memory, because activation checkpoints hand over new tensor objects of the same memory. Each
-    entry holds its source, so that memory cannot be given to another table meanwhile. All ranks see the same tables
-    in the same order, so they agree on what has to be exchanged.
+    The key is a table's memory, because activation checkpoints pass new tensor objects over the same memory. Each entry
+    holds its source, so that the memory is not reused meanwhile. All ranks see the same tables in the same order, so
+    they agree on the exchanges.
     """
 
     def __init__(self, capacity: int = 8) -> None:
@@ -140,7 +140,7 @@ class TableCache:
         self._entries: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def contiguous(self, table: Any, relayout: Relayout, rows: int) -> Any:
-        """The contiguous counterpart of a zigzag table (rows, ...), or of each member of a tuple of tables.
+        """Return the contiguous counterpart of a zigzag table (rows, ...), or of each member of a tuple of tables.
 
         Raises:
             UnsupportedError: the first dimension of a table is not the rows of this rank.
