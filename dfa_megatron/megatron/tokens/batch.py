@@ -36,9 +36,9 @@ def shard_batch(
         batch = shard_batch(batch, parallel_state.get_context_parallel_group(), options)
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
-    cu_seqlens describes packed documents. They may have any length and span ranks. Only the row is padded, to a multiple
-    of CP tokens. Several rows become one, as in Megatron's flatten_batch_for_packed_sequences; `packed_seq_params` then
-    makes the model's argument.
+    cu_seqlens describes packed documents. They may have any length and span ranks. Only the row is padded, to a
+    multiple of CP tokens. Several rows become one, as in Megatron's
+    flatten_batch_for_packed_sequences; `packed_seq_params` then makes the model's argument.
 
     Args:
         batch: tokens, labels, loss_mask, position_ids and the like, each (batch, seq, ...); None stays None.

@@ -87,7 +87,7 @@ class Relayout:
         self._plans: dict[tuple[str, str, int, torch.device], ExchangePlan] = {}
 
     def move(self, rows: torch.Tensor, source: LayoutName, target: LayoutName) -> torch.Tensor:
-        """Return this rank's rows (local rows, ...) in the target layout, given those in the source layout; no autograd."""
+        """Return this rank's rows (local rows, ...) in the target layout, given those in the source; no autograd."""
         if self.ranks == 1 or source == target:
             return rows
         key = (source, target, rows.shape[0], rows.device)
