@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from dfa_megatron import DistFlashAttention
@@ -65,9 +66,10 @@ def sequences(data_rank: int, count: int) -> Iterator[dict[str, torch.Tensor]]:
 
 def reference(data_size: int, steps: int) -> tuple[list[float], torch.nn.Sequential]:
     model = torch.nn.Sequential(*layers())
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for module in model.modules():
         if isinstance(module, DistFlashAttention):
-            module.group_name = ""
+            module.group_name = alone.group_name
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     streams = [sequences(rank, 2 * steps) for rank in range(data_size)]
     losses = []
