@@ -12,6 +12,7 @@ import pytest
 from dfa_megatron import names
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -54,3 +55,9 @@ def test_automatic_or_a_number_is_what_flag_json_and_check_take_for_the_degree()
     for wrong in ("0", "-1", "some"):
         with pytest.raises(UnsupportedError, match="ulysses_degree"):
             DistAttentionConfig.from_args(parser.parse_args(["--dfa-ulysses-degree", wrong]))
+
+
+def test_the_registry_of_names_is_that_of_the_schedules_and_layouts() -> None:
+    assert {"auto", *SCHEDULES} == set(names.SCHEDULES)
+    assert {"contiguous", *OWNER_COMPUTES} == set(names.LAYOUTS)
+    assert {one.name for one in OWNER_COMPUTES.values()} == {names.OWNER_COMPUTES}

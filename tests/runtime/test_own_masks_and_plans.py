@@ -1,0 +1,150 @@
+"""A caller's own mask and plan reach the ranks: exact over gloo, and refused where they do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import dfa_megatron
+from dfa_megatron.errors import DistAttentionError, PlanError, UnsupportedError
+from dfa_megatron.plan.cost.choose import make_plan
+from dfa_megatron.plan.language.mask import Mask, causal, prefix_lm
+from dfa_megatron.plan.schedules import with_blocks
+from dfa_megatron.runtime.prepare import in_use
+from dfa_megatron.testing.arguments import arguments
+from dfa_megatron.testing.dense import assert_close, dense_attention
+from dfa_megatron.testing.workers import run_ranks
+from tests.support.cases import positions
+
+LOCAL = 8
+
+
+def attend_and_compare(rank: int, ranks: int, truth: Mask, **given: Any) -> None:
+    """Forward and backward of batch 2 against dense attention over the mask's pairs, to 10^-12."""
+    length, layout = ranks * LOCAL, given.get("layout", "contiguous")
+    generator = torch.Generator().manual_seed(ranks)
+    q, k, v, dout = (torch.randn(2, length, h, 16, generator=generator, dtype=torch.float64) for h in (4, 2, 2, 4))
+    seen = torch.zeros(length, length, dtype=torch.bool)
+    for tile in truth.tiles:
+        for row in range(tile.q.lo, tile.q.hi):
+            columns = torch.arange(tile.kv.lo, tile.kv.hi)
+            seen[row, columns[(columns - row >= tile.lo) & (columns - row <= tile.hi)]] = True
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    want, _ = dense_attention(*whole, visible=seen)
+    wanted = torch.autograd.grad(want, whole, dout)
+    rows = positions(layout, length, ranks)[rank]
+    shard = [x[:, rows].requires_grad_() for x in (q, k, v)]
+    out = dfa_megatron.dist_flash_attn_func(*shard, **arguments(**given))
+    got = torch.autograd.grad(out, shard, dout[:, rows])
+    assert_close(out, want[:, rows], tolerance=1e-12)
+    for one, other in zip(got, wanted, strict=True):
+        assert_close(one, other[:, rows], tolerance=1e-12)
+
+
+def _masks(rank: int, ranks: int) -> None:
+    mask = prefix_lm(ranks * LOCAL, 5)
+    attend_and_compare(rank, ranks, mask, mask=mask)
+    attend_and_compare(rank, ranks, mask, mask=mask, schedule="greedy")
+    attend_and_compare(rank, ranks, mask, mask=mask, layout="zigzag")
+
+
+def _plans(rank: int, ranks: int) -> None:
+    """A plan as it is made, and one in which another rank computes the last block."""
+    plan = make_plan(causal(ranks * LOCAL), ranks, schedule="ring")
+    attend_and_compare(rank, ranks, causal(ranks * LOCAL), plan=plan)
+    *blocks, last = plan.forward.blocks
+    edited = with_blocks(plan, [*blocks, replace(last, rank=(last.rank + 1) % ranks, step=last.step + 1)])
+    attend_and_compare(rank, ranks, causal(ranks * LOCAL), plan=edited)
+    assert in_use()[-1].plan == edited
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_prefix_lm_mask_is_exact_forward_and_backward(ranks: int) -> None:
+    run_ranks(ranks, _masks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_plan_and_an_edited_plan_run_as_they_are(ranks: int) -> None:
+    run_ranks(ranks, _plans)
+
+
+def _told(rank: int, ranks: int) -> str:
+    """Only the last rank brings a plan for another number of ranks."""
+    x = torch.randn(1, LOCAL, 2, 8)
+    try:
+        dfa_megatron.dist_flash_attn_func(x, x, x, plan=make_plan(causal(ranks * LOCAL), 1 if rank else ranks))
+    except DistAttentionError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_every_rank_hears_of_a_plan_that_does_not_fit_on_one() -> None:
+    first, last = run_ranks(2, _told)
+    assert "it is for 1 ranks, and 2 share the sequence" in last
+    assert first.startswith("DisagreementError: rank 1 of the group refuses this attention: the plan")
+
+
+PLAN = make_plan(causal(LOCAL), 1, schedule="ring")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"causal": True, "mask": causal(LOCAL)}, "causal or window_size and mask"),
+        ({"window_size": (3, 0), "plan": PLAN}, "causal or window_size and plan"),
+        ({"mask": causal(LOCAL), "plan": PLAN}, "mask and plan"),
+        ({}, "attention without causal, mask and plan.*causal=True or causal=False"),
+        ({"window_size": (3, 0)}, "attention without causal"),
+        ({"mask": causal(LOCAL + 1)}, "a mask over 9 tokens.*hold 8 tokens"),
+        ({"plan": make_plan(causal(LOCAL + 1), 1)}, "a plan over 9 tokens.*hold 8 tokens"),
+        ({"mask": "causal"}, "Mask of type str"),
+        ({"plan": PLAN.forward}, "AttentionPlan of type Plan"),
+        (
+            {"plan": PLAN, "config": dfa_megatron.DistAttentionConfig(schedule="greedy")},
+            "schedule='greedy' with a plan",
+        ),
+        ({"plan": replace(PLAN, backward=make_plan(prefix_lm(LOCAL, 3), 1).backward)}, "its phases are not"),
+        ({"causal": True, "config": dfa_megatron.DistAttentionConfig(remat="on")}, "remat='on'.*megatron alone"),
+    ],
+)
+def test_a_mask_or_a_plan_that_does_not_fit_is_refused(given: dict[str, Any], message: str) -> None:
+    x = torch.randn(1, LOCAL, 2, 8)
+    with pytest.raises(UnsupportedError, match=message):
+        dfa_megatron.dist_flash_attn_func(x, x, x, **given)
+
+
+def test_a_plan_for_tokens_that_lie_otherwise_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="places tokens by layout 'zigzag'"):
+        _refused_layout()
+
+
+def _refused_layout() -> None:
+    from dfa_megatron.runtime.prepare import build
+    from dfa_megatron.runtime.problem import QKV
+    from dfa_megatron.runtime.request import Request
+
+    plan = make_plan(causal(2 * LOCAL), 2, layout="zigzag")
+    x = torch.randn(1, LOCAL, 2, 8)
+    build(Request(softmax_scale=1.0, plan=plan, layout="zigzag"), 2, 0, QKV(x, x, x))
+    build(Request(softmax_scale=1.0, plan=plan), 2, 0, QKV(x, x, x))
+
+
+def test_a_plan_with_a_missing_block_is_refused_before_it_runs() -> None:
+    broken = with_blocks(PLAN, PLAN.forward.blocks[1:])
+    x = torch.randn(1, LOCAL, 2, 8)
+    with pytest.raises(PlanError, match=r"never written|each pair of the mask"):
+        dfa_megatron.dist_flash_attn_func(x, x, x, plan=broken)
+
+
+def test_masks_and_plans_go_through_the_compiler_as_text() -> None:
+    mask = prefix_lm(LOCAL, 3)
+    plan = make_plan(mask, 1)
+    x = torch.randn(1, LOCAL, 2, 8, requires_grad=True)
+    for given in ({"mask": mask}, {"plan": plan}):
+        run = torch.compile(lambda q, g=given: dfa_megatron.dist_flash_attn_func(q, q, q, **g), backend="aot_eager")
+        want = dfa_megatron.dist_flash_attn_func(x, x, x, **given)  # type: ignore[arg-type]
+        assert isinstance(want, torch.Tensor)
+        assert torch.equal(run(x), want)
