@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deepspeed": FUNCTIONS | {"selfcheck", "huggingface", "refusals"},
     "argument_file": set(),
     "launch": {"megatron", "argument_file"},
-    "doctor": FUNCTIONS,
+    "doctor": FUNCTIONS | {"naive"},
     "cli": FUNCTIONS | FRAMEWORKS | {"argument_file", "selfcheck", "doctor"},
 }
 """What each part may import of this package, beside itself, the ground and the package's own lazy names."""

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dfa_megatron
 from dfa_megatron import remat
+from dfa_megatron.doctor.together import backward_together, forward_together, prepare_together
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.request import Request
@@ -24,7 +25,6 @@ from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.fuzz.random_case import Case
 from dfa_megatron.testing.fuzz.truth import Results, Tensors, dense, distances, rows_of, tensors
 from dfa_megatron.testing.nan_memory import nan_memory
-from dfa_megatron.testing.together import backward_together, forward_together, prepare_together
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

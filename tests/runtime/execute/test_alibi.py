@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.doctor.together import backward_together, forward_together, prepare_together
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.pack_planner import PackPlanner
@@ -27,7 +28,6 @@ from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close, dense_attention
 from dfa_megatron.testing.nan_memory import nan_memory
-from dfa_megatron.testing.together import backward_together, forward_together, prepare_together
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.cases import TOLERANCE, Tensors, positions
 from tests.support.packs import random_offsets, tokens_of

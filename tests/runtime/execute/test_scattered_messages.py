@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from dfa_megatron.doctor.together import backward_together, forward_together, prepare_together
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Block, Phase, Plan
 from dfa_megatron.plan.language.layout import Layout, cut
 from dfa_megatron.plan.language.mask import causal
@@ -16,7 +17,6 @@ from dfa_megatron.runtime.execute.memory_plan import plan_memory
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.together import backward_together, forward_together, prepare_together
 from tests.support.cases import case
 
 LENGTH = 30

@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
+from dfa_megatron.doctor.together import backward_together, forward_together, prepare_together
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close
-from dfa_megatron.testing.together import backward_together, forward_together, prepare_together
 from tests.support.cases import TOLERANCE, Case, case, positions
 from tests.support.support_rows import helped_by_causal_masks_only
 from tests.support.support_rows import mask as mask_column
