@@ -60,8 +60,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deepspeed": FUNCTIONS | {"selfcheck", "huggingface", "refusals"},
     "argument_file": set(),
     "launch": {"megatron", "argument_file"},
-    "doctor": FUNCTIONS | {"naive"},
-    "cli": FUNCTIONS | FRAMEWORKS | {"argument_file", "selfcheck", "doctor"},
+    "doctor": FUNCTIONS,
+    "plan_run": FUNCTIONS | {"naive", "doctor"},
+    "cli": FUNCTIONS | FRAMEWORKS | {"argument_file", "selfcheck", "doctor", "plan_run"},
 }
 """What each part may import of this package, beside itself, the ground and the package's own lazy names."""
 
@@ -74,6 +75,7 @@ OUTSIDE: dict[str, set[str]] = {
     "runtime.comm": {"torch"},
     "runtime.execute": {"torch"},
     "naive": {"torch"},
+    "plan_run": {"torch"},
     "remat": {"torch"},
     "attention": {"torch"},
     "sharding": {"torch"},

@@ -12,7 +12,7 @@ from dfa_megatron.errors import DistAttentionError
 
 _COMMANDS = {
     "plan": "dfa_megatron.cli.plan",
-    "run": "dfa_megatron.cli.run",
+    "run": "dfa_megatron.cli.run_plan",
     "doctor": "dfa_megatron.cli.doctor",
     "selfcheck": "dfa_megatron.cli.selfcheck",
     "trace": "dfa_megatron.cli.trace",

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dfa_megatron
 from dfa_megatron import remat
-from dfa_megatron.doctor.together import backward_together, forward_together, prepare_together
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.arguments import arguments

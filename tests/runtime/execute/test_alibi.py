@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.doctor.together import backward_together, forward_together, prepare_together
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.pack_planner import PackPlanner
+from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime import rank_plan
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.request import Request

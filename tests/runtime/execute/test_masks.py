@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_func
-from dfa_megatron.doctor.together import backward_together, forward_together, prepare_together
 from dfa_megatron.plan.schedules import SCHEDULES
+from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.dense import assert_close, dense_attention
 from dfa_megatron.testing.workers import run_ranks

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from dfa_megatron.doctor.together import backward_together, forward_together, prepare_together
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Block, Phase, Plan
 from dfa_megatron.plan.language.layout import Layout, cut
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules.route import direct
+from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime.execute.memory_plan import plan_memory
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.arguments import arguments

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from dfa_megatron.doctor.together import backward_together, forward_together, prepare_together
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close

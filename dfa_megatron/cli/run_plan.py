@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dfa_megatron.doctor.run_flags import RunFlags
 from dfa_megatron.errors import PlanError, UnsupportedError
 from dfa_megatron.flags import add_flags, from_flags
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.text import from_text
 from dfa_megatron.plan.proof.check import check_plan
+from dfa_megatron.plan_run.run_flags import RunFlags
 
 
 def add_parser(subparsers: Any) -> None:
@@ -39,11 +39,11 @@ def run(args: argparse.Namespace) -> int:
     plan = read_plan(Path(flags.plan))
     check_plan(plan, batch=flags.batch)
     if "RANK" in os.environ:
-        from dfa_megatron.doctor.run_plan import one_rank
+        from dfa_megatron.plan_run.on_ranks import one_rank
 
         return one_rank(plan, flags)
     if flags.ranks is None:
-        from dfa_megatron.doctor.run_plan import all_ranks
+        from dfa_megatron.plan_run.on_ranks import all_ranks
 
         return all_ranks(plan, flags)
     if flags.ranks != plan.ranks:

@@ -7,12 +7,12 @@ import torch
 from dfa_megatron import naive
 from dfa_megatron.attention import dist_flash_attn_func
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.doctor.run_flags import TOLERANCE, RunFlags
-from dfa_megatron.doctor.together import backward_together, forward_together, prepare_together
 from dfa_megatron.doctor.world import join
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.schedules import plan_named
+from dfa_megatron.plan_run.run_flags import TOLERANCE, RunFlags
+from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime.request import Request
 
 RESULTS = ("out", "dq", "dk", "dv")
