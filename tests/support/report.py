@@ -1,0 +1,92 @@
+"""What `--support-report FILE` writes: the results that docs/update_support.py and update_trust.py read."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import support_rows
+
+SWITCHES = ("TRITON_INTERPRET", "DFA_STRESS", "CUDA_VISIBLE_DEVICES")
+"""Variables of the environment that choose tests."""
+NOTED = ("gpu", "fault", "support", "refuses")
+PACKAGES = ("torch", "triton", "flash-attn-4", "megatron-core", "deepspeed", "transformers")
+
+
+def on_gpu(item: pytest.Item) -> bool:
+    """Whether a test computes on a GPU: it is marked so, or `device` among its parameters says so."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return item.get_closest_marker("gpu") is not None or parameters.get("device") == "cuda"
+
+
+class SupportReport:
+    """A line of JSON for the run, then one for each test: its id, its outcome, whether it is for a GPU, and why not.
+
+    Lines are written as they come, so that a run that is ended keeps those it has.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("w", encoding="utf-8")
+        switches = [f"{name}={os.environ[name]}" for name in SWITCHES if name in os.environ]
+        self.write(
+            date=datetime.now(UTC).date().isoformat(),
+            device=_device(),
+            python=platform.python_version(),
+            versions={name: version for name in PACKAGES if (version := _version(name))},
+            command=" ".join([*switches, "pytest", *_shown()]),
+        )
+
+    def write(self, **line: Any) -> None:
+        print(json.dumps(line), file=self.file, flush=True)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items if session.config.option.collectonly else ():
+            fault = item.get_closest_marker("fault") is not None
+            cells = support_rows.cells(item)
+            self.write(id=item.nodeid, outcome="collected", gpu=on_gpu(item), fault=fault, support=cells)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
+            noted = {name: value for name, value in report.user_properties if name in NOTED}
+            line = {"gpu": False, **noted, "reason": reason}
+            self.write(id=report.nodeid.partition("@")[0], outcome=report.outcome, **line)  # xdist adds @group
+
+    def pytest_sessionfinish(self) -> None:
+        self.file.close()
+
+
+def _device() -> str:
+    """Asked in another process: tests that fork want no CUDA context in this one."""
+    if not (count := torch.cuda.device_count()):
+        return "CPU"
+    code = "import torch; print(torch.cuda.get_device_name())"
+    name = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return f"{count} x {name}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _shown() -> list[str]:
+    """Without the option itself, whose file is nobody's business later."""
+    kept, skip = [], False
+    for argument in sys.argv[1:]:
+        if not skip and not argument.startswith("--support-report"):
+            kept.append(argument)
+        skip = argument == "--support-report"
+    return kept
