@@ -39,7 +39,6 @@ SAME_ROLE = {
 WIDE_FOR_NOW = {
     "runtime/op.py:attention_backward",
     "testing/dense.py:dense_attention",
-    "tests/kernels/test_kernel_gpu_calls.py:gradients_of",
     "tests/support/cases.py:case",
     "tests/support/packs.py:pack",
 }
@@ -52,7 +51,6 @@ LONG_FILES_FOR_NOW = {
     "dfa_megatron/plan/lowering/lower.py",
     "dfa_megatron/runtime/prepare.py",
     "tests/huggingface/test_refusals.py",
-    "tests/kernels/test_kernel_gpu_calls.py",
     "tests/megatron/harness.py",
     "tests/megatron/test_launch.py",
     "tests/remat/test_frames.py",
