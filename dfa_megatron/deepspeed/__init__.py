@@ -9,20 +9,20 @@ loss = engine(**batch).loss                 # or dfa_ds.loss(logits, batch["shif
 engine.backward(loss)
 """
 
+from dfa_megatron.deepspeed.accelerate import install, uninstall
 from dfa_megatron.deepspeed.checkpointing import checkpoint
 from dfa_megatron.deepspeed.engine import before_initialize
 from dfa_megatron.deepspeed.initialize import initialize
-from dfa_megatron.deepspeed.install import install, uninstall
-from dfa_megatron.deepspeed.json_block import KEY, Block
+from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, mesh_of
-from dfa_megatron.deepspeed.tiled_loss import tiled_loss
 from dfa_megatron.huggingface.batch import shard_batch
 from dfa_megatron.huggingface.distribute import local_attention
 from dfa_megatron.huggingface.loss import causal_lm_loss as loss
+from dfa_megatron.huggingface.loss import tiled_loss
 
 __all__ = [
     "KEY",
-    "Block",
+    "DeepSpeedOptions",
     "Mesh",
     "before_initialize",
     "checkpoint",

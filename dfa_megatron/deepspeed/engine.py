@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from dfa_megatron.attention import DistFlashAttention
 from dfa_megatron.deepspeed import pipeline
+from dfa_megatron.deepspeed.accelerate import SequenceGroups, publish
 from dfa_megatron.deepspeed.checkpointing import deepspeeds_function
-from dfa_megatron.deepspeed.json_block import KEY, Block
+from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, remember
 from dfa_megatron.deepspeed.refusals import CALL, ENGINE, SETTINGS, check_settings
 from dfa_megatron.deepspeed.selfcheck import at_start
-from dfa_megatron.deepspeed.sequence_groups import SequenceGroups, publish
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
 from dfa_megatron.runtime.comm.groups import group_name, resolve
@@ -44,7 +44,7 @@ def before_initialize(
     Raises:
         UnsupportedError: as `initialize` does.
     """
-    block = Block.enabled_in(config)
+    block = DeepSpeedOptions.enabled_in(config)
     if block is None:
         return config, mpu, _nothing
     check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
@@ -57,7 +57,7 @@ def _nothing(engine: Any) -> None:
 
 
 def prepare(
-    model: torch.nn.Module, settings: dict[str, Any], block: Block, mpu: Any = None
+    model: torch.nn.Module, settings: dict[str, Any], block: DeepSpeedOptions, mpu: Any = None
 ) -> tuple[dict[str, Any], Finish]:
     """Distribute the model's attention.
 
@@ -95,7 +95,7 @@ def prepare(
 
 
 def _pipelined(
-    module: torch.nn.Module, settings: dict[str, Any], block: Block, size: int | None
+    module: torch.nn.Module, settings: dict[str, Any], block: DeepSpeedOptions, size: int | None
 ) -> tuple[dict[str, Any], Finish]:
     CALL.check(selfcheck_of="a pipeline" if block.selfcheck else None)
     mesh = pipeline.pipeline_mesh(module, size)
@@ -141,7 +141,7 @@ def _refuse_loader(*args: Any, **kwargs: Any) -> None:
     ENGINE.check(deepspeed_io=True)
 
 
-def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: Block) -> bool:
+def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: DeepSpeedOptions) -> bool:
     """Tell attention modules the group of their sequence; whether there are any. What they say themselves stays.
 
     Raises:
@@ -159,7 +159,9 @@ def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: Block) ->
     return bool(attention)
 
 
-def _distribute(model: torch.nn.Module, settings: dict[str, Any], mesh: Mesh, block: Block, accelerate: bool) -> None:
+def _distribute(
+    model: torch.nn.Module, settings: dict[str, Any], mesh: Mesh, block: DeepSpeedOptions, accelerate: bool
+) -> None:
     function = deepspeeds_function(settings, block.options)
     distribute_attention(
         model,
@@ -178,7 +180,7 @@ def _own_attention(model: torch.nn.Module) -> list[DistFlashAttention]:
     return [module for module in model.modules() if isinstance(module, DistFlashAttention)]
 
 
-def _own_checkpoint(model: torch.nn.Module, block: Block) -> bool:
+def _own_checkpoint(model: torch.nn.Module, block: DeepSpeedOptions) -> bool:
     """Return whether the block asks to checkpoint layers that are not known."""
     return block.options.checkpoint != "none" and bool(_own_attention(model))
 

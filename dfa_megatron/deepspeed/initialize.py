@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from dfa_megatron.deepspeed.accelerate import unpublished
 from dfa_megatron.deepspeed.engine import check_call, prepare
-from dfa_megatron.deepspeed.json_block import Block
+from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.deepspeed.refusals import check_settings
-from dfa_megatron.deepspeed.sequence_groups import unpublished
 
 _PORT = 29500
 _IN_ARGS = ("deepspeed_config", "deepscale_config")
@@ -45,7 +45,7 @@ def initialize(
     """
     import deepspeed
 
-    from dfa_megatron.deepspeed.install import deepspeeds_own
+    from dfa_megatron.deepspeed.accelerate import deepspeeds_own
 
     rest: dict[str, Any] = {
         "optimizer": optimizer,
@@ -56,7 +56,7 @@ def initialize(
         "collate_fn": collate_fn,
     }
     settings = _settings(args, config if config is not None else config_params)
-    block = Block.enabled_in(settings)
+    block = DeepSpeedOptions.enabled_in(settings)
     if block is None:
         rest |= {"mpu": mpu, "mesh_param": mesh_param, "training_data": training_data}
         with unpublished():

@@ -30,7 +30,7 @@ _HELP = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class DeepSpeedOptions:
     """What the JSON asks for. The other options are those of every front: see `DistAttentionConfig`.
 
     Raises:
@@ -53,7 +53,7 @@ class Block:
         self.options.refuse_outside("deepspeed", "leaving it out")
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Block:
+    def from_mapping(cls, values: Mapping[str, Any]) -> DeepSpeedOptions:
         """Read the block; an unknown key is an error that names the nearest known one."""
         BLOCK.check(no_block=None if isinstance(values, Mapping) else repr(values))
         known = _OWN + _OPTIONS
@@ -64,7 +64,7 @@ class Block:
         return cls(**own, options=DistAttentionConfig.from_mapping(shared))
 
     @classmethod
-    def enabled_in(cls, settings: Mapping[str, Any]) -> Block | None:
+    def enabled_in(cls, settings: Mapping[str, Any]) -> DeepSpeedOptions | None:
         """The block of DeepSpeed's configuration, None if it has none or one that is not enabled."""
         block = cls.from_mapping(settings[KEY]) if KEY in settings else None
         return block if block is not None and block.enabled else None
@@ -91,4 +91,4 @@ class Block:
 if (
     __name__ == "__main__"
 ):  # python -m dfa_megatron.deepspeed.json_block > configs/deepspeed/dist_flash_attention.schema.json
-    print(json.dumps(Block.json_schema(), indent=2))
+    print(json.dumps(DeepSpeedOptions.json_schema(), indent=2))

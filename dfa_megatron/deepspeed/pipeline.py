@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from dfa_megatron import remat
-from dfa_megatron.deepspeed.json_block import Block
+from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh
 from dfa_megatron.deepspeed.refusals import CALL
 
@@ -36,7 +36,7 @@ def pipeline_mesh(module: Any, size: int | None) -> Mesh:
     return make_mesh(size, stages=topology.get_dim("pipe"))
 
 
-def settings_for(settings: dict[str, Any], module: Any, block: Block) -> dict[str, Any]:
+def settings_for(settings: dict[str, Any], module: Any, block: DeepSpeedOptions) -> dict[str, Any]:
     """DeepSpeed's settings for a pipeline: every layer is checkpointed, if no interval was given.
 
     Without a word on `use_reentrant` it is false: a re-entrant checkpoint of a first layer that takes token numbers has

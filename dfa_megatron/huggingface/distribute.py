@@ -12,11 +12,11 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface import attention_function as attention
-from dfa_megatron.huggingface import inputs
+from dfa_megatron.huggingface import model_inputs as inputs
 from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, LayerContext
 from dfa_megatron.huggingface.check_model import check_model, kind_of
 from dfa_megatron.huggingface.checkpointing import check_layers, set_checkpointing
-from dfa_megatron.huggingface.positions import padding_of
+from dfa_megatron.huggingface.embedded_positions import padding_of
 from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.plan.language.heads import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size

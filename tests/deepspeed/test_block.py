@@ -14,7 +14,7 @@ import torch
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.deepspeed.json_block import KEY, Block
+from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.refusals import check_settings
 from dfa_megatron.errors import UnsupportedError
 
@@ -22,10 +22,14 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "deepspeed").glob("*.j
 
 
 def test_every_option_is_read() -> None:
-    block = Block.from_mapping({"enabled": True, "size": 4, "checkpoint": "remat", "schedule": "ring", "verify": "off"})
-    assert block == Block(size=4, options=DistAttentionConfig(checkpoint="remat", schedule="ring", verify="off"))
-    assert Block.from_mapping({}) == Block()
-    assert not Block.from_mapping({"enabled": False}).enabled
+    block = DeepSpeedOptions.from_mapping(
+        {"enabled": True, "size": 4, "checkpoint": "remat", "schedule": "ring", "verify": "off"}
+    )
+    assert block == DeepSpeedOptions(
+        size=4, options=DistAttentionConfig(checkpoint="remat", schedule="ring", verify="off")
+    )
+    assert DeepSpeedOptions.from_mapping({}) == DeepSpeedOptions()
+    assert not DeepSpeedOptions.from_mapping({"enabled": False}).enabled
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,7 @@ def test_every_option_is_read() -> None:
 )
 def test_a_wrong_block_is_refused_with_what_would_be_right(values: Any, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        Block.from_mapping(values)
+        DeepSpeedOptions.from_mapping(values)
 
 
 @pytest.mark.support("deepspeed", "contradictions in the file are refused by name")
@@ -121,21 +125,21 @@ def test_an_engine_made_without_the_block_has_no_mesh() -> None:
 
 
 def test_the_schema_names_every_key_that_is_read() -> None:
-    properties = Block.json_schema()["properties"][KEY]["properties"]
+    properties = DeepSpeedOptions.json_schema()["properties"][KEY]["properties"]
     shared = set(DistAttentionConfig.json_schema("deepspeed")["properties"])
     assert set(properties) == {"enabled", "size", "reentrant", "selfcheck"} | shared
     for name, entry in properties.items():
         if "default" in entry:
-            Block.from_mapping({name: entry["default"]})
+            DeepSpeedOptions.from_mapping({name: entry["default"]})
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_configuration_is_one_that_is_read(path: Path) -> None:
     settings = json.loads(path.read_text())
     if path.name.endswith("schema.json"):
-        assert settings == Block.json_schema(), f"python -m dfa_megatron.deepspeed.json_block > {path}"
+        assert settings == DeepSpeedOptions.json_schema(), f"python -m dfa_megatron.deepspeed.json_block > {path}"
         return
-    block = Block.from_mapping(settings[KEY])
+    block = DeepSpeedOptions.from_mapping(settings[KEY])
     assert block.enabled
     check_settings(settings, block.size)
 

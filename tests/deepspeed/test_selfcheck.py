@@ -11,7 +11,7 @@ import torch
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.cli.main import main
-from dfa_megatron.deepspeed.json_block import KEY, Block
+from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.selfcheck.command import case_of, make_case
 from dfa_megatron.errors import SelfCheckError, UnsupportedError
 from dfa_megatron.huggingface.selfcheck.command import read_config
@@ -67,7 +67,7 @@ def files(folder: Path, settings: dict[str, Any], **block: Any) -> list[str]:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     """One with nothing planted, and one for each fault; the reference runs once."""
     model = read_config(Path(written(tmp_path_factory.mktemp("engine"), MISTRAL)))
-    case = make_case(JSON, Block.from_mapping(JSON[KEY]), model, 2, 1)
+    case = make_case(JSON, DeepSpeedOptions.from_mapping(JSON[KEY]), model, 2, 1)
     names = ["nothing", *(fault.__name__ for fault in PLANTED)]
     found = check_planted(case, [(), *([fault] for fault in PLANTED)])
     return dict(zip(names, found, strict=True))
@@ -153,6 +153,6 @@ def test_the_blocks_key_checks_once_at_start_and_tells_every_rank() -> None:
 
 
 def test_the_key_is_a_boolean() -> None:
-    assert Block.from_mapping({"selfcheck": True}).selfcheck
+    assert DeepSpeedOptions.from_mapping({"selfcheck": True}).selfcheck
     with pytest.raises(UnsupportedError, match=r"selfcheck='yes'"):
-        Block.from_mapping({"selfcheck": "yes"})
+        DeepSpeedOptions.from_mapping({"selfcheck": "yes"})

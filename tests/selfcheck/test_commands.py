@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 from dfa_megatron.argument_file import read_arguments
 from dfa_megatron.cli.main import main
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.selfcheck.flags import read
+from dfa_megatron.megatron.selfcheck.read_flags import read
 from dfa_megatron.megatron.selfcheck.shrink import case_of
 from tests.selfcheck.test_megatron import FLAGS
 

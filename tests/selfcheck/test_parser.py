@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from dfa_megatron.argument_file import read_arguments
-from dfa_megatron.megatron.selfcheck.flags import read
+from dfa_megatron.megatron.selfcheck.read_flags import read
 from dfa_megatron.megatron.start.flags import add_dfa_arguments
 
 FILES = sorted((Path(__file__).parents[2] / "configs" / "megatron").glob("*.args"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.deepspeed.json_block import Block
+from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import Mesh
 from dfa_megatron.huggingface.distribute import transformers_model
 
@@ -15,7 +15,7 @@ _DONE: list[tuple[str, str]] = []
 """What this process has checked: the JSON and the model's config. A second engine of the same is not checked again."""
 
 
-def check_if_asked(model: torch.nn.Module, settings: Mapping[str, Any], block: Block, mesh: Mesh) -> None:
+def check_if_asked(model: torch.nn.Module, settings: Mapping[str, Any], block: DeepSpeedOptions, mesh: Mesh) -> None:
     """Run the check where the block asks for it; a collective call of all ranks.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dfa_megatron.deepspeed.json_block import KEY, Block
+from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.refusals import SELFCHECK, check_settings, check_sizes
 from dfa_megatron.deepspeed.selfcheck.shrink import engine_settings, unseen_keys
 from dfa_megatron.huggingface.selfcheck.command import UNSEEN, Words, check_ranks, class_of, read_config
@@ -32,7 +32,7 @@ def case_of(words: Sequence[str]) -> Case:
         settings = json.loads(Path(args.settings).read_text(encoding="utf-8"))
     except ValueError as error:
         SELFCHECK.check(no_json=error, path=args.settings)
-    block = Block.enabled_in(settings) if isinstance(settings, dict) else None
+    block = DeepSpeedOptions.enabled_in(settings) if isinstance(settings, dict) else None
     SELFCHECK.check(no_block=args.settings if block is None else None)
     assert block is not None
     said = block.size or settings.get("sequence_parallel_size")
@@ -43,7 +43,12 @@ def case_of(words: Sequence[str]) -> Case:
 
 
 def make_case(
-    settings: Mapping[str, Any], block: Block, config: Any, size: int, data_size: int, tokens: int | None = None
+    settings: Mapping[str, Any],
+    block: DeepSpeedOptions,
+    config: Any,
+    size: int,
+    data_size: int,
+    tokens: int | None = None,
 ) -> Case:
     """The case of an engine.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.deepspeed.json_block import KEY, Block
+from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.refusals import SELFCHECK
 from dfa_megatron.selfcheck.case import Reduction
 from dfa_megatron.selfcheck.options import on_cpu
@@ -32,7 +32,7 @@ _NO_PART = (
 
 
 def engine_settings(
-    settings: Mapping[str, Any], block: Block, size: int, reduced: list[Reduction]
+    settings: Mapping[str, Any], block: DeepSpeedOptions, size: int, reduced: list[Reduction]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The JSON of the engine that runs, and its optimizer as PyTorch's: the class's name and its arguments.
 

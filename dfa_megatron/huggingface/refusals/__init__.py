@@ -1,7 +1,7 @@
 """Every request that the integration with transformers refuses, in one table for each moment at which it looks."""
 
-from dfa_megatron.huggingface.refusals.calls import ATTENTION, BATCHES, INPUTS
-from dfa_megatron.huggingface.refusals.model import MODEL, SELFCHECK
+from dfa_megatron.huggingface.refusals.called_model import ATTENTION, BATCHES, INPUTS
+from dfa_megatron.huggingface.refusals.prepared_model import MODEL, SELFCHECK
 
 STAGES = (MODEL, BATCHES, INPUTS, ATTENTION, SELFCHECK)
 

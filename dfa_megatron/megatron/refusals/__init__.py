@@ -1,11 +1,11 @@
 """Every request that the Megatron integration refuses, in one table for each moment at which it looks."""
 
-from dfa_megatron.megatron.refusals.calls import CALLS
-from dfa_megatron.megatron.refusals.config import CONFIG, check_config
-from dfa_megatron.megatron.refusals.data import BATCHES, PACKS
-from dfa_megatron.megatron.refusals.model import LAYERS, SPEC
-from dfa_megatron.megatron.refusals.scripts import ARGS, LAUNCH
-from dfa_megatron.megatron.refusals.selfcheck import SELFCHECK
+from dfa_megatron.megatron.refusals.checked_flags import SELFCHECK
+from dfa_megatron.megatron.refusals.model_build import LAYERS, SPEC
+from dfa_megatron.megatron.refusals.model_config import CONFIG, check_config
+from dfa_megatron.megatron.refusals.packs import BATCHES, PACKS
+from dfa_megatron.megatron.refusals.running_model import CALLS
+from dfa_megatron.megatron.refusals.script_flags import ARGS, LAUNCH
 
 STAGES = (LAUNCH, ARGS, SPEC, CONFIG, LAYERS, BATCHES, PACKS, CALLS, SELFCHECK)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dfa_megatron.megatron.refusals import SELFCHECK
-from dfa_megatron.megatron.selfcheck.flags import Asked, read
+from dfa_megatron.megatron.selfcheck.read_flags import Asked, read
 from dfa_megatron.megatron.selfcheck.switched_off import steps, switch_off
 from dfa_megatron.selfcheck.case import Case, Reduction, Section
 from dfa_megatron.selfcheck.options import MOST_RANKS, SECONDS_OF_A_RANK, on_cpu, unseen

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dfa_megatron.megatron.selfcheck.flags import Asked
-from dfa_megatron.megatron.selfcheck.names import FUSED_OFF
+from dfa_megatron.megatron.selfcheck.known_flags import FUSED_OFF
+from dfa_megatron.megatron.selfcheck.read_flags import Asked
 from dfa_megatron.selfcheck.case import Reduction
 
 LEARNING_RATE, ADAM_EPS, BUCKET = {"adam": 1e-2, "sgd": 1.0}, 1e-3, 4096

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dfa_megatron.megatron.refusals.config import BOUNDARY, several_ranks
+from dfa_megatron.megatron.refusals.model_config import BOUNDARY, several_ranks
 from dfa_megatron.refusals import Refusal, Stage, stated
 
 BATCHES = Stage(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dfa_megatron.megatron.refusals.config import BOUNDARY
+from dfa_megatron.megatron.refusals.model_config import BOUNDARY
 from dfa_megatron.refusals import Refusal, Stage, stated
 from dfa_megatron.selfcheck.options import MOST_SEQUENCE_RANKS
 

@@ -1,7 +1,11 @@
-"""Lets code that calls `deepspeed.initialize`, accelerate and HF Trainer among it, have the JSON's block honoured.
+"""Let code that calls `deepspeed.initialize`, accelerate and HF Trainer among it, have the JSON's block honoured.
 
 Two names are replaced, and put back by `uninstall`: `deepspeed.initialize`, and the function by which accelerate asks
 DeepSpeed for its Ulysses attention (`ParallelismConfig(sp_size=..., sp_backend="deepspeed")`).
+
+accelerate and HF Trainer take the groups of a sequence from `deepspeed.utils.groups`, which asks an "mpu". An engine
+that is made with such an mpu scales gradients by ZeRO stage, so ours is in place only while no engine is being made.
+It answers every other question as DeepSpeed does without an mpu.
 """
 
 from __future__ import annotations
@@ -9,13 +13,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from dfa_megatron.deepspeed.json_block import Block
-from dfa_megatron.deepspeed.mesh import make_mesh
+import torch.distributed as dist
+
+from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
+from dfa_megatron.deepspeed.mesh import Mesh, make_mesh
 from dfa_megatron.deepspeed.refusals import check_sizes
-from dfa_megatron.deepspeed.sequence_groups import SequenceGroups, publish
 
 _MARK = "_dfa_original"
 """The attribute of our function in DeepSpeed's place that holds DeepSpeed's own."""
@@ -81,7 +87,7 @@ def _in_place_of(ulysses: Any) -> Any:
         import deepspeed
 
         settings = _accelerates_settings()
-        block = Block.enabled_in(settings)
+        block = DeepSpeedOptions.enabled_in(settings)
         if block is None:
             return ulysses.__get__(None, cls)(model_name_or_path, *args, **kwargs)
         given = inspect.signature(ulysses.__func__).bind(cls, model_name_or_path, *args, **kwargs).arguments
@@ -103,3 +109,72 @@ def _accelerates_settings() -> Mapping[str, Any]:
 
     plugin = getattr(AcceleratorState(), "deepspeed_plugin", None) if AcceleratorState._shared_state else None
     return {} if plugin is None else plugin.deepspeed_config
+
+
+class SequenceGroups:
+    """An mpu in DeepSpeed's sense, of a mesh; for accelerate, which hands it on to `initialize`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that share this rank's sequence."""
+        return self.mesh.group
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """Their number."""
+        return self.mesh.size
+
+    def get_sequence_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return self.mesh.sequence_rank
+
+    def get_data_parallel_group(self) -> Any:
+        """All ranks: gradients are averaged over them."""
+        from deepspeed.utils import groups
+
+        return groups._clone_world_group()
+
+    def get_data_parallel_world_size(self) -> int:
+        """Their number."""
+        return dist.get_world_size()
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank."""
+        return dist.get_rank()
+
+    def get_data_parallel_group_ranks(self) -> range:
+        """Their ranks."""
+        return range(dist.get_world_size())
+
+    def get_model_parallel_world_size(self) -> int:
+        """One: a model is not cut."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """The only one."""
+        return 0
+
+
+def publish(view: SequenceGroups | None) -> None:
+    """Answer with this view from now on, or with none of ours."""
+    from deepspeed.utils import groups
+
+    if view is not None or isinstance(getattr(groups, "mpu", None), SequenceGroups):
+        groups.mpu = view
+
+
+@contextmanager
+def unpublished() -> Iterator[None]:
+    """Within it DeepSpeed sees no view of ours, so that an engine made in it knows nothing of sequences."""
+    from deepspeed.utils import groups
+
+    before = getattr(groups, "mpu", None)
+    ours = isinstance(before, SequenceGroups)
+    if ours:
+        groups.mpu = None
+    try:
+        yield
+    finally:
+        if ours and groups.mpu is None:
+            groups.mpu = before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dfa_megatron.megatron.refusals.config import BOUNDARY, several_ranks
+from dfa_megatron.megatron.refusals.model_config import BOUNDARY, several_ranks
 from dfa_megatron.refusals import Asked, Refusal, Stage, stated
 
 _GET_SPEC = "--spec dfa_megatron.megatron get_spec"

@@ -15,8 +15,8 @@ import torch
 
 from dfa_megatron.huggingface import document_starts as packed
 from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, LayerContext, nothing_hidden
+from dfa_megatron.huggingface.embedded_positions import after_padding, padding_of, places
 from dfa_megatron.huggingface.padding import check_right, check_unlabelled
-from dfa_megatron.huggingface.positions import after_padding, padding_of, places
 from dfa_megatron.huggingface.refusals import INPUTS
 from dfa_megatron.sharding import local_positions, shard_sequence
 
