@@ -49,7 +49,6 @@ LONG_FILES_FOR_NOW = {
     "dfa_megatron/plan/cost/choose.py",
     "docs/performance_tables.py",
     "dfa_megatron/plan/lowering/lower.py",
-    "dfa_megatron/runtime/prepare.py",
     "tests/huggingface/test_refusals.py",
     "tests/megatron/harness.py",
     "tests/megatron/test_launch.py",

@@ -1,10 +1,9 @@
-"""Preparing an attention: plan, check, lower, choose the kernel, and agree on all of it; once per new request."""
+"""Prepare an attention once per new request: plan, check, lower, choose the kernel, and agree on all of it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 from collections import OrderedDict
 from contextlib import AbstractContextManager
@@ -12,24 +11,21 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel, Form
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.heads import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.plan.language.ir import AttentionPlan
-from dfa_megatron.runtime.agreement.agree import Facts
 from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import group_size
 from dfa_megatron.runtime.comm.registry import channel
-from dfa_megatron.runtime.cu_seqlens import describe
-from dfa_megatron.runtime.execute import alibi_positions as alibi
 from dfa_megatron.runtime.execute.cuda_graph import Captured
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format
+from dfa_megatron.runtime.facts import facts_of, kinds_of
 from dfa_megatron.runtime.problem import QKV, degree_of, format_of, kernel_of, problem_of, refuse_tensors
 from dfa_megatron.runtime.rank_plan import RankPlan, rank_plan
 from dfa_megatron.runtime.request import Request
@@ -37,15 +33,15 @@ from dfa_megatron.runtime.request import Request
 logger = logging.getLogger(__name__)
 
 _KEPT = 64
-"""Prepared attentions kept for each group; the least recently used goes first.
+"""Number of prepared attentions that a group keeps; the least recently used is dropped first.
 
-For each, since all ranks of a group have to know or not know an attention: a new one is agreed on by all of them.
+The number is per group because all ranks of a group must drop the same one: a new one is agreed on by all of them.
 """
 
 LARGEST_ARENA = 5 << 30
-"""Bytes of symmetric memory up to which "auto" takes the copy engines: it stays taken between calls.
+"""Bytes of symmetric memory up to which "auto" uses the copy engines; the memory stays reserved between calls.
 
-Longer calls take seconds, of which NCCL's messages cost little, and theirs land in memory that goes back to PyTorch.
+Larger calls take seconds, so NCCL's messages cost them little, and NCCL's memory returns to PyTorch.
 """
 
 
@@ -103,7 +99,7 @@ class Prepared:
 
     @property
     def transport(self) -> str:
-        """What its channel is asked for: "auto" where that was asked for and the messages are not too large for it."""
+        """The transport to request. "auto" becomes "p2p" if the messages need more than LARGEST_ARENA."""
         asked = self.request.config.transport
         return "p2p" if asked == "auto" and self.arena_bytes > LARGEST_ARENA else asked
 
@@ -215,9 +211,9 @@ def _build_and_agree(request: Request, over: Channel | None, qkv: QKV, slopes: t
             _tell(error, over)
         raise
     if compare and over is not None:
-        facts = _facts(prepared, qkv, slopes) | {"thread": over.calls.thread}
+        facts = facts_of(prepared, qkv, slopes) | {"thread": over.calls.thread}
         over.agree(facts)
-        prepared = replace(prepared, whole=over, kinds=_kinds(facts, prepared))
+        prepared = replace(prepared, whole=over, kinds=kinds_of(facts, prepared))
     return prepared if splits is None or over is None else _connected(prepared, *splits, over, qkv.q.device)
 
 
@@ -243,7 +239,7 @@ def _build_with_degree(request: Request, over: Channel | None, qkv: QKV) -> tupl
 
 
 def refuse(error: DistAttentionError, group: str, guard: Guard) -> None:
-    """Tell the ranks of a named group, which are about to compare what they run, that this one cannot."""
+    """Tell the ranks of a named group, which are about to compare their requests, that this one refuses."""
     if group_size(group) > 1 and guard.verify:
         over = channel(group, guard)
         with over.calls.preparing():
@@ -257,7 +253,7 @@ def _tell(error: Exception, over: Channel) -> None:
 
 
 def _open_transport(prepared: Prepared, device: torch.device) -> None:
-    """Make what will move the messages, and its memory, now that all ranks have agreed: both are collective.
+    """Open the transport and reserve its memory. Both are collective, so all ranks have agreed before.
 
     Raises:
         UnsupportedError: the transport that was asked for cannot serve these ranks.
@@ -273,7 +269,7 @@ def _open_transport(prepared: Prepared, device: torch.device) -> None:
 
 
 def _roomy(nbytes: int) -> int:
-    """Up to half as much again, in steps: packs need a little more or less each time, and to grow is collective."""
+    """Round up by at most half: every pack needs a little more or less, and growing is collective."""
     step = 1 << max(0, nbytes.bit_length() - 2)
     return -(-nbytes // step) * step
 
@@ -281,51 +277,8 @@ def _roomy(nbytes: int) -> int:
 def _connected(
     prepared: Prepared, heads: HeadSplit, tokens: TokenSplit, over: Channel, device: torch.device
 ) -> Prepared:
-    """With the channels of the parts of the group, which all ranks make now that they have agreed."""
+    """Add the exchange and the channel of the plan's ranks; collective, after all ranks have agreed."""
     inner = over.subgroup(tokens.exchange_group)
     inner.collectives(device)
     outer = over.subgroup(tokens.plan_group) if len(tokens.plan_group) > 1 else None
     return replace(prepared, exchange=HeadExchange(heads, tokens, inner), channel=outer)
-
-
-def _facts(prepared: Prepared, qkv: QKV, slopes: torch.Tensor | None) -> Facts:
-    """Return everything about which the ranks must agree, as text."""
-    from dfa_megatron import __version__
-
-    request = prepared.request
-    facts = {f"request.{name}": repr(getattr(request, name)) for name in _COMPARED}
-    facts |= {f"request.{spec.name}": repr(getattr(request.config, spec.name)) for spec in _OPTIONS}
-    facts |= {f"shape of {name}": str(tuple(x.shape)) for name, x in zip("qkv", qkv, strict=True)}
-    return facts | {
-        "request.cu_seqlens": describe(request.cu_seqlens),
-        "request.mask": str(request.mask and request.mask.name),
-        "request.plan": str(request.plan),
-        "dtype": str(qkv.q.dtype),
-        "device": qkv.q.device.type,
-        "alibi_slopes": alibi.describe(slopes),
-        "plan": f"{prepared.rank_plan.schedule}, digest {prepared.rank_plan.digest}",
-        "kernel": prepared.kernel.name,
-        "wire": str(prepared.format.wire),
-        "torch": torch.__version__,
-        "dfa_megatron": __version__,
-    }
-
-
-_OPTIONS = DistAttentionConfig.options("function")
-_COMPARED = ("causal", "softmax_scale", "window_size", "softcap", "sinks", "alibi", "layout")
-"""Fields of a request that print in a few words."""
-
-
-def _kinds(facts: Facts, prepared: Prepared) -> tuple[Kind, Kind]:
-    """What a forward and a backward of it are, for ranks that compare their calls."""
-    request, defaults = prepared.request, Request.__dataclass_fields__
-    options = [f"{name}={value!r}" for name in _COMPARED if (value := getattr(request, name)) != defaults[name].default]
-    if (degree := request.config.ulysses_degree) != "auto":
-        options.append(f"ulysses_degree={degree}")
-    if request.mask is not None or request.plan is not None:
-        options.append(prepared.plan.forward.mask.name)
-    packed = [describe(request.cu_seqlens)] if request.cu_seqlens else []
-    shapes = ", ".join(f"{name} {facts[f'shape of {name}']}" for name in ("q", "k", "v"))
-    text = ", ".join((shapes, facts["dtype"], facts["plan"].partition(",")[0], facts["kernel"], *options, *packed))
-    compared = json.dumps(facts, sort_keys=True)
-    return Kind.of(f"forward of {text}", compared), Kind.of(f"backward of {text}", compared)

@@ -1,0 +1,62 @@
+"""The facts on which ranks must agree about a prepared attention, and the kinds of its calls."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import torch
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.runtime.agreement.agree import Facts
+from dfa_megatron.runtime.agreement.calls import Kind
+from dfa_megatron.runtime.cu_seqlens import describe
+from dfa_megatron.runtime.execute import alibi_positions as alibi
+from dfa_megatron.runtime.problem import QKV
+from dfa_megatron.runtime.request import Request
+
+if TYPE_CHECKING:
+    from dfa_megatron.runtime.prepare import Prepared
+
+
+def facts_of(prepared: Prepared, qkv: QKV, slopes: torch.Tensor | None) -> Facts:
+    """Return everything about which the ranks must agree, as text."""
+    from dfa_megatron import __version__
+
+    request = prepared.request
+    facts = {f"request.{name}": repr(getattr(request, name)) for name in _COMPARED}
+    facts |= {f"request.{spec.name}": repr(getattr(request.config, spec.name)) for spec in _OPTIONS}
+    facts |= {f"shape of {name}": str(tuple(x.shape)) for name, x in zip("qkv", qkv, strict=True)}
+    return facts | {
+        "request.cu_seqlens": describe(request.cu_seqlens),
+        "request.mask": str(request.mask and request.mask.name),
+        "request.plan": str(request.plan),
+        "dtype": str(qkv.q.dtype),
+        "device": qkv.q.device.type,
+        "alibi_slopes": alibi.describe(slopes),
+        "plan": f"{prepared.rank_plan.schedule}, digest {prepared.rank_plan.digest}",
+        "kernel": prepared.kernel.name,
+        "wire": str(prepared.format.wire),
+        "torch": torch.__version__,
+        "dfa_megatron": __version__,
+    }
+
+
+_OPTIONS = DistAttentionConfig.options("function")
+_COMPARED = ("causal", "softmax_scale", "window_size", "softcap", "sinks", "alibi", "layout")
+"""Fields of a request that print in a few words."""
+
+
+def kinds_of(facts: Facts, prepared: Prepared) -> tuple[Kind, Kind]:
+    """What a forward and a backward of it are, for ranks that compare their calls."""
+    request, defaults = prepared.request, Request.__dataclass_fields__
+    options = [f"{name}={value!r}" for name in _COMPARED if (value := getattr(request, name)) != defaults[name].default]
+    if (degree := request.config.ulysses_degree) != "auto":
+        options.append(f"ulysses_degree={degree}")
+    if request.mask is not None or request.plan is not None:
+        options.append(prepared.plan.forward.mask.name)
+    packed = [describe(request.cu_seqlens)] if request.cu_seqlens else []
+    shapes = ", ".join(f"{name} {facts[f'shape of {name}']}" for name in ("q", "k", "v"))
+    text = ", ".join((shapes, facts["dtype"], facts["plan"].partition(",")[0], facts["kernel"], *options, *packed))
+    compared = json.dumps(facts, sort_keys=True)
+    return Kind.of(f"forward of {text}", compared), Kind.of(f"backward of {text}", compared)
