@@ -14,7 +14,7 @@ from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Phase, Plan
 from dfa_megatron.plan.language.layout import contiguous
 from dfa_megatron.plan.language.mask import causal, documents
 from dfa_megatron.plan.lowering.lower import lower_all
-from dfa_megatron.plan.lowering.messages import shares
+from dfa_megatron.plan.lowering.messages import rank_messages
 from dfa_megatron.plan.lowering.pack import GAP, packs, segments_of
 from dfa_megatron.plan.proof.check import check, check_programs
 from dfa_megatron.plan.schedules.owner_computes import by_memory
@@ -107,7 +107,7 @@ def test_what_lands_in_a_step_lies_in_one_buffer_in_the_order_of_the_sequence(sc
     lengths.append(-sum(lengths) % 8 or 8)
     plan = plan_of(schedule, documents(lengths), 4)
     for phase in (plan.forward, plan.backward):
-        for program, share in zip(lower_all(phase), shares(phase, 1), strict=True):
+        for program, share in zip(lower_all(phase), rank_messages(phase, 1), strict=True):
             for number, step in enumerate(program.steps):
                 parts = [
                     (region, phase.layout.chunks[chunks[0]].lo)

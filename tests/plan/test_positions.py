@@ -12,7 +12,7 @@ from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Program, Region
 from dfa_megatron.plan.lowering.positions import tokens
 from dfa_megatron.plan.proof.check import check
-from dfa_megatron.plan.proof.sets import Sets
+from dfa_megatron.plan.proof.set_algebra import Sets
 from tests.support.plan_cases import every_mask, heterogeneous_masks, plan_of, plans
 
 

@@ -17,7 +17,7 @@ from dfa_megatron.plan.language.ir import Phase, Plan, chunk_of, needed_pairs
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.lowering.messages import joined
 
-Cargo = tuple[tuple[str, int], ...]
+Parts = tuple[tuple[str, int], ...]
 """(name, tokens) of a message."""
 
 
@@ -30,7 +30,7 @@ class Outline:
     length: int
     work: tuple[tuple[tuple[int, int], ...], ...]
     messages: tuple[tuple[tuple[int, int, int], ...], ...]
-    cargos: tuple[Cargo, ...]
+    cargos: tuple[Parts, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
     for t in plan.transfers:
         cargo = sent[t.step].setdefault((t.src, t.dst), {})
         cargo[t.what] = cargo.get(t.what, 0) + home[t.chunk]
-    numbers: dict[Cargo, int] = {}
+    numbers: dict[Parts, int] = {}
     # By distance, so that of messages that wait for one another's ports those go first that can go together.
     messages = [
         sorted(

@@ -8,7 +8,7 @@ from typing import Any
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.language.ir import Block
 
-Piece = tuple[Tile, tuple[Block, ...]]
+FusedTile = tuple[Tile, tuple[Block, ...]]
 
 _FEW = 8
 """Up to this many pieces every pair is tried; beyond, only neighbours."""
@@ -27,7 +27,7 @@ def union(tiles: Sequence[Tile]) -> Tile | None:
     return None
 
 
-def fuse(pieces: Sequence[Piece]) -> list[Piece]:
+def fuse(pieces: Sequence[FusedTile]) -> list[FusedTile]:
     """Merge pieces whose union is one tile: all at once, else along rows and columns, else pair by pair."""
     pieces = list(pieces)
     if len(pieces) > 1 and (one := union([tile for tile, _ in pieces])):
@@ -40,9 +40,9 @@ def fuse(pieces: Sequence[Piece]) -> list[Piece]:
     return _pair_by_pair(pieces) if len(pieces) <= _FEW else pieces
 
 
-def _along(pieces: list[Piece], order: Callable[[Piece], Any]) -> list[Piece]:
+def _along(pieces: list[FusedTile], order: Callable[[FusedTile], Any]) -> list[FusedTile]:
     """Merge each piece into the one before it, in this order, where they make one."""
-    out: list[Piece] = []
+    out: list[FusedTile] = []
     for piece in sorted(pieces, key=order):
         one = _union_of_two(out[-1][0], piece[0]) if out else None
         if one is None:
@@ -52,7 +52,7 @@ def _along(pieces: list[Piece], order: Callable[[Piece], Any]) -> list[Piece]:
     return out
 
 
-def _pair_by_pair(pieces: list[Piece]) -> list[Piece]:
+def _pair_by_pair(pieces: list[FusedTile]) -> list[FusedTile]:
     for second in range(len(pieces)):
         for first in range(second):
             if one := _union_of_two(pieces[first][0], pieces[second][0]):
@@ -75,5 +75,5 @@ def _union_of_two(one: Tile, other: Tile) -> Tile | None:
     return union([one, other])
 
 
-def _blocks(pieces: Sequence[Piece]) -> tuple[Block, ...]:
+def _blocks(pieces: Sequence[FusedTile]) -> tuple[Block, ...]:
     return tuple(sorted({block for _, blocks in pieces for block in blocks}))

@@ -15,8 +15,8 @@ from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan, chunk_of
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step, Write
 from dfa_megatron.plan.language.validate import validate
-from dfa_megatron.plan.lowering.fuse import Piece, fuse
-from dfa_megatron.plan.lowering.messages import Cargo, Share, joined, shares
+from dfa_megatron.plan.lowering.fuse import FusedTile, fuse
+from dfa_megatron.plan.lowering.messages import Parts, RankMessages, joined, rank_messages
 from dfa_megatron.plan.lowering.pack import packs, segments_of
 from dfa_megatron.plan.lowering.slots import Lifetimes, assign_slots
 
@@ -30,7 +30,7 @@ def lower(plan: Plan, rank: int, batch: int = 1) -> Program:
     Raises:
         PlanError: the plan breaks a rule of the language that shows on this rank (R1 to R5).
     """
-    return _Lowering(plan, rank, shares(plan, batch)[rank], joined(plan.mask, batch)).program()
+    return _Lowering(plan, rank, rank_messages(plan, batch)[rank], joined(plan.mask, batch)).program()
 
 
 def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
@@ -51,7 +51,7 @@ def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
 def _lower_all(plan: Plan, batch: int) -> list[Program]:
     validate(plan)
     together = joined(plan.mask, batch)
-    return [_Lowering(plan, rank, share, together).program() for rank, share in enumerate(shares(plan, batch))]
+    return [_Lowering(plan, rank, share, together).program() for rank, share in enumerate(rank_messages(plan, batch))]
 
 
 REMEMBERED_RANKS = 64
@@ -79,7 +79,7 @@ def _remembered(same: _Same, batch: int) -> tuple[Program, ...]:
 class _Lowering:
     """The working state of one lowering: where each chunk lies at which step, and how long each buffer lives."""
 
-    def __init__(self, plan: Plan, rank: int, share: Share, together: frozenset[str]) -> None:
+    def __init__(self, plan: Plan, rank: int, share: RankMessages, together: frozenset[str]) -> None:
         self.plan, self.rank, self.share = plan, rank, share
         self.layout, self.phase = plan.layout, plan.phase
         self.reads, self.writes = plan.phase.reads, plan.phase.writes
@@ -126,7 +126,7 @@ class _Lowering:
             self.home[name] = self._new_buffer(((name, rows),), accumulates=name in self.accumulators)
             self.lives.begin(self.home[name], 0)
 
-    def _place_landings(self, step: int, by_peer: dict[int, Cargo]) -> None:
+    def _place_landings(self, step: int, by_peer: dict[int, Parts]) -> None:
         """A buffer per received message, and one for each joined name of all; remembers where each chunk lies."""
         together: dict[str, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
         for peer, cargo in by_peer.items():
@@ -157,7 +157,7 @@ class _Lowering:
         for chunk, row in self.layout.offsets(chunks).items():
             self.arrivals[name, chunk].append((part[0], (buffer, first + row)))
 
-    def _place_departures(self, step: int, by_peer: dict[int, Cargo]) -> None:
+    def _place_departures(self, step: int, by_peer: dict[int, Parts]) -> None:
         """Accumulators that leave together share a buffer: those to one peer, or to all where reads are joined too."""
         for name in self.phase.write_names:
             groups = [chunks for cargo in by_peer.values() for part, chunks in cargo if part == name]
@@ -207,7 +207,7 @@ class _Lowering:
         merges = tuple(merge for peer, cargo in incoming.items() for merge in self._merges(step, peer, cargo))
         return sends, receives, calls, merges
 
-    def _send(self, step: int, peer: int, cargo: Cargo) -> Message:
+    def _send(self, step: int, peer: int, cargo: Parts) -> Message:
         parts = []
         for name, chunks in cargo:
             regions: list[Region] = []
@@ -231,7 +231,7 @@ class _Lowering:
     def _calls(self, step: int) -> Iterator[Call]:
         # A write's rows run parallel to the rows that it is computed from, at a fixed distance: blocks that read and
         # write the same buffers at the same distances can share a kernel call.
-        groups: dict[tuple[int, int, tuple[Place, ...]], list[Piece]] = defaultdict(list)
+        groups: dict[tuple[int, int, tuple[Place, ...]], list[FusedTile]] = defaultdict(list)
         for block in self.share.blocks.get(step, ()):
             q_buffer, q_row = self._read_place(self.phase.read_q, block.q_chunk, step)
             kv_buffer, kv_row = self._read_place(self.phase.read_kv, block.kv_chunk, step)
@@ -246,7 +246,9 @@ class _Lowering:
             for pack in packs(fuse(pieces)):
                 yield self._call(step, q_buffer, kv_buffer, shifts, pack)
 
-    def _call(self, step: int, q_buffer: int, kv_buffer: int, shifts: tuple[Place, ...], pack: Sequence[Piece]) -> Call:
+    def _call(
+        self, step: int, q_buffer: int, kv_buffer: int, shifts: tuple[Place, ...], pack: Sequence[FusedTile]
+    ) -> Call:
         q_rows, kv_rows, segments = segments_of(pack)
         q = Region(q_buffer, self.phase.read_q, q_rows.lo, q_rows.hi)
         kv = Region(kv_buffer, self.phase.read_kv, kv_rows.lo, kv_rows.hi)
@@ -259,7 +261,7 @@ class _Lowering:
         blocks = tuple(sorted({block for _, its in pack for block in its}))
         return Call(q, kv, segments, tuple(writes), blocks, sum(tile.area for tile, _ in pack))
 
-    def _merges(self, step: int, peer: int, cargo: Cargo) -> Iterator[Merge]:
+    def _merges(self, step: int, peer: int, cargo: Parts) -> Iterator[Merge]:
         """Landed partials go where the rank accumulates; neighbours that go to neighbouring rows go together."""
         for at, (name, chunks) in enumerate(cargo):
             if name not in self.accumulators:

@@ -9,7 +9,7 @@ from itertools import groupby
 from dfa_megatron.plan.language.ir import Block, Plan
 from dfa_megatron.plan.language.mask import Mask
 
-Cargo = tuple[tuple[str, tuple[int, ...]], ...]
+Parts = tuple[tuple[str, tuple[int, ...]], ...]
 """What one message carries: the name and the chunks of each part, in an order that source and destination agree on."""
 
 JOINABLE = frozenset(("q", "kv"))
@@ -26,17 +26,17 @@ def joined(mask: Mask, batch: int) -> frozenset[str]:
 
 
 @dataclass(slots=True)
-class Share:
+class RankMessages:
     """What a plan says about one rank. incoming, outgoing: step -> peer -> cargo."""
 
     blocks: dict[int, list[Block]] = field(default_factory=lambda: defaultdict(list))
-    incoming: dict[int, dict[int, Cargo]] = field(default_factory=lambda: defaultdict(dict))
-    outgoing: dict[int, dict[int, Cargo]] = field(default_factory=lambda: defaultdict(dict))
+    incoming: dict[int, dict[int, Parts]] = field(default_factory=lambda: defaultdict(dict))
+    outgoing: dict[int, dict[int, Parts]] = field(default_factory=lambda: defaultdict(dict))
 
 
-def shares(plan: Plan, batch: int) -> list[Share]:
+def rank_messages(plan: Plan, batch: int) -> list[RankMessages]:
     """The share of every rank; the plan's records must name ranks that exist."""
-    out = [Share() for _ in range(plan.ranks)]
+    out = [RankMessages() for _ in range(plan.ranks)]
     for block in sorted(plan.blocks):
         out[block.rank].blocks[block.step].append(block)
     cargos: dict[tuple[int, int, int], dict[str, list[int]]] = defaultdict(dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Program
-from dfa_megatron.plan.lowering.messages import shares
+from dfa_megatron.plan.lowering.messages import rank_messages
 
 Tokens = dict[tuple[int, str], tuple[Span, ...]]
 """(buffer, name of what is read) -> the spans of the sequence that its rows are, one after another."""
@@ -19,7 +19,7 @@ def tokens(plan: Plan, program: Program, batch: int = 1) -> Tokens:
     """
     chunks, names = plan.layout.chunks, [name for _, name in plan.phase.reads]
     held = {(program.home_buffer(name), name): [(0, plan.layout.spans(program.rank))] for name in names}
-    incoming = shares(plan, batch)[program.rank].incoming
+    incoming = rank_messages(plan, batch)[program.rank].incoming
     for number, step in enumerate(program.steps):
         for message in step.receives:
             for (region,), (name, its) in zip(message.parts, incoming[number][message.peer], strict=True):

@@ -11,7 +11,7 @@ from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan, Plan
 from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.lower import lower_all
-from dfa_megatron.plan.proof.sets import Content, Sets, clip
+from dfa_megatron.plan.proof.set_algebra import Content, Sets, clip
 
 
 def check_plan(plan: AttentionPlan | Plan, *, batch: int = 1, max_slots: int | None = None) -> None:
