@@ -29,3 +29,11 @@ def test_the_code_of_a_page_runs(name: str) -> None:
     names: dict[str, object] = {"group": None} | {x: torch.randn(1, 64, 4, 32) for x in "qkv"}
     exec(code, names)  # noqa: S102 our own page
     assert tuple(names["out"].shape) == (1, 64, 4, 32)  # type: ignore[attr-defined]
+
+
+def test_the_readmes_plan_is_changed_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    exec(next(block for block in blocks if "with_blocks" in block), {})  # noqa: S102 our own page
+    assert "3.2*" in capsys.readouterr().out
