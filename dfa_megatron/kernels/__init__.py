@@ -37,7 +37,7 @@ KERNELS: Mapping[str, BlockKernel] = MappingProxyType(
         )
     }
 )
-"""Every kernel by name, the one to prefer first."""
+"""Every kernel by name, the preferred one first."""
 
 assert ("auto", *KERNELS) == names.KERNELS, "the kernels are not those of dfa_megatron.names"
 
@@ -45,11 +45,11 @@ BY_NAME_ONLY = frozenset({"flash3", "flash2"})
 """Kernels that "auto" passes over: they have not been through the whole conformance suite on a GPU yet."""
 
 COMPILES_EACH_LENGTH = frozenset({"cudnn"})
-"""Kernels that "auto" passes over where documents are packed: a segment of a new length is a graph to compile."""
+"""Kernels that "auto" passes over where documents are packed: they compile a graph for each new length."""
 
 
 def get(name: str) -> BlockKernel:
-    """The kernel of that name.
+    """Return the kernel of that name.
 
     Raises:
         UnsupportedError: there is none; the nearest known name is given.
@@ -60,7 +60,7 @@ def get(name: str) -> BlockKernel:
 
 
 def select(name: str, need: Need) -> BlockKernel:
-    """The kernel of that name, or for "auto" the first proven one that does not refuse the need; logged once.
+    """Return the kernel of that name, or for "auto" the first proven one that does not refuse the need; logged once.
 
     Raises:
         UnsupportedError: the named kernel refuses (its reason, and which kernels would do), or every kernel does.
@@ -80,28 +80,28 @@ def select(name: str, need: Need) -> BlockKernel:
 
 
 def first(name: str, need: Need) -> str | None:
-    """The kernel that `select` takes, or None where it refuses; nothing is logged."""
+    """Return the name of the kernel that `select` takes, or None where it refuses; nothing is logged."""
     return next((kernel for kernel, why in _verdicts(name, need) if why is None), None)
 
 
 def _verdicts(name: str, need: Need) -> Iterator[tuple[str, str | None]]:
-    """Kernels that may be taken, the one to prefer first, each with why it is not, or None."""
+    """Yield the candidates, the preferred one first, each with the reason against it or None."""
     for candidate in KERNELS if name == "auto" else (get(name).name,):
         why = refusal(KERNELS[candidate], need)
         yield candidate, _passed_over(candidate, need) if why is None and name == "auto" else why
 
 
 def _passed_over(name: str, need: Need) -> str | None:
-    """Why "auto" does not take a kernel that can serve the need, or None."""
+    """Return why "auto" does not take a kernel that can serve the need, or None."""
     if name in BY_NAME_ONLY:
         return f"it is taken by name only (kernel={name!r}), until the whole suite has passed on a GPU"
     if need.packed and name in COMPILES_EACH_LENGTH:
-        return f"it compiles each length of a document anew, so for packs it is taken by name only (kernel={name!r})"
+        return f"it compiles every new document length, so for packs it is taken by name only (kernel={name!r})"
     return None
 
 
 def refusal(kernel: BlockKernel, need: Need) -> str | None:
-    """Why a kernel cannot serve the need, or None if it can; what only some kernels do is asked for here."""
+    """Return why a kernel cannot serve the need, or None; a softcap and ALiBi are checked here for all kernels."""
     if not 0 <= need.softcap < math.inf:
         return f"a softcap is positive and finite, or 0 for none, not {need.softcap}"
     if need.softcap and not kernel.caps_scores:
@@ -112,7 +112,7 @@ def refusal(kernel: BlockKernel, need: Need) -> str | None:
 
 
 def explain(need: Need) -> str:
-    """A table of every kernel, the one to prefer first: usable for the need, or why not."""
+    """Return a table of every kernel, the preferred one first: usable for the need, or why not."""
     lines = [f"kernels for {_describe(need)}"]
     for name, kernel in KERNELS.items():
         why = refusal(kernel, need)
@@ -136,7 +136,7 @@ def _describe(need: Need) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _log_choice(asked: str, chosen: str, described: str, refused: tuple[tuple[str, str], ...]) -> None:
-    """Cached, so that one choice is one line however many layers make it."""
+    """Log once, however many layers make the same choice."""
     reasons = "".join(f"; {kernel} refused: {why}" for kernel, why in refused)
     fallback = asked == "auto" and chosen == "reference"
     logger.log(logging.WARNING if fallback else logging.INFO, "kernel %s for %s%s", chosen, described, reasons)

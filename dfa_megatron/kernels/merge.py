@@ -24,7 +24,7 @@ _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def identity_(out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Set a partial to the identity of merging: out 0, lse -inf, the partial that has seen no key."""
+    """Set a partial to the identity of the merge: out 0, lse -inf, as of rows that see no key."""
     out.zero_()
     lse.fill_(-math.inf)
 
@@ -48,7 +48,7 @@ def merge(parts: Sequence[Partial], into: Partial) -> None:
 
 
 def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-    """`into` = the sum of up to MOST_PARTS parts, (batch, rows, heads, dim) each, rounded once.
+    """Write the sum of up to MOST_PARTS parts, (batch, rows, heads, dim) each, to `into`, rounded once.
 
     `into` is the first part, or memory of its own.
     """
@@ -70,7 +70,7 @@ def _high(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def _dense_rows(x: torch.Tensor) -> bool:
-    """Everything of one sequence lies one after another."""
+    """Return whether the memory of each sequence is contiguous."""
     return x[0].is_contiguous()
 
 
@@ -87,7 +87,7 @@ def _merge_by_operations(parts: Sequence[Partial], into: Partial) -> None:
 
 
 def _fusable(*tensors: torch.Tensor) -> bool:
-    """Triton's kernels take these tensors, and have shown on this device that they work."""
+    """Return whether the Triton kernels take these tensors and were seen to work on this device."""
     device = tensors[0].device
     return (
         (device.type == "cuda" or interpreted()) and all(x.dtype in _FUSED_DTYPES for x in tensors) and _works(device)
@@ -126,7 +126,7 @@ def _difference(device: torch.device) -> str | None:
 
 
 def row_dot(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """delta = rowsum(dout * out), (batch, heads, rows) in the accumulator's dtype (paper, section 3.2)."""
+    """Return delta = rowsum(dout * out), (batch, heads, rows) in the accumulator dtype (paper, section 3.2)."""
     if _fusable(dout, out) and dout.stride(-1) == out.stride(-1) == 1:
         from dfa_megatron.kernels.triton import merge as triton_merge
 

@@ -168,6 +168,17 @@ def test_packed_kernels_are_called_once_for_equal_windows(monkeypatch: pytest.Mo
     assert stand_in.launches == [5]
 
 
+def test_a_bound_that_never_binds_compiles_no_windowed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    stand_in = StandIn("flash4")
+    monkeypatch.setattr(flash4, "_functions", lambda: (lambda **a: given.append(a) or stand_in.forward(**a), None))
+    q = torch.randn(1, 20, 2, 16).bfloat16()
+    Flash4Kernel().forward(BlockCall.of(q, q, q, Band(100, 100), 0.3))
+    Flash4Kernel().forward(BlockCall.of(q, q, q, Band(100, 0), 0.3))
+    assert [(a["window_size_left"], a["window_size_right"]) for a in given] == [(None, None), (None, 0)]
+    assert [a["causal"] for a in given] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "passes"),
     [

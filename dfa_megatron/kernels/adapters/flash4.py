@@ -100,7 +100,7 @@ _HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 
 
 def _head_dim_refusal(need: Need) -> str | None:
-    """Narrower than the package's own checks: only shapes whose backward was seen right, in READ, on long rows too.
+    """Refuse more than the package does: only shapes whose backward was seen right, in READ, on long rows too.
 
     With grouped heads and head_dim 80 random cases on H200 found its dq, dk and dv wrong, where the compiler said
     nothing; 104 and 112 do not compile.
@@ -124,7 +124,7 @@ def _head_dim_refusal(need: Need) -> str | None:
 
 @functools.cache
 def _functions() -> Functions | str:
-    """The forward and the backward of the package, or why they cannot be used, with the version found."""
+    """Return the package's forward and backward, or why they cannot be used, with the version found."""
     try:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -149,7 +149,7 @@ def _functions() -> Functions | str:
 
 
 def _passes(q: torch.Tensor, k: torch.Tensor) -> int:
-    """Calls, each of some kv heads and their queries', that keep the package's accumulators within `_ACCUMULATORS`."""
+    """Return how many calls, some kv heads each, keep the package's accumulators within `_ACCUMULATORS`."""
     passes, kv_heads = 1, k.shape[2]
     accumulated = q.numel() + (2 * k.numel() if q.shape[2] > kv_heads else 0)
     while _WORD * accumulated > passes * _ACCUMULATORS and kv_heads % (2 * passes) == 0:

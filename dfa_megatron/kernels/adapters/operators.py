@@ -27,14 +27,14 @@ class Package:
 
     @property
     def version(self) -> str:
-        """The version that is installed, "of unknown version" for a copy without metadata."""
+        """Return the installed version, "of unknown version" for a copy without metadata."""
         try:
             return importlib.metadata.version(self.name)
         except importlib.metadata.PackageNotFoundError:
             return "of unknown version"
 
     def refusal(self) -> str | None:
-        """Why the module cannot be imported, or None."""
+        """Return why the module cannot be imported, or None."""
         try:
             importlib.import_module(self.module)
         except ModuleNotFoundError as error:
@@ -61,7 +61,7 @@ class Operator:
         self.name, self.arguments, self.results, self.package = name, arguments, results, package
 
     def refusal(self) -> str | None:
-        """Why the operator cannot be called as its caller knows it, with the version found, or None."""
+        """Return why the operator cannot be called with these arguments, with the version found, or None."""
         found = self._found
         return found if isinstance(found, str) else None
 
@@ -92,7 +92,7 @@ class Operator:
         return overload, spelling
 
     def _spelling(self, schema: Any) -> dict[str, str] | str:
-        """How this schema spells each argument, or what is wrong with it."""
+        """Return the schema's spelling of each argument, or the error in it."""
         required = {a.name for a in schema.arguments if not a.has_default_value()}
         present = {a.name for a in schema.arguments}
         spelling: dict[str, str] = {}

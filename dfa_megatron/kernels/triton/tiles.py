@@ -1,4 +1,4 @@
-"""What the Triton kernels of attention share: loads, matrix products, what a band shows, and what becomes of scores."""
+"""The common parts of the Triton kernels of attention: loads, matrix products, bands, and changes of scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 SIZES = ("q_len", "kv_len", "lo", "hi", "heads", "group", "share", "slopes", "q_positions", "kv_positions")
-"""Arguments whose values no kernel is compiled anew for: a training run meets many lengths and offsets."""
+"""Arguments whose values compile no new kernel: a training run meets many lengths and offsets."""
 
 
 @triton.jit
