@@ -13,7 +13,7 @@ from dfa_megatron.kernels.adapters.gpu import (
     capability_text,
     dense,
     deterministic_algorithms,
-    gpu_refusal,
+    equal_dims_refusal,
     vectorised,
 )
 from dfa_megatron.kernels.adapters.operators import Operator
@@ -49,12 +49,8 @@ class AtenFlashKernel(BlockKernel):
 
     def refusal(self, need: Need) -> str | None:
         """See `BlockKernel.refusal`."""
-        if why := gpu_refusal(need):
+        if why := equal_dims_refusal(need):
             return why
-        if need.head_dim != need.head_dim_v:
-            return f"it needs head_dim ({need.head_dim}) and head_dim_v ({need.head_dim_v}) to be equal"
-        if need.head_dim > 256:
-            return f"head_dim {need.head_dim} is over 256"
         if need.head_dim > 192 and need.capability is not None and (8, 6) <= need.capability <= (8, 9):
             return f"its backward has no head_dim over 192 on compute capability {capability_text(need)}"
         return build_refusal() or _build_refusal() or _FORWARD.refusal() or _BACKWARD.refusal()

@@ -10,7 +10,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from dfa_megatron.kernels.adapters.gpu import build_refusal, capability_text, dense, gpu_refusal, vectorised
+from dfa_megatron.kernels.adapters.gpu import (
+    build_refusal,
+    capability_text,
+    dense,
+    equal_dims_refusal,
+    gpu_refusal,
+    vectorised,
+)
 from dfa_megatron.kernels.adapters.operators import Operator, Package
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
 from dfa_megatron.kernels.bands import cut_tall, uncut
@@ -44,13 +51,7 @@ class FlashPackageKernel(BlockKernel):
 
     def refusal(self, need: Need) -> str | None:
         """See `BlockKernel.refusal`."""
-        if why := gpu_refusal(need):
-            return why
-        if need.head_dim != need.head_dim_v:
-            return f"it needs head_dim ({need.head_dim}) and head_dim_v ({need.head_dim_v}) to be equal"
-        if need.head_dim > 256:
-            return f"head_dim {need.head_dim} is over 256"
-        return build_refusal() or self.operators[0].refusal() or self.operators[1].refusal()
+        return equal_dims_refusal(need) or build_refusal() or self.operators[0].refusal() or self.operators[1].refusal()
 
     def launch(self, call: BlockCall) -> Partial:
         """See `BlockKernel.launch`."""

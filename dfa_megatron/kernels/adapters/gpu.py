@@ -27,6 +27,15 @@ def gpu_refusal(need: Need) -> str | None:
     return None
 
 
+def equal_dims_refusal(need: Need) -> str | None:
+    """Return `gpu_refusal`, or why a kernel with one head_dim, 256 at most, cannot serve the need, or None."""
+    if why := gpu_refusal(need):
+        return why
+    if need.head_dim != need.head_dim_v:
+        return f"it needs head_dim ({need.head_dim}) and head_dim_v ({need.head_dim_v}) to be equal"
+    return f"head_dim {need.head_dim} is over 256" if need.head_dim > 256 else None
+
+
 def build_refusal() -> str | None:
     """Return why this PyTorch has no CUDA kernels, or None."""
     return None if torch.version.cuda else f"PyTorch {torch.__version__} is built without CUDA"
