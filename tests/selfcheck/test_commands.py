@@ -113,7 +113,7 @@ def test_other_parallel_sizes_are_at_most_two_and_context_parallelism_is_kept() 
     [
         (["--context-parallel-size", "64"], "at most 32 processes"),
         (["--optimizer", "muon"], "--optimizer muon"),
-        (["--spec", "my.module", "my_spec"], "--spec my.module my_spec"),
+        (["--spec", "my.module", "my_spec"], "--spec my.module in a self-check is not supported"),
         (["--attention-dropout", "0.1"], "attention_dropout"),
         (["--window-attn-skip-freq", "__import__('os')"], "no pattern of layers"),
         (["--attention-backend", "local"], "--attention-backend local"),
