@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
@@ -175,9 +176,18 @@ def _attend(
     mathematics.update(
         softmax_scale=softmax_scale, sinks=inputs.sinks is not None, alibi=inputs.slopes is not None, config=config
     )
-    if torch.compiler.is_compiling():
-        out, lse = attention(*inputs, _text(**mathematics), group)
+    if not torch.compiler.is_compiling():
+        return _run(inputs, group, mathematics)
+    if mathematics.get("mask") is not None or mathematics.get("plan") is not None:
+        out, lse = _run_outside(inputs, group, mathematics)
         return out, lse
+    # Dynamo takes the fields of a config as constants, but not a config.
+    mathematics["config"] = tuple(getattr(config, name) for name in _OPTIONS)
+    out, lse = attention(*inputs, _text(**mathematics), group)
+    return out, lse
+
+
+def _run(inputs: Inputs, group: str, mathematics: dict[str, Any]) -> Pair:
     request, frame = Request(**mathematics), active_frame()  # checked where it is prepared: every rank hears of errors
     if frame is not None and not frame.recording:
         return attend(inputs, Call(request, group, known=frame.take()))
@@ -187,6 +197,12 @@ def _attend(
     return out, lse
 
 
+_run_outside = torch.compiler.disable(_run, recursive=True)
+"""For masks and plans, which Dynamo cannot take as constants: a break in the graph."""
+
+_OPTIONS = tuple(option.name for option in fields(DistAttentionConfig))
+
+
 @lru_cache(maxsize=16)
 def _deterministic(config: DistAttentionConfig) -> DistAttentionConfig:
     """The same with torch's own switch obeyed."""
@@ -194,8 +210,9 @@ def _deterministic(config: DistAttentionConfig) -> DistAttentionConfig:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]  # JSON is not traceable
-def _text(**mathematics: Any) -> str:
-    return Request(**mathematics).to_text()
+def _text(*, config: tuple[Any, ...], **mathematics: Any) -> str:
+    options = DistAttentionConfig(**dict(zip(_OPTIONS, config, strict=True)))
+    return Request(config=options, **mathematics).to_text()
 
 
 class DistFlashAttention(nn.Module):

@@ -139,7 +139,7 @@ def test_a_plan_with_a_missing_block_is_refused_before_it_runs() -> None:
         dfa_megatron.dist_flash_attn_func(x, x, x, plan=broken)
 
 
-def test_masks_and_plans_go_through_the_compiler_as_text() -> None:
+def test_masks_and_plans_run_beside_the_compiled_graph() -> None:
     mask = prefix_lm(LOCAL, 3)
     plan = make_plan(mask, 1)
     x = torch.randn(1, LOCAL, 2, 8, requires_grad=True)
