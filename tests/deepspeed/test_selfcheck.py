@@ -107,7 +107,7 @@ def test_what_cannot_be_checked_is_refused(tmp_path: Path) -> None:
     unsized = {**JSON, KEY: {"enabled": True}}
     for settings, words, wanted in (
         ({**JSON, KEY: {"enabled": False}}, [], "no enabled block"),
-        (unsized, [], "how many ranks"),
+        (unsized, [], "the number of ranks that share a sequence is unknown"),
         (JSON, ["--ranks", "3"], "--ranks 3"),
         (JSON | {"optimizer": {"type": "OneBitAdam"}}, [], "optimizer.type"),
         (JSON | {"gradient_allreduce_op": "sum"}, [], "gradient_allreduce_op"),

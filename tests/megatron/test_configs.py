@@ -38,7 +38,7 @@ def parse_and_validate(rank: int, world_size: int) -> list[str]:
             validate_args(args, {})
             assert args.spec == ["dfa_megatron.megatron", "get_spec"]
             assert args.data_parallel_size == 1
-            assert options_of(args).layout == layout
+            assert options_of(args).data_layout == layout
         taken.append(path.name)
     return taken
 
