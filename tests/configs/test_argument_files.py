@@ -75,7 +75,8 @@ def test_files_of_one_model_differ_only_in_length_and_ranks(family: str) -> None
 
 def test_flags_win_over_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "configs" / "megatron" / "llama-3-8b-128k.args"
-    assert main(["plan", "--config", str(path), "--ranks", "4", "--seq-length", "65536", "--schedule", "ring"]) == 0
+    flags = "--ranks 4 --seq-length 65536 --schedule ring --ulysses-degree 1".split()
+    assert main(["plan", "--config", str(path), *flags]) == 0
     shown = capsys.readouterr().out
     assert "ring of causal over 65536 tokens on 4 ranks" in shown
     expected = memory(model_of([*read_arguments(path), "--seq-length", "65536"], path.name), 4, messages=0)

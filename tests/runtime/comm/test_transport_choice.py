@@ -55,7 +55,8 @@ def _on_gpus(rank: int, ranks: int) -> None:
     rows = positions("contiguous", ranks * 256, ranks)[rank].to("cuda")
     shard = [x[:, rows] for x in whole.inputs]
     prepare.LARGEST_ARENA = 0
-    out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, config=DistAttentionConfig(verify="on"))
+    config = DistAttentionConfig(ulysses_degree=1)  # with exchanged heads there may be no arena at all
+    out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, config=config)
     used = prepare.in_use()[-1]
     assert used.transport == "p2p"
     assert used.symmetric_bytes == 0
