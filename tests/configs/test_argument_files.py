@@ -75,7 +75,7 @@ def test_files_of_one_model_differ_only_in_length_and_ranks(family: str) -> None
 
 def test_flags_win_over_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "configs" / "megatron" / "llama-3-8b-128k.args"
-    flags = "--ranks 4 --seq-length 65536 --schedule ring --ulysses-degree 1".split()
+    flags = ["--ranks", "4", "--seq-length", "65536", "--schedule", "ring", "--ulysses-degree", "1"]
     assert main(["plan", "--config", str(path), *flags]) == 0
     shown = capsys.readouterr().out
     assert "ring of causal over 65536 tokens on 4 ranks" in shown
