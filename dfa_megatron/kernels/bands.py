@@ -1,4 +1,4 @@
-"""The pairs that a band shows, and how a tile is cut for kernels with a window of their own."""
+"""The (query, key) pairs that a band shows, and ways to divide a tile before a kernel launch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def visible(band: Band, q_len: int, kv_len: int, device: torch.device) -> torch.
 
 
 def uncut(tile: Tile) -> tuple[Tile, ...]:
-    """Return the tile itself, for a kernel that takes any band without blind rows."""
+    """Do not divide: for kernels that take any band in which every row sees a key, as in the shrunk tile given here."""
     return (tile,)
 
 
@@ -40,16 +40,17 @@ def cut_rows(tile: Tile, rows: int) -> Iterator[Tile]:
 def cut_tall(whole: Tile) -> Iterator[Tile]:
     """Cut into at most three tiles, each of them full or with no more rows than columns.
 
-    FlashAttention-2 reads a bound of kv_len or more as no bound. This is wrong where rows outnumber columns. In a
-    shrunk tile the right bound binds in the first kv_len - 1 rows only, and the left bound in the last kv_len - 1.
+    FlashAttention-2 ignores a right bound of kv_len or more, and adds a right bound of kv_len to a left bound that
+    stands alone. Both change the result only if rows outnumber columns. The right bound hides pairs only in the first
+    kv_len - 1 rows, the left bound only in the last kv_len - 1. So cut those rows off; the middle is full.
     """
     tile: Tile | None = whole
     while tile is not None:
-        height = len(tile.kv)
-        if tile.band.is_full or len(tile.q) <= height:
+        columns = len(tile.kv)
+        if tile.band.is_full or len(tile.q) <= columns:
             yield tile
             return
-        cut = tile.q.lo + height if tile.hi != UNBOUNDED else tile.q.hi - height
+        cut = tile.q.lo + columns if tile.hi != UNBOUNDED else tile.q.hi - columns  # tile.hi bounds j - i
         head = tile.restrict(Span(tile.q.lo, cut), tile.kv)
         assert head is not None, "a shrunk tile has no empty row"
         yield head

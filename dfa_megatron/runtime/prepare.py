@@ -49,11 +49,11 @@ Larger calls take seconds, so NCCL's messages cost them little, and NCCL's memor
 class Prepared:
     """Everything that running one attention needs beside its tensors.
 
-    exchange: what turns the call's tensors into the plan's, where ulysses_degree > 1; channel is then that of the ranks
-        with the same heads, and everything else speaks of the plan's ranks, tokens and heads.
-    graphs: captured phases, where the request asks for graphs.
-    whole: the channel of the whole group, over which calls are compared; None where they are not.
-    kinds: what its forward and its backward are there.
+    exchange: set if ulysses_degree > 1. It converts the caller's tensors to the plan's and back. Then `channel`
+        connects the ranks with the same heads, and all other fields count the plan's ranks, tokens and heads.
+    graphs: captured phases, if the request asks for CUDA graphs.
+    whole: the channel of the whole group, which compares calls; None if verify is off or the group has one rank.
+    kinds: how that comparison records its forward and its backward.
     """
 
     request: Request
@@ -66,24 +66,24 @@ class Prepared:
     kinds: tuple[Kind, Kind] | None = None
 
     def running(self, phase: int, device: torch.device) -> AbstractContextManager[None]:
-        """Around its forward (0) or its backward (1) on tensors of a device: see `Channel.running`."""
+        """Return a context manager for one forward (0) or backward (1), which counts the call."""
         if self.whole is None or self.kinds is None:
             return contextlib.nullcontext()
         return self.whole.running(self.kinds[phase], device)
 
     @property
     def forward(self) -> MemoryPlan:
-        """What this rank runs forward."""
+        """This rank's program of the forward, and its memory."""
         return self.rank_plan.forward
 
     @property
     def backward(self) -> MemoryPlan:
-        """What it runs backward."""
+        """This rank's program of the backward, and its memory."""
         return self.rank_plan.backward
 
     @property
     def format(self) -> Format:
-        """The sizes and dtypes of what travels."""
+        """The sizes and dtypes of messages."""
         return self.rank_plan.format
 
     @property
@@ -93,7 +93,7 @@ class Prepared:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes to reserve for what lands in the larger phase; equal on all ranks."""
+        """Bytes of receive memory: the larger of forward and backward. Equal on all ranks."""
         needed = max(self.forward.arena_bytes, self.backward.arena_bytes)
         return _roomy(needed) if self.request.cu_seqlens else needed
 
@@ -136,7 +136,7 @@ def build(request: Request, ranks: int, rank: int, qkv: QKV, over: Channel | Non
 
 @dataclass(slots=True)
 class _Known:
-    """What was prepared for a group, while it has this channel."""
+    """The prepared attentions of a group. They are valid for this channel only."""
 
     over: Channel | None
     prepared: OrderedDict[tuple[object, ...], Prepared] = field(default_factory=OrderedDict)
@@ -163,10 +163,12 @@ def plans_in_use() -> tuple[AttentionPlan, ...]:
 
 
 def prepare(request: Request, group: str, qkv: QKV, slopes: torch.Tensor | None = None) -> Prepared:
-    """Return the prepared attention of a request over a named group; ranks compare theirs the first time.
+    """Return the prepared attention of a request over a named group; forward and backward ask for it.
+
+    If the request is new, it is built, and the ranks compare theirs (unless verify is off).
 
     Args:
-        slopes: of ALiBi, compared with the rest.
+        slopes: of ALiBi, compared across the ranks when the request is new.
 
     Raises:
         UnsupportedError: nothing serves the request.
@@ -211,6 +213,7 @@ def _build_and_agree(request: Request, over: Channel | None, qkv: QKV, slopes: t
             _tell(error, over)
         raise
     if compare and over is not None:
+        # Attentions of one group must start from one thread: calls from two would have no common order.
         facts = facts_of(prepared, qkv, slopes) | {"thread": over.calls.thread}
         over.agree(facts)
         prepared = replace(prepared, whole=over, kinds=kinds_of(facts, prepared))
@@ -239,7 +242,7 @@ def _build_with_degree(request: Request, over: Channel | None, qkv: QKV) -> tupl
 
 
 def refuse(error: DistAttentionError, group: str, guard: Guard) -> None:
-    """Tell the ranks of a named group, which are about to compare their requests, that this one refuses."""
+    """Tell the other ranks of a named group that this one refuses; they hear it when they compare their requests."""
     if group_size(group) > 1 and guard.verify:
         over = channel(group, guard)
         with over.calls.preparing():
