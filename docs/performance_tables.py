@@ -572,7 +572,7 @@ def readme() -> list[str]:
     """The README's table of results."""
     lines = []
     for label, methods in (
-        ("ours, the better of with and without `cuda_graph`", (OURS, GRAPH)),
+        ("ours, the faster, with or without `cuda_graph`", (OURS, GRAPH)),
         ("Ulysses all-to-all, the same kernel", ULYSSES),
         ("PyTorch `context_parallel`", PYTORCH),
     ):
