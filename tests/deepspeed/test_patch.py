@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,8 +58,11 @@ def patched_copy(folder: Path) -> subprocess.CompletedProcess[str]:
     changed = folder / "deepspeed" / "__init__.py"
     changed.unlink()
     changed.write_bytes((installed / "__init__.py").read_bytes())
-    command = [sys.executable, str(ROOT / "patches" / "apply.py"), "deepspeed", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    git = shutil.which("git")
+    assert git is not None
+    patch = ROOT / "patches" / "deepspeed" / f"v{importlib.metadata.version('deepspeed')}.patch"
+    command = [git, "apply", str(patch)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_a_patched_deepspeed_honours_the_block(tmp_path: Path) -> None:

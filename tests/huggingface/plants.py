@@ -60,8 +60,10 @@ def the_window_is_dropped() -> None:
 
 
 def one_rank_has_another_plan() -> None:
+    from dfa_megatron.config import DistAttentionConfig
+
     if dist.get_rank() == 1:
-        _calls_with(schedule="ring")
+        _calls_with(config=DistAttentionConfig(schedule="ring"))
 
 
 def rope_has_no_offset() -> None:

@@ -84,8 +84,10 @@ def the_loss_is_scaled_by_the_ranks() -> None:
 
 
 def one_rank_has_another_plan() -> None:
+    from dfa_megatron.config import DistAttentionConfig
+
     if dist.get_rank() == 1:
-        _calls_with(schedule="ring")
+        _calls_with(config=DistAttentionConfig(schedule="ring"))
 
 
 def a_kernel_ignores_the_window() -> None:
