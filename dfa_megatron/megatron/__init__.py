@@ -1,9 +1,9 @@
 """Distributed attention in Megatron-Core, through its public hooks only.
 
-In a script of Megatron's:   --context-parallel-size 8 --cp-comm-type dfa --spec dfa_megatron.megatron get_spec
+In a Megatron script:        --context-parallel-size 8 --cp-comm-type dfa --spec dfa_megatron.megatron get_spec
                              (Megatron-Core up to 0.18: --spec dfa_megatron.megatron SPEC;
                              hybrid models: --spec dfa_megatron.megatron hybrid_stack_spec)
-In a loop of your own:       distribute_attention(spec, config, config=options) makes the model's spec,
+In a loop of your own:       distribute_attention(spec, config, config=options) returns the spec,
                              shard_batch(batch, cp_group, options) slices the data
 """
 
@@ -60,7 +60,7 @@ _SPECS = {"SPEC": "spec_from_args", "hybrid_stack_spec": "hybrid_stack_spec"}
 
 
 def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
-    """The spec for Megatron's `--spec dfa_megatron.megatron get_spec` (Megatron-Core 0.19 and later); see spec.py."""
+    """Return the spec for `--spec dfa_megatron.megatron get_spec` (Megatron-Core 0.19 and later); see spec.py."""
     from dfa_megatron.megatron.spec import get_spec as make
 
     return make(model_cfg, vp_stage=vp_stage)
@@ -68,7 +68,7 @@ def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
 
 def __getattr__(name: str) -> Any:
     if name in _SPECS:
-        # Kept, because Megatron reads vars(module); and never an ImportError, because Megatron logs that and goes on
+        # Stored in the module, because Megatron reads vars(module). No ImportError: Megatron logs one and continues
         # with its own attention.
         try:
             spec = importlib.import_module(f"{__name__}.spec")

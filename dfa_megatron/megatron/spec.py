@@ -1,4 +1,4 @@
-"""Puts distributed attention into any Megatron layer spec, and answers Megatron's `--spec` flag."""
+"""Put distributed attention into any Megatron layer spec, and serve Megatron's `--spec` flag."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def distribute_attention(
         spec: a layer spec (ModuleSpec of a TransformerLayer), TransformerBlockSubmodules (for instance of a model with
             experts in some layers), or the stack spec of a hybrid model. Its modules are Transformer Engine's or
             Megatron's own.
-        transformer_config: the TransformerConfig, which is then checked now and not when the model is built. Sequence
-            parallelism without Transformer Engine and Apex needs it, because the norms are replaced (see norm.py).
+        transformer_config: the TransformerConfig. If given, it is checked now and not when the model is built. Sequence
+            parallelism without Transformer Engine and Apex needs it to replace the norms (see norm.py).
         config: this package's options. data_layout="contiguous" needs batches from `shard_batch`.
-        vp_stage: the virtual pipeline stage, as for Megatron's get_num_layers_to_build. It matters only where the final
+        vp_stage: the virtual pipeline stage, as for Megatron's get_num_layers_to_build. It matters only if the final
             norm is replaced.
         pp_rank: the pipeline rank, likewise.
 
     Returns:
-        The same kind of spec. A layer spec becomes TransformerBlockSubmodules where the final norm is replaced.
+        The same kind of spec. A layer spec becomes TransformerBlockSubmodules if the final norm is replaced.
         GPTModel takes both.
 
     Raises:
-        UnsupportedError: the spec or the configuration asks for something that would give wrong numbers silently.
+        UnsupportedError: the spec or the configuration would give wrong numbers silently.
     """
     options = config or DistAttentionConfig()
     if is_stack(spec):
@@ -91,7 +91,7 @@ def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
     if not isinstance(spec, ModuleSpec) or not hasattr(getattr(attention, "submodules", None), "core_attention"):
         SPEC.check(no_core_attention=type(spec).__name__)
     _check_replaced(attention.submodules.core_attention)
-    layer = copy.copy(spec)  # what is changed below is copied, everything else is shared with the given spec
+    layer = copy.copy(spec)  # the changed parts are copied, the rest is shared with the given spec
     layer.submodules = copy.copy(spec.submodules)
     layer.submodules.self_attention = copy.copy(attention)
     layer.submodules.self_attention.submodules = copy.copy(attention.submodules)
@@ -122,7 +122,7 @@ def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
     stack = copy.copy(spec)
     stack.submodules = copy.copy(spec.submodules)
     for slot, layer in vars(spec.submodules).items():
-        if not isinstance(layer, ModuleSpec) or slot == "mtp_block_spec":  # prediction layers are made of these layers
+        if not isinstance(layer, ModuleSpec) or slot == "mtp_block_spec":  # prediction layers consist of these layers
             continue
         if slot in ATTENTION_SLOTS:
             made = _layer(layer, config, context)
@@ -135,22 +135,22 @@ def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
 
 
 def hybrid_stack_spec() -> Any:
-    """Megatron's default hybrid stack spec with ours in it, for `--spec dfa_megatron.megatron hybrid_stack_spec`."""
+    """Return Megatron's hybrid stack spec, distributed, for `--spec dfa_megatron.megatron hybrid_stack_spec`."""
     check_if_asked(global_args())
     return distribute_attention(default_stack_spec(), config=options_of())
 
 
 def _norm(norm: Any, config: Any) -> Any:
-    """Megatron's PyTorch norm refuses sequence parallelism; ours stands in for it there and nowhere else."""
+    """Return the norm to use: ours in place of Megatron's PyTorch norm, which refuses sequence parallelism."""
     stands_in = config is not None and config.sequence_parallel and norm is WrappedTorchNorm
     return SequenceParallelNorm if stands_in else norm
 
 
 def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
-    """For `--spec dfa_megatron.megatron get_spec` (Megatron-Core 0.19 and later): its default spec, with ours in it.
+    """Return Megatron's default spec, distributed, for `--spec dfa_megatron.megatron get_spec` (0.19 and later).
 
-    Options come from the `--dfa-*` flags where the script has them (see flags.py); otherwise the layout is boundary,
-    which needs nothing of the script.
+    Options come from the script's `--dfa-*` flags (see flags.py). A script without them gets layout boundary, which
+    works with Megatron's own batches.
 
     Args:
         model_cfg: Megatron's GPTModelConfig.
@@ -167,10 +167,10 @@ def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
 
 
 def spec_from_args() -> Any:
-    """For `--spec dfa_megatron.megatron SPEC` (Megatron-Core up to 0.18, whose scripts take an object, not a function).
+    """Return the object for `--spec dfa_megatron.megatron SPEC` (scripts up to Megatron-Core 0.18 take no function).
 
     Raises:
-        UnsupportedError: outside a Megatron script, or a model whose default spec is not one layer for all.
+        UnsupportedError: not in a Megatron script, or the model's default spec has more than one kind of layer.
     """
     args = global_args()
     SPEC.check(no_script=args is None)

@@ -1,4 +1,4 @@
-"""Which Megatron-Core is here, and whether this package was tried with it."""
+"""Find the version of Megatron-Core, and warn if this package was not tested with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATEST_TRIED = (0, 19)
 
 
 def version() -> str:
-    """As Megatron-Core says it, for instance 0.19.2, or 0.20.0rc0+1234abc in a clone."""
+    """Return Megatron-Core's own version text: 0.19.2, or 0.20.0rc0+1234abc in a clone."""
     import megatron.core
 
     return str(getattr(megatron.core, "__version__", "of unknown version"))
@@ -22,7 +22,7 @@ def version() -> str:
 
 @functools.cache
 def say_if_not_tried() -> None:
-    """Log a warning, once in a run, where Megatron-Core is newer than any that was tried."""
+    """Log one warning per run if Megatron-Core is newer than every tested version."""
     found = re.match(r"(\d+)\.(\d+)", version())
     if found and (int(found[1]), int(found[2])) > LATEST_TRIED and os.environ.get("RANK", "0") == "0":
         logger.warning(

@@ -18,7 +18,7 @@ logger = logging.getLogger("dfa_megatron.megatron")
 
 
 class AttentionContext:
-    """Hold the state of one model, in the `params` of its layer specs; copies of a spec share it.
+    """Hold the state of one model in the `params` of its layer specs; copies of a spec share it.
 
     Args:
         options: the user's options.
@@ -50,7 +50,7 @@ class AttentionContext:
         self._said.add(key)
 
     def check_batch(self, cp_group: dist.ProcessGroup, *, packed: bool) -> None:
-        """Refuse a batch that was sliced for another layout than that of the layers; checked for every batch."""
+        """Refuse a batch in another layout than the layers use; checked for every batch."""
         check_declared(cp_group, self.options.data_layout, packed=packed)
 
     def check_unpacked(self) -> None:
@@ -85,7 +85,7 @@ class AttentionContext:
         key_dim = config.kv_channels
         if getattr(config, "multi_latent_attention", False):
             key_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-        # Two matrix products over the half of all pairs that a causal mask leaves, spread over the ranks.
+        # Two matrix products over the causal half of all pairs, divided among the ranks.
         tflop = rows * rows * dist.get_world_size(layer.pg_collection.cp) * batch * heads * (key_dim + value_dim) / 1e12
         self.say_once(
             "kept",

@@ -28,7 +28,7 @@ class DistributedCoreAttention(torch.nn.Module):
     Megatron builds it by keyword; see megatron.core.transformer.attention.CoreAttentionBuilder.
 
     Raises:
-        UnsupportedError: the request is one that this class would not honour.
+        UnsupportedError: this class would not honour the request.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class DistributedCoreAttention(torch.nn.Module):
 
 
 def _softmax_offset(config: Any) -> torch.Tensor | None:
-    """Return the offset (heads / TP), a parameter where it is learned as in Megatron's own attention, or None."""
+    """Return the offset (heads / TP), a parameter if it is learned, as in Megatron's own attention, or None."""
     kind = getattr(config, "softmax_type", "vanilla")
     if kind == "vanilla":
         return None
@@ -149,13 +149,13 @@ def _softmax_offset(config: Any) -> torch.Tensor | None:
     learned = torch.nn.Parameter(torch.zeros(heads, **where))
     if config.perform_initialization:
         config.init_method(learned)
-    # Megatron's own leaves this out, and the norm of all gradients then has the heads of one tensor-parallel rank.
+    # Without this mark, as in Megatron, the gradient norm counts the heads of one tensor-parallel rank only.
     set_tensor_model_parallel_attributes(learned, is_parallel=True, dim=0, stride=1)
     return learned
 
 
 def _window_of(config: Any, layer_number: int) -> tuple[int, int]:
-    """Return (left, right) of a layer, -1 for no bound, as Megatron's own attention has it."""
+    """Return a layer's window (left, right), -1 for no bound, as Megatron's own attention does."""
     window = getattr(config, "window_size", None)
     if not window:
         return -1, -1
@@ -171,5 +171,5 @@ def _name_of(attn_mask_type: Any) -> Any:
 
 
 def _unknown(others: dict[str, Any]) -> str:
-    """Return the arguments that Megatron set and this class does not know; `name` has no effect."""
+    """Return the arguments that Megatron set and this class does not know. `name` is allowed: it has no effect."""
     return ", ".join(f"{name}={value!r}" for name, value in others.items() if value is not None and name != "name")

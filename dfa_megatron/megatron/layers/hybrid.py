@@ -1,8 +1,8 @@
-"""Hybrid models (Mamba, MLP, experts and attention in one stack): attention layers get ours, the others are recomputed.
+"""Hybrid models (Mamba, MLP, experts and attention in one stack): distribute attention, recompute the other layers.
 
 The other layers rely on Megatron's zigzag order, so in layout `boundary` hidden states are exchanged around each
-attention layer. Full recomputation is taken over for the whole stack, because it is one flag on one config. The other
-layers are checkpointed here one by one, as in Megatron's own full recomputation.
+attention layer. Full recomputation is one flag on one config, so this module replaces it for the whole stack. The
+other layers are checkpointed one by one, as in Megatron's own full recomputation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RecomputedLayer:
             return forward(hidden_states, *args, **kwargs)
 
         wanted = self._dfa_recompute and layer.training and kwargs.get("inference_context") is None
-        # A re-entrant checkpoint of an input without gradient would cut the layer's own parameters off.
+        # A re-entrant checkpoint gives the layer's parameters no gradient if the input has none.
         if not (wanted and torch.is_grad_enabled() and hidden_states.requires_grad):
             return body(hidden_states)
         return checkpoint_of(layer.config, self._dfa_tp_group)(body, hidden_states)
@@ -53,16 +53,16 @@ def recomputed_class(base: type) -> type:
 
 
 def is_stack(spec: Any) -> bool:
-    """Return whether a spec is for a HybridStack, which Megatron-Core called MambaStack up to 0.17."""
+    """Return whether a spec is for a HybridStack (called MambaStack up to Megatron-Core 0.17)."""
     submodules = getattr(spec, "submodules", None)
     return hasattr(submodules, "attention_layer") and hasattr(submodules, "mamba_layer")
 
 
 def default_stack_spec() -> Any:
-    """Return Megatron's own hybrid_stack_spec, which it called mamba_stack_spec up to 0.17.
+    """Return Megatron's own hybrid_stack_spec (called mamba_stack_spec up to 0.17).
 
     Raises:
-        UnsupportedError: it needs a package that is not installed (Transformer Engine, mamba-ssm, Triton).
+        UnsupportedError: the spec needs a package that is not installed (Transformer Engine, mamba-ssm, Triton).
     """
     try:
         try:

@@ -1,4 +1,4 @@
-"""Rotary tables of multi-latent attention, which its layers make themselves, in the order of the tokens in them."""
+"""Rotary tables of multi-latent attention, computed in contiguous order; each layer makes its own table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ContiguousRotary:
     """
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
-        """Return the rows of this rank's tokens in a sequence of max_seq_len; with yarn also the factor of cos and sin.
+        """Return the rows of this rank's tokens in a sequence of max_seq_len. Yarn also returns its cos/sin factor.
 
         Raises:
             UnsupportedError: packed_seq, which needs the rows of whole documents.
@@ -32,7 +32,7 @@ class ContiguousRotary:
         group = rotary.cp_group if cp_group is None else cp_group
         made = rotary.get_emb(max_seq_len, offset)
         whole, factor = made if isinstance(made, tuple) else (made, None)
-        rows = whole.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()  # lets go of the whole table
+        rows = whole.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()  # frees the whole table
         answer = rows if factor is None else (rows, factor)
         rotary.__dict__["_dfa_rows"] = ((max_seq_len, offset), answer)
         return answer
@@ -42,8 +42,8 @@ class ContiguousRotary:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of yarn's rows, times its factor, for fused kernels: (seq_len / CP, 1, 1, dim).
 
-        Megatron's own function reuses the first rows of a longer table. In a table that is spread over ranks these rows
-        belong to other tokens, so this one always computes the given length.
+        Megatron's function reuses the first rows of a longer table. If ranks share a table, these rows belong to other
+        tokens, so this function always computes the given length.
         """
         rows, factor = self.forward(seq_len, offset, packed_seq)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -54,7 +54,7 @@ def make_contiguous(attention: Any) -> None:
     """Make the rotary table of a Megatron MultiLatentAttention follow contiguous tokens; nothing else changes.
 
     Raises:
-        UnsupportedError: this attention does not make its table as Megatron-Core 0.16 to 0.19 do.
+        UnsupportedError: this attention does not make its table as in Megatron-Core 0.16 to 0.19.
     """
     rotary: Any = getattr(attention, "rotary_pos_emb", None)
     if not (callable(getattr(rotary, "get_emb", None)) and hasattr(rotary, "cp_group")):

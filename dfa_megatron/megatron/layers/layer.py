@@ -21,15 +21,15 @@ from dfa_megatron.megatron.tokens.packed_documents import check_samples, place, 
 class DistributedAttentionLayer:
     """Wrap a layer's forward; the first base of every class that `layer_class` makes.
 
-    - Rematerialization: the layer runs inside Megatron's own checkpoint; its attention's output and lse are recorded in
-      the first pass and replayed in the recompute, so attention and its messages never run twice.
+    - Rematerialization: the layer runs inside Megatron's own checkpoint. The first pass records attention's output and
+      lse, and the recompute replays them, so attention and its messages never run twice.
     - Layout `boundary`: hidden states go from zigzag to contiguous before global layer 1 and back after the last one;
       in a hybrid stack, before and after each attention layer.
-    - Layouts `boundary` and `contiguous`: the rotary table, which Megatron slices in zigzag order, is exchanged once;
-      that of multi-latent attention, which every layer makes itself, is sliced in order.
-    - Layout `boundary`: recorded and replayed routing, and hidden states that a caller extracts between layers, are in
-      the caller's order; see outside.py.
-    - Packed documents, in every layout: each token gets the rotary row of its place in its own document.
+    - Layouts `boundary` and `contiguous`: Megatron's zigzag slice of the rotary table is exchanged once. In
+      multi-latent attention every layer makes its own table, which is sliced in order.
+    - Layout `boundary`: recorded or replayed routing stays in the caller's order, and so do hidden states that a caller
+      extracts between layers; see outside.py.
+    - Packed documents, in every layout: each token gets the rotary row of its position in its document.
     """
 
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
@@ -92,7 +92,7 @@ class DistributedAttentionLayer:
         packed = kwargs.get("packed_seq_params")
         if layer.layer_number == 1 or self._dfa.hybrid:
             self._dfa.check_batch(layer.pg_collection.cp, packed=packed is not None)
-        if self._dfa_permuted and packed is None:  # for documents Megatron passes a table that is not sliced
+        if self._dfa_permuted and packed is None:  # with documents Megatron passes the whole table
             tables = self._dfa.relayout(layer.pg_collection, sequence_parallel=False)
             rotary_pos_emb = self._dfa.tables.contiguous(rotary_pos_emb, tables, self._dfa_tokens(hidden_states))
         if packed is None:
@@ -134,7 +134,7 @@ class DistributedAttentionLayer:
             forward = super(DistributedAttentionLayer, layer).forward  # type: ignore[misc]
             return forward(hidden_states, context=context, **kwargs)
 
-        # A re-entrant checkpoint of an input without gradient would cut the layer's own parameters off.
+        # A re-entrant checkpoint gives the layer's parameters no gradient if the input has none.
         if not (self._dfa_remat and layer.training and torch.is_grad_enabled() and hidden_states.requires_grad):
             return body(hidden_states, context)
         from dfa_megatron.remat import remat_checkpoint

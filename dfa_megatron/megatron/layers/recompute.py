@@ -1,4 +1,4 @@
-"""Takes Megatron's `--recompute-granularity full` over: which layers run under record and replay instead."""
+"""Replace Megatron's `--recompute-granularity full`: decide which layers run under record and replay."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Recompute:
     num_layers: int | None
 
     def covers(self, local_layer: int) -> bool:
-        """Return whether it recomputes the local_layer-th layer (from 1) of a model chunk."""
+        """Return whether the flags recompute the local_layer-th layer (from 1) of a model chunk."""
         return self.method != "block" or local_layer <= (self.num_layers or 0)
 
 
 def take_over(config: Any, context: AttentionContext) -> Recompute | None:
-    """Clear full recomputation on the config, which Megatron reads in every forward, and return the cleared flags.
+    """Clear full recomputation on the config and return the cleared flags; Megatron reads them in every forward.
 
-    Return None where full recomputation is off. With remat='off' the flags stay. Every call on the same config returns
-    the same, so each layer may call it.
+    Return None if full recomputation is off. With remat='off' the flags stay. Every call on the same config returns
+    the same object, so each layer may call it.
 
     Raises:
-        UnsupportedError: the method does not suit a hybrid model, or another model has taken the config over.
+        UnsupportedError: a hybrid model does not support the method, or another model already uses the config.
     """
     taken: Recompute | None = getattr(config, _ATTRIBUTE, None)
     granularity, method = (getattr(config, f"recompute_{name}", None) for name in ("granularity", "method"))

@@ -15,7 +15,7 @@ _OWN_ATTENTION = "the model with Megatron's own attention, without this package'
 
 
 def several_ranks(a: Asked) -> bool:
-    """Return whether the context-parallel group has more than one rank, as far as the request says."""
+    """Return whether the context-parallel group is known to have more than one rank."""
     return (a.context_parallel_size or 1) > 1
 
 
@@ -30,7 +30,7 @@ def _heads(a: Asked) -> int:
 
 
 def _degree(a: Asked) -> int:
-    """Return the ranks that exchange heads, 0 where the planner chooses."""
+    """Return the number of ranks that exchange heads, 0 if the planner chooses."""
     return a.dfa_ulysses_degree if isinstance(a.dfa_ulysses_degree, int) else 0
 
 

@@ -1,7 +1,7 @@
-"""What the lines call that patches/megatron-lm puts into a Megatron-LM clone; nothing else needs this file.
+"""Functions that the patch in patches/megatron-lm calls from a Megatron-LM clone; only the patch uses this file.
 
-There `--cp-comm-type dfa` alone, without --spec, makes Megatron's default model with distributed attention, and the
-`--dfa-*` flags are known. Without `--cp-comm-type dfa` every function here hands back what Megatron had.
+In a patched clone `--cp-comm-type dfa` alone, without --spec, makes Megatron's default model distributed. The parser
+knows the `--dfa-*` flags. Without `--cp-comm-type dfa` every function returns Megatron's own value.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dfa_megatron.megatron.tokens.others import refuse_other_layers
 
 
 def asked_for(config: Any) -> bool:
-    """Whether a TransformerConfig has --cp-comm-type dfa; in a list of one per layer they must all be dfa."""
+    """Return whether a TransformerConfig has --cp-comm-type dfa; in a list per layer all must be dfa."""
     asked = getattr(config, "cp_comm_type", None)
     return asked == "dfa" or (isinstance(asked, list) and bool(asked) and set(asked) == {"dfa"})
 
 
 def _in_order() -> bool:
-    """Whether the script's batches are sliced in order. Of a run without our flags nothing else is asked."""
+    """Return whether the script's batches are sliced in order; False without checks in a run without our flags."""
     return getattr(global_args(), "dfa_data_layout", "boundary") == "contiguous"
 
 
 def layer_spec(spec: Any, config: Any, vp_stage: int | None = None) -> Any:
-    """The spec of the decoder that Megatron has chosen, with distributed attention where it was asked for."""
+    """Return the decoder spec that Megatron chose, with distributed attention if the config requests it."""
     if _in_order():
         refuse_other_layers()
     if not asked_for(config):
@@ -38,18 +38,18 @@ def layer_spec(spec: Any, config: Any, vp_stage: int | None = None) -> Any:
 
 
 def prediction_spec(spec: Any, config: Any) -> Any:
-    """The same for the spec of a multi-token prediction layer, whose tokens stay in Megatron's zigzag order."""
+    """Return the spec of a multi-token prediction layer likewise; its tokens stay in Megatron's zigzag order."""
     if not asked_for(config):
         return spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     zigzag = options_of().replace(data_layout="zigzag", schedule="auto")
-    # A block, because Megatron takes the spec of a layer only if its class is TransformerLayer itself.
+    # A block, because Megatron accepts a layer spec only if its class is exactly TransformerLayer.
     return distribute_attention(TransformerBlockSubmodules(layer_specs=[spec]), config, config=zigzag)
 
 
 def get_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> Any:
-    """Megatron's function of that name; with --dfa-data-layout contiguous it slices in order."""
+    """Slice as Megatron's function of that name, or in order with --dfa-data-layout contiguous."""
     from megatron.core import utils
 
     megatrons = utils.get_batch_on_this_cp_rank

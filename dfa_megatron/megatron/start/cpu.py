@@ -1,4 +1,4 @@
-"""Lets Megatron-Core train on CPU with gloo (tests, the self-check, the quick start): stands in for its CUDA calls.
+"""Let Megatron-Core train on CPU with gloo (tests, self-check, quick start) by replacing its CUDA calls.
 
     from dfa_megatron.megatron.start.cpu import use_cpu
     use_cpu()          # before the first model is built; refuses where CUDA is available
@@ -24,7 +24,7 @@ def use_cpu() -> None:
     """Apply every patch to this process, once.
 
     Raises:
-        UnsupportedError: CUDA is available, where none of this is wanted.
+        UnsupportedError: CUDA is available, so the patches would be wrong.
     """
     LAUNCH.check(cuda=torch.cuda.is_available())
     if getattr(torch.cuda, _MARK, False):
@@ -47,7 +47,7 @@ def _current_device() -> None:
 def _generators() -> None:
     """megatron/core/tensor_parallel/random.py: the CUDA generator's state becomes the CPU generator's.
 
-    The tracker of random states keeps its meaning, so dropout under checkpoints and tensor parallelism is real.
+    The tracker of random states works as on a GPU, also for dropout under checkpoints and tensor parallelism.
     """
     from megatron.core.tensor_parallel import random
 
@@ -101,7 +101,7 @@ def _streams() -> None:
     """megatron/core/distributed (gradient reduction) and the MoE dispatchers make CUDA streams and events."""
 
     class Stream:
-        """Everything is in order on CPU: waiting and recording have nothing to do."""
+        """Replace a CUDA stream; the CPU runs in order, so waiting and recording do nothing."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The `--dfa-*` flags in Megatron's argument parser, and reading them back."""
+"""Add the `--dfa-*` flags to Megatron's argument parser, and read them back."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def add_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def options_of(args: Any = None) -> DistAttentionConfig:
-    """The options on a namespace, else on Megatron's global arguments, else the defaults with layout boundary.
+    """Return the options on a namespace, else on Megatron's global arguments, else defaults with layout boundary.
 
     Raises:
-        UnsupportedError: a flag of Megatron's that does not go with ours.
+        UnsupportedError: a Megatron flag contradicts one of ours.
     """
     args = global_args() if args is None else args
     if args is None:
@@ -43,7 +43,7 @@ def options_of(args: Any = None) -> DistAttentionConfig:
 
 
 def global_args() -> Any:
-    """Megatron's global argument namespace, or None outside its scripts (megatron.training is not in every wheel)."""
+    """Return Megatron's global arguments, or None outside its scripts (not every wheel has megatron.training)."""
     try:
         from megatron.training import get_args
     except ImportError:
@@ -55,7 +55,7 @@ def global_args() -> Any:
 
 
 def packs_of_args() -> str:
-    """How a Megatron script cuts packed documents: "" (none), "documents" (zigzag in each) or "rows" (in each row)."""
+    """Return how a script cuts packed documents: "" (none), "documents" (zigzag in each) or "rows" (in each row)."""
     args = global_args()
     if getattr(args, "sft", False):
         return "documents"

@@ -1,9 +1,9 @@
-"""Prepares this process for one of Megatron's scripts: the `--dfa-*` flags in its parser, its batches sliced in order.
+"""Prepare this process for a Megatron script: add the `--dfa-*` flags to its parser, slice its batches in order.
 
-These names are replaced, each only where it exists with the meaning that is known here, and only once:
+These names are replaced once, each only if it exists with the signature that is known here:
 
-- megatron.training.arguments.add_megatron_arguments, which `parse_args` of every version looks up when it is called;
-- for layout contiguous, megatron.core.utils.get_batch_on_this_cp_rank and, of packed documents up to 0.17,
+- megatron.training.arguments.add_megatron_arguments, which every version of `parse_args` looks up at call time;
+- for layout contiguous, megatron.core.utils.get_batch_on_this_cp_rank and, for packed documents up to 0.17,
   get_thd_batch_on_this_cp_rank, and every Megatron module that has imported them;
 - for layout contiguous, the constructor of Megatron's SFTDataset, which would pad every document to 2 x CP tokens;
 - for layout contiguous, the constructor of Megatron's TransformerLayer, which then refuses layers that are not ours.
@@ -49,17 +49,17 @@ _SLICE_PARAMETERS = {
 
 
 def prepare(flags: Sequence[str]) -> DistAttentionConfig:
-    """Put our flags into Megatron's parser, and our slicing into its scripts where the flags ask for `contiguous`.
+    """Put our flags into Megatron's parser, and our slicing into its scripts where the flags say `contiguous`.
 
     Args:
-        flags: the script's arguments. With -h or --help among them nothing is refused: the script prints its help.
+        flags: the script's arguments. With -h or --help nothing is refused: the script prints its help.
 
     Returns:
-        The options that the flags say.
+        The options in the flags.
 
     Raises:
-        UnsupportedError: flags that would be silently wrong, or a Megatron without the names that are replaced.
-        SystemExit: a --dfa flag with a value that it does not take, as argparse does it.
+        UnsupportedError: flags that would be silently wrong, or a Megatron without the replaced names.
+        SystemExit: a --dfa flag with an invalid value, as in argparse.
     """
     args = _known(flags)
     options = DistAttentionConfig.from_args(args)
@@ -83,7 +83,7 @@ def _known(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def _named(module_name: str, name: str) -> tuple[Any, Callable[..., Any]]:
-    """A module of Megatron's and its function of that name."""
+    """Return a Megatron module and its function of that name."""
     where = f"{module_name}.{name} of Megatron-Core {version()}"
     try:
         module = importlib.import_module(module_name)
@@ -110,7 +110,7 @@ def _add_flags() -> None:
 
 
 def _with_printable_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Escape what argparse cannot print: a help text of Megatron-Core 0.18 and 0.19 has a bare %, and --help fails."""
+    """Escape a bare % in a help text of Megatron-Core 0.18 and 0.19, which makes --help fail in argparse."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         if action.help:
@@ -135,7 +135,7 @@ def _slice_in_order(options: DistAttentionConfig) -> None:
 
     _replace(_SLICE, megatrons, sliced_in_order)
     of_packs = getattr(sys.modules["megatron.core.utils"], _SLICE_PACKED, None)
-    if of_packs is None:  # in 0.18 and later the function above slices packs as well
+    if of_packs is None:  # since 0.18 the function above slices packs too
         return
 
     @functools.wraps(of_packs)
@@ -161,7 +161,7 @@ def _slice_in_order(options: DistAttentionConfig) -> None:
 
 
 def _replace(name: str, megatrons: Callable[..., Any], ours: Callable[..., Any]) -> None:
-    """Put our function in the place of Megatron's in every module of Megatron's that has it."""
+    """Replace Megatron's function with ours in every Megatron module that has it."""
     setattr(ours, _MARK, megatrons)
     for where, module in list(sys.modules.items()):
         if where.split(".")[0] == "megatron" and getattr(module, "__dict__", {}).get(name) is megatrons:
@@ -169,7 +169,7 @@ def _replace(name: str, megatrons: Callable[..., Any], ours: Callable[..., Any])
 
 
 def _leave_documents_unpadded() -> None:
-    """Have Megatron's --sft make the samples that it makes without context parallelism."""
+    """Make Megatron's --sft build the same samples as without context parallelism."""
     try:
         dataset = importlib.import_module("megatron.training.datasets.sft_dataset").SFTDataset
     except (ImportError, AttributeError):
@@ -194,17 +194,17 @@ def _leave_documents_unpadded() -> None:
 
 
 def slice_in_order(options: DistAttentionConfig, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
-    """What Megatron's get_batch_on_this_cp_rank does, in layout `contiguous`.
+    """Slice a batch like Megatron's get_batch_on_this_cp_rank, in layout `contiguous`.
 
     Args:
-        options: of the model, with layout contiguous.
-        signature: of Megatron's function; args and kwargs are those that it was called with.
+        options: the model's options, with layout contiguous.
+        signature: the signature of Megatron's function; args and kwargs are the arguments of this call.
 
     Returns:
-        The batch that was given, changed in place as Megatron does it.
+        The given batch, changed in place as Megatron does.
 
     Raises:
-        UnsupportedError: arguments that ask for another slicing, or a model without distributed attention.
+        UnsupportedError: arguments for another slicing, or a model without distributed attention.
     """
     asked = signature.bind(*args, **kwargs)
     _check_slicing(signature, asked.arguments)

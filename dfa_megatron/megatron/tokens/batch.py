@@ -31,22 +31,22 @@ def shard_batch(
     cp_group: dist.ProcessGroup,
     options: DistAttentionConfig,
 ) -> dict[str, torch.Tensor | None]:
-    """Return this rank's part of a batch that every rank of the group holds whole, in place of Megatron's slicing:
+    """Return this rank's part of a batch that every rank of the group holds whole; it replaces Megatron's slicing:
 
         batch = shard_batch(batch, parallel_state.get_context_parallel_group(), options)
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
     cu_seqlens describes packed documents. They may have any length and span ranks. Only the row is padded, to a
-    multiple of CP tokens. Several rows become one, as in Megatron's
-    flatten_batch_for_packed_sequences; `packed_seq_params` then makes the model's argument.
+    multiple of CP tokens. Several rows become one, as in Megatron's flatten_batch_for_packed_sequences.
+    `packed_seq_params` then makes the model's argument.
 
     Args:
         batch: tokens, labels, loss_mask, position_ids and the like, each (batch, seq, ...); None stays None.
-            position_ids may be (3, batch, seq), of multimodal rotary embeddings: they stay whole, because Megatron's
-            module makes the table of all tokens and slices that. cu_seqlens and cu_seqlens_padded are int32 offsets
-            into a row, (documents + 1) for a single one or (batch, documents + 1), where the last may be repeated; they
-            and max_seqlen stay whole.
-        cp_group: the context-parallel group; a group of one rank gets the batch as it is.
+            position_ids of multimodal rotary embeddings, (3, batch, seq), stay whole: Megatron's module makes the
+            table of all tokens and slices it. cu_seqlens and cu_seqlens_padded are int32 offsets
+            into a row: (documents + 1) for one row, else (batch, documents + 1), the last offset repeated as padding.
+            They and max_seqlen stay whole.
+        cp_group: the context-parallel group; a group of one rank gets the batch unchanged.
         options: the options the model was built with. Layout contiguous slices in order; boundary and zigzag slice as
             Megatron's get_batch_on_this_cp_rank does.
 
@@ -56,7 +56,7 @@ def shard_batch(
             divide among the ranks.
     """
     ranks, positions = dist.get_world_size(cp_group), batch.get("position_ids")
-    # A time, a height and a width of every token.
+    # Time, height and width of every token.
     has_axes = positions is not None and positions.dim() == 3
     BATCHES.check(
         options,
@@ -96,7 +96,7 @@ def _one_row(batch: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Ten
 def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:
     """Declare how this process slices batches over a context-parallel group: "contiguous" or "zigzag".
 
-    `shard_batch` calls it. Call it yourself only where your own code slices. A model cannot tell contiguous tokens from
+    `shard_batch` calls it. Call it yourself only if your own code slices. A model cannot tell contiguous tokens from
     zigzag ones, so in layout `contiguous` it refuses to run on undeclared batches.
     """
     BATCHES.check(declared=layout)
@@ -104,7 +104,7 @@ def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:
 
 
 def check_declared(cp_group: dist.ProcessGroup, layout_option: str, *, packed: bool = False) -> None:
-    """Refuse tokens in another order than the layers assume; undeclared batches count as Megatron's zigzag.
+    """Refuse tokens in another order than the layers expect; undeclared batches count as Megatron's zigzag.
 
     Undeclared packed batches count as zigzag in every document, unless the script's flags slice whole rows.
 

@@ -1,8 +1,7 @@
 """Move the rows of a sequence-first tensor between Megatron's zigzag layout and contiguous slices, in one all-to-all.
 
-Shapes: a tensor here is (rows, ...), rows being the tokens that this rank holds: length / CP of them, or
-length / (CP * TP) under sequence parallelism, where Megatron splits a context-parallel rank's tokens again over its
-tensor-parallel ranks.
+Shapes: a tensor here is (rows, ...). The rows are this rank's tokens: length / CP, or length / (CP * TP) under sequence
+parallelism, where Megatron splits a context-parallel rank's tokens again over its tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def positions(layout: str, length: int, ranks: int, rank: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """The rows that one member sends, and the places of received rows; rows for one member travel in token order."""
+    """Hold the rows that one member sends and the places of received rows; rows travel in token order."""
 
     send_rows: torch.Tensor
     send_counts: list[int]
@@ -65,10 +64,10 @@ class Relayout:
 
     Args:
         cp_group: the context-parallel group.
-        tp_group, tp_cp_group: with sequence parallelism the tensor-parallel group and the group of both, else None.
+        tp_group, tp_cp_group: with sequence parallelism the tensor-parallel group and the combined group, else None.
 
     Raises:
-        UnsupportedError: the group of both is not ordered with the tensor-parallel rank fastest, as Megatron orders it.
+        UnsupportedError: the combined group does not have Megatron's order (tensor-parallel rank fastest).
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Relayout:
         self._plans: dict[tuple[str, str, int, torch.device], ExchangePlan] = {}
 
     def move(self, rows: torch.Tensor, source: LayoutName, target: LayoutName) -> torch.Tensor:
-        """Return this rank's rows (local rows, ...) in the target layout, given those in the source; no autograd."""
+        """Return this rank's rows (local rows, ...) in the target layout, given its rows in the source; no autograd."""
         if self.ranks == 1 or source == target:
             return rows
         key = (source, target, rows.shape[0], rows.device)
@@ -128,11 +127,11 @@ class _Exchange(torch.autograd.Function):
 
 
 class TableCache:
-    """Cache rotary tables in the contiguous layout, so that every table is exchanged once and not once per layer.
+    """Cache rotary tables in the contiguous layout: exchange each table once, not once per layer.
 
-    The key is a table's memory, because activation checkpoints pass new tensor objects over the same memory. Each entry
-    holds its source, so that the memory is not reused meanwhile. All ranks see the same tables in the same order, so
-    they agree on the exchanges.
+    The key is a table's memory, because activation checkpoints pass new tensor objects over the same memory. An entry
+    holds its source, so its memory is not reused. All ranks see the same tables in the same order, so they agree on
+    the exchanges.
     """
 
     def __init__(self, capacity: int = 8) -> None:

@@ -1,4 +1,4 @@
-"""Megatron's own layers where all batches are sliced in order: those of a teacher beside the model, for instance."""
+"""Refuse Megatron's own layers, for instance in a teacher beside the model, if all batches are sliced in order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MARK = "_dfa_megatron"
 
 
 def refuse_other_layers() -> None:
-    """From now on, have the constructor of Megatron's TransformerLayer refuse layers that are not of this package.
+    """Make the constructor of Megatron's TransformerLayer refuse layers that are not of this package.
 
-    Only those whose config has several context-parallel ranks: theirs is an attention that takes the tokens for
-    Megatron's zigzag order, and nothing in a tensor would show the mistake. A second call changes nothing.
+    This holds for configs with several context-parallel ranks. Megatron's attention would read the tokens in zigzag
+    order, and no tensor would show the mistake. A second call changes nothing.
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 

@@ -1,7 +1,7 @@
-"""What goes in and out of layers beside hidden states, in the caller's order of tokens, where layers have another.
+"""Exchange routing and extracted hidden states between the caller's order of tokens and the layers' order.
 
-In layout `boundary` the caller has Megatron's zigzag order and the layers the contiguous one. Replayed and recorded
-routing of experts, and hidden states of layers between that a caller asks a block for, are exchanged here.
+In layout `boundary` the caller uses Megatron's zigzag order and the layers use contiguous order. This module exchanges
+the experts' recorded and replayed routing, and hidden states that a caller extracts between layers.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _MARK = "_dfa_gives_back_in_order"
 
 
 class ExchangedReplay:
-    """Routing indices, (tokens, topk) int64, change places on their way; always the first base of `_replay_class`.
+    """Exchange routing indices, (tokens, topk) int64; always the first base of `_replay_class`.
 
-    The router's own tokens are contiguous. What is recorded is kept in zigzag order, and what is replayed is taken so.
+    The router's own tokens are contiguous. Recorded and replayed indices are in zigzag order.
     """
 
     def record_indices(self, topk_indices: torch.Tensor) -> None:
-        """Keep what the router chose, in the caller's order."""
+        """Record the router's choice in the caller's order."""
         super().record_indices(self._moved(topk_indices, "contiguous", "zigzag"))  # type: ignore[misc]
 
     def get_replay_topk(self, scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As RouterReplay's; the indices to replay are exchanged before they are used.
+        """Return the replayed choice, like RouterReplay, from indices that are exchanged first.
 
         Raises:
-            UnsupportedError: an action that is not known here, or indices of other tokens than those of scores.
+            UnsupportedError: an unknown action, or indices for another number of tokens than in scores.
         """
         replay: Any = self
         action = getattr(replay.router_replay_action, "name", None)
@@ -48,7 +48,7 @@ class ExchangedReplay:
                 replay.target_topk_idx = given
         if action == "REPLAY_BACKWARD":
             waiting = replay.replay_backward_list
-            waiting[0] = self._to_replay(waiting[0], scores)  # which is taken from the list next
+            waiting[0] = self._to_replay(waiting[0], scores)  # the next one in the list
             return choose(scores, *args, **kwargs)
         CALLS.check(routing_action=action)
 
@@ -58,7 +58,7 @@ class ExchangedReplay:
 
     def _moved(self, indices: torch.Tensor, source: str, target: str) -> torch.Tensor:
         replay: Any = self
-        rows = indices.reshape(replay.dfa_rows, -1)  # the tokens of a place in all samples of the batch travel together
+        rows = indices.reshape(replay.dfa_rows, -1)  # one position's tokens of all samples travel together
         moved: torch.Tensor = replay.dfa_exchange().move(rows, source, target)
         return moved.reshape(indices.shape)
 
@@ -69,10 +69,9 @@ def _replay_class(base: type) -> type:
 
 
 def exchange_routing(layer: Any) -> None:
-    """Have the router of a layer record and replay in the caller's order, if it has experts and their routing is kept.
+    """Make a layer's router record and replay in the caller's order, if it has experts and records their routing.
 
-    The router's input is looked at in every pass and recomputation, for (tokens, topk) does not say how many samples
-    the tokens are of.
+    Every pass reads the number of samples from the router's input, because (tokens, topk) does not show it.
     """
     router: Any = getattr(getattr(layer, "mlp", None), "router", None)
     replay: Any = getattr(router, "router_replay", None)
@@ -90,10 +89,10 @@ def exchange_routing(layer: Any) -> None:
 
 
 def exchange_extracted() -> None:
-    """Have the TransformerBlock whose constructor is running give back `extract_layer_indices` in the caller's order.
+    """Make the TransformerBlock under construction return `extract_layer_indices` in the caller's order.
 
-    Megatron tells a layer nothing of the block that it is in, so the block is looked for among the callers. A layer
-    that is built by itself has none.
+    Megatron gives a layer no reference to its block, so this function searches the call stack for the block. A layer
+    that is built alone has none.
     """
     from megatron.core.transformer.transformer_block import TransformerBlock
 

@@ -1,9 +1,9 @@
-"""Packed documents as Megatron hands them over (PackedSeqParams, THD): read once, checked, placed where our tokens lie.
+"""Read and check Megatron's packed documents (PackedSeqParams, THD), and compute the rotary rows of this rank's tokens.
 
-Megatron applies rotary embeddings to packed tokens in zigzag order of every single document, which is why it needs
-documents whose lengths are multiples of 2 x CP. Here tokens lie as the layout says, documents have any length, and
-every token gets its own row of the rotary table. So Megatron's attention is given an ordinary sequence of one row, and
-the documents travel beside it to `DistributedCoreAttention`.
+Megatron applies rotary embeddings in zigzag order of each document, so its documents need lengths that are multiples of
+2 x CP. Here tokens follow the layout, documents have any length, and each token gets its own row of the rotary table.
+Megatron's attention receives an ordinary sequence of one row, and the documents travel beside it to
+`DistributedCoreAttention`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PLACED = "_dfa_placed"
 
 @dataclass
 class PlacedPack(PackedSeqParams):  # type: ignore[misc,unused-ignore]  # Megatron has no types
-    """What Megatron's attention and ours see of a pack in place of Megatron's own parameters.
+    """Describe a pack to Megatron's attention and to ours, in place of Megatron's own parameters.
 
     Its qkv_format is "sbhd": (seq / CP, 1, heads, head_dim), with a rotary table that has a row for every local token.
     """
@@ -39,16 +39,16 @@ class PlacedPack(PackedSeqParams):  # type: ignore[misc,unused-ignore]  # Megatr
 
 
 def place(params: Any) -> PlacedPack:
-    """What our layers hand on in place of a PackedSeqParams; made once per micro-batch and known again.
+    """Return the PlacedPack of a PackedSeqParams; made once per micro-batch and cached.
 
-    Of documents that are padded at their ends (cu_seqlens_q_padded) the padding counts as the document's own: under a
-    causal mask no real token sees it, and it has no loss.
+    Padding at a document's end (cu_seqlens_q_padded) counts as part of the document: under a causal mask no real token
+    attends to it, and it has no loss.
 
     Args:
-        params: a PackedSeqParams in format thd, whose offsets are of whole documents, before any slicing.
+        params: a PackedSeqParams in format thd with offsets of whole documents, before any slicing.
 
     Raises:
-        UnsupportedError: another format, a group of its own (hybrid context parallelism), or keys of other documents.
+        UnsupportedError: another format, its own group (hybrid context parallelism), or other documents for the keys.
     """
     own_group = params.local_cp_size is not None or params.cp_group is not None
     PACKS.check(qkv_format=params.qkv_format or "", own_group=own_group)
@@ -69,10 +69,10 @@ def place(params: Any) -> PlacedPack:
 
 
 def check_samples(config: Any, params: Any, pack: PlacedPack) -> None:
-    """Refuse a router's loss of each sample, where several samples of a micro-batch come as one pack.
+    """Refuse a router's loss per sample if several samples of a micro-batch form one pack.
 
     Raises:
-        UnsupportedError: naming the loss and what works.
+        UnsupportedError: names the loss and an alternative.
     """
     kinds, sample = getattr(config, "moe_router_load_balancing_type", None), getattr(params, "tokens_per_sample", None)
     tokens = pack.offsets[-1]
@@ -81,18 +81,18 @@ def check_samples(config: Any, params: Any, pack: PlacedPack) -> None:
 
 
 def rotary_rows(table: Any, pack: PlacedPack, tokens: int, group: dist.ProcessGroup, layout: str) -> Any:
-    """Rotary embeddings of this rank's tokens, each by its position in its own document; made once per micro-batch.
+    """Return the rotary rows of this rank's tokens by position in each document; made once per micro-batch.
 
     Args:
         table: (longest document, 1, 1, rotary_dim) as Megatron makes it for packs, a tuple of such, or None.
-        tokens: that this rank holds.
-        layout: "contiguous" or "zigzag": how they lie inside the layers.
+        tokens: number of tokens that this rank holds.
+        layout: "contiguous" or "zigzag", the layout inside the layers.
 
     Returns:
         (tokens, 1, 1, rotary_dim), or a tuple of such, or None.
 
     Raises:
-        UnsupportedError: the table is shorter than a document, or the pack has not as many tokens as the ranks.
+        UnsupportedError: the table is shorter than a document, or the pack and the ranks differ in tokens.
     """
     if isinstance(table, (tuple, list)):
         return tuple(rotary_rows(member, pack, tokens, group, layout) for member in table)
@@ -112,7 +112,7 @@ def rotary_rows(table: Any, pack: PlacedPack, tokens: int, group: dist.ProcessGr
 
 
 def packed_seq_params(batch: Mapping[str, torch.Tensor | None]) -> PackedSeqParams | None:
-    """Megatron's PackedSeqParams of a batch from `shard_batch`; None for one without documents.
+    """Return Megatron's PackedSeqParams for a batch from `shard_batch`, or None without documents.
 
         params = packed_seq_params(batch)
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
@@ -141,7 +141,7 @@ def _row(offsets: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _documents(cu_seqlens: Any) -> Offsets:
-    """The offsets without empty documents: Megatron's datasets repeat the last one until all samples are as long."""
+    """Return the offsets without empty documents; Megatron's datasets repeat the last offset as padding."""
     PACKS.check(no_offsets=cu_seqlens is None)
     offsets = tuple(offset for offset, _ in groupby(offsets_of(cu_seqlens)))
     check_offsets(offsets)
