@@ -1,7 +1,7 @@
 """Refusals as rows of tables: a predicate, the three parts of the error, and an example that tests and documents it.
 
-Each framework has one `Stage` for each moment at which it looks at a request. docs/refusals.md is printed from all
-rows, and tests/test_refusals.py checks every row by its example.
+Each framework has one `Stage` for each moment at which it looks at a request. The docs site has a page of all rows,
+and tests/test_refusals.py checks every row by its example.
 """
 
 from __future__ import annotations

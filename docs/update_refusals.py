@@ -1,4 +1,4 @@
-"""Write docs/refusals.md from the rows of the tables of refusals: `python docs/update_refusals.py`."""
+"""Write docs/refusals.md, which git ignores, for the site: `python docs/update_refusals.py`. `.ci/docs.sh` calls it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from dfa_megatron.huggingface import refusals as of_huggingface
 from dfa_megatron.megatron import refusals as of_megatron
 from dfa_megatron.refusals import markdown
 
+FRAMEWORKS = {
+    "Megatron-Core": of_megatron.STAGES,
+    "DeepSpeed": of_deepspeed.STAGES,
+    "Hugging Face": of_huggingface.STAGES,
+}
 HEAD = """# What is refused
 
 A request that an integration would not honour is refused by name, at set-up wherever it can be known there.
 Each line is the error of the smallest such request.
-`docs/update_refusals.py` writes this page from the tables in the package.
 """
 
+
+def page() -> str:
+    """Return the page: a table for each stage, printed from its rows."""
+    return "\n".join([HEAD, *(f"## {name}\n\n{markdown(stages)}\n" for name, stages in FRAMEWORKS.items())])
+
+
 if __name__ == "__main__":
-    frameworks = {"Megatron-Core": of_megatron, "DeepSpeed": of_deepspeed, "Hugging Face": of_huggingface}
-    parts = [HEAD, *(f"## {name}\n\n{markdown(tables.STAGES)}\n" for name, tables in frameworks.items())]
-    Path(__file__).with_name("refusals.md").write_text("\n".join(parts), encoding="utf-8")
+    Path(__file__).with_name("refusals.md").write_text(page(), encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.refusals import Asked, Refusal, Stage, markdown
+from dfa_megatron.refusals import Asked, Refusal, Stage
 
 pytest.importorskip("megatron.core")
 
@@ -62,10 +63,16 @@ def test_a_request_for_nothing_special_passes_every_stage(stage: Stage) -> None:
     stage.check(stage.options)
 
 
-def test_the_documentation_has_every_row() -> None:
-    page = (ROOT / "docs" / "refusals.md").read_text()
+def test_the_page_of_the_site_has_every_row() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "update_refusals.py"))["page"]()
     for name, stages in FRAMEWORKS.items():
-        assert f"## {name}\n\n{markdown(stages)}\n" in page, "python docs/update_refusals.py writes docs/refusals.md"
+        section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        for stage in stages:
+            lines = section.split(f"### {stage.title}\n")[1].split("\n### ")[0]
+            for row in stage.rows:
+                error = row.error(Asked(stage.options, row.example))
+                cells = (text.replace("|", "\\|") for text in (error.what, error.why, error.instead))
+                assert f"| {' | '.join(cells)} |" in lines
 
 
 @pytest.mark.parametrize("folder", ["megatron", "deepspeed", "huggingface"])
