@@ -108,7 +108,7 @@ def test_what_cannot_be_checked_is_refused(tmp_path: Path) -> None:
     for settings, words, wanted in (
         ({**JSON, KEY: {"enabled": False}}, [], "no enabled block"),
         (unsized, [], "the number of ranks that share a sequence is unknown"),
-        (JSON, ["--ranks", "3"], "--ranks 3"),
+        (JSON, ["--ranks", "3"], r"--ranks=3 beside dist_flash_attention\.size=2"),
         (JSON | {"optimizer": {"type": "OneBitAdam"}}, [], "optimizer.type"),
         (JSON | {"gradient_allreduce_op": "sum"}, [], "gradient_allreduce_op"),
     ):
