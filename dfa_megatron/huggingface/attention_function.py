@@ -26,18 +26,18 @@ _CHECKED = "_dfa_checked"
 
 @dataclass(slots=True)
 class Packed:
-    """Whether the batch that the model is given now is of packed documents, for layers that are not told which."""
+    """Record whether the current batch holds packed documents, for layers that do not receive them."""
 
     now: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """What an attention layer needs to know beside its tensors; plain values, so that a model can be copied.
+    """Hold an attention layer's settings beside its tensors; plain values, so that a model can be copied.
 
     group: name of the process group that shares the sequence, "" for a single process.
     before: the attention implementation that the model had.
-    packed: what the batch of the last forward was.
+    packed: whether the last forward's batch was packed.
     accelerate: batches come from accelerate: in evaluation every rank has whole sequences of its own, and the loss of
         this rank's tokens is weighed by who called the model.
     """
@@ -72,7 +72,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of this rank's queries over the whole sequence, as transformers calls it; autocast is honoured.
+    """Compute attention of this rank's queries over the whole sequence, for transformers; autocast is honoured.
 
     Args:
         module: the attention layer; `distribute_attention` has put a context on it.
@@ -88,7 +88,7 @@ def attention(
         out (batch, local_seq, heads, head_dim), and None for the weights.
 
     Raises:
-        UnsupportedError: the layer asks for what would not be honoured.
+        UnsupportedError: this function would not honour the layer's request.
     """
     context: LayerContext | None = getattr(module, CONTEXT, None)
     given = {"attn_logit_softcapping": softcap, "sinks": s_aux}
@@ -157,7 +157,7 @@ def mask(
     local_size: int | None = None,
     **others: Any,
 ) -> WindowMask | None:
-    """No mask tensor: the plan knows of causality, and of the window it is told. Once per forward, not per layer.
+    """Return no mask tensor, because the plan holds causality and the window; called once per forward.
 
     attention_mask: (batch, local_seq) as the user gave it, or `nothing_hidden`.
     local_size: the sliding window of the layers that this mask is for; None for those without. (For chunks of a
@@ -178,7 +178,7 @@ def _window_mask(given: torch.Tensor | WindowMask | None) -> WindowMask | None:
 
 
 def _documents(module: torch.nn.Module, context: LayerContext, others: dict[str, Any]) -> Documents | None:
-    """The documents of every row, None for one in each."""
+    """Return the documents of every row, or None if each row is one."""
     documents: Documents | None = others.get(KEYWORD)
     unseen = documents is None and KEYWORD not in others and context.packed.now
     ATTENTION.check(unseen_documents=unseen, layer=type(module).__name__)

@@ -16,13 +16,13 @@ _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", *packed.FLASH
 
 
 def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> dict[str, torch.Tensor]:
-    """What this rank gives to its model, from a batch that is the same on every rank of the group.
+    """Return this rank's model inputs from a batch that is the same on every rank of the group.
 
     Args:
         batch: "input_ids" (batch, seq) and, if wanted, "labels" (batch, seq), not shifted, -100 where there is no loss.
             "attention_mask" may be there with padding on the right, whose labels are -100; it is checked and left out,
-            for a causal mask hides padding by itself. "position_ids" (batch or 1, seq) may be there; they begin at 0
-            anew where a document of a packed row begins. "cu_seq_lens_q", "cu_seq_lens_k", as transformers'
+            because a causal mask hides padding. "position_ids" (batch or 1, seq) may be there; they restart
+            at 0 where a document of a packed row begins. "cu_seq_lens_q", "cu_seq_lens_k", as transformers'
             padding-free collators make them, say the same.
         group: the ranks that share the sequence; seq must be a multiple of their number.
 

@@ -1,4 +1,4 @@
-"""Turns a transformers model into one whose attention is distributed, for the sequence that a group of ranks shares."""
+"""Distribute the attention of a transformers model over a group of ranks that share each sequence."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def distribute_attention(
         The same model.
 
     Raises:
-        UnsupportedError: the model computes what would not be honoured; the message names it.
+        UnsupportedError: the model needs something unsupported; the message names it.
     """
     options = config or DistAttentionConfig()
     options.refuse_outside("huggingface", "leaving it out: batches are cut into one slice a rank")

@@ -17,7 +17,7 @@ from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, reso
 def causal_lm_loss(
     logits: torch.Tensor, shift_labels: torch.Tensor, *, group: Group = None, ignore_index: int = IGNORED
 ) -> torch.Tensor:
-    """Cross-entropy of this rank's tokens, scaled so that its mean over all ranks is that of the whole sequences.
+    """Return the cross-entropy of this rank's tokens, scaled so that the mean over ranks is the whole batch's loss.
 
     The group's labelled tokens are counted with one all-reduce of a number. Without any, the loss is 0 with gradient 0.
 
@@ -40,7 +40,7 @@ def summed_loss(logits: torch.Tensor, shift_labels: torch.Tensor, ignore_index: 
 def mean_of_sequences(
     total: torch.Tensor, shift_labels: torch.Tensor, group: Group = None, ignore_index: int = IGNORED
 ) -> torch.Tensor:
-    """The summed loss of this rank's tokens, scaled by the rule; a collective call of the group."""
+    """Scale the summed loss of this rank's tokens by the rule; a collective call of the group."""
     name = group_name(group)
     count = (shift_labels != ignore_index).sum()
     if name:

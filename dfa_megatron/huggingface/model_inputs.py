@@ -32,8 +32,8 @@ def prepare(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Find the documents of the tokens, and check that these are this rank's part of the sequences, by the positions.
 
-    A single rank may leave the positions out. Among several they are asked for: code that does not know of the
-    sequence's other ranks leaves them out, and its batch would be taken for a part of one.
+    Only a single rank may omit the positions. With several ranks they are required: code that omits them does not
+    slice sequences, and its whole batch would be treated as a part.
 
     Raises:
         UnsupportedError: no or other positions (of a whole sequence, or that begin nowhere), padding that is not on the
@@ -144,7 +144,7 @@ def follow_mode(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 def _check_whole(given: dict[str, Any]) -> None:
     """Refuse a batch in which a sequence begins at a later position: the first rank's part of one goes unseen.
 
-    The ranks do not ask one another: each evaluates sequences of its own, and perhaps another number of them.
+    The ranks do not communicate: each evaluates its own sequences, possibly another number of them.
     """
     positions: torch.Tensor | None = given.get("position_ids")
     if positions is None or not positions.numel() or given.get("past_key_values") is not None:

@@ -1,4 +1,4 @@
-"""Padding on the right needs no mask: under a causal mask, what comes after a token changes nothing for it.
+"""Check padding on the right. It needs no mask: under a causal mask later tokens do not affect a token.
 
 So an `attention_mask` is honoured by checking that it says just that, and by checking that no padded token has a loss;
 the outputs of padded tokens, which nobody uses, differ from those of an attention that masks them.

@@ -1,4 +1,4 @@
-"""The sliding window of an attention layer: that of the mask which its model gives it, as in eager attention.
+"""Read the sliding window of an attention layer from its mask, as in eager attention.
 
 Models hand windows to their layers in masks. Many layers name theirs to the attention implementation as well, by a
 keyword, which is all that flash attention honours; eager attention honours the mask alone. So what stands in for a mask
@@ -35,7 +35,7 @@ class WindowMask:
 
 
 def window_of(module: torch.nn.Module, mask: WindowMask | None, named: int | None, whole: int) -> tuple[int, int]:
-    """The window of a layer's attention as (left, right), (-1, -1) for none.
+    """Return a layer's window as (left, right), (-1, -1) for none.
 
     Args:
         mask: what the layer has for a mask; None for one that is causal and no more.
