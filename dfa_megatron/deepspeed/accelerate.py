@@ -1,4 +1,4 @@
-"""Let code that calls `deepspeed.initialize`, accelerate and HF Trainer among it, have the JSON's block honoured.
+"""Honour the JSON's block in code that calls `deepspeed.initialize`, including accelerate and HF Trainer.
 
 Two names are replaced, and put back by `uninstall`: `deepspeed.initialize`, and the function by which accelerate asks
 DeepSpeed for its Ulysses attention (`ParallelismConfig(sp_size=..., sp_backend="deepspeed")`).
@@ -64,7 +64,7 @@ def uninstall() -> None:
 
 
 def deepspeeds_own() -> Callable[..., tuple[Any, Any, Any, Any]]:
-    """DeepSpeed's own `initialize`, whether or not ours is in its place."""
+    """Return DeepSpeed's own `initialize`, whether or not ours replaces it."""
     import deepspeed
 
     own: Callable[..., tuple[Any, Any, Any, Any]] = getattr(deepspeed.initialize, _MARK, deepspeed.initialize)
@@ -102,7 +102,7 @@ def _in_place_of(ulysses: Any) -> Any:
 
 
 def _accelerates_settings() -> Mapping[str, Any]:
-    """DeepSpeed's configuration as accelerate holds it; empty where accelerate is not in use."""
+    """Return DeepSpeed's configuration from accelerate; empty if accelerate is not in use."""
     if importlib.util.find_spec("accelerate") is None:
         return {}
     from accelerate.state import AcceleratorState

@@ -1,4 +1,4 @@
-"""What happens to model and configuration before DeepSpeed makes its engine, and to the engine after."""
+"""Prepare model and configuration before DeepSpeed makes its engine, and check the engine after."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Finish = Callable[[Any], None]
 def before_initialize(
     model: torch.nn.Module, config: dict[str, Any], mpu: Any = None, mesh_param: Any = None, training_data: Any = None
 ) -> tuple[dict[str, Any], Any, Finish]:
-    """What a patched `deepspeed.initialize` calls, with arguments of its own, for a configuration with the block.
+    """Prepare a patched `deepspeed.initialize` from its arguments, for a configuration with the block.
 
     Args:
         config: DeepSpeed's configuration; it is not changed.

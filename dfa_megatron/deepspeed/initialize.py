@@ -30,7 +30,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | dict[str, Any] | None = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """`deepspeed.initialize`, and with `"dist_flash_attention": {"enabled": true, ...}` in the JSON, attention too.
+    """Run `deepspeed.initialize`; with `"dist_flash_attention": {"enabled": true, ...}` distribute attention too.
 
     The model is a transformers causal language model, or any module or pipeline whose attention is
     `DistFlashAttention`; those that were made without a group get the one of their sequence. Gradients are right at

@@ -31,7 +31,7 @@ _HELP = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedOptions:
-    """What the JSON asks for. The other options are those of every front: see `DistAttentionConfig`.
+    """Hold the JSON's block. The other options are common to all frameworks: see `DistAttentionConfig`.
 
     Raises:
         UnsupportedError: a value is of the wrong type or not among its choices; the nearest known one is named.

@@ -1,4 +1,4 @@
-"""Who shares a sequence with whom: consecutive ranks hold one sequence, the groups of them are data parallel."""
+"""Group the ranks: consecutive ranks share a sequence, and the groups are data parallel."""
 
 from __future__ import annotations
 
