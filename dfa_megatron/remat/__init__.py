@@ -1,4 +1,4 @@
-"""Rematerialization-aware checkpointing: keep each attention's (out, lse), recompute the rest (paper, section 3.3).
+"""Rematerialization-aware checkpointing: save each attention's (out, lse), recompute the rest (paper, section 3.3).
 
 A *region* is one call of a checkpoint function. Its first pass leaves the (out, lse) of every distributed attention in
 it; its recompute takes them, in call order, so that neither a kernel forward nor a message runs twice:
@@ -157,7 +157,7 @@ class _Pass:
 
 
 def active_frame() -> Frame | None:
-    """The frame an attention called now belongs to, in this thread; None outside of regions and under torch.compile."""
+    """Return this thread's current frame; None outside of regions and under torch.compile."""
     if torch.compiler.is_compiling():
         return None
     return _ACTIVE.frame

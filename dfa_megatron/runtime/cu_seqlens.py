@@ -20,7 +20,7 @@ _on_device: dict[int, tuple[weakref.ref[torch.Tensor], int, Offsets]] = {}
 
 
 def offsets_of(cu_seqlens: torch.Tensor | Sequence[int], device: torch.device | None = None) -> Offsets:
-    """The offsets as a tuple of numbers.
+    """Return the offsets as a tuple of numbers.
 
     A tuple, a list or a CPU tensor costs no synchronisation. A CUDA tensor is read once, which waits for the device,
     and known again by its identity and version: layers that share one read it once a batch.
@@ -60,10 +60,10 @@ def _read(x: torch.Tensor) -> Offsets:
 
 
 def mask_of(offsets: Offsets, length: int, *, causal: bool, window_size: tuple[int, int]) -> Mask:
-    """What the documents of a pack attend to; a single one is a plain sequence.
+    """Return the mask of a pack's documents; a single document is a plain sequence.
 
     Raises:
-        UnsupportedError: the documents are not those of so many tokens.
+        UnsupportedError: the documents do not have `length` tokens.
     """
     check_offsets(offsets, length)
     if len(offsets) == 2:

@@ -1,4 +1,4 @@
-"""What one rank runs for one attention: its programs and their memory, worked out from what all ranks know alike."""
+"""Make one rank's programs and their memory for one attention, from facts that all ranks share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """All that a plan depends on; equal problems give equal plans on every rank.
+    """Hold all inputs of a plan; equal problems give equal plans on every rank.
 
     asks: a request with defaults for fields on which no plan depends (see `Request.for_plan`). ranks: of the plan.
     local_length: tokens of each. shape, hardware: "auto" decides by these.
@@ -47,7 +47,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank runs.
+    """Hold one rank's programs.
 
     forms: of every kernel call of any rank, so that all choose the same kernel.
     tokens: what the rows are that kernels read, forward and backward, for kernels that must know.
@@ -149,14 +149,14 @@ _ahead: OrderedDict[tuple[Problem, int], RankPlan] = OrderedDict()
 
 
 def keep(known: RankPlan) -> None:
-    """Have a rank plan at hand for when its problem comes up."""
+    """Cache a rank plan under its problem."""
     _ahead[known.problem, known.rank] = known
     if len(_ahead) > _KEPT:
         _ahead.popitem(last=False)
 
 
 def rank_plan(problem: Problem, rank: int, format_for: Callable[[frozenset[Form]], Format]) -> RankPlan:
-    """The one at hand, or a new one; arguments and errors as for `work_out`."""
+    """Return the cached rank plan, or a new one; arguments and errors as for `work_out`."""
     known = _ahead.get((problem, rank))
     if known is None:
         return work_out(problem, rank, format_for)

@@ -115,7 +115,7 @@ def _algebra(
 
 
 def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, Arena]:
-    """How messages move, and the memory in which they land."""
+    """Return the transport, and the memory that receives messages."""
     channel = prepared.channel
     if channel is None:
         transport: Transport = _Nobody()

@@ -1,4 +1,4 @@
-"""What a self-check runs, as a framework describes it: plain data, so that fresh processes can be handed it as JSON."""
+"""Describe a self-check as plain data, which other processes receive as JSON."""
 
 from __future__ import annotations
 

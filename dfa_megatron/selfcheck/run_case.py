@@ -1,4 +1,4 @@
-"""Runs a case: one rank, then many; and says in a report how they compare."""
+"""Run a case on one rank, then on many, and report how they compare."""
 
 from __future__ import annotations
 
