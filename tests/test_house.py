@@ -46,10 +46,7 @@ WIDE_FOR_NOW = {
 
 LONG_FILES_FOR_NOW = {
     "dfa_megatron/deepspeed/refusals.py",
-    "dfa_megatron/cli/plan.py",
-    "dfa_megatron/plan/cost/choose.py",
     "docs/performance_tables.py",
-    "dfa_megatron/plan/lowering/lower.py",
     "tests/huggingface/test_refusals.py",
     "tests/megatron/harness.py",
     "tests/megatron/test_launch.py",

@@ -12,14 +12,15 @@ from dfa_megatron.argument_file import read_arguments
 from dfa_megatron.cli import memory_estimate as models
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS, SCHEDULES
-from dfa_megatron.plan.cost.choose import Candidate, automatic_degree, candidates, explain, make_plan
+from dfa_megatron.plan.cost.choose import Candidate, automatic_degree, candidates, make_plan
+from dfa_megatron.plan.cost.explain import explain
 from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, Link
 from dfa_megatron.plan.cost.profile import profile_named
 from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.heads import HeadSplit, split_heads, split_tokens
-from dfa_megatron.plan.language.ir import PHASES, AttentionPlan, Plan
+from dfa_megatron.plan.language.ir import PHASES, AttentionPlan
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.language.text import to_text
@@ -51,11 +52,11 @@ DEFAULTS = {
     "heads": 32,
     "head_dim": 128,
 }
-"""What neither a flag nor --config says."""
+"""Values that neither a flag nor --config gives."""
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the sub-command to what `argparse.ArgumentParser.add_subparsers` returned."""
+    """Add the sub-command to the result of `argparse.ArgumentParser.add_subparsers`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan", help="show a schedule and what it costs", description=__doc__
     )
@@ -64,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
         type=Path,
         metavar="FILE",
         help="flags of a Megatron script, as in configs/megatron: the attention of its model, and an estimate of a "
-        "GPU's memory; flags given here go before it",
+        "GPU's memory; flags given here override it",
     )
     parser.add_argument("--ranks", type=int, help="ranks that share the sequence (default: 8)")
     parser.add_argument("--schedule", help=", ".join(SCHEDULES) + " (default: auto)")
@@ -127,7 +128,7 @@ def _add_mask(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report and write the files; returns the exit status.
+    """Print the report and write the files; return the exit status.
 
     Raises:
         UnsupportedError: a value that cannot be served.
@@ -159,8 +160,8 @@ def run(args: argparse.Namespace) -> int:
         print("\n" + _exchange(heads, whole, tokens, args.ranks, kept=kept))
     if model is not None:
         sized = dataclasses.replace(model, seq_length=args.seq_length, micro_batch_size=args.batch)
-        packets = heads.landed(whole, tokens)
-        print("\n" + models.report(sized, args.ranks, _message_bytes(plan, shape) + packets))
+        received = heads.landed(whole, tokens)
+        print("\n" + models.report(sized, args.ranks, _message_bytes(plan, shape) + received))
     if args.explain:
         looked_at = candidates(
             mask, args.ranks, layout=args.layout, shape=whole, hardware=hardware, degrees=True, kept=kept
@@ -174,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _degree(asked: str | int) -> int:
-    """The number, or 0 for "auto"."""
+    """Return the degree, or 0 for "auto"."""
     if asked == "auto":
         return 0
     if not str(asked).isdigit() or int(asked) < 1:
@@ -203,7 +204,7 @@ def _write_files(args: argparse.Namespace, plan: AttentionPlan, shape: Attention
 
 
 def _fill_in(args: argparse.Namespace, model: models.Model | None) -> None:
-    """Give a value to what no flag did: the model's, else the default."""
+    """Fill in the arguments without a flag: from the model, else the default."""
     known: dict[str, Any] = dict(DEFAULTS)
     if model is not None:
         known.update(
@@ -224,7 +225,7 @@ def _fill_in(args: argparse.Namespace, model: models.Model | None) -> None:
 
 
 def _message_bytes(plan: AttentionPlan, shape: AttentionShape) -> int:
-    """The most that a rank's slots take, over both phases; a slot is counted as a whole chunk."""
+    """Return the most bytes of a rank's slots over both phases; a slot counts as a whole chunk."""
     most = 0
     for one in plan.phases:
         tokens = max(len(chunk) for chunk in one.layout.chunks)
@@ -235,7 +236,7 @@ def _message_bytes(plan: AttentionPlan, shape: AttentionShape) -> int:
 
 
 def _exchange(heads: HeadSplit, whole: AttentionShape, tokens: int, ranks: int, *, kept: bool) -> str:
-    """What happens around a plan whose ranks are groups of ranks."""
+    """Describe the head exchange around a plan."""
     forward, backward = heads.sent(whole, tokens, kept=kept)
     return (
         f"around it, not simulated: {heads.degree} neighbours each of {ranks} ranks exchange heads for tokens\n"
@@ -252,9 +253,9 @@ def _write(path: Path, text: str) -> None:
 def report(
     plan: AttentionPlan, shape: AttentionShape, hardware: Hardware, phase: str = "both", width: int = 100
 ) -> str:
-    """The grid of each phase and what it costs."""
+    """Return the grid of each phase and its cost."""
     lines = [f"{plan}, layout {plan.layout}, digest {plan.digest}"]
-    for one in _shown(plan, phase):
+    for one in (one for one in plan.phases if phase in ("both", one.phase.name)):
         timeline = simulate(one, shape, hardware)
         slots = [program.peak_slots() for program in lower_all(one, shape.batch)]
         peak = {name: max(slot.get(name, 0) for slot in slots) for name in sorted({n for slot in slots for n in slot})}
@@ -270,7 +271,7 @@ def report(
 
 
 def _per_rank(name: str, nbytes: tuple[int, ...], width: int) -> list[str]:
-    """Megabytes of rank 0, 1, ... in as many lines as the width asks for."""
+    """Format megabytes of rank 0, 1, ..., wrapped to the width."""
     per_line = max(1, (width - 12) // 9)
     lines = []
     for first in range(0, len(nbytes), per_line):
@@ -281,10 +282,6 @@ def _per_rank(name: str, nbytes: tuple[int, ...], width: int) -> list[str]:
 
 def _comparison(title: str, looked_at: tuple[Candidate, ...]) -> str:
     return f"{title}; forward and backward together:\n{explain(looked_at)}"
-
-
-def _shown(plan: AttentionPlan, phase: str) -> list[Plan]:
-    return [one for one in plan.phases if phase in ("both", one.phase.name)]
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:

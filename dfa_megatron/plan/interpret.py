@@ -1,7 +1,7 @@
-"""The loop: one generator runs a rank's program over an algebra, whatever the values are.
+"""Run a rank's program over an algebra, in one generator for every kind of value.
 
-With sets of tiles it is the checker, with clocks the simulator, with tensors handed over in memory all ranks in one
-process, and with tensors over a network the runtime. What is verified is what runs.
+Sets of tiles make it the checker, and clocks the simulator. Tensors handed over in memory run all ranks in one process,
+and tensors over a network make it the runtime. The loop that is verified is the loop that runs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HandOver(Algebra, Protocol):
     """An algebra whose messages can be handed over inside one process."""
 
     def take(self, step: int, message: Message) -> Any:
-        """The payload of a message this rank sends, as it is before the step's compute."""
+        """Return the payload of a message this rank sends, as it is before the step's compute."""
         ...
 
     def land(self, step: int, message: Message, payload: Any) -> None:

@@ -13,9 +13,8 @@ import pytest
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, PROFILES, Hardware, Link, flat
-from dfa_megatron.plan.cost.network import Network, Wire
 from dfa_megatron.plan.cost.profile import from_json, load, profile_named, save, to_json
-from dfa_megatron.plan.cost.simulate import simulate
+from dfa_megatron.plan.cost.simulate import Network, Wire, simulate
 from dfa_megatron.plan.language.mask import causal
 from tests.support.plan_cases import plan_of
 

@@ -1,4 +1,4 @@
-"""Choosing a schedule: `auto` is the cheapest, by simulation, of those that suit the mask, the layout and the ranks."""
+"""Choose a schedule. `auto` is the cheapest by simulation among those that suit the mask, the layout and the ranks."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ from dfa_megatron.plan.schedules import ALL, SCHEDULES, plan_named
 from dfa_megatron.plan.schedules.route import direct
 
 TIE = 0.02
-"""Makespans closer than this share are equal: the order of `schedules.ALL` decides what the model cannot."""
+"""Plans whose makespans differ by less than this share are a tie. The order of `schedules.ALL` decides a tie."""
 
 EVEN = 1.05
-"""Work over the mean, of the most loaded rank, up to which nobody asks `greedy` for help."""
+"""Work of the most loaded rank over the mean up to which `greedy` is not tried."""
 
 WAITING, MARGIN = 0.25, 0.1
-"""What ulysses_degree="auto" asks of an exchange of heads. Over NVLink the simulation leaves ranks idle for less than a
-quarter of the time, and an exchange was measured to be slower. All-to-alls are not overlapped, hence the margin.
+"""Conditions of ulysses_degree="auto" for a head exchange. Over NVLink the simulated idle share is under a quarter, and
+an exchange was measured to be slower. MARGIN is there because all-to-alls are not overlapped.
 """
 
 MANY_RANKS = 16
-"""Above so many ranks plans are timed in outline, which takes seconds less and is a few per cent off."""
+"""Above this many ranks plans are estimated by `outline`, which is seconds faster and a few per cent less exact."""
 
 MANY_TILES = 4
-"""Above so many tiles (packs come anew with every batch) so are all but the one that is taken, which has proved itself
-in a simulation: an outline may be too hopeful, where a rank's work in a step is in many pieces.
+"""Above this many tiles only the winner is fully simulated, because a pack comes with every batch. The others use the
+fast estimate, which is optimistic when a step has many small tiles.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A schedule that `auto` looked at: its plan and what it costs, or why it is out of the question.
+    """A candidate of `auto`: its plan and its cost, or the reason for its refusal.
 
-    seconds, idle_share: of forward and backward together. sent: the most bytes of any rank, of both. slots: the most
-    buffers of any rank in either phase. simulated: by `simulate`; else in outline, which leaves slots at 0.
-    ulysses_degree: how many neighbours exchange heads for tokens around the plan; the exchange is in `seconds` and
-    `sent`. refusal, instead: why it cannot serve, and what could.
+    seconds, idle_share: of forward and backward together. sent: the most bytes that one rank sends in both phases.
+    slots: the most buffers of one rank in either phase. simulated: True by `simulate`; False by `outline`, where slots
+    is 0.
+    ulysses_degree: number of neighbours that exchange heads around the plan; `seconds` and `sent` include the exchange.
+    refusal, instead: set in place of a plan; the reason, and an alternative.
     """
 
     schedule: str
@@ -64,7 +65,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The schedule, its layout where that decides, "gateway" where its route knows nodes, and a degree above 1."""
+        """Return the schedule, a layout other than contiguous, "gateway" if its route knows nodes, a degree above 1."""
         where = f" on {self.layout}" if self.layout != "contiguous" else ""
         nodes = ", gateway" if self.plan is not None and self.plan.ranks_per_node is not None else ""
         degree = f", ulysses {self.ulysses_degree}" if self.ulysses_degree > 1 else ""
@@ -83,16 +84,16 @@ def make_plan(
     """Plan a distributed attention. Equal arguments give an equal plan on every rank.
 
     Args:
-        mask: which pairs of the whole sequence attend.
-        ranks: how many ranks share it.
-        schedule: a name of SCHEDULES, or "auto", which is the one value where the layout is not contiguous.
-        layout: the tokens that a rank holds, one of LAYOUTS. "auto" allows "auto" all of them, and is contiguous
-            for a schedule by name.
-        shape, hardware: what `auto` compares costs for; None is 32 heads of 128 in 16 bits on H200s of one host. On
-            hardware of several nodes a schedule by name crosses to a node once where its route can.
+        mask: pairs of the whole sequence that attend.
+        ranks: number of ranks that share the sequence.
+        schedule: a name of SCHEDULES, or "auto". Layouts other than contiguous allow "auto" only.
+        layout: the tokens that a rank holds, one of LAYOUTS, or "auto". With "auto" a named schedule uses contiguous;
+            schedule "auto" compares all layouts.
+        shape, hardware: the basis of the costs that `auto` compares. None is 32 heads of 128 in 16 bits on H200s of one
+            host. On hardware of several nodes a named schedule crosses to a node once if its route can.
 
     Raises:
-        UnsupportedError: an unknown name, or nothing suits; the message has every refusal.
+        UnsupportedError: an unknown name, or no schedule suits; the message lists every refusal.
     """
     return _make_plan(mask, ranks, schedule, layout, shape or AttentionShape(), hardware or H200_NVLINK)
 
@@ -120,7 +121,7 @@ def _make_plan(
 
 
 def best(looked_at: tuple[Candidate, ...]) -> Candidate | None:
-    """The cheapest candidate; of those within TIE of it the first. None where none can serve."""
+    """Return the first candidate within TIE of the cheapest, or None if every candidate is refused."""
     served = [candidate for candidate in looked_at if candidate.plan]
     least = min((candidate.seconds for candidate in served), default=0.0)
     return next((candidate for candidate in served if candidate.seconds <= least * (1 + TIE)), None)
@@ -129,10 +130,10 @@ def best(looked_at: tuple[Candidate, ...]) -> Candidate | None:
 def automatic_degree(
     mask: Mask, ranks: int, *, schedule: str, layout: str, shape: AttentionShape, hardware: Hardware
 ) -> int:
-    """Return how many neighbours exchange heads for ulysses_degree="auto".
+    """Return the number of neighbours that exchange heads for ulysses_degree="auto".
 
-    More than 1 only where ranks wait for more than WAITING of the time without an exchange, which fast links never make
-    them do, and where the simulation is faster by more than MARGIN with one. 1 for documents, which are sent little.
+    A degree above 1 has two conditions. Ranks wait for more than WAITING of the time without an exchange, and the
+    simulation with one is faster by more than MARGIN. Several documents always give 1, because they send little.
     """
     if len(components(mask)) > 1:
         return 1
@@ -158,14 +159,14 @@ def candidates(
     degrees: bool = False,
     kept: bool = False,
 ) -> tuple[Candidate, ...]:
-    """Every schedule with its cost or the reason why it is not taken, in the order of `schedules.ALL`.
+    """Return every schedule with its cost or its refusal, in the order of `schedules.ALL`.
 
     On hardware of several nodes a schedule comes with and without gateways.
 
     Args:
         mask, ranks, layout, shape, hardware: as for `make_plan`.
-        degrees: also with every degree of Ulysses that divides ranks and heads, after those without.
-        kept: with Ulysses, the backward has what the forward exchanged where it may: nothing is rematerialized.
+        degrees: append every degree of Ulysses that divides ranks and heads.
+        kept: with Ulysses, the backward reuses the exchanged q, k, v where it can; nothing is rematerialized.
     """
     shape, hardware = shape or AttentionShape(), hardware or H200_NVLINK
     looked_at = _of_schedules(mask, ranks, layout, shape, hardware)
@@ -201,7 +202,7 @@ def _of_schedules(mask: Mask, ranks: int, layout: str, shape: AttentionShape, ha
 
 
 def _needless(one: Candidate, mask: Mask, looked_at: list[Candidate]) -> str:
-    """Why a schedule for packs cannot win here, or an empty string."""
+    """Return the reason why a schedule for packs cannot win here, or an empty string."""
     served = [candidate for candidate in looked_at if candidate.plan]
     if one.layout == "load_balanced" and any(c.layout == "zigzag" for c in served) and len(components(mask)) == 1:
         return "there is one sequence, which zigzag balances"
@@ -213,7 +214,7 @@ def _needless(one: Candidate, mask: Mask, looked_at: list[Candidate]) -> str:
 
 
 def imbalance(plan: AttentionPlan) -> float:
-    """The work of the most loaded rank over the mean, in token pairs."""
+    """Return the work of the most loaded rank over the mean, in token pairs."""
     load: dict[int, int] = defaultdict(int)
     for block in plan.forward.blocks:
         load[block.rank] += sum(tile.area for tile in plan.forward.tiles(block))
@@ -246,10 +247,10 @@ def _simulated(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -
 def _with_ulysses(
     mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware, degree: int, kept: bool
 ) -> list[Candidate]:
-    """The same with fewer ranks per plan: neighbours exchange heads for tokens before and after."""
+    """Return candidates with fewer ranks per plan: `degree` neighbours exchange heads for tokens around it."""
     split = split_heads(degree, ranks, shape.heads, shape.kv_heads)
     nbytes = split.exchanges(shape, mask.length // ranks, kept=kept)
-    # Before and after each phase; nothing is computed meanwhile.
+    # Before and after each phase; no compute overlaps it.
     exchange, sent = sum(hardware.seconds_of_exchange(degree, each) for each in nbytes), sum(nbytes)
     inner = hardware
     if hardware.ranks_per_node is not None:
@@ -279,48 +280,14 @@ def _with_ulysses(
     return found
 
 
-def explain(looked_at: tuple[Candidate, ...]) -> str:
-    """Candidates as a table, the cheapest first, with what each costs or why it is out; a star marks what `auto` takes,
-    which leaves the degree of Ulysses to its option.
-    """
-    taken = best(tuple(candidate for candidate in looked_at if candidate.ulysses_degree == 1))
-    served = sorted((c for c in looked_at if c.plan), key=lambda candidate: candidate.seconds)
-    width = max(len(candidate.name) for candidate in looked_at) + 2
-    lines = [f"  {'schedule':{width}s} {'ms':>9s} {'idle':>6s} {'MB sent':>9s} {'slots':>5s}  why"]
-    for candidate in served:
-        slots = str(candidate.slots) if candidate.simulated else "-"
-        cost = (
-            f"{1e3 * candidate.seconds:9.3f} {100 * candidate.idle_share:5.1f}% {candidate.sent / 1e6:9.1f} {slots:>5s}"
-        )
-        star = "* " if candidate is taken else "  "
-        lines.append(f"{star}{candidate.name:{width}s} {cost}  {_why(candidate, taken, served[0])}")
-    out = [candidate for candidate in looked_at if not candidate.plan and candidate.ulysses_degree == 1]
-    lines += [
-        f"  {candidate.name:{width}s} {'-':>9s} {'':6s} {'':9s} {'':5s}  {candidate.refusal}" for candidate in out
-    ]
-    return "\n".join(lines)
-
-
-def _why(candidate: Candidate, taken: Candidate | None, least: Candidate) -> str:
-    more = candidate.seconds / least.seconds - 1 if least.seconds else 0.0
-    if candidate is taken and candidate is least:
-        return "taken: the cheapest"
-    if candidate is taken and more <= TIE:
-        return "taken: a tie with the cheapest, and simpler"
-    if candidate is least and candidate.ulysses_degree > 1:
-        return f"the cheapest, with ulysses_degree={candidate.ulysses_degree}"
-    slower = "a tie" if more <= TIE else f"{100 * more:.0f} % slower"
-    return f"taken: the cheapest without an exchange of heads, {slower}" if candidate is taken else slower
-
-
 def _nodes(hardware: Hardware, ranks: int) -> int | None:
-    """Ranks per node, where there are several nodes."""
+    """Return the ranks per node if there are several nodes, else None."""
     nodes = hardware.ranks_per_node
     return nodes if nodes is not None and nodes < ranks else None
 
 
 def _refusals(looked_at: tuple[Candidate, ...]) -> str:
-    """Every refusal, with the schedules that share a reason named together."""
+    """Format every refusal; schedules with the same reason are named together."""
     reasons: dict[str, list[str]] = {}
     for candidate in looked_at:
         reasons.setdefault(candidate.refusal, []).append(candidate.name)

@@ -1,4 +1,4 @@
-"""Machines as the cost model sees them: how fast blocks are computed, and how fast messages travel near and far."""
+"""Describe machines for the cost model: kernel rates, and links within and between nodes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Curve = tuple[tuple[float, float], ...]
 
 
 RATED_HEADS = 32
-"""Heads times batch that a curve is measured with; more of them keep a GPU as busy as more pairs do."""
+"""Heads times batch at which a curve is measured. More heads use a GPU as well as more pairs do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way for messages.
+    """A link that carries messages.
 
     Args:
-        transport: what moves them, as the option `transport` names it.
-        bytes_per_second: what a rank sends, and at the same time receives, per second; infinity is allowed.
+        transport: the transport of the link, a value of the option `transport`.
+        bytes_per_second: bytes that a rank sends, and at the same time receives, per second; infinity is allowed.
         latency: seconds before the first byte of a message arrives.
     """
 
@@ -39,7 +39,7 @@ class Link:
         _refuse_time("latency", self.latency)
 
     def seconds(self, nbytes: int) -> float:
-        """How long one message takes."""
+        """Return the seconds that one message takes."""
         return self.latency + nbytes / self.bytes_per_second
 
 
@@ -48,16 +48,16 @@ class Hardware:
     """A profile of one rank, its link to the others, and the network between nodes if there are several.
 
     Args:
-        name: for people.
-        forward, backward: what the attention kernel reaches with RATED_HEADS heads, by the side of a square block of as
-            many pairs. Between two points it is interpolated (both axes logarithmic); beyond the last it stays, before
-            the first of several it falls with the length.
-        links: between ranks of one node, by transport; the first is the one in use.
+        name: a label for people.
+        forward, backward: rate of the attention kernel with RATED_HEADS heads, by the side of a square block with the
+            same number of pairs. Between points both axes are interpolated logarithmically. Beyond the last point the
+            rate is constant; below the first of several it falls with the length.
+        links: links between ranks of one node, one per transport; the first is the one in use.
         launch_overhead: seconds that every kernel call costs beside its arithmetic.
-        ranks_per_node: ranks r // ranks_per_node are on one node; None puts all of them on one.
-        network: between nodes; each rank has an adapter of its own, which works beside its link.
-        all_to_all: bytes per second that a rank sends while it sends to several others of its node at once, with the
-            copies around it, as Ulysses exchanges heads; None: as much as over the link.
+        ranks_per_node: rank r is on node r // ranks_per_node; None puts all ranks on one node.
+        network: the link between nodes. Each rank has its own adapter, which works beside its link.
+        all_to_all: bytes per second that a rank sends to several others of its node at once, copies included, as in
+            Ulysses; None: the rate of the link.
 
     Raises:
         UnsupportedError: a rate is not positive, a time is negative, or nodes without a network.
@@ -92,14 +92,14 @@ class Hardware:
 
     @property
     def link(self) -> Link:
-        """The link in use between ranks of one node."""
+        """Return the link in use between ranks of one node."""
         return self.links[0]
 
     def over(self, transport: str) -> Hardware:
-        """The same machine with another of its transports in use.
+        """Return the same machine with another of its transports in use.
 
         Raises:
-            UnsupportedError: the profile has no such transport; those that it has are named.
+            UnsupportedError: the profile has no such transport; the message names its transports.
         """
         names = [link.transport for link in self.links]
         if transport not in names:
@@ -112,18 +112,18 @@ class Hardware:
         return replace(self, links=(chosen, *(link for link in self.links if link is not chosen)))
 
     def seconds_of_exchange(self, ranks: int, nbytes: int) -> float:
-        """How long so many neighbours take until each has sent that many bytes to the others together."""
+        """Return the seconds of an all-to-all among `ranks` neighbours; each sends `nbytes` to the others together."""
         if self.network is not None and self.ranks_per_node is not None and ranks > self.ranks_per_node:
             return (ranks - 1) * self.network.latency + nbytes / self.network.bytes_per_second
         several = self.all_to_all if ranks > 2 else None
         return (ranks - 1) * self.link.latency + nbytes / (several or self.link.bytes_per_second)
 
     def node(self, rank: int) -> int:
-        """The node of a rank."""
+        """Return the node of a rank."""
         return 0 if self.ranks_per_node is None else rank // self.ranks_per_node
 
     def rate(self, phase: str, pairs: float) -> float:
-        """Operations per second of one kernel call over that many (query, key) pairs; phase: forward or backward."""
+        """Return operations per second of a kernel call over `pairs` (query, key) pairs; phase: forward or backward."""
         curve = self.forward if phase == "forward" else self.backward
         return _interpolate(curve, math.sqrt(pairs)) if len(curve) > 1 else curve[0][1]
 
@@ -161,7 +161,7 @@ def _refuse_curve(name: str, curve: Curve) -> None:
 
 
 def flat(flops: float) -> Curve:
-    """One rate for blocks of every length."""
+    """Return a curve with one rate for blocks of every length."""
     return ((1, flops),)
 
 
@@ -185,11 +185,11 @@ RATES: Mapping[str, tuple[Curve, Curve]] = MappingProxyType(
         ),
     }
 )
-"""Forward and backward by kernel, in bfloat16 with 32 heads of 128 on one H200, causal and full blocks of 4K to 32K."""
+"""(forward, backward) by kernel, in bfloat16 with 32 heads of 128 on one H200, causal and full blocks of 4K to 32K."""
 
 
 def computing_with(kernel: str | None, hardware: Hardware) -> Hardware:
-    """A profile of this file for Hopper with the rates of another kernel; any other profile as it is."""
+    """Return a Hopper profile of this file with the rates of another kernel; return any other profile unchanged."""
     if kernel is None or kernel not in RATES or (hardware.forward, hardware.backward) not in RATES.values():
         return hardware
     forward, backward = RATES[kernel]
@@ -201,13 +201,13 @@ _HOPPER = RATES["cudnn"]
 _NVLINK = (Link("p2p", 340e9, 15e-6), Link("copy_engine", 390e9, 15e-6))
 
 H200_NVLINK = Hardware("h200-nvlink", *_HOPPER, _NVLINK, 15e-6, all_to_all=180e9)
-"""H200s of one host: NCCL's send and receive, the copy engines' pushes and heads exchanged among four, as measured."""
+"""H200s of one host, measured: NCCL send and receive, copy-engine writes, and an all-to-all among four."""
 
 H100_NVLINK = Hardware("h100-nvlink", *_HOPPER, _NVLINK, 15e-6, all_to_all=180e9)
-"""H100 SXM of one host: the H200's figures, whose multiprocessors and links are the same; not measured."""
+"""H100 SXM of one host. Uses the H200's figures, because multiprocessors and links are the same; not measured."""
 
 H200_SLOW_LINK = Hardware("h200-slow-link", *_HOPPER, (Link("p2p", 24e9, 30e-6),), 15e-6, all_to_all=30e9)
-"""H200s over 24 GB/s each way, as measured with the direct link of a host off; heads exchanged among four as well."""
+"""H200s over 24 GB/s each way, measured with the direct link of a host off, all-to-all among four included."""
 
 H200_NIC_400G = Hardware(
     "h200-nic-400g",
@@ -218,14 +218,14 @@ H200_NIC_400G = Hardware(
     network=Link("p2p", 45e9, 30e-6),
     all_to_all=H200_NVLINK.all_to_all,
 )
-"""Nodes of 8 H200s with a 400 Gb/s adapter per GPU: nine tenths of its 50 GB/s, a usual figure; not measured."""
+"""Nodes of 8 H200s with a 400 Gb/s adapter per GPU at nine tenths of its 50 GB/s, a usual figure; not measured."""
 
 CPU_LOOPBACK = Hardware("cpu-loopback", flat(40e9), flat(30e9), (Link("p2p", 1e9, 2e-4),), 5e-5)
 """Processes of one small machine over gloo; a rough figure."""
 
 
 IDEAL_LINK = Hardware("ideal-link", flat(600e12), flat(550e12), (Link("p2p", math.inf),))
-"""No cost but arithmetic: what a schedule is worth if everything else is hidden."""
+"""A machine where only arithmetic costs time: the bound of a schedule whose messages are all hidden."""
 
 PROFILES: Mapping[str, Hardware] = MappingProxyType(
     {

@@ -1,9 +1,8 @@
-"""A plan in outline: work per rank and messages per pair and step, from which many machines and sizes are timed.
+"""Reduce a plan to work per rank and messages per pair and step, and time that on many machines and sizes.
 
-Where `simulate` lowers a plan to programs and runs them, this reads blocks and transfers only: what a rank computes in
-a step from the same buffers is one kernel call, a batch waits for the compute of the step before
-(two buffers per side), and merges cost nothing. It agrees with `simulate` to a few per cent (a test holds it to that)
-and serves hundreds of ranks at many lengths.
+`simulate` lowers a plan to programs and runs them; this module reads blocks and transfers only. Blocks of one step that
+read the same buffers count as one kernel call. A batch waits for the compute of the step before (two buffers per side),
+and merges cost nothing. A test holds it to a few per cent of `simulate`. It serves hundreds of ranks at many lengths.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.lowering.messages import joined
 
 Parts = tuple[tuple[str, int], ...]
-"""(name, tokens) of a message."""
+"""(name, tokens) of each part of a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """One phase, by step. work: (rank, token pairs) of calls; messages: (source, destination, number of its cargo)."""
+    """One phase, by step. work: (rank, token pairs) of calls; messages: (source, destination, index into `parts`)."""
 
     phase: Phase
     ranks: int
     length: int
     work: tuple[tuple[tuple[int, int], ...], ...]
     messages: tuple[tuple[tuple[int, int, int], ...], ...]
-    cargos: tuple[Parts, ...]
+    parts: tuple[Parts, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a run in outline takes: seconds, the share of all ranks' time that is not compute, and the most bytes that a
-    rank sends over its link and over its network adapter.
+    """The estimate of a run: seconds, the idle share of all ranks' time, and the most bytes that a rank sends over its
+    link and over its network adapter.
     """
 
     seconds: float
@@ -46,8 +45,8 @@ class Estimate:
 
 
 def outline(plan: Plan, batch: int = 1) -> Outline:
-    """A plan in outline, for that many sequences at once."""
-    steps, home = plan.steps, [len(chunk) for chunk in plan.layout.chunks]
+    """Return the outline of a plan for `batch` sequences at once."""
+    steps, rows = plan.steps, [len(chunk) for chunk in plan.layout.chunks]
     area = {pair: sum(tile.area for tile in tiles) for pair, tiles in needed_pairs(plan.mask, plan.layout).items()}
     together = joined(plan.mask, batch)
     work: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(steps)]
@@ -62,13 +61,13 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
         work[block.step][call] += area[block.q_chunk, block.kv_chunk]
     sent: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in range(steps)]
     for t in plan.transfers:
-        cargo = sent[t.step].setdefault((t.src, t.dst), {})
-        cargo[t.what] = cargo.get(t.what, 0) + home[t.chunk]
+        tokens = sent[t.step].setdefault((t.src, t.dst), {})
+        tokens[t.what] = tokens.get(t.what, 0) + rows[t.chunk]
     numbers: dict[Parts, int] = {}
-    # By distance, so that of messages that wait for one another's ports those go first that can go together.
+    # By distance, so that messages that use different ports come next to each other.
     messages = [
         sorted(
-            ((src, dst, numbers.setdefault(tuple(cargo.items()), len(numbers))) for (src, dst), cargo in step.items()),
+            ((src, dst, numbers.setdefault(tuple(parts.items()), len(numbers))) for (src, dst), parts in step.items()),
             key=lambda message: ((message[1] - message[0]) % plan.ranks, message[0]),
         )
         for step in sent
@@ -83,13 +82,13 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
     )
 
 
-def _memory(home: int, rank: int, is_joined: bool) -> int:
-    """Which of a rank's buffers a chunk is read from: its own, or that of the rank it came from, or of all others."""
-    return -1 if home != rank and is_joined else home
+def _memory(owner: int, rank: int, is_joined: bool) -> int:
+    """Return the buffer that holds a chunk: the rank's own, one per source rank, or one for all other ranks."""
+    return -1 if owner != rank and is_joined else owner
 
 
 def estimate(plan: Outline, shape: AttentionShape, hardware: Hardware, length: int | None = None) -> Estimate:
-    """Time a plan on a machine, at its own length or at another, to which its mask is stretched with all its parts.
+    """Time a plan on a machine, at its own length or with its mask stretched to another length.
 
     Args:
         plan: from `outline`.
@@ -97,7 +96,7 @@ def estimate(plan: Outline, shape: AttentionShape, hardware: Hardware, length: i
         length: tokens of the whole sequence.
     """
     stretch = 1.0 if length is None else length / plan.length
-    nbytes = [round(stretch * sum(bytes_of(name, tokens, shape) for name, tokens in cargo)) for cargo in plan.cargos]
+    nbytes = [round(stretch * sum(bytes_of(name, tokens, shape) for name, tokens in parts)) for parts in plan.parts]
     link, network = hardware.link, hardware.network or hardware.link
     seconds = [(link.seconds(size), network.seconds(size)) for size in nbytes]
     node = [hardware.node(rank) for rank in range(plan.ranks)]
@@ -107,12 +106,12 @@ def estimate(plan: Outline, shape: AttentionShape, hardware: Hardware, length: i
     for step, (work, messages) in enumerate(zip(plan.work, plan.messages, strict=True)):
         posted = [max(pair) for pair in zip(delivered, ended, strict=True)] if step > 1 else delivered
         ports = (posted.copy(), posted.copy()), (posted.copy(), posted.copy())
-        for src, dst, cargo in messages:
+        for src, dst, number in messages:
             far = node[src] != node[dst]
             sending, receiving = ports[far]
             start, end = sending[src], receiving[dst]
-            sending[src] = receiving[dst] = (start if start > end else end) + seconds[cargo][far]
-            sent[far][src] += nbytes[cargo]
+            sending[src] = receiving[dst] = (start if start > end else end) + seconds[number][far]
+            sent[far][src] += nbytes[number]
         for rank, pairs in work:
             done[rank] += took[pairs]
             busy[rank] += took[pairs]
@@ -125,7 +124,7 @@ def estimate(plan: Outline, shape: AttentionShape, hardware: Hardware, length: i
 
 
 def _kernel_seconds(plan: Outline, shape: AttentionShape, hardware: Hardware, stretch: float) -> dict[int, float]:
-    """How long one kernel call of so many pairs takes, stretched."""
+    """Return the seconds of one kernel call over `pairs` pairs, stretched."""
     flops, heads = shape.flops_per_pair(plan.phase), shape.batch * shape.heads / RATED_HEADS
     found = {}
     for pairs in {pairs for step in plan.work for _, pairs in step}:

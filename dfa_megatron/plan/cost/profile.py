@@ -1,4 +1,4 @@
-"""Profiles as files: JSON that `dfa-megatron doctor --profile` writes and the planner reads; odd files are refused."""
+"""Read and write profiles as JSON, as `dfa-megatron doctor --profile` does; refuse malformed files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FORMAT = "dfa_megatron hardware profile 1"
 
 _KEYS = ("format", "name", "forward", "backward", "links", "launch_overhead", "ranks_per_node", "network", "all_to_all")
 _SINCE = ("all_to_all",)
-"""Keys that older files lack, which is null."""
+"""Keys that older files lack; a missing one is read as null."""
 _LINK_KEYS = ("transport", "bytes_per_second", "latency")
 
 
 def to_json(hardware: Hardware) -> str:
-    """A profile as JSON; a rate without bound is null."""
+    """Return a profile as JSON; an unbounded rate is null."""
     values: dict[str, Any] = {
         "format": FORMAT,
         "name": hardware.name,
@@ -35,13 +35,13 @@ def to_json(hardware: Hardware) -> str:
 
 
 def from_json(text: str, where: str = "the profile") -> Hardware:
-    """The profile that `to_json` wrote, this version or an earlier one; other keys are refused.
+    """Return the profile that this or an earlier version of `to_json` wrote; refuse other keys.
 
     Args:
-        where: what to call it in messages.
+        where: the name of the file in messages.
 
     Raises:
-        UnsupportedError: it is no such JSON, or a value makes no sense; the message names the key.
+        UnsupportedError: the JSON is malformed or a value makes no sense; the message names the key.
     """
     try:
         values = json.loads(text)
@@ -80,7 +80,7 @@ def save(hardware: Hardware, path: Path) -> None:
     """Write a profile to a file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path.write_text(to_json(hardware), encoding="utf-8")
 
@@ -89,7 +89,7 @@ def load(path: Path) -> Hardware:
     """Read a profile from a file.
 
     Raises:
-        UnsupportedError: it is not there, or is no profile.
+        UnsupportedError: the file is missing or is no profile.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -99,10 +99,10 @@ def load(path: Path) -> Hardware:
 
 
 def profile_named(name: str) -> Hardware:
-    """A shipped profile by its name, or one from a file: whatever ends in .json.
+    """Return a shipped profile by its name, or one from a file if the name ends in .json.
 
     Raises:
-        UnsupportedError: no such profile; the known ones are named.
+        UnsupportedError: no such profile; the message names the known ones.
     """
     if name.endswith(".json"):
         return load(Path(name))

@@ -1,13 +1,13 @@
-"""What a plan costs: bytes per rank, and a timeline of its programs on a machine, from the loop run over clocks."""
+"""Compute the cost of a plan: bytes per rank, and a timeline of its programs, run by the loop over clocks."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, RATED_HEADS, Hardware
-from dfa_megatron.plan.cost.network import Network, Wire
 from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.grid import cell
 from dfa_megatron.plan.language.ir import AttentionPlan, Block, Plan
@@ -19,12 +19,12 @@ Kind = Literal["compute", "send", "receive", "wait"]
 
 
 def bytes_sent(plan: AttentionPlan | Plan, shape: AttentionShape) -> tuple[int, ...]:
-    """Bytes that each rank sends."""
+    """Return the bytes that each rank sends."""
     return _bytes(plan, shape, "src")
 
 
 def bytes_received(plan: AttentionPlan | Plan, shape: AttentionShape) -> tuple[int, ...]:
-    """Bytes that each rank receives."""
+    """Return the bytes that each rank receives."""
     return _bytes(plan, shape, "dst")
 
 
@@ -39,7 +39,7 @@ def _bytes(plan: AttentionPlan | Plan, shape: AttentionShape, end: str) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that occupies a rank from `start` to `end`, in seconds. `peer` is the other end of a message, or -1."""
+    """An interval of a rank from `start` to `end`, in seconds. `peer` is the other end of a message, or -1."""
 
     rank: int
     kind: Kind
@@ -55,7 +55,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A simulated run. busy: seconds of compute per rank; what is left of the makespan is idle."""
+    """A simulated run. busy: seconds of compute per rank; the rest of the makespan is idle."""
 
     makespan: float
     busy: tuple[float, ...]
@@ -65,21 +65,21 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Seconds per rank in which nothing is computed."""
+        """Return the idle seconds of each rank."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def utilisation(self) -> float:
-        """The share of all ranks' time that is compute."""
+        """Return compute as a share of all ranks' time."""
         return sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 1.0
 
     @property
     def idle_share(self) -> float:
-        """The share of all ranks' time that is not."""
+        """Return idle time as a share of all ranks' time."""
         return 1.0 - self.utilisation
 
     def then(self, after: Timeline) -> Timeline:
-        """This run and then the other, which starts when every rank is done."""
+        """Return this run followed by another, which starts when every rank is done."""
         late = self.makespan
         moved = [
             Event(e.rank, e.kind, e.phase, e.step, e.start + late, e.end + late, e.label, e.peer, e.nbytes, e.blocks)
@@ -97,11 +97,11 @@ class Timeline:
 def simulate(
     plan: AttentionPlan | Plan, shape: AttentionShape | None = None, hardware: Hardware = H200_NVLINK
 ) -> Timeline:
-    """Run a plan over clocks: the programs, the loop and the order are those of a real run.
+    """Run a plan over clocks. The programs, the loop and the order are those of a real run.
 
-    Each rank has a compute queue and a communication queue. A step's batch starts when the previous one is over, the
-    compute it must wait for (`Step.after`) is over, and the other end is as far; a rank sends one message at a time and
-    receives one at a time. A step lands when the whole batch has. Not modelled: what moving bytes takes from the kernel
+    Each rank has a compute queue and a communication queue. A step's batch starts after the previous batch and after
+    the compute it waits for (`Step.after`), once both ends are ready. A rank sends one message at a time and receives
+    one at a time. A step lands when its whole batch has landed. Not modelled: the slowdown of a kernel by messages
     beside it, and the memory traffic of a merge. Both phases of an AttentionPlan run one after the other.
 
     Raises:
@@ -113,7 +113,7 @@ def simulate(
 
 
 def simulate_programs(plan: Plan, programs: Sequence[Program], shape: AttentionShape, hardware: Hardware) -> Timeline:
-    """`simulate` for one phase that is lowered already."""
+    """Simulate one phase that is lowered already."""
     network = Network(hardware)
     clocks = [_Clocks(plan, program, shape, hardware, network) for program in programs]
     run_together(programs, clocks)
@@ -126,8 +126,74 @@ def simulate_programs(plan: Plan, programs: Sequence[Program], shape: AttentionS
     )
 
 
+class Wire:
+    """Times of one rank: end of its compute, and when its last batch was posted and delivered."""
+
+    def __init__(self) -> None:
+        self.done = 0.0
+        self.posted = 0.0
+        self.delivered = 0.0
+
+    def post(self, ready: float) -> None:
+        """Post a batch after the previous batch, at `ready` at the earliest."""
+        self.posted = max(self.delivered, ready)
+
+
+class Network:
+    """Deliver the messages of one step between all ranks.
+
+    On its link to the ranks of its node a rank sends one message at a time and receives one at a time. Its adapter to
+    other nodes works the same way, beside the link.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self.wires: list[Wire] = []
+        self.times: dict[tuple[int, int], tuple[float, float]] = {}
+        self._queued: list[tuple[int, int, int]] = []
+
+    def send(self, src: int, dst: int, nbytes: int) -> None:
+        """Queue a message of this step."""
+        self._queued.append((src, dst, nbytes))
+
+    def deliver(self) -> list[tuple[int, float, float]]:
+        """Move all queued messages; return (rank, from, to) of each rank whose compute has to wait.
+
+        The message that can start first goes first; a tie goes to the lower ranks.
+        """
+        if not self._queued:
+            return []
+        near, far, node = self.hardware.link, self.hardware.network, self.hardware.node
+        posted = [wire.posted for wire in self.wires]
+        ports = [(posted.copy(), posted.copy()) for _ in range(2)]  # (sending, receiving): of links, of adapters
+        self.times.clear()
+        heap = [(max(posted[src], posted[dst]), src, dst, nbytes) for src, dst, nbytes in self._queued]
+        heapq.heapify(heap)
+        while heap:
+            start, src, dst, nbytes = heapq.heappop(heap)
+            outside = far is not None and node(src) != node(dst)
+            sending, receiving = ports[outside]
+            now = max(sending[src], receiving[dst])
+            if now > start:
+                heapq.heappush(heap, (now, src, dst, nbytes))
+                continue
+            end = start + (far if far is not None and outside else near).seconds(nbytes)
+            sending[src] = receiving[dst] = end
+            self.times[src, dst] = (start, end)
+        ranks = sorted({rank for src, dst, _ in self._queued for rank in (src, dst)})
+        self._queued.clear()
+        waits = []
+        for rank in ranks:
+            wire = self.wires[rank]
+            wire.delivered = max(times[rank] for pair in ports for times in pair)
+            if wire.delivered > wire.done:
+                waits.append((rank, wire.done, wire.delivered))
+                wire.done = wire.delivered
+        return waits
+
+
 class _Clocks:
-    """The algebra whose values are times: one rank's compute queue, and its end of the network."""
+    """An algebra whose values are times: one rank's compute queue, and its end of the network."""
 
     def __init__(
         self, plan: Plan, program: Program, shape: AttentionShape, hardware: Hardware, network: Network
@@ -142,37 +208,37 @@ class _Clocks:
         self.events: list[Event] = []
 
     def begin(self, step: int) -> None:
-        """Post the step's batch as soon as the compute it depends on is over."""
+        """Post the step's batch once the compute it depends on is over."""
         self.step = step
         after = self.program.steps[step].after
         self.wire.post(self.ended[after] if after >= 0 else 0.0)
 
     def open(self, buffer: int) -> None:
-        """Free of charge beside a kernel call."""
+        """Do nothing: the cost is negligible beside a kernel call."""
 
     def compute(self, call: Call) -> None:
-        """One kernel call on the compute queue."""
+        """Put one kernel call on the compute queue."""
         label = cell(self.plan, call.blocks)
         rate = self.hardware.rate(self.plan.phase.name, call.area * self.shape.batch * self.shape.heads / RATED_HEADS)
         self._work(self.hardware.launch_overhead + call.area * self.flops_per_pair / rate, label, call.blocks)
 
     def merge(self, merge: Merge) -> None:
-        """A merge costs its launch."""
+        """Charge a merge with one kernel launch."""
         if self.hardware.launch_overhead:
             self._work(self.hardware.launch_overhead, f"merge {merge.source.name}", ())
 
     def end(self, step: int) -> None:
-        """What waits for this step's compute may go from here on."""
+        """Record the end of this step's compute, for the batches that wait for it."""
         self.ended.append(self.wire.done)
 
     def take(self, step: int, message: Message) -> int:
-        """Queue a message; its size is its payload."""
+        """Queue a message and return its size in bytes."""
         nbytes = sum(bytes_of(name, rows, self.shape) for name, rows in message.signature)
         self.network.send(self.program.rank, message.peer, nbytes)
         return nbytes
 
     def land(self, step: int, message: Message, payload: int) -> None:
-        """Deliver the batches of all ranks, once per step, and note both ends of this message."""
+        """Deliver the batches of all ranks, once per step, and record both ends of this message."""
         for rank, start, end in self.network.deliver():
             self._note_wait(rank, start, end)
         start, end = self.network.times[message.peer, self.program.rank]

@@ -1,4 +1,4 @@
-"""Drawing plans: the grid as text, a picture of the simulated run as SVG, or a Chrome trace of it."""
+"""Draw plans: the grid as text, a picture of the simulated run as SVG, or a Chrome trace of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs as a Chrome trace: one process per rank with a row for compute and one per direction of its link."""
+"""Write runs as a Chrome trace: one process per rank with a row for compute and one per direction of its link."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Phases = Sequence[tuple[Plan, Timeline]]
 
 
 def trace(title: str, timelines: Phases, measured: Phases = ()) -> str:
-    """JSON in the trace event format (complete events, microseconds); the phases follow one another.
+    """Return JSON in the trace event format (complete events, microseconds); the phases follow one another.
 
-    `measured` is the same run as it really was: each rank's rows come below those of its simulation.
+    `measured` is the same run as measured: each rank's rows come below the rows of its simulation.
     """
     events: list[dict[str, Any]] = []
     for nth, (kind, phases) in enumerate((("simulated", timelines), ("measured", measured))):

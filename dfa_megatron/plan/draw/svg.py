@@ -1,4 +1,4 @@
-"""A picture of a simulated run: a row per rank over time, what each computes, and below it what arrives meanwhile."""
+"""Draw a simulated run: a row per rank over time with its compute, and below it the messages that arrive meanwhile."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ ARRIVES = {"kv": "kv", "q": "q", "qdo": "q", "out": "result", "dq": "result", "d
 
 
 def picture(title: str, subtitle: str, timelines: Sequence[tuple[Plan, Timeline]]) -> str:
-    """SVG of the phases one below the other, each over its own time; it follows the viewer's light or dark mode."""
+    """Return an SVG of the phases, one below the other, each over its own time; it follows the viewer's light or dark
+    mode.
+    """
     out: list[str] = []
     top = HEADER
     for plan, timeline in timelines:
@@ -82,7 +84,7 @@ def _height(plan: Plan) -> int:
 
 
 def _panel(out: list[str], plan: Plan, timeline: Timeline, top: int) -> None:
-    """One phase: heading, step marks, a row per rank, the axis."""
+    """Draw one phase: heading, step marks, a row per rank, the axis."""
     span = timeline.makespan or 1.0
     rows = top + HEADING
     bottom = rows + plan.ranks * (COMPUTE + LANE + GAP)
@@ -150,7 +152,7 @@ def _kind(plan: Plan, blocks: Sequence[Block]) -> str:
 
 
 def _arrival(out: list[str], event: Event, left: float, right: float, y: float) -> None:
-    """A message as a bar with a stripe for each name in it."""
+    """Draw a message as a bar with a stripe for each name in it."""
     names = event.label.split("+")
     height, width = (LANE - 2) / len(names), max(right - left, 1.2)
     took = _seconds(event.end - event.start)
@@ -161,7 +163,7 @@ def _arrival(out: list[str], event: Event, left: float, right: float, y: float) 
 
 
 def _name_arrivals(out: list[str], bars: Sequence[tuple[float, float, str]], y: float) -> None:
-    """Write what arrived behind its bar; bars too close for that share the place behind the last of them."""
+    """Write the names of arrivals behind their bars; bars that are too close share one place."""
     names: list[str] = []
     for (_, right, name), following in zip(bars, [*(bar[0] for bar in bars[1:]), WIDTH - RIGHT], strict=False):
         names.append(name)

@@ -1,4 +1,4 @@
-"""Components of a mask: the runs of tokens that attend to one another and to no other, as documents of a pack do."""
+"""Split a mask into components: runs of tokens that attend only to one another, such as the documents of a pack."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dfa_megatron.plan.language.mask import Mask
 
 
 class Component(NamedTuple):
-    """Tokens that attend to one another and to no other: the span, the tiles in it, and their pairs.
+    """Tokens that attend only to one another: their span, the tiles in it, and `work`, the number of pairs.
 
-    is_document: one causal tile over the whole span, as most components are.
+    is_document: True if it is one causal tile over the whole span, the usual case.
     """
 
     span: Span
@@ -23,7 +23,7 @@ class Component(NamedTuple):
     is_document: bool = False
 
     def row_work(self, edges: Sequence[int]) -> list[int]:
-        """The pairs in the rows between each edge and the next."""
+        """Return the number of pairs in the rows between each edge and the next."""
         if self.is_document:
             first = 1 - 2 * self.span.lo
             return [(hi - lo) * (lo + hi + first) // 2 for lo, hi in pairwise(edges)]
@@ -38,7 +38,7 @@ class Component(NamedTuple):
 
 
 def components(mask: Mask) -> list[Component]:
-    """The components of a mask, in order; tokens that nothing attends to make some of no work."""
+    """Return the components of a mask in order. Tokens that nothing attends to form components without work."""
     found: list[Component] = []
     lo = hi = 0
     inside: list[Tile] = []

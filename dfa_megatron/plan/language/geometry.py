@@ -1,4 +1,4 @@
-"""Geometry of attention: a mask is a set of disjoint tiles, and a tile is a rectangle cut by a diagonal band."""
+"""Geometry of attention. A mask is a set of disjoint tiles; a tile is a rectangle cut by a diagonal band."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Span:
         return Span(max(self.lo, other.lo), min(self.hi, other.hi))
 
     def shift(self, by: int) -> Span:
-        """The same range, `by` positions later."""
+        """Return the same range, `by` positions later."""
         return Span(self.lo + by, self.hi + by)
 
 
 def covers(spans: Iterable[Span], whole: Span) -> bool:
-    """The spans together hold every position of `whole`."""
+    """Return whether the spans together hold every position of `whole`."""
     reached = whole.lo
     for span in sorted(spans):
         if span.lo > reached:
@@ -49,7 +49,7 @@ class Band:
 
     @property
     def is_full(self) -> bool:
-        """No pair is masked."""
+        """Return whether no pair is masked."""
         return self.left < 0 and self.right < 0
 
 
@@ -59,8 +59,8 @@ CAUSAL = Band(-1, 0)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
-    """One of the attentions of a kernel call: rows q_lo..q_hi of the call's queries see rows kv_lo..kv_hi of its keys
-    through a band over exactly these.
+    """A segment of a kernel call: query rows q_lo..q_hi see key rows kv_lo..kv_hi through a band over exactly these
+    rows.
     """
 
     q_lo: int
@@ -71,7 +71,7 @@ class Segment:
 
     @property
     def tile(self) -> Tile:
-        """Its pairs, in the call's rows."""
+        """Return the segment's pairs, in the call's rows."""
         offset = self.kv_hi - self.q_hi
         lo = -UNBOUNDED if self.band.left < 0 else offset - self.band.left
         hi = UNBOUNDED if self.band.right < 0 else offset + self.band.right
@@ -88,15 +88,15 @@ class Tile:
     hi: int = UNBOUNDED
 
     def shrink(self) -> Tile | None:
-        """The smallest equal tile, or None where no pair is left.
+        """Return the smallest equal tile, or None if no pair is left.
 
-        No row or column of it is wholly masked, and a bound that never binds is unbounded, so two tiles that hold the
-        same pairs are equal after this.
+        No row or column of the result is wholly masked, and a bound that never binds is unbounded. Two tiles that hold
+        the same pairs are therefore equal after this.
         """
         return _shrunk(self.q.lo, self.q.hi, self.kv.lo, self.kv.hi, self.lo, self.hi)
 
     def restrict(self, q: Span, kv: Span) -> Tile | None:
-        """The part of this tile inside q x kv, shrunk."""
+        """Return the part of this tile inside q x kv, shrunk."""
         mine, theirs = self.q, self.kv
         return _shrunk(
             mine.lo if mine.lo > q.lo else q.lo,
@@ -108,12 +108,14 @@ class Tile:
         )
 
     def __and__(self, other: Tile) -> Tile | None:
-        """The pairs that both tiles hold."""
+        """Return the pairs that both tiles hold."""
         return Tile(self.q & other.q, self.kv & other.kv, max(self.lo, other.lo), min(self.hi, other.hi)).shrink()
 
     def __sub__(self, other: Tile) -> tuple[Tile, ...]:
-        """The pairs of this tile that the other does not hold, as disjoint tiles: above, below, left, right of it in
-        whole rows and columns, then on either side of its band.
+        """Return the pairs that only this tile holds, as disjoint tiles.
+
+        They are whole rows above and below the other tile, whole columns left and right of it, then both sides of its
+        band.
         """
         both = self & other
         if both is None:
@@ -130,14 +132,14 @@ class Tile:
         return tuple(shrunk for part in parts if (shrunk := part.shrink()))
 
     def shift(self, q: int, kv: int) -> Tile:
-        """The same pairs with the rows moved by q positions and the columns by kv."""
+        """Return the same pairs with the rows moved by q positions and the columns by kv."""
         lo = self.lo if self.lo == -UNBOUNDED else self.lo + kv - q
         hi = self.hi if self.hi == UNBOUNDED else self.hi + kv - q
         return Tile(self.q.shift(q), self.kv.shift(kv), lo, hi)
 
     @property
     def area(self) -> int:
-        """The number of pairs, in closed form."""
+        """Return the number of pairs, in closed form."""
         rows, columns = len(self.q), len(self.kv)
         if not rows or not columns or self.lo > self.hi:
             return 0
@@ -149,7 +151,7 @@ class Tile:
 
     @property
     def band(self) -> Band:
-        """This tile as a kernel's window over exactly its rows and columns."""
+        """Return this tile as a kernel's window over exactly its rows and columns."""
         offset = (self.kv.lo - self.q.lo) + len(self.kv) - len(self.q)
         left = -1 if self.lo == -UNBOUNDED else offset - self.lo
         right = -1 if self.hi == UNBOUNDED else self.hi - offset
@@ -157,7 +159,7 @@ class Tile:
 
 
 def _shrunk(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None:
-    """`Tile.shrink` on numbers: plans of many ranks restrict a tile hundreds of thousands of times."""
+    """Compute `Tile.shrink` on numbers, because plans of many ranks restrict a tile hundreds of thousands of times."""
     if q0 >= q1 or k0 >= k1 or lo > hi:
         return None
     q0, q1 = max(q0, k0 - hi), min(q1, k1 - lo)
@@ -175,7 +177,7 @@ def _shrunk(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None
 
 
 def _pairs_up_to(rows: int, columns: int, diagonal: int) -> int:
-    """How many (a, b), 0 <= a < rows, 0 <= b < columns, have b - a <= diagonal."""
+    """Return the number of (a, b), 0 <= a < rows, 0 <= b < columns, with b - a <= diagonal."""
 
     def columns_up_to(last: int) -> int:  # sum of clamp(y, 0, columns) for y <= last
         if last <= 0:
@@ -188,7 +190,7 @@ def _pairs_up_to(rows: int, columns: int, diagonal: int) -> int:
 
 
 def joined_spans(spans: Iterable[Span]) -> list[Span]:
-    """Return the spans in their order, with neighbours that touch made one."""
+    """Return the spans in their order, with touching neighbours joined."""
     joined: list[Span] = []
     for span in spans:
         if joined and joined[-1].hi == span.lo:

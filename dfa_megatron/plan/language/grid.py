@@ -1,4 +1,4 @@
-"""A plan as a grid of text: a row per step, a column per rank, what each computes; a failing cell can be marked."""
+"""Draw a plan as a grid of text: a row per step, a column per rank, optionally with one marked cell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dfa_megatron.plan.language.ir import Block, Plan
 
 
 def whose(plan: Plan, chunks: Iterable[int]) -> str:
-    """Chunks by the rank at home: `7` is all that rank 7 holds, `7a` and `7b` its first and its second chunk."""
+    """Name chunks by owner: `7` is every chunk of rank 7, `7a` and `7b` its first and its second chunk."""
     by_home: dict[int, list[int]] = defaultdict(list)
     for chunk in sorted(set(chunks)):
         by_home[plan.layout.home[chunk]].append(chunk)
@@ -26,7 +26,9 @@ def _letter(place: int) -> str:
 
 
 def cell(plan: Plan, blocks: Sequence[Block]) -> str:
-    """What a rank computes in a step: whose rows . whose keys, with a star where the rows are another rank's."""
+    """Describe the work of a rank in a step: owners of rows . owners of keys, with a star if the rows belong to another
+    rank.
+    """
     if not blocks:
         return "-"
     helps = any(plan.layout.home[block.q_chunk] != block.rank for block in blocks)
@@ -35,7 +37,9 @@ def cell(plan: Plan, blocks: Sequence[Block]) -> str:
 
 
 def grid(plan: Plan, mark: tuple[int, int] | None = None, width: int = 100) -> str:
-    """The grid of a plan; `mark` is a (step, rank) that gets a `<!`. Too many ranks for the width merge into bands."""
+    """Draw the grid of a plan. `mark` is a (step, rank) that gets a `<!`. Ranks that exceed the width continue in bands
+    below.
+    """
     cells: dict[tuple[int, int], list[Block]] = defaultdict(list)
     for block in plan.blocks:
         cells[block.step, block.rank].append(block)

@@ -1,4 +1,4 @@
-"""Which heads of which tokens a rank computes when neighbours exchange heads for tokens around a plan (Ulysses)."""
+"""Split heads and tokens among neighbours that exchange heads around a plan (Ulysses)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dfa_megatron.plan.language.shape import AttentionShape
 
 
 def check_degree(degree: int, ranks: int, heads: int) -> None:
-    """Refuse a degree that does not divide the ranks of the group and the query heads of each.
+    """Refuse a degree that does not divide both the ranks of the group and the query heads of each rank.
 
     Raises:
-        UnsupportedError: says which degrees would work.
+        UnsupportedError: the message lists the degrees that would work.
     """
     works = [str(d) for d in range(1, ranks + 1) if ranks % d == 0 and heads % d == 0]
     instead = f"a degree that divides both {ranks} ranks and {heads} heads: {', '.join(works)}"
@@ -32,11 +32,11 @@ def check_degree(degree: int, ranks: int, heads: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """The heads that each of some ranks computes.
+    """The heads that each rank of an exchange group computes.
 
-    degree: ranks that exchange heads with each other.
-    heads, kv_heads: of each.
-    copies: in how many places each of the caller's kv heads is; more than 1 where several ranks have query heads of it.
+    degree: number of ranks that exchange heads with each other.
+    heads, kv_heads: of each rank.
+    copies: number of places that hold each of the caller's kv heads; above 1 if several ranks have query heads of it.
         Place t of rank r is the (r * kv_heads + t) // copies-th kv head.
     """
 
@@ -46,22 +46,24 @@ class HeadSplit:
     copies: int
 
     def shape(self, whole: AttentionShape) -> AttentionShape:
-        """What one rank of the plan computes."""
+        """Return the shape that one rank of the plan computes."""
         return replace(whole, heads=self.heads, kv_heads=self.kv_heads)
 
     @property
     def keeps(self) -> bool:
-        """What an exchange makes of q, k and v takes no more memory than they do, and can be kept in their place."""
+        """Return whether the exchanged q, k and v take no more memory than the originals and can be saved in their
+        place.
+        """
         return self.copies == 1
 
-    def packets(self, whole: AttentionShape, *, kept: bool = False) -> tuple[int, int, int, int]:
-        """Bytes for a token of a sequence from one rank to one other: before and after a forward, then a backward.
+    def bytes_per_token(self, whole: AttentionShape, *, kept: bool = False) -> tuple[int, int, int, int]:
+        """Return bytes per token of a sequence from one rank to one other: before and after a forward, then a backward.
 
-        Without what packets are padded by.
+        Padding is not counted.
 
         Args:
             whole: the shape of the call.
-            kept: the backward has what the forward made of q, k and v, if it `keeps`: nothing is rematerialized.
+            kept: the backward reuses the exchanged q, k, v of the forward if `keeps`; nothing is rematerialized.
         """
         q, k = self.heads * whole.head_dim, self.kv_heads * whole.head_dim
         out, v = self.heads * whole.value_dim, self.kv_heads * whole.value_dim
@@ -71,24 +73,26 @@ class HeadSplit:
         return qkv, out + lse, (0 if kept and self.keeps else qkv) + out + read + lse, qkv
 
     def exchanges(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, ...]:
-        """Bytes that a rank with that many tokens sends to others in each exchange, in the order of `packets`."""
-        return tuple((self.degree - 1) * whole.batch * tokens * packet for packet in self.packets(whole, kept=kept))
+        """Return bytes that a rank of `tokens` tokens sends per exchange, in the order of `bytes_per_token`."""
+        return tuple(
+            (self.degree - 1) * whole.batch * tokens * nbytes for nbytes in self.bytes_per_token(whole, kept=kept)
+        )
 
     def sent(self, whole: AttentionShape, tokens: int, *, kept: bool = False) -> tuple[int, int]:
-        """Bytes that a rank with that many tokens sends to others around a forward, and around a backward."""
+        """Return bytes that a rank with `tokens` tokens sends around a forward, and around a backward."""
         nbytes = self.exchanges(whole, tokens, kept=kept)
         return sum(nbytes[:2]), sum(nbytes[2:])
 
     def landed(self, whole: AttentionShape, tokens: int) -> int:
-        """Bytes of what such a rank has taken in while the backward of the plan runs; nothing is where degree is 1."""
-        return self.degree * whole.batch * tokens * self.packets(whole)[2] if self.degree > 1 else 0
+        """Return bytes of exchanged tensors that a rank holds during the plan's backward; 0 if degree is 1."""
+        return self.degree * whole.batch * tokens * self.bytes_per_token(whole)[2] if self.degree > 1 else 0
 
 
 def split_heads(degree: int, ranks: int, heads: int, kv_heads: int) -> HeadSplit:
-    """The split of heads over each `degree` of `ranks` ranks.
+    """Return the split of heads over each `degree` of `ranks` ranks.
 
     Raises:
-        UnsupportedError: they cannot be split that way.
+        UnsupportedError: the heads cannot be split that way.
     """
     check_degree(degree, ranks, heads)
     mine, group = heads // degree, heads // kv_heads
@@ -101,8 +105,9 @@ def split_heads(degree: int, ranks: int, heads: int, kv_heads: int) -> HeadSplit
 class TokenSplit:
     """The tokens of a rank of the plan, and the ranks that bring them together.
 
-    exchange_group: the ranks of the group that exchange heads with this one: neighbours, so that they share a node.
-    plan_group: the ranks of the group that run a plan with this one: those that compute the same heads.
+    exchange_group: ranks of the group that exchange heads with this one. They are neighbours, so that they share a
+    node.
+    plan_group: ranks of the group that run a plan with this one; all of them compute the same heads.
     pieces: (position in `exchange_group`, its rows) in the order of the sequence; () if that is the order of the ranks.
     """
 
@@ -112,7 +117,7 @@ class TokenSplit:
 
     @property
     def returned(self) -> tuple[Span, ...]:
-        """`pieces` the other way round: rows of the gathered tokens in the order of the ranks."""
+        """Return the inverse of `pieces`: rows of the gathered tokens in the order of the ranks."""
         edges = accumulate((len(rows) for _, rows in self.pieces), initial=0)
         placed = [
             (rank, rows.lo, Span(at, at + len(rows))) for (rank, rows), at in zip(self.pieces, edges, strict=False)
@@ -121,16 +126,16 @@ class TokenSplit:
 
 
 def split_tokens(degree: int, rank: int, ranks: int, layout: str, rows: int) -> TokenSplit:
-    """How the tokens of neighbours make those of one rank of the plan.
+    """Return how the tokens of neighbours form the tokens of one rank of the plan.
 
     Args:
         degree: ranks that exchange heads with each other; it divides `ranks`.
         rank, ranks: this rank in the group, and the group's size.
         layout: the tokens a rank holds.
-        rows: how many it holds.
+        rows: the number of these tokens.
 
     Raises:
-        UnsupportedError: together neighbours do not hold what a rank of the plan must.
+        UnsupportedError: the neighbours together do not hold the tokens that a rank of the plan needs.
     """
     exchange_group = range(rank - rank % degree, rank - rank % degree + degree)
     plan_group = range(rank % degree, ranks, degree)

@@ -1,12 +1,12 @@
-"""The plan language: blocks say who computes what and when, transfers move chunks or accumulators between ranks.
+"""The plan language: blocks assign work to ranks and steps, transfers move chunks or accumulators between ranks.
 
 The rules (R):
 
 - R1 A transfer of step s carries what its source held before s's compute, overlaps it, and is usable from s+1.
-- R2 A block of step s reads home chunks, or chunks landed before s.
+- R2 A block of step s reads chunks that its rank owns, or chunks landed before s.
 - R3 Transferring a *write* name (out, dq, dkv) moves the accumulator: the source is empty afterwards, the destination
-  merges what lands. An accumulator that is at home stays there.
-- R4 At the end every accumulator is at home and holds every needed (q, kv) pair exactly once; nothing is stranded.
+  merges what lands. An accumulator at its owner stays there.
+- R4 At the end every accumulator is at its owner and holds every needed (q, kv) pair exactly once; nothing is stranded.
 - R5 Each rank posts one batch per step in one global order, one message per peer. By induction on the step there is no
   deadlock.
 
@@ -40,7 +40,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Transfer:
-    """At `step`, `what` of `chunk` goes from src to dst: one record per message part, so a send has its receive."""
+    """At `step`, `what` of `chunk` goes from src to dst. One record per message part, so each send has its receive."""
 
     step: int
     src: int
@@ -51,7 +51,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What one block reads and writes: names for its q side and its kv side; a side that is not written is empty."""
+    """Names that one block reads and writes on its q side and its kv side; empty for a side that is not written."""
 
     name: str
     read_q: str
@@ -61,17 +61,17 @@ class Phase:
 
     @property
     def reads(self) -> tuple[tuple[str, str], ...]:
-        """(side, name) of what a block reads."""
+        """Return (side, name) of each input of a block."""
         return ("q", self.read_q), ("kv", self.read_kv)
 
     @property
     def writes(self) -> tuple[tuple[str, str], ...]:
-        """(side, name) of what a block writes."""
+        """Return (side, name) of each result of a block."""
         return tuple((side, name) for side, name in (("q", self.write_q), ("kv", self.write_kv)) if name)
 
     @property
     def write_names(self) -> tuple[str, ...]:
-        """The names of accumulators."""
+        """Return the names of accumulators."""
         return tuple(name for _, name in self.writes)
 
 
@@ -81,7 +81,7 @@ PHASES = {phase.name: phase for phase in (FORWARD, BACKWARD)}
 
 
 def chunk_of(block: Block, side: str) -> int:
-    """The block's chunk on its q or kv side."""
+    """Return the block's chunk on its q or kv side."""
     return block.q_chunk if side == "q" else block.kv_chunk
 
 
@@ -105,27 +105,27 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """How many ranks take part."""
+        """Return the number of ranks."""
         return self.layout.ranks
 
     @property
     def phases(self) -> tuple[Plan, ...]:
-        """This phase alone, as `AttentionPlan.phases` are both."""
+        """Return this phase alone, as `AttentionPlan.phases` returns both."""
         return (self,)
 
     @property
     def steps(self) -> int:
-        """How many steps there are, those with transfers only counted in."""
+        """Return the number of steps, including steps with transfers only."""
         records: tuple[Block | Transfer, ...] = (*self.blocks, *self.transfers)
         return 1 + max((record.step for record in records), default=-1)
 
     def tiles(self, block: Block) -> tuple[Tile, ...]:
-        """The pairs of a block as tiles in global positions."""
+        """Return the pairs of a block as tiles in global positions."""
         return self._pairs.get((block.q_chunk, block.kv_chunk), ())
 
     @property
     def digest(self) -> str:
-        """A short hash of everything in the plan; equal digests are equal plans."""
+        """Return a short hash of everything in the plan; equal digests are equal plans."""
         told: list[object] = [self.phase.name, self.mask.name, self.mask.length, self.layout.home]
         told += [(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi) for t in self.mask.tiles]
         told += [(chunk.lo, chunk.hi) for chunk in self.layout.chunks]
@@ -154,17 +154,17 @@ class AttentionPlan:
 
     @property
     def ranks(self) -> int:
-        """How many ranks take part."""
+        """Return the number of ranks."""
         return self.forward.ranks
 
     @property
     def phases(self) -> tuple[Plan, ...]:
-        """The phases in the order in which they run."""
+        """Return the phases in the order in which they run."""
         return self.forward, self.backward
 
     @property
     def digest(self) -> str:
-        """A short hash of both phases."""
+        """Return a short hash of both phases."""
         return f"{self.forward.digest}-{self.backward.digest}"
 
     def __str__(self) -> str:
@@ -175,7 +175,7 @@ class AttentionPlan:
 
 @lru_cache(maxsize=32)
 def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
-    """The tiles of every (q_chunk, kv_chunk) pair in which the mask holds at least one token pair."""
+    """Return the tiles of every (q_chunk, kv_chunk) pair in which the mask holds at least one token pair."""
     pairs: dict[tuple[int, int], list[Tile]] = defaultdict(list)
     order = sorted(range(len(layout.chunks)), key=lambda chunk: (layout.chunks[chunk].lo, layout.chunks[chunk].hi))
     starts = [layout.chunks[chunk].lo for chunk in order]

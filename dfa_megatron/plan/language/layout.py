@@ -1,4 +1,4 @@
-"""Token layouts: which spans of the sequence exist as chunks, and which rank holds each."""
+"""Token layouts: the chunks of the sequence, and the rank that owns each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dfa_megatron.plan.language.geometry import Span
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A disjoint cover of [0, length) by chunks, each at home on one rank.
+    """A disjoint cover of [0, length) by chunks; `home` holds the owner of each.
 
     A rank's local sequence is its chunks one after another, in the order of their numbers.
     """
@@ -29,56 +29,56 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks."""
         return len(self._held)
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence."""
+        """Return the tokens of the whole sequence."""
         return max(chunk.hi for chunk in self.chunks)
 
     def of(self, rank: int) -> tuple[int, ...]:
-        """The chunks that are at home on a rank, in local order."""
+        """Return the chunks that a rank owns, in local order."""
         return self._held[rank]
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """The tokens of a rank as spans of the sequence, in local order."""
+        """Return the tokens of a rank as spans of the sequence, in local order."""
         return tuple(self.chunks[chunk] for chunk in self.of(rank))
 
     def positions(self, rank: int) -> list[int]:
-        """The global position of each token of a rank, in local order."""
+        """Return the global position of each token of a rank, in local order."""
         return [token for span in self.spans(rank) for token in range(span.lo, span.hi)]
 
     def offsets(self, chunks: tuple[int, ...]) -> dict[int, int]:
-        """Where each of these chunks starts when they lie one after another, in rows."""
+        """Return the first row of each of these chunks when they lie one after another."""
         starts = accumulate((len(self.chunks[chunk]) for chunk in chunks), initial=0)
         return dict(zip(chunks, starts, strict=False))
 
 
 def cut(length: int, parts: int) -> tuple[Span, ...]:
-    """[0, length) in `parts` pieces whose lengths differ by at most one."""
+    """Cut [0, length) into `parts` spans whose lengths differ by at most one."""
     edges = [part * length // parts for part in range(parts + 1)]
     return tuple(Span(lo, hi) for lo, hi in pairwise(edges))
 
 
 def contiguous(length: int, ranks: int) -> Layout:
-    """Rank r holds the r-th slice, in order."""
+    """Give rank r the r-th slice, in order."""
     return Layout(cut(length, ranks), tuple(range(ranks)))
 
 
 def halves(length: int, ranks: int) -> Layout:
-    """The same tokens per rank as `contiguous`, in two chunks, so that a block can be shared between two ranks."""
+    """Give each rank the same tokens as `contiguous`, in two chunks, so that two ranks can share a block."""
     return Layout(cut(length, 2 * ranks), tuple(chunk // 2 for chunk in range(2 * ranks)))
 
 
 def fine(length: int, ranks: int) -> Layout:
-    """The same tokens per rank as `contiguous`, in chunks so small that moving some of them evens out the work."""
+    """Give each rank the same tokens as `contiguous`, in chunks small enough to even out the work by moving some."""
     per_rank = min(8, max(2, 64 // ranks))
     return Layout(cut(length, per_rank * ranks), tuple(chunk // per_rank for chunk in range(per_rank * ranks)))
 
 
 def zigzag(length: int, ranks: int) -> Layout:
-    """Rank r holds chunks r and 2P-1-r of 2P: equal causal work per rank, at the price of permuted data."""
+    """Give rank r chunks r and 2P-1-r of 2P: equal causal work per rank, but permuted data."""
     return Layout(cut(length, 2 * ranks), tuple(min(chunk, 2 * ranks - 1 - chunk) for chunk in range(2 * ranks)))
 
 
@@ -88,14 +88,16 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
     "fine": fine,
     "zigzag": zigzag,
 }
-"""Layouts by name. Every rank holds the same tokens in `halves` and `fine` as in `contiguous`."""
+"""Layouts by name. In `halves` and `fine` every rank holds the same tokens as in `contiguous`."""
 
 CHUNKS = {"contiguous": 1, "halves": 1, "fine": 1, "zigzag": 2}
-"""The sequence length must be a multiple of this many chunks per rank, so that every rank holds as many tokens."""
+"""The number of chunks per rank. The sequence length must be a multiple of chunks times ranks, so that all ranks hold
+equally many tokens.
+"""
 
 
 def by_name(name: str, length: int, ranks: int) -> Layout:
-    """Return the layout of that name, of those that depend on the length only.
+    """Return the layout of that name, among those that depend on the length only.
 
     Raises:
         UnsupportedError: no such layout, or a length that does not divide among the ranks.

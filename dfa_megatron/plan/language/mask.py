@@ -18,12 +18,12 @@ from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Which (query, key) pairs of a sequence attend: disjoint tiles in global positions.
+    """The (query, key) pairs of a sequence that attend, as disjoint tiles in global positions.
 
     `name` is for people and for digests; equal masks of different names are different plans.
 
-    balanced_by: the mask whose work the layout "load_balanced" shares out, None for this one. Layers of different
-        masks share their tokens.
+    balanced_by: the mask whose work the layout "load_balanced" balances, None for this one. It lets layers of different
+    masks share their tokens.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Mask:
         return hash((self.name, self.length))  # a mask is a key of caches, and may have thousands of tiles
 
     def restrict(self, q: Span, kv: Span) -> tuple[Tile, ...]:
-        """The tiles of the mask inside q x kv, each shrunk."""
+        """Return the tiles of the mask inside q x kv, each shrunk."""
         return tuple(part for tile in self.tiles if (part := tile.restrict(q, kv)))
 
     @property
     def area(self) -> int:
-        """The number of pairs that attend."""
+        """Return the number of pairs that attend."""
         return sum(tile.area for tile in self.tiles)
 
 
@@ -51,7 +51,7 @@ def _mask(name: str, length: int, tiles: Iterable[Tile]) -> Mask:
 
 
 def union(name: str, length: int, tiles: Iterable[Tile]) -> Mask:
-    """Any mask: a pair attends if one of the tiles, which may overlap, holds it.
+    """Return any mask: a pair attends if at least one of the tiles, which may overlap, holds it.
 
     Raises:
         ValueError: a tile reaches outside the sequence.
@@ -71,26 +71,26 @@ def union(name: str, length: int, tiles: Iterable[Tile]) -> Mask:
 
 
 def full(length: int) -> Mask:
-    """Every token sees every token."""
+    """Return the mask in which every token sees every token."""
     everything = Span(0, length)
     return _mask("full", length, [Tile(everything, everything)])
 
 
 def causal(length: int) -> Mask:
-    """A token sees itself and what is before it: j <= i."""
+    """Return the causal mask: j <= i."""
     everything = Span(0, length)
     return _mask("causal", length, [Tile(everything, everything, hi=0)])
 
 
 def sliding_window(length: int, left: int, right: int = 0) -> Mask:
-    """i - left <= j <= i + right; -1 means no bound on that side."""
+    """Return a window: i - left <= j <= i + right; -1 means no bound on that side."""
     lo, hi = _bounds(left, right)
     everything = Span(0, length)
     return _mask(f"window({left},{right})", length, [Tile(everything, everything, lo, hi)])
 
 
 def documents(lengths: Sequence[int], *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Mask:
-    """Packed documents: a token sees its own document.
+    """Return packed documents: a token sees its own document.
 
     Args:
         lengths: tokens of each document.
@@ -105,14 +105,14 @@ def documents(lengths: Sequence[int], *, causal: bool = True, window_size: tuple
 
 
 def prefix_lm(length: int, prefix: int) -> Mask:
-    """Every token sees the first `prefix` tokens; beyond them attention is causal: j < prefix or j <= i."""
+    """Return a mask whose first `prefix` tokens are visible to all and that is causal beyond: j < prefix or j <= i."""
     if not 0 <= prefix <= length:
         raise ValueError(f"the prefix must lie within the {length} tokens, got {prefix}")
     return _mask(f"prefix({prefix})", length, _prefix_tiles(Span(0, length), prefix))
 
 
 def prefix_lm_documents(lengths: Sequence[int], prefix: int | Sequence[int]) -> Mask:
-    """Packed documents, each with a prefix that its tokens all see, and causal beyond it.
+    """Return packed documents, each with a prefix that all its tokens see, and causal beyond it.
 
     Args:
         lengths: tokens of each document.
@@ -128,8 +128,9 @@ def prefix_lm_documents(lengths: Sequence[int], prefix: int | Sequence[int]) -> 
 
 
 def shared_question(groups: Sequence[Sequence[int]]) -> Mask:
-    """Questions with several answers each, as in reward models: a question and every answer are causal, and an answer
-    sees all of its question, but no other answer and no other group.
+    """Return questions with several answers each, as in reward models.
+
+    A question and every answer are causal. An answer sees all of its question, but no other answer and no other group.
 
     Args:
         groups: for each question its length, then the lengths of its answers. The benchmark's mask is one group.
@@ -148,15 +149,16 @@ def shared_question(groups: Sequence[Sequence[int]]) -> Mask:
 
 
 def causal_blockwise(lengths: Sequence[int]) -> Mask:
-    """Demonstrations and a test example: each block is causal and alone, and the last one sees all before it."""
+    """Return demonstrations and a test example: each block is causal and isolated; the last one sees all before it."""
     *blocks, last = _spans(lengths)
     tiles = [Tile(span, span, hi=0) for span in blocks]
     return _mask(f"causal blockwise({_short(lengths)})", last.hi, [*tiles, Tile(last, Span(0, last.hi), hi=0)])
 
 
 def block_causal_documents(lengths: Sequence[int], block: int) -> Mask:
-    """Packed documents cut into blocks, counted from each document's start: a token sees its whole block and those
-    before it, as in autoregressive video. The last block of a document may be shorter.
+    """Return packed documents cut into blocks, counted from each document's start, as in autoregressive video.
+
+    A token sees its whole block and the blocks before it. The last block of a document may be shorter.
     """
     if block <= 0:
         raise ValueError(f"a block needs a positive length, got {block}")
@@ -170,9 +172,10 @@ def block_causal_documents(lengths: Sequence[int], block: int) -> Mask:
 
 
 def global_sliding(length: int, window: int, tokens: int, *, causal: bool = False) -> Mask:
-    """The first `tokens` tokens see all and are seen by all; the others see `window` tokens to each side:
-    i < tokens or j < tokens or -window <= j - i <= window; with `causal`, j <= i as well (window and sink tokens).
+    """Return a mask whose first `tokens` tokens see all and are seen by all; the others see `window` tokens to each
+    side.
 
+    i < tokens or j < tokens or -window <= j - i <= window; with `causal`, j <= i as well (window and sink tokens).
     The benchmark takes as many global tokens as the window has on one side.
     """
     if window < 0 or not 0 <= tokens <= length:
@@ -185,7 +188,7 @@ def global_sliding(length: int, window: int, tokens: int, *, causal: bool = Fals
 
 
 def of_window(length: int, is_causal: bool, window_size: tuple[int, int]) -> Mask:
-    """The mask of flash-attn's (causal, window_size) arguments for a sequence that attends to itself."""
+    """Return the mask of flash-attn's (causal, window_size) arguments for a sequence that attends to itself."""
     left, right = _normal_window(length, is_causal, window_size)
     if (left, right) == (-1, -1):
         return full(length)
@@ -195,7 +198,7 @@ def of_window(length: int, is_causal: bool, window_size: tuple[int, int]) -> Mas
 
 
 def _normal_window(length: int, is_causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
-    """Equal windows over sequences of up to that length, written one way: a bound that never binds is -1."""
+    """Normalize a window over sequences of up to `length` tokens: a bound that never binds becomes -1."""
     left, right = window_size
     if is_causal:
         right = 0
@@ -207,7 +210,7 @@ def _normal_window(length: int, is_causal: bool, window_size: tuple[int, int]) -
 
 
 def _bounds(left: int, right: int) -> tuple[int, int]:
-    """A window as the lower and upper bound of j - i."""
+    """Return a window as the lower and upper bound of j - i."""
     if left < -1 or right < -1:
         raise ValueError(f"a window's sides are -1 (no bound) or at least 0, got {(left, right)}")
     return -UNBOUNDED if left == -1 else -left, UNBOUNDED if right == -1 else right
@@ -225,7 +228,7 @@ def _prefix_tiles(span: Span, prefix: int) -> list[Tile]:
 
 
 def _short(lengths: Sequence[int]) -> str:
-    """The lengths, or how many there are and a hash where they would fill the screen."""
+    """Format the lengths; where they would fill the screen, give their count and a hash."""
     text = ",".join(map(str, lengths))
     if len(lengths) <= 8:
         return text

@@ -1,4 +1,4 @@
-"""What one rank runs: a flat list of steps over numbered buffers, lowered from a plan and checked in this form."""
+"""The program of one rank: a flat list of steps over numbered buffers, lowered from a plan and checked in this form."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dfa_megatron.plan.language.ir import Block, Phase
 class Buffer:
     """Rows of one or several names that live together.
 
-    parts: (name, rows) in order. slot: the memory it lies in; buffers of one slot never live at the same time. A home
-    buffer has no slot: it is an input or a result of the call. `accumulates` tells an accumulator (in the accumulator's
-    dtype) from a message as it came off the wire; the two share no slot.
+    parts: (name, rows) in order. slot: the memory that holds it; buffers of one slot never live at the same time.
+    A buffer of the rank's own rows has no slot: it is an input or a result of the call. `accumulates`: True for an
+    accumulator (in the accumulator's dtype), False for a received message; the two share no slot.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -33,13 +33,13 @@ class Region:
 
     @property
     def rows(self) -> int:
-        """How many rows it has."""
+        """Return the number of rows."""
         return self.hi - self.lo
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """All that goes between this rank and one peer in one step, as one piece on the wire.
+    """The message between this rank and one peer in one step.
 
     Each part is a name whose rows are the given regions, one after another; a received part is one region.
     """
@@ -49,13 +49,13 @@ class Message:
 
     @property
     def signature(self) -> tuple[tuple[str, int], ...]:
-        """(name, rows) of each part: equal on both ends."""
+        """Return (name, rows) of each part: equal on both ends."""
         return tuple((regions[0].name, sum(region.rows for region in regions)) for regions in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Where a result goes; `fresh` means that no row of the region holds anything yet, so it is stored, not merged."""
+    """The destination of a result. `fresh`: no row of the region holds a result yet, so it is stored, not merged."""
 
     region: Region
     fresh: bool
@@ -63,7 +63,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One kernel call over rows of a q and a kv buffer, and where its results go (one write per name of the phase).
+    """One kernel call over rows of a q and a kv buffer, and one write per name of the phase.
 
     The rows of its segments increase on both sides and are disjoint. A row between segments has the identity of the
     merge as its result. A call of one segment has no other rows.
@@ -79,7 +79,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A landed partial result goes into an accumulator."""
+    """A merge of a landed partial into an accumulator."""
 
     source: Region
     write: Write
@@ -89,8 +89,8 @@ class Merge:
 class Step:
     """Post the messages, compute while they travel, then land them.
 
-    after: the last step whose compute must be over before this step's messages may move (-1: none), because it wrote
-    what is sent or read what is overwritten.
+    after: the last step whose compute must be over before this step's messages may move (-1: none). That compute wrote
+    rows that are sent, or read rows that are overwritten.
     """
 
     after: int
@@ -103,7 +103,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One rank's whole phase. Buffers 0.. are home: the phase's reads in order, then its writes."""
+    """One rank's whole phase. Its first buffers hold its own rows: the phase's reads in order, then its writes."""
 
     rank: int
     ranks: int
@@ -112,13 +112,13 @@ class Program:
     steps: tuple[Step, ...]
 
     def home_buffer(self, name: str) -> int:
-        """The number of the buffer that holds this rank's own rows of a name."""
+        """Return the index of the buffer that holds this rank's own rows of a name."""
         names = [read for _, read in self.phase.reads] + list(self.phase.write_names)
         return names.index(name)
 
     @property
     def slots(self) -> dict[int, tuple[Buffer, ...]]:
-        """Memory to allocate: each slot with the buffers that live in it, one after another."""
+        """Return the memory to allocate: each slot with the buffers that live in it, one after another."""
         tenants: dict[int, tuple[Buffer, ...]] = {}
         for buffer in self.buffers:
             if buffer.slot is not None:
@@ -127,11 +127,11 @@ class Program:
 
     @property
     def sends(self) -> tuple[Message, ...]:
-        """Every message this rank sends."""
+        """Return the number of messages that this rank sends."""
         return tuple(message for step in self.steps for message in step.sends)
 
     def peak_slots(self) -> dict[str, int]:
-        """In how many slots remote chunks of each name live on this rank, messages and accumulators together."""
+        """Return the number of slots per name for remote chunks on this rank, messages and accumulators together."""
         peak: dict[str, int] = {}
         for buffers in self.slots.values():
             for name in {name for buffer in buffers for name, _ in buffer.parts}:

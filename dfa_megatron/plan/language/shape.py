@@ -1,4 +1,4 @@
-"""The sizes of an attention that its plan does not fix, and the bytes of what travels."""
+"""Sizes of an attention that its plan does not fix, and the bytes of its messages."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dfa_megatron.plan.language.ir import Phase
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The sizes of one attention that its plan does not fix.
+    """Sizes of one attention that its plan does not fix.
 
     Args:
-        batch: sequences that are attended to at once.
+        batch: sequences per call.
         heads, kv_heads: of q, and of k and v; kv_heads divides heads.
         head_dim, head_dim_v: of q and k, and of v and out (None: the same).
         bytes_per_element: of q, k, v, dout and out.
         accumulator_bytes: of lse and delta.
-        backward_needs: what a helped pair's backward sends beside q, dout and lse.
-        wire_bytes: of partial outputs and gradients while they travel; None is bytes_per_element.
+        backward_needs: tensor that a helper's backward receives beside q, dout and lse: "out" or "delta".
+        wire_bytes: bytes per element of partial outputs and gradients in messages; None is bytes_per_element.
 
     Raises:
         UnsupportedError: a size is not positive, or kv_heads does not divide heads.
@@ -48,23 +48,23 @@ class AttentionShape:
 
     @property
     def value_dim(self) -> int:
-        """The head dimension of v and out."""
+        """Return the head dimension of v and out."""
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes per element of a partial result on the wire."""
+        """Return bytes per element of a partial result in a message."""
         return self.bytes_per_element if self.wire_bytes is None else self.wire_bytes
 
     def flops_per_pair(self, phase: Phase) -> int:
-        """Floating-point operations of one (query, key) pair over all heads: 2 products forward, 5 backward."""
+        """Return floating-point operations of one (query, key) pair over all heads: 2 products forward, 5 backward."""
         qk, pv = self.head_dim, self.value_dim
         products = qk + pv if phase.name == "forward" else 3 * qk + 2 * pv
         return 2 * self.batch * self.heads * products
 
 
 def bytes_of(name: str, tokens: int, shape: AttentionShape) -> int:
-    """Bytes on the wire of `tokens` rows of a name, without the padding between its fields.
+    """Return bytes of `tokens` rows of a name in a message, without the padding between its fields.
 
     q | k, v | out, lse | q, dout, lse, and delta or out | dq | dk, dv: the fields of the runtime's wire format.
     """

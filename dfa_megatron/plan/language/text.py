@@ -51,10 +51,10 @@ def _steps(plan: Plan) -> Iterator[str]:
 
 
 def from_text(text: str) -> AttentionPlan:
-    """Parse a plan's text; blocks and transfers come back sorted. `check_plan` says whether the plan is right.
+    """Parse a plan's text; return blocks and transfers sorted. Prove the result with `check_plan`.
 
     Raises:
-        PlanError: a line cannot be read, or is missing; one line that names it and says why.
+        PlanError: a line is malformed or missing; one message that names the line and the reason.
     """
     reader = _Reader()
     for number, line in enumerate(text.splitlines(), 1):
@@ -68,7 +68,7 @@ def from_text(text: str) -> AttentionPlan:
 
 
 class _Reader:
-    """What the lines so far have said."""
+    """State of the parser: the lines so far."""
 
     def __init__(self) -> None:
         self.header: tuple[str, str, int | None] | None = None
@@ -79,7 +79,7 @@ class _Reader:
         self.phase, self.step = "", -1
 
     def read(self, line: str) -> None:
-        """Take in one line; any error says what is wrong with it."""
+        """Parse one line; any error says what is wrong with it."""
         match line.split():
             case ["plan", schedule, layout] if self.header is None:
                 self.header = schedule, layout, None
@@ -106,7 +106,7 @@ class _Reader:
                 raise ValueError("no record of a plan, one too many, or one outside a phase and step")
 
     def plan(self) -> AttentionPlan:
-        """Return the plan that all lines make."""
+        """Return the plan of all lines."""
         if self.header is None or self.mask is None or self.layout is None:
             raise PlanError("the plan's text lacks its plan, mask or chunks line")
         if missing := PHASES.keys() - self.blocks.keys():

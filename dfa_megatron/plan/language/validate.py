@@ -1,4 +1,4 @@
-"""What a plan may say at all: records of ranks, chunks and names that exist, none twice, no result taken from home."""
+"""Refuse malformed plans: unknown ranks, chunks or names, repeated records, results taken from their owner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dfa_megatron.plan.language.ir import Block, Plan, Transfer
 
 
 def validate(plan: Plan) -> None:
-    """Refuse records that cannot be run on any rank.
+    """Refuse records that cannot run on any rank.
 
     Raises:
         PlanError: names the first such record, with the grid.

@@ -1,4 +1,4 @@
-"""Fusion: the tiles that one rank computes in one step become as few rectangles-with-a-band as possible."""
+"""Fuse the tiles that one rank computes in one step into as few tiles as possible."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dfa_megatron.plan.language.ir import Block
 FusedTile = tuple[Tile, tuple[Block, ...]]
 
 _FEW = 8
-"""Up to this many pieces every pair is tried; beyond, only neighbours."""
+"""Up to this many tiles every pair is tried; beyond it, only neighbours."""
 
 
 def union(tiles: Sequence[Tile]) -> Tile | None:
-    """One tile equal to the disjoint union of these (shrunk) tiles, or None if there is none."""
+    """Return one tile equal to the disjoint union of these (shrunk) tiles, or None if there is none."""
     q = Span(min(t.q.lo for t in tiles), max(t.q.hi for t in tiles))
     kv = Span(min(t.kv.lo for t in tiles), max(t.kv.hi for t in tiles))
     area = sum(tile.area for tile in tiles)
@@ -27,43 +27,45 @@ def union(tiles: Sequence[Tile]) -> Tile | None:
     return None
 
 
-def fuse(pieces: Sequence[FusedTile]) -> list[FusedTile]:
-    """Merge pieces whose union is one tile: all at once, else along rows and columns, else pair by pair."""
-    pieces = list(pieces)
-    if len(pieces) > 1 and (one := union([tile for tile, _ in pieces])):
-        return [(one, _blocks(pieces))]
+def fuse(tiles: Sequence[FusedTile]) -> list[FusedTile]:
+    """Fuse tiles whose union is one tile: all at once, else along rows and columns, else pair by pair."""
+    tiles = list(tiles)
+    if len(tiles) > 1 and (one := union([tile for tile, _ in tiles])):
+        return [(one, _blocks(tiles))]
     before = 0
-    while len(pieces) > 1 and len(pieces) != before:
-        before = len(pieces)
-        pieces = _along(pieces, lambda piece: (piece[0].q.lo, piece[0].kv.lo))
-        pieces = _along(pieces, lambda piece: (piece[0].kv.lo, piece[0].q.lo))
-    return _pair_by_pair(pieces) if len(pieces) <= _FEW else pieces
+    while len(tiles) > 1 and len(tiles) != before:
+        before = len(tiles)
+        tiles = _along(tiles, lambda fused: (fused[0].q.lo, fused[0].kv.lo))
+        tiles = _along(tiles, lambda fused: (fused[0].kv.lo, fused[0].q.lo))
+    return _pair_by_pair(tiles) if len(tiles) <= _FEW else tiles
 
 
-def _along(pieces: list[FusedTile], order: Callable[[FusedTile], Any]) -> list[FusedTile]:
-    """Merge each piece into the one before it, in this order, where they make one."""
+def _along(tiles: list[FusedTile], order: Callable[[FusedTile], Any]) -> list[FusedTile]:
+    """Fuse each tile with the one before it, in this order, where the two make one tile."""
     out: list[FusedTile] = []
-    for piece in sorted(pieces, key=order):
-        one = _union_of_two(out[-1][0], piece[0]) if out else None
+    for fused in sorted(tiles, key=order):
+        one = _union_of_two(out[-1][0], fused[0]) if out else None
         if one is None:
-            out.append(piece)
+            out.append(fused)
         else:
-            out[-1] = one, _blocks([out[-1], piece])
+            out[-1] = one, _blocks([out[-1], fused])
     return out
 
 
-def _pair_by_pair(pieces: list[FusedTile]) -> list[FusedTile]:
-    for second in range(len(pieces)):
+def _pair_by_pair(tiles: list[FusedTile]) -> list[FusedTile]:
+    for second in range(len(tiles)):
         for first in range(second):
-            if one := _union_of_two(pieces[first][0], pieces[second][0]):
-                rest = [piece for at, piece in enumerate(pieces) if at not in (first, second)]
-                return _pair_by_pair([*rest, (one, _blocks([pieces[first], pieces[second]]))])
-    return pieces
+            if one := _union_of_two(tiles[first][0], tiles[second][0]):
+                rest = [fused for at, fused in enumerate(tiles) if at not in (first, second)]
+                return _pair_by_pair([*rest, (one, _blocks([tiles[first], tiles[second]]))])
+    return tiles
 
 
 def _union_of_two(one: Tile, other: Tile) -> Tile | None:
-    """`union`, after a look at whether they touch, and at more than a corner: as packed documents do, which makes no
-    tile but that of a single diagonal, with a pair per row.
+    """Return `union` with an early exit.
+
+    Tiles that do not touch, or touch only at a corner like consecutive documents, cannot form one tile, unless there is
+    only one pair per row.
     """
     if one.q.hi < other.q.lo or other.q.hi < one.q.lo or one.kv.hi < other.kv.lo or other.kv.hi < one.kv.lo:
         return None
@@ -75,5 +77,5 @@ def _union_of_two(one: Tile, other: Tile) -> Tile | None:
     return union([one, other])
 
 
-def _blocks(pieces: Sequence[FusedTile]) -> tuple[Block, ...]:
-    return tuple(sorted({block for _, blocks in pieces for block in blocks}))
+def _blocks(tiles: Sequence[FusedTile]) -> tuple[Block, ...]:
+    return tuple(sorted({block for _, blocks in tiles for block in blocks}))

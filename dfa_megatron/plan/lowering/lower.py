@@ -1,4 +1,4 @@
-"""Lowering: a plan becomes a flat program per rank, with fused kernel calls, bounded slots, one message per peer."""
+"""Lower a plan to one flat program per rank: fused kernel calls, bounded slots, one message per peer and step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import chain
 from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.language.geometry import Span, covers
+from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan, chunk_of
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step, Write
@@ -18,14 +18,14 @@ from dfa_megatron.plan.language.validate import validate
 from dfa_megatron.plan.lowering.fuse import FusedTile, fuse
 from dfa_megatron.plan.lowering.messages import Parts, RankMessages, joined, rank_messages
 from dfa_megatron.plan.lowering.pack import packs, segments_of
-from dfa_megatron.plan.lowering.slots import Lifetimes, assign_slots
+from dfa_megatron.plan.lowering.slots import Lifetimes, Stored, assign_slots
 
 Place = tuple[int, int]
 """(buffer, first row) of a chunk."""
 
 
 def lower(plan: Plan, rank: int, batch: int = 1) -> Program:
-    """Return the program of one rank of a plan that `validate` accepts, for that many sequences at once.
+    """Return the program of one rank for `batch` sequences at once. The plan has passed `validate`.
 
     Raises:
         PlanError: the plan breaks a rule of the language that shows on this rank (R1 to R5).
@@ -51,15 +51,15 @@ def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
 def _lower_all(plan: Plan, batch: int) -> list[Program]:
     validate(plan)
     together = joined(plan.mask, batch)
-    return [_Lowering(plan, rank, share, together).program() for rank, share in enumerate(rank_messages(plan, batch))]
+    return [_Lowering(plan, rank, mine, together).program() for rank, mine in enumerate(rank_messages(plan, batch))]
 
 
 REMEMBERED_RANKS = 64
-"""Programs of larger plans take too much memory to be kept."""
+"""Programs of larger plans take too much memory to cache."""
 
 
 class _Same:
-    """A plan as a key: the object, for its contents take as long to compare as to lower."""
+    """A plan as a cache key by identity: comparing its contents takes as long as lowering it."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -77,16 +77,16 @@ def _remembered(same: _Same, batch: int) -> tuple[Program, ...]:
 
 
 class _Lowering:
-    """The working state of one lowering: where each chunk lies at which step, and how long each buffer lives."""
+    """State of one lowering: the place of each chunk at each step, and the lifetime of each buffer."""
 
-    def __init__(self, plan: Plan, rank: int, share: RankMessages, together: frozenset[str]) -> None:
-        self.plan, self.rank, self.share = plan, rank, share
+    def __init__(self, plan: Plan, rank: int, messages: RankMessages, together: frozenset[str]) -> None:
+        self.plan, self.rank, self.messages = plan, rank, messages
         self.layout, self.phase = plan.layout, plan.phase
         self.reads, self.writes = plan.phase.reads, plan.phase.writes
         self.accumulators = frozenset(plan.phase.write_names)
         self.buffers: list[Buffer] = []
         self.lives = Lifetimes()
-        self.covered: dict[int, list[Span]] = defaultdict(list)
+        self.stored = Stored()
         self.home: dict[str, int] = {}
         self.home_rows = self.layout.offsets(self.layout.of(rank))
         self.arrivals: dict[tuple[str, int], list[tuple[int, Place]]] = defaultdict(list)
@@ -94,13 +94,13 @@ class _Lowering:
         self.joined = together
         self.landings: dict[tuple[int, int, int], Region] = {}
         self._place_home()
-        for step, by_peer in share.incoming.items():
+        for step, by_peer in messages.incoming.items():
             self._place_landings(step, by_peer)
-        for step, by_peer in share.outgoing.items():
+        for step, by_peer in messages.outgoing.items():
             self._place_departures(step, by_peer)
 
     def program(self) -> Program:
-        """Lower every step in order, then give the buffers memory."""
+        """Lower every step in order, then assign slots to the buffers."""
         bodies = [self._body(step) for step in range(self.plan.steps)]
         slots = assign_slots(self.buffers, self.lives, home=len(self.home))
         tenants: dict[int, list[int]] = defaultdict(list)
@@ -127,20 +127,20 @@ class _Lowering:
             self.lives.begin(self.home[name], 0)
 
     def _place_landings(self, step: int, by_peer: dict[int, Parts]) -> None:
-        """A buffer per received message, and one for each joined name of all; remembers where each chunk lies."""
+        """Add a buffer per received message, and one for each joined name; record the place of each chunk."""
         together: dict[str, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
-        for peer, cargo in by_peer.items():
-            alone = [(name, at, chunks) for at, (name, chunks) in enumerate(cargo) if name not in self.joined]
+        for peer, parts in by_peer.items():
+            alone = [(name, at, chunks) for at, (name, chunks) in enumerate(parts) if name not in self.joined]
             if alone:
                 buffer = self._landing(step, tuple((name, self._rows(chunks)) for name, _, chunks in alone))
                 for name, at, chunks in alone:
                     self._arrive((step, peer, at), (buffer, 0), name, chunks)
-            for at, (name, chunks) in enumerate(cargo):
+            for at, (name, chunks) in enumerate(parts):
                 if name in self.joined:
                     together[name].append((peer, at, chunks))
-        for name, parts in together.items():
-            buffer, first = self._landing(step, ((name, sum(self._rows(chunks) for *_, chunks in parts)),)), 0
-            for peer, at, chunks in sorted(parts, key=lambda part: self.layout.chunks[part[2][0]]):
+        for name, landing in together.items():
+            buffer, first = self._landing(step, ((name, sum(self._rows(chunks) for *_, chunks in landing)),)), 0
+            for peer, at, chunks in sorted(landing, key=lambda part: self.layout.chunks[part[2][0]]):
                 self._arrive((step, peer, at), (buffer, first), name, chunks)
                 first += self._rows(chunks)
 
@@ -151,16 +151,16 @@ class _Lowering:
         return buffer
 
     def _arrive(self, part: tuple[int, int, int], place: Place, name: str, chunks: tuple[int, ...]) -> None:
-        """A part of a message, (step, peer, number), lands from a row of a buffer on."""
+        """Record that a part of a message, (step, peer, number), lands in a buffer from a given row on."""
         buffer, first = place
         self.landings[part] = Region(buffer, name, first, first + self._rows(chunks))
         for chunk, row in self.layout.offsets(chunks).items():
             self.arrivals[name, chunk].append((part[0], (buffer, first + row)))
 
     def _place_departures(self, step: int, by_peer: dict[int, Parts]) -> None:
-        """Accumulators that leave together share a buffer: those to one peer, or to all where reads are joined too."""
+        """Add buffers for accumulators that leave together: one per destination, or one for all if joined."""
         for name in self.phase.write_names:
-            groups = [chunks for cargo in by_peer.values() for part, chunks in cargo if part == name]
+            groups = [chunks for parts in by_peer.values() for what, chunks in parts if what == name]
             if self.joined and groups:
                 groups = [tuple(sorted(chain.from_iterable(groups), key=self.layout.chunks.__getitem__))]
             for chunks in groups:
@@ -197,26 +197,26 @@ class _Lowering:
     # What happens in a step.
 
     def _body(self, step: int) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Call, ...], tuple[Merge, ...]]:
-        outgoing, incoming = self.share.outgoing.get(step, {}), self.share.incoming.get(step, {})
-        sends = tuple(self._send(step, peer, cargo) for peer, cargo in outgoing.items())
+        outgoing, incoming = self.messages.outgoing.get(step, {}), self.messages.incoming.get(step, {})
+        sends = tuple(self._send(step, peer, parts) for peer, parts in outgoing.items())
         receives = tuple(
-            Message(peer, tuple((self.landings[step, peer, at],) for at in range(len(cargo))))
-            for peer, cargo in incoming.items()
+            Message(peer, tuple((self.landings[step, peer, at],) for at in range(len(parts))))
+            for peer, parts in incoming.items()
         )
         calls = tuple(self._calls(step))
-        merges = tuple(merge for peer, cargo in incoming.items() for merge in self._merges(step, peer, cargo))
+        merges = tuple(merge for peer, parts in incoming.items() for merge in self._merges(step, peer, parts))
         return sends, receives, calls, merges
 
-    def _send(self, step: int, peer: int, cargo: Parts) -> Message:
-        parts = []
-        for name, chunks in cargo:
+    def _send(self, step: int, peer: int, parts: Parts) -> Message:
+        sent = []
+        for name, chunks in parts:
             regions: list[Region] = []
             for chunk in chunks:
                 if name in self.accumulators:
                     buffer, row = next(place for at, place in self.departures[name, chunk] if at == step)
                     self.lives.sent_after_write(buffer, step)
                     rows = Span(row, row + len(self.layout.chunks[chunk]))
-                    if not any(len(written & rows) for written in self.covered[buffer]):
+                    if not self.stored.touches(buffer, rows):
                         self._fail(f"R3: rank {self.rank} sends {name} of chunk {chunk} that it never wrote", step)
                 else:
                     buffer, row = self._read_place(name, chunk, step)
@@ -225,14 +225,14 @@ class _Lowering:
                 if regions and regions[-1].buffer == buffer and regions[-1].hi == row:
                     region = replace(region, lo=regions.pop().lo)
                 regions.append(region)
-            parts.append(tuple(regions))
-        return Message(peer, tuple(parts))
+            sent.append(tuple(regions))
+        return Message(peer, tuple(sent))
 
     def _calls(self, step: int) -> Iterator[Call]:
-        # A write's rows run parallel to the rows that it is computed from, at a fixed distance: blocks that read and
-        # write the same buffers at the same distances can share a kernel call.
+        # A write's rows lie at a fixed distance from the rows it is computed from. Blocks that read and write the same
+        # buffers at the same distances can share a kernel call.
         groups: dict[tuple[int, int, tuple[Place, ...]], list[FusedTile]] = defaultdict(list)
-        for block in self.share.blocks.get(step, ()):
+        for block in self.messages.blocks.get(step, ()):
             q_buffer, q_row = self._read_place(self.phase.read_q, block.q_chunk, step)
             kv_buffer, kv_row = self._read_place(self.phase.read_kv, block.kv_chunk, step)
             targets = []
@@ -242,14 +242,14 @@ class _Lowering:
             by = q_row - self.layout.chunks[block.q_chunk].lo, kv_row - self.layout.chunks[block.kv_chunk].lo
             for tile in self.plan.tiles(block):
                 groups[q_buffer, kv_buffer, tuple(targets)].append((tile.shift(*by), (block,)))
-        for (q_buffer, kv_buffer, shifts), pieces in groups.items():
-            for pack in packs(fuse(pieces)):
-                yield self._call(step, q_buffer, kv_buffer, shifts, pack)
+        for (q_buffer, kv_buffer, shifts), tiles in groups.items():
+            for group in packs(fuse(tiles)):
+                yield self._call(step, q_buffer, kv_buffer, shifts, group)
 
     def _call(
-        self, step: int, q_buffer: int, kv_buffer: int, shifts: tuple[Place, ...], pack: Sequence[FusedTile]
+        self, step: int, q_buffer: int, kv_buffer: int, shifts: tuple[Place, ...], group: Sequence[FusedTile]
     ) -> Call:
-        q_rows, kv_rows, segments = segments_of(pack)
+        q_rows, kv_rows, segments = segments_of(group)
         q = Region(q_buffer, self.phase.read_q, q_rows.lo, q_rows.hi)
         kv = Region(kv_buffer, self.phase.read_kv, kv_rows.lo, kv_rows.hi)
         for buffer in (q_buffer, kv_buffer):
@@ -258,12 +258,12 @@ class _Lowering:
         for (side, name), (buffer, by) in zip(self.writes, shifts, strict=True):
             span = q_rows if side == "q" else kv_rows
             writes.append(self._write(step, Region(buffer, name, span.lo + by, span.hi + by)))
-        blocks = tuple(sorted({block for _, its in pack for block in its}))
-        return Call(q, kv, segments, tuple(writes), blocks, sum(tile.area for tile, _ in pack))
+        blocks = tuple(sorted({block for _, its in group for block in its}))
+        return Call(q, kv, segments, tuple(writes), blocks, sum(tile.area for tile, _ in group))
 
-    def _merges(self, step: int, peer: int, cargo: Parts) -> Iterator[Merge]:
-        """Landed partials go where the rank accumulates; neighbours that go to neighbouring rows go together."""
-        for at, (name, chunks) in enumerate(cargo):
+    def _merges(self, step: int, peer: int, parts: Parts) -> Iterator[Merge]:
+        """Merge landed partials into the rank's accumulators; adjacent rows form one merge."""
+        for at, (name, chunks) in enumerate(parts):
             if name not in self.accumulators:
                 continue
             source = self.landings[step, peer, at].buffer
@@ -282,26 +282,18 @@ class _Lowering:
                 yield Merge(region, self._write(step, into))
 
     def _write(self, step: int, region: Region) -> Write:
-        """Note that these rows hold something from now on, and whether they did before."""
-        covered, span = self.covered[region.buffer], Span(region.lo, region.hi)
-        fresh = not any(old.lo < span.hi and span.lo < old.hi for old in covered)
-        covered.append(span)
+        """Record a write to these rows. It is fresh if none of them held a result before."""
+        fresh = self.stored.add(region.buffer, Span(region.lo, region.hi))
         self.lives.begin(region.buffer, step)
         self.lives.written(region.buffer, step)
         return Write(region, fresh)
 
     def _needs_identity(self, buffer: int) -> bool:
-        """An accumulator of which some row is merged into, or read, before it was ever stored."""
+        """Return whether a row of this accumulator is merged into, or read, before it is first stored."""
         if not self.buffers[buffer].accumulates:
             return False
-        stored: list[Span] = []
-        for span in self.covered[buffer]:
-            if not any(len(old & span) for old in stored):
-                stored.append(span)
-            elif not covers(stored, span):
-                return True
         ((_, rows),) = self.buffers[buffer].parts
-        return not covers(stored, Span(0, rows))
+        return self.stored.needs_identity(buffer, rows)
 
     def _fail(self, reason: str, step: int) -> NoReturn:
         raise PlanError(reason, grid(self.plan, mark=(step, self.rank)))

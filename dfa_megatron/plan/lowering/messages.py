@@ -1,4 +1,4 @@
-"""A rank's share of a plan: its blocks and its messages, step by step; grouped once for all ranks."""
+"""Group a plan's blocks and messages by rank and step, once for all ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dfa_megatron.plan.language.ir import Block, Plan
 from dfa_megatron.plan.language.mask import Mask
 
 Parts = tuple[tuple[str, tuple[int, ...]], ...]
-"""What one message carries: the name and the chunks of each part, in an order that source and destination agree on."""
+"""(name, chunks) of each part of a message, in one order for source and destination."""
 
 JOINABLE = frozenset(("q", "kv"))
-"""Names without statistics: some rows of (1, rows, heads, width) are dense, some of (1, heads, rows) are not."""
+"""Names without statistics. A range of rows is dense in (1, rows, heads, width), but not in (1, heads, rows)."""
 
 
 def joined(mask: Mask, batch: int) -> frozenset[str]:
@@ -27,7 +27,7 @@ def joined(mask: Mask, batch: int) -> frozenset[str]:
 
 @dataclass(slots=True)
 class RankMessages:
-    """What a plan says about one rank. incoming, outgoing: step -> peer -> cargo."""
+    """Blocks and messages of one rank. incoming, outgoing: step -> peer -> parts of the message."""
 
     blocks: dict[int, list[Block]] = field(default_factory=lambda: defaultdict(list))
     incoming: dict[int, dict[int, Parts]] = field(default_factory=lambda: defaultdict(dict))
@@ -35,30 +35,30 @@ class RankMessages:
 
 
 def rank_messages(plan: Plan, batch: int) -> list[RankMessages]:
-    """The share of every rank; the plan's records must name ranks that exist."""
+    """Return the messages of every rank. The plan's records must name ranks that exist."""
     out = [RankMessages() for _ in range(plan.ranks)]
     for block in sorted(plan.blocks):
         out[block.rank].blocks[block.step].append(block)
-    cargos: dict[tuple[int, int, int], dict[str, list[int]]] = defaultdict(dict)
+    sent: dict[tuple[int, int, int], dict[str, list[int]]] = defaultdict(dict)
     for t in sorted(plan.transfers):  # by step, source, destination, name and chunk
-        cargos[t.step, t.src, t.dst].setdefault(t.what, []).append(t.chunk)
-    parts = _runs(plan, cargos, joined(plan.mask, batch))
-    for (step, src, dst), names in cargos.items():
-        cargo = tuple(
+        sent[t.step, t.src, t.dst].setdefault(t.what, []).append(t.chunk)
+    runs = _runs(plan, sent, joined(plan.mask, batch))
+    for (step, src, dst), names in sent.items():
+        parts = tuple(
             (name, chunks)
             for name, alone in names.items()
-            for chunks in parts.get((step, src, dst, name), [tuple(alone)])
+            for chunks in runs.get((step, src, dst, name), [tuple(alone)])
         )
-        out[src].outgoing[step][dst] = out[dst].incoming[step][src] = cargo
+        out[src].outgoing[step][dst] = out[dst].incoming[step][src] = parts
     return out
 
 
 def _runs(
-    plan: Plan, cargos: dict[tuple[int, int, int], dict[str, list[int]]], together: frozenset[str]
+    plan: Plan, sent: dict[tuple[int, int, int], dict[str, list[int]]], together: frozenset[str]
 ) -> dict[tuple[int, int, int, str], list[tuple[int, ...]]]:
-    """(step, source, destination, joined name) -> the chunks that land one after another, as a part each."""
+    """Return (step, source, destination, joined name) -> one tuple of chunks per part that lands in adjacent rows."""
     arriving: dict[tuple[int, int, str], list[tuple[int, int, int]]] = defaultdict(list)
-    for (step, src, dst), names in cargos.items():
+    for (step, src, dst), names in sent.items():
         for name in together & names.keys():
             arriving[step, dst, name] += [(plan.layout.chunks[chunk].lo, src, chunk) for chunk in names[name]]
     runs: dict[tuple[int, int, int, str], list[tuple[int, ...]]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Packing: the fused pieces of a step, as of many documents, become few kernel calls of several segments."""
+"""Group the fused tiles of a step, such as those of many documents, into few kernel calls of several segments."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dfa_megatron.plan.language.geometry import Segment, Span, Tile
 from dfa_megatron.plan.lowering.fuse import FusedTile
 
 GAP = 2048
-"""More rows than this between two segments are not spanned: to merge nothing costs more than another call."""
+"""The largest gap in rows between two segments of one call. A larger gap costs more in merges than another call."""
 
 
-def packs(pieces: Sequence[FusedTile]) -> list[list[FusedTile]]:
-    """The pieces in groups whose rows increase and are disjoint on both sides, so that one kernel call can do each.
+def packs(tiles: Sequence[FusedTile]) -> list[list[FusedTile]]:
+    """Group tiles so that one kernel call can compute each group: rows increase and are disjoint on both sides.
 
-    First fit in the order of rows, which is few groups; pieces of documents in order are one.
+    Uses first fit in the order of rows, which makes few groups; tiles of consecutive documents make one.
     """
-    if len(pieces) == 1:
-        return [list(pieces)]
+    if len(tiles) == 1:
+        return [list(tiles)]
     out: list[list[FusedTile]] = []
     within_reach: list[list[FusedTile]] = []
-    for piece in sorted(pieces, key=lambda piece: (piece[0].q.lo, piece[0].kv.lo)):
-        within_reach = [pack for pack in within_reach if piece[0].q.lo - pack[-1][0].q.hi <= GAP]
-        pack = next((pack for pack in within_reach if _follows(pack[-1][0], piece[0])), None)
-        if pack is None:
-            pack = []
-            out.append(pack)
-            within_reach.append(pack)
-        pack.append(piece)
+    for fused in sorted(tiles, key=lambda fused: (fused[0].q.lo, fused[0].kv.lo)):
+        within_reach = [group for group in within_reach if fused[0].q.lo - group[-1][0].q.hi <= GAP]
+        group = next((group for group in within_reach if _follows(group[-1][0], fused[0])), None)
+        if group is None:
+            group = []
+            out.append(group)
+            within_reach.append(group)
+        group.append(fused)
     return out
 
 
@@ -35,10 +35,10 @@ def _follows(before: Tile, after: Tile) -> bool:
     return before.q.hi <= after.q.lo and 0 <= after.kv.lo - before.kv.hi <= GAP
 
 
-def segments_of(pack: Sequence[FusedTile]) -> tuple[Span, Span, tuple[Segment, ...]]:
-    """The rows from the first to the last segment of a pack on both sides, and its segments in these rows."""
+def segments_of(group: Sequence[FusedTile]) -> tuple[Span, Span, tuple[Segment, ...]]:
+    """Return the spans of a group's rows, q and kv, and its segments relative to these spans."""
     q, kv = (Span(first.lo, last.hi) for first, last in (
-        (pack[0][0].q, pack[-1][0].q), (pack[0][0].kv, pack[-1][0].kv)
+        (group[0][0].q, group[-1][0].q), (group[0][0].kv, group[-1][0].kv)
     ))  # fmt: skip
-    segments = tuple(Segment(t.q.lo - q.lo, t.q.hi - q.lo, t.kv.lo - kv.lo, t.kv.hi - kv.lo, t.band) for t, _ in pack)
+    segments = tuple(Segment(t.q.lo - q.lo, t.q.hi - q.lo, t.kv.lo - kv.lo, t.kv.hi - kv.lo, t.band) for t, _ in group)
     return q, kv, segments

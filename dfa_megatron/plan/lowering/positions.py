@@ -1,4 +1,4 @@
-"""Which tokens the rows of a rank's buffers are, where a kernel must know how far apart two tokens of its call are."""
+"""Map the rows of a rank's buffers to tokens, for kernels that need the distance between tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.messages import rank_messages
 
 Tokens = dict[tuple[int, str], tuple[Span, ...]]
-"""(buffer, name of what is read) -> the spans of the sequence that its rows are, one after another."""
+"""(buffer, name that is read) -> the spans of the sequence that its rows hold, in order."""
 
 
 def tokens(plan: Plan, program: Program, batch: int = 1) -> Tokens:
-    """Return the tokens of everything that a rank's kernels read; plan and batch are those that were lowered.
+    """Return the tokens of every buffer that a rank's kernels read. Pass the plan and batch that were lowered.
 
-    Rows that lie next to each other need not be neighbours in the sequence, in one kernel call either: a rank's chunks
-    may lie far apart, and rectangles of them are fused wherever their bands allow.
+    Adjacent rows need not be adjacent tokens, even within one kernel call. A rank's chunks may lie far apart, and their
+    tiles are fused wherever their bands allow.
     """
     chunks, names = plan.layout.chunks, [name for _, name in plan.phase.reads]
     held = {(program.home_buffer(name), name): [(0, plan.layout.spans(program.rank))] for name in names}

@@ -1,4 +1,4 @@
-"""The checker: the loop over sets of token pairs, which accepts a plan if and only if its numbers are right."""
+"""Check plans by the loop over sets of token pairs; a plan is accepted if and only if its results are right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dfa_megatron.plan.proof.set_algebra import Content, Sets, clip
 
 
 def check_plan(plan: AttentionPlan | Plan, *, batch: int = 1, max_slots: int | None = None) -> None:
-    """Prove that a plan computes every pair of its mask exactly once and brings every result home.
+    """Prove that a plan computes every pair of its mask exactly once and brings every result to its owner.
 
     The programs that would run are run over sets, so lowering (fused calls, slots, waits) is proved with the plan.
 
@@ -45,7 +45,7 @@ def check(plan: Plan, batch: int = 1, max_slots: int | None = None) -> list[Prog
 
 
 def check_programs(plan: Plan, programs: Sequence[Program]) -> None:
-    """Run lowered programs over sets and compare what they computed with the mask.
+    """Run lowered programs over sets and compare the results with the mask.
 
     Raises:
         PlanError: a result is missing, counted twice, wrong or stranded, or memory in flight is touched.
@@ -62,7 +62,7 @@ def check_programs(plan: Plan, programs: Sequence[Program]) -> None:
 
 
 def _difference(plan: Plan, side: str, chunk: int, row: int, content: Content) -> str:
-    """What is wrong with an accumulator that should hold every pair of a chunk, or an empty string."""
+    """Describe the error in an accumulator that should hold every pair of a chunk; return "" if there is none."""
     span, everything = plan.layout.chunks[chunk], Span(0, plan.layout.length)
     rows = Span(row, row + len(span))
     if not covers(content.valid, rows):
@@ -86,7 +86,7 @@ def _common_area(tile: Tile, tiles: Sequence[Tile]) -> int:
 
 
 def _disjoint(tiles: Sequence[Tile], side: str) -> bool:
-    """No two tiles share a pair; they are swept along the other side, where few of them overlap."""
+    """Return whether no two tiles share a pair. Sweep them along the other side, where few of them overlap."""
     spans = sorted((tile.kv if side == "q" else tile.q, number) for number, tile in enumerate(tiles))
     for place, (span, number) in enumerate(spans):
         for other, another in spans[place + 1 :]:

@@ -1,4 +1,4 @@
-"""The algebra of sets: values are sets of token pairs, and memory is watched so that nothing in flight is touched."""
+"""An algebra of sets: values are sets of token pairs, and any access to memory in flight is an error."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Term = tuple[int, Tile]
 
 @dataclass(slots=True)
 class Content:
-    """What the rows of one name in one buffer hold.
+    """The content of the rows of one name in one buffer.
 
-    valid: rows that hold anything. tokens: (rows, number) where an input's token is its row plus the number. terms:
-    what was merged into an accumulator.
+    valid: rows that hold anything. tokens: (rows, number); an input's token is its row plus the number. terms: results
+    merged into an accumulator.
     """
 
     valid: list[Span] = field(default_factory=list)
@@ -33,7 +33,7 @@ Payload = tuple[list[Content], tuple[tuple[str, int], ...]]
 
 
 def clip(terms: list[Term], rows: Span, side: str) -> list[Term]:
-    """The part of the terms that lies in these rows."""
+    """Return the part of the terms in these rows."""
     everything, out = Span(0, UNBOUNDED), []
     for shift, tile in terms:
         own = tile.q if side == "q" else tile.kv
@@ -66,14 +66,14 @@ class Sets:
             content.valid = [rows for rows, _ in content.tokens]
 
     def fail(self, reason: str) -> PlanError:
-        """An error that shows this rank's place in the grid."""
+        """Raise an error that marks this rank's cell in the grid."""
         place = (self.step, self.program.rank)
         return PlanError(f"rank {place[1]}, step {place[0]}: {reason}", grid(self.plan, mark=place))
 
     # The algebra.
 
     def begin(self, step: int) -> None:
-        """Memory that this step's messages land in is theirs from now on."""
+        """Give the receive buffers of this step to its messages."""
         self.step, self.sending, self.landing = step, set(), Counter()
         body = self.program.steps[step]
         landed = [regions[0].buffer for message in body.receives for regions in message.parts]
@@ -85,7 +85,7 @@ class Sets:
         self.landing.update(map(self._slot, landed))
 
     def open(self, buffer: int) -> None:
-        """The identity of the merge is a valid, empty set."""
+        """Fill an accumulator with the identity of the merge: a valid, empty set."""
         self._refuse_in_flight(buffer, "set")
         self._move_in(buffer)
         self.touched[self._slot(buffer)] = self.step
@@ -93,7 +93,7 @@ class Sets:
             self.content[buffer, name] = Content(valid=[Span(0, rows)])
 
     def compute(self, call: Call) -> None:
-        """The pairs of the call's segments, as tokens, go into its writes."""
+        """Merge the pairs of the call's segments, as tokens, into its writes."""
         q, kv = self._read(call.q).tokens, self._read(call.kv).tokens
         tiles = [
             (q_shift, kv_shift, part.shift(q_shift, kv_shift))
@@ -109,7 +109,7 @@ class Sets:
             self._store(write, source.rows, terms)
 
     def _segments(self, call: Call) -> list[Tile]:
-        """The call's segments as tiles in the rows of its two buffers."""
+        """Return the call's segments as tiles in the rows of its two buffers."""
         q, kv, ends = 0, 0, (call.q.rows, call.kv.rows)
         for segment in call.segments:
             if not (q <= segment.q_lo < segment.q_hi and kv <= segment.kv_lo < segment.kv_hi):
@@ -122,19 +122,19 @@ class Sets:
         return [segment.tile.shift(call.q.lo, call.kv.lo) for segment in call.segments]
 
     def merge(self, merge: Merge) -> None:
-        """What landed is added to what is there."""
+        """Add a landed partial to an accumulator."""
         by = merge.write.region.lo - merge.source.lo
         terms = [(shift - by, tile) for shift, tile in self._read(merge.source).terms]
         self._store(merge.write, merge.source.rows, terms)
 
     def end(self, step: int) -> None:
-        """An accumulator that was sent is gone."""
+        """Drop the accumulators that this step sent."""
         for slot in self.gone:
             self.tenant.pop(slot, None)
         self.gone = set()
 
     def take(self, step: int, message: Message) -> Payload:
-        """What the message carries."""
+        """Return the content that the message carries."""
         payload = []
         for regions in message.parts:
             out, at = Content(), 0
@@ -150,7 +150,7 @@ class Sets:
         return payload, message.signature
 
     def land(self, step: int, message: Message, payload: Payload) -> None:
-        """The message is where it should be, unless its memory was given to something else meanwhile."""
+        """Record a landed message; fail if its place is wrong or its memory was given to another buffer."""
         contents, signature = payload
         if signature != message.signature:
             raise self.fail(f"R5: rank {message.peer} sends {signature}, but {message.signature} is expected")
@@ -190,7 +190,7 @@ class Sets:
             raise self.fail(f"R1: buffer {buffer} is {how} while a message is landing in it")
 
     def _read(self, region: Region, sent: bool = False) -> Content:
-        """The part of a content that lies in a region; row numbers stay those of the buffer."""
+        """Return the part of a content that lies in a region; row numbers stay those of the buffer."""
         slot, rows = self._slot(region.buffer), Span(region.lo, region.hi)
         if self.program.buffers[region.buffer].slot is not None and self.tenant.get(slot) != region.buffer:
             raise self.fail(f"R2: {region} was overwritten, or is not there yet")
@@ -229,12 +229,12 @@ class Sets:
 
 
 def _among(tokens: list[tuple[Span, int]], rows: Span) -> list[tuple[Span, int]]:
-    """Those of the tokens that lie in some of these rows."""
+    """Return the tokens that lie in some of these rows."""
     return [(span, shift) for span, shift in tokens if span.lo < rows.hi and rows.lo < span.hi]
 
 
 def _append(tokens: list[tuple[Span, int]], rows: Span, shift: int) -> None:
-    """Add rows and their tokens, joined to the last ones where they continue them."""
+    """Append rows and their tokens, joined to the last ones where they continue them."""
     if tokens and tokens[-1][0].hi == rows.lo and tokens[-1][1] == shift:
         rows = Span(tokens.pop()[0].lo, rows.hi)
     tokens.append((rows, shift))

@@ -1,4 +1,4 @@
-"""The schedules: who computes what, in which chunks the tokens are planned, and how data get there."""
+"""The schedules: the chunks of the tokens, the assignment of blocks to ranks and steps, and the route of the data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Schedule:
     route: Route
 
     def plan(self, mask: Mask, ranks: int, ranks_per_node: int | None = None) -> AttentionPlan:
-        """Plan both phases. With `ranks_per_node`, what crosses to another node crosses once.
+        """Plan both phases. With `ranks_per_node`, data that crosses to another node crosses once.
 
         Raises:
             UnsupportedError: the mask or the length does not suit the schedule, or its route knows no nodes.
@@ -69,10 +69,10 @@ ALL = (
 """In the order in which "auto" prefers them where their cost is equal."""
 
 SCHEDULES = {schedule.name: schedule for schedule in ALL if schedule.layout == "contiguous"}
-"""By name: those that a user can choose, on contiguous tokens."""
+"""By name: the schedules that a user can choose, on contiguous tokens."""
 
 OWNER_COMPUTES = {schedule.layout: schedule for schedule in ALL if schedule.layout != "contiguous"}
-"""By layout: the one schedule of a layout whose tokens share out the work. Every rank computes its own rows."""
+"""By layout: the one schedule of a layout that balances work by its tokens. Every rank computes its own rows."""
 
 
 def plan_named(name: str, mask: Mask, ranks: int, ranks_per_node: int | None = None) -> AttentionPlan:
@@ -88,10 +88,10 @@ def plan_named(name: str, mask: Mask, ranks: int, ranks_per_node: int | None = N
 
 
 def with_blocks(plan: AttentionPlan, blocks: Iterable[Block]) -> AttentionPlan:
-    """Return a plan of the same mask and layout in which these blocks are computed, forward and backward.
+    """Return a plan of the same mask and layout that computes these blocks, forward and backward.
 
-    Blocks say who computes what and when; the transfers that they need are routed again, from owner to reader and back.
-    Check the result with `check_plan`: blocks may be missing, or twice.
+    Transfers are routed again, from owner to reader and back. Check the result with `check_plan`: blocks may be
+    missing, or twice.
 
     Args:
         plan: gives mask, layout and nodes.

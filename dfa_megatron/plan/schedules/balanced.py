@@ -1,4 +1,4 @@
-"""Who computes which block at which step: a schedule is one function from (mask, layout) to blocks."""
+"""Balanced schedules: each is one function from (mask, layout) to blocks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def balanced(mask: Mask, layout: Layout) -> tuple[Block, ...]:
 
 
 def balanced_shared(mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """`balanced` for even P with the last step's blocks cut in two by query rows, so that no rank idles.
+    """Return `balanced` for even P with the last step's blocks cut in two by query rows, so that no rank idles.
 
-    The owner takes the second half of its rows and the otherwise idle helper the first. That step stays the last: what
-    then remains to be brought home behind no compute are the results of half a chunk, not of a whole one. On an odd
-    number of ranks it is `balanced`.
+    The owner takes the second half of its rows, and the otherwise idle helper the first. That step stays the last, so
+    the results that travel behind no compute are half a chunk, not a whole one. On an odd number of ranks it is
+    `balanced`.
     """
     return _balanced(mask, layout, share_last=True)
 

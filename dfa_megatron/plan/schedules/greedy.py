@@ -1,9 +1,9 @@
-"""The greedy assignment: ranks with much work give blocks to ranks with little, by area, where it moves least.
+"""Assign blocks greedily: ranks with much work give blocks to ranks with little, by area, at the least traffic.
 
-Every block starts with the owner of its rows. While the most loaded rank is above the mean by more than TOLERANCE, it
-gives a block to a rank with less work: the home of the block's keys, the rank with the least work of those that read
-the same rows or keys already, or of all. Of these moves it takes the one that costs the fewest transferred rows
-per pair of work taken off. So short documents stay where they are, and a pack whose long documents lie on one side is
+Every block starts with the owner of its rows. While the most loaded rank exceeds the mean by more than TOLERANCE, it
+gives a block to a rank with less work. The candidates are the owner of the block's keys, the least loaded rank that
+already reads the same rows or keys, and the least loaded rank of all. The move that costs the fewest transferred rows
+per pair of work is taken. Short documents therefore stay in place, and a pack with long documents on one side is
 balanced, whatever the mask.
 """
 
@@ -19,22 +19,22 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.steps import Pair, assign_steps
 
 TOLERANCE = 0.03
-"""Work above the mean that is let stand, as a share of the mean."""
+"""Tolerated work above the mean, as a share of the mean."""
 
 PRICE = {"q": 1.0, "kv": 0.5, "out": 1.0}
-"""What a row of each name costs to move, in rows of q: four query heads per key head."""
+"""The cost of moving a row of each name, in rows of q: four query heads per key head."""
 
 CANDIDATES = 24
-"""Blocks of a rank that are looked at for one move."""
+"""Blocks of a rank that are considered for one move."""
 
 
 def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """Blocks of nearly equal work per rank, on any mask and layout: local ones first, then help, then own rows."""
+    """Return blocks of nearly equal work per rank, on any mask and layout: first local, then help, then own rows."""
     return assign_steps(_Balance(mask, layout).run(), mask, layout)
 
 
 class _Balance:
-    """Who computes what, while blocks change hands."""
+    """The assignment of pairs to ranks, while blocks change hands."""
 
     def __init__(self, mask: Mask, layout: Layout) -> None:
         needed = needed_pairs(mask, layout)
@@ -45,14 +45,14 @@ class _Balance:
         self.mean = sum(self.area.values()) / self.ranks
         self.load = [0] * self.ranks
         self.owned: list[list[Pair]] = [[] for _ in range(self.ranks)]  # by area, the largest first
-        # How many blocks of a rank read a chunk on this side: a chunk that one reads already comes for free.
+        # Number of blocks of a rank that read a chunk on this side: a chunk that one reads already comes for free.
         self.readers: dict[tuple[int, str, int], int] = defaultdict(int)
         self.holders: dict[tuple[str, int], set[int]] = defaultdict(set)
         for pair in needed:
             self._take(self.home[pair[0]], pair)
 
     def run(self) -> list[list[Pair]]:
-        """Move blocks until no rank is too far above the mean, or no move helps; the pairs of every rank."""
+        """Move blocks until no rank is too far above the mean, or no move helps; return the pairs of every rank."""
         stuck: set[int] = set()
         while len(stuck) < self.ranks:
             rank = max((r for r in range(self.ranks) if r not in stuck), key=lambda r: (self.load[r], -r))
@@ -68,7 +68,7 @@ class _Balance:
         return self.owned
 
     def _moves(self, rank: int) -> Iterator[tuple[float, Pair, int]]:
-        """(price per pair taken off, block, new rank) of every move that helps."""
+        """Yield (price per pair taken off, block, new rank) of every move that helps."""
         least = min(range(self.ranks), key=lambda r: (self.load[r], r))
         surplus = self.load[rank] - self.mean
         for pair in self._candidates(rank, surplus):
@@ -82,7 +82,7 @@ class _Balance:
                 yield (self._price(target, pair) - self._saved(rank, pair)) / taken + area / taken, pair, target
 
     def _candidates(self, rank: int, surplus: float) -> list[Pair]:
-        """A few blocks of about the surplus or less, the largest first; of equal ones, neighbours come together."""
+        """Return a few blocks of about the surplus or less, the largest first; equal ones with neighbours together."""
         blocks = self.owned[rank]
         first = bisect_left(blocks, -surplus - self.mean * TOLERANCE, key=lambda pair: -self.area[pair])
         return blocks[max(0, min(first, len(blocks) - CANDIDATES)) :][:CANDIDATES]
@@ -95,7 +95,7 @@ class _Balance:
         return targets
 
     def _price(self, rank: int, pair: Pair) -> float:
-        """What has to move so that a rank can compute a block that it does not compute yet."""
+        """Return the cost of the transfers a rank needs to compute a block that it does not compute yet."""
         q, kv = pair
         price = 0.0
         if self.home[q] != rank and rank not in self.holders["q", q]:
@@ -105,7 +105,7 @@ class _Balance:
         return price
 
     def _saved(self, rank: int, pair: Pair) -> float:
-        """What need not move any more when a rank gives a block away."""
+        """Return the cost of the transfers that become needless when a rank gives a block away."""
         q, kv = pair
         saved = 0.0
         if self.home[q] != rank and self.readers[rank, "q", q] == 1:
@@ -134,5 +134,5 @@ class _Balance:
 
 
 def areas(needed: Pairs) -> dict[Pair, int]:
-    """The number of token pairs of every needed (q_chunk, kv_chunk)."""
+    """Return the number of token pairs of every needed (q_chunk, kv_chunk)."""
     return {pair: sum(tile.area for tile in tiles) for pair, tiles in needed.items()}

@@ -1,9 +1,9 @@
-"""Share tokens out by work: every rank holds as many tokens and as much attention; short documents stay on one rank.
+"""Distribute tokens by work: every rank holds equal tokens and equal work; short documents stay on one rank.
 
-What attends to one another is a *component* of the mask: a document, or the whole sequence. Components are put on ranks
-whole, the heaviest first, each on the rank with the least work that has room. What is too heavy, or fits nowhere, is
-cut: its rows, in order of the work that each makes, are taken from both ends, a few light and a few heavy ones per
-rank, so that both sums come out. One causal sequence becomes zigzag that way.
+Tokens that attend to one another form a *component* of the mask: a document, or the whole sequence. Components are
+placed whole, the heaviest first, each on the rank with the least work that has room. A component that is too heavy, or
+fits nowhere, is cut. Its rows are sorted by work per row; each rank takes a few light ones and a few heavy ones, so
+that both sums match. This turns one causal sequence into zigzag.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.plan.language.mask import Mask
 
 FIRST, FINER, COARSER = 1 / 8, (1 / 32,), (1.0, float("inf"))
-"""Components above this share of a rank's work are cut at first; then finer if work is uneven, or coarser if messages
-take longer than work.
+"""Components above this share of a rank's work are cut at first. The cut becomes finer if work is uneven, or coarser if
+messages take longer than work.
 """
 
 EVEN_ENOUGH = 1.03
-"""The most work of a rank over the mean that is called even."""
+"""The most work of a rank over the mean that counts as even."""
 
 SEGMENTS = 4
-"""A component is cut in pieces of a rank's tokens over this, before they are cut to measure."""
+"""A component is first cut into segments of a rank's tokens divided by this, then to measure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a dealing costs: seconds per pair that is attended to, per token that a rank receives keys of, per piece."""
+    """Costs of a layout: seconds per attended pair, per token of received keys, and per span of tokens held."""
 
     pair: float
     token: float
@@ -48,19 +48,19 @@ PRICES = Prices(pair=4 * 32 * 128 / 500e12, token=8 * 2 * 128 * 2 / 340e9, piece
 WHOLE = -1
 
 Held = list[tuple[int, int, int]]
-"""(first token, end, WHOLE for whole components or the first token of the one that was cut) of what a rank holds."""
+"""(first token, end, WHOLE for whole components or the first token of the cut component) of a rank's tokens."""
 
 Taken = list[tuple[tuple[int, int], Component]]
-"""Pieces, and the component of each."""
+"""Spans of rows, each with its component."""
 
 
 def load_balanced(mask: Mask, ranks: int, prices: Prices = PRICES) -> Layout:
-    """Chunks that give every rank equal tokens and nearly equal work. Equal arguments give equal layouts.
+    """Return chunks that give every rank equal tokens and nearly equal work. Equal arguments give equal layouts.
 
     Args:
-        mask: which pairs of the whole sequence attend.
-        ranks: how many ranks share it; where the length does not divide, some hold one token more.
-        prices: what decides between cutting more and working longer.
+        mask: pairs of the whole sequence that attend.
+        ranks: number of ranks that share it; if the length does not divide, some hold one token more.
+        prices: decide between finer cuts and uneven work.
     """
     parts = components(mask)
     even = sum(part.work for part in parts) / ranks
@@ -75,7 +75,7 @@ def load_balanced(mask: Mask, ranks: int, prices: Prices = PRICES) -> Layout:
 
 @lru_cache(maxsize=32)
 def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
-    """The layout of that name for a mask; only `load_balanced` depends on more of it than its length.
+    """Return the layout of that name for a mask. Only `load_balanced` depends on more of the mask than its length.
 
     Raises:
         UnsupportedError: no such layout, or a length that does not divide among the ranks.
@@ -87,7 +87,7 @@ def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
 
 
 class _Balancing:
-    """One way to deal: what each rank holds, how much work that is, and how many keys it has to receive."""
+    """One distribution of the tokens: each rank's spans, its work, and the number of keys it has to receive."""
 
     def __init__(self, parts: Sequence[Component], length: int, ranks: int, even: float, limit: float) -> None:
         self.ranks, self.even = ranks, even
@@ -100,22 +100,22 @@ class _Balancing:
 
     @property
     def is_uneven(self) -> bool:
-        """Some rank has more work than can be called even."""
+        """Return whether a rank has more work than counts as even."""
         return max(self.load) > EVEN_ENOUGH * self.even
 
     def waits(self, prices: Prices) -> bool:
-        """Messages take longer than the work that should hide them."""
+        """Return whether messages take longer than the work that should hide them."""
         return prices.token * max(self.received) > prices.pair * max(self.load)
 
     def cost(self, prices: Prices) -> float:
-        """Seconds of the slowest rank, if messages travel behind compute."""
+        """Return the seconds of the slowest rank, if messages travel behind compute."""
         return max(
             max(prices.pair * load, prices.token * received) + prices.piece * len(held)
             for load, received, held in zip(self.load, self.received, self.held, strict=True)
         )
 
     def _place_whole(self, parts: Sequence[Component], limit: float) -> list[Component]:
-        """Put components on ranks, the heaviest first; returns those that have to be cut."""
+        """Place components on ranks, the heaviest first; return those that have to be cut."""
         cut: list[Component] = []
         most = max(limit, self.even * (1 + EVEN_ENOUGH) / 2)
         heap = [(0.0, rank) for rank in range(self.ranks)]
@@ -140,7 +140,7 @@ class _Balancing:
         return cut
 
     def _balance_rows(self, cut: Sequence[Component]) -> None:
-        """Fill every rank to the token, and to even work as far as the rows allow, those with the oddest need first."""
+        """Fill every rank to the token, with even work if the rows allow; ranks far from the mean choose first."""
         rows = _Rows(cut, max(1, sum(self.room) // (SEGMENTS * self.ranks)))
         mean = rows.work[-1] / rows.tokens[-1]
         needs = sorted(
@@ -157,7 +157,7 @@ class _Balancing:
 
 
 def _keys(taken: Taken) -> int:
-    """How many tokens' keys these rows need beside their own."""
+    """Return the number of tokens whose keys these rows need beside their own."""
     until: dict[int, int] = {}
     own = 0
     for (lo, hi), part in taken:
@@ -190,7 +190,7 @@ class _Rows:
         self.low, self.high = 0, self.tokens[-1]
 
     def take(self, tokens: int, work: float) -> tuple[Taken, float]:
-        """So many rows of about so much work: (the rows, their work)."""
+        """Take `tokens` rows of about `work`; return (the rows, their work)."""
         light, got = self._split(tokens, work)
         first, last = self.low + light, self.high - (tokens - light)
         taken = [*self._pieces(self.low, first), *self._pieces(last, self.high)]
@@ -198,7 +198,10 @@ class _Rows:
         return taken, got
 
     def _split(self, tokens: int, work: float) -> tuple[int, float]:
-        """(how many of the rows to take from the light end, the work of all); the more, the less: false position."""
+        """Return (number of rows to take from the light end, work of all rows taken), by false position.
+
+        The more rows come from the light end, the less the work.
+        """
         below, above = self._until(self.low), self._until(self.high)
 
         def got(light: int) -> float:
@@ -222,7 +225,7 @@ class _Rows:
         return (few, most) if most - work < work - least else (many, least)
 
     def _until(self, row: int) -> float:
-        """Work of the first so many rows."""
+        """Return the work of the first `row` rows."""
         at = bisect_right(self.tokens, row, hi=len(self.tokens) - 1) - 1
         return self.work[at] + (row - self.tokens[at]) * self.segments[at][0]
 
@@ -238,8 +241,9 @@ class _Rows:
 
 
 def _joined(held: Held) -> list[tuple[int, int]]:
-    """The same tokens in few chunks, in order: neighbours that are whole, or of one component, as what moves moves as
-    a chunk.
+    """Merge adjacent spans into as few chunks as possible.
+
+    Spans of a cut component merge only with each other, because a chunk is the unit that is sent.
     """
     out: Held = []
     for lo, hi, whose in sorted(held):

@@ -1,4 +1,6 @@
-"""Every rank computes its own rows: the ring, and layouts whose tokens share out the work."""
+"""Owner-computes schedules, in which every rank computes its own rows: the ring, and layouts that balance work by
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from dfa_megatron.plan.schedules.steps import Pair, assign_steps
 
 
 def by_distance(mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """Ring order: at step t, rank r works on the chunks at home t ranks before it. Every rank computes its own rows."""
+    """Return blocks in ring order: at step t, rank r computes its own rows against the chunks of rank r - t."""
     ranks, needed = layout.ranks, needed_pairs(mask, layout)
     return tuple(
         Block(step, rank, q, kv)
@@ -22,7 +24,7 @@ def by_distance(mask: Mask, layout: Layout) -> tuple[Block, ...]:
 
 
 def by_memory(mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """Every rank computes its own rows, in as few steps as its own remote work fills: for load_balanced tokens."""
+    """Return blocks in as few steps as each rank's remote work fills, for load_balanced tokens. Owners compute."""
     owned: list[list[Pair]] = [[] for _ in range(layout.ranks)]
     for q, kv in needed_pairs(mask, layout):
         owned[layout.home[q]].append((q, kv))

@@ -1,4 +1,4 @@
-"""How data reach the blocks that read them and results come home: a route is a function from blocks to transfers."""
+"""Routes: functions from blocks to the transfers that bring inputs to readers and results to owners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Route = Callable[[Sequence[Block], Layout, Phase], tuple[Transfer, ...]]
 
 
 def direct(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Transfer, ...]:
-    """Each chunk goes straight from its home to its reader, one step ahead; each result goes home one step late."""
+    """Send each chunk straight from its owner to its reader, one step ahead, and each result back one step late."""
     out: set[Transfer] = set()
     held: set[tuple[int, str, int]] = set()
     for block in sorted(blocks):
@@ -35,7 +35,7 @@ def direct(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Trans
 
 
 def ring_relay(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Transfer, ...]:
-    """Keys and values hop from rank to rank; what accumulates on their side hops along and ends at home."""
+    """Pass keys and values from rank to rank; accumulators on their side travel along and end at the owner."""
     ranks = layout.ranks
     out: list[Transfer] = []
     uses: dict[int, list[int]] = defaultdict(list)
@@ -56,10 +56,11 @@ def _hops(steps: Iterable[int], home: int, ranks: int, name: str, chunk: int, de
 
 
 def gateway(ranks_per_node: int) -> Route:
-    """`direct`, with what crosses to a node crossing once: inside, it goes from reader to reader in the order of need,
-    and partial results are merged on their way through the node, so that one comes back.
+    """Return a route like `direct` in which data that crosses to a node crosses once.
 
-    Two readers of a node that need a chunk in the same step both get it from its home.
+    Inside a node a chunk goes from reader to reader in the order of need. Partial results are merged on their way
+    through the node, so that one comes back. Two readers of a node that need a chunk in the same step both get it from
+    its owner.
     """
 
     def route(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Transfer, ...]:
@@ -80,7 +81,7 @@ def gateway(ranks_per_node: int) -> Route:
 
 
 def _hand_on(reads: Sequence[Transfer]) -> Iterable[Transfer]:
-    """Reads of one chunk by ranks of one node, by step: each takes it from the latest that has it already."""
+    """Chain reads of one chunk by ranks of one node, by step: each comes from the latest rank that has it already."""
     holder = earlier = reads[0]
     for read in reads:
         if read.step > holder.step:
@@ -91,7 +92,7 @@ def _hand_on(reads: Sequence[Transfer]) -> Iterable[Transfer]:
 
 
 def _hand_back(results: Sequence[Transfer]) -> Iterable[Transfer]:
-    """Partial results of one chunk from ranks of one node, by step: each goes to the next, and the last goes home."""
+    """Chain partial results of one chunk from ranks of one node: each goes to the next rank, the last to the owner."""
     step = -1
     for result, following in zip_longest(results, results[1:]):
         step = max(result.step, step + 1)

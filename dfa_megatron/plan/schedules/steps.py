@@ -1,4 +1,4 @@
-"""From who computes which pairs of chunks to blocks: when each is computed, in few steps and bounded memory."""
+"""Assign steps to pairs of chunks: few steps, and bounded memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ Pair = tuple[int, int]
 """(q_chunk, kv_chunk)."""
 
 ROWS_PER_STEP = 2.0
-"""Rows and keys of other ranks that a rank reads in one step, in rows of its own: what bounds its memory."""
+"""Limit of remote rows and keys that a rank reads in one step, in rows of its own. It bounds memory."""
 
 
 def assign_steps(owned: Sequence[Sequence[Pair]], mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """Blocks from who computes what: step 0 is local, help comes next, so that results travel behind what comes last,
-    own rows. As few steps as memory allows, near ranks before far ones: a step is a kernel call and a wait.
+    """Return blocks with steps: step 0 is local, help follows, then own rows, so that results travel behind them.
+
+    Steps are as few as memory allows, near ranks before far ones, because a step is a kernel call and a wait.
     """
     home, ranks, rows = layout.home, layout.ranks, [len(chunk) for chunk in layout.chunks]
     limit = ROWS_PER_STEP * mask.length / ranks
@@ -37,7 +38,10 @@ def assign_steps(owned: Sequence[Sequence[Pair]], mask: Mask, layout: Layout) ->
 def _by_memory(
     rank: int, pairs: Sequence[Pair], home: Sequence[int], rows: Sequence[int], limit: float
 ) -> list[list[Pair]]:
-    """Pairs in this order in groups of which each reads at most so many rows of other ranks, if one pair alone does."""
+    """Split the pairs, in order, into groups that each read at most `limit` remote rows.
+
+    A pair that alone exceeds the limit forms its own group.
+    """
     groups: list[list[Pair]] = []
     held: set[tuple[int, int]] = set()
     for pair in pairs:
