@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,13 @@ def test_the_command_shows_the_plan_inside_and_what_the_exchange_costs(capsys: p
     assert "neighbours" not in capsys.readouterr().out
 
 
+def cheapest_degree(out: str) -> int:
+    """Return the degree in the first row of the table of --explain."""
+    row = out.partition("the candidates on ")[2].splitlines()[2]
+    found = re.search(r"ulysses (\d+)", row)
+    return int(found[1]) if found else 1
+
+
 def test_the_command_reads_the_degree_of_a_file_of_flags_and_refuses_wrong_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,26 +139,28 @@ def test_the_command_reads_the_degree_of_a_file_of_flags_and_refuses_wrong_ones(
     )
     assert main(["plan", "--config", str(flags)]) == 0
     assert "of 2 ranks with 4 heads and 4 kv heads" in capsys.readouterr().out
-    flags.write_text(flags.read_text().replace("degree 2", "degree 0"))
+    flags.write_text(flags.read_text().replace("degree 2", "degree auto"))
     for length, hardware, degree in (("131072", "h200-nvlink-flash4", 1), ("16384", "h200-slow-link-flash4", 4)):
-        assert main(["plan", "--config", str(flags), "--seq-length", length, "--hardware", hardware]) == 0
-        assert f"of all degrees of Ulysses {degree} is the cheapest" in capsys.readouterr().out
+        assert main(["plan", "--config", str(flags), "--seq-length", length, "--hardware", hardware, "--explain"]) == 0
+        out = capsys.readouterr().out
+        assert cheapest_degree(out) == degree
+        assert ("neighbours each of" in out, f"ulysses_degree=auto is {degree} here" in out) == (degree > 1, degree > 1)
     for more, again in (
         ("", 0),
         (" --recompute-granularity full", 3 * 4),
     ):  # q, k and v of 4 heads, unless they were kept
-        flags.write_text(flags.read_text().replace("degree 0", "degree 2") + more)
+        flags.write_text(flags.read_text().replace("degree auto", "degree 2") + more)
         assert main(["plan", "--config", str(flags)]) == 0
         backward = 1024 * ((again + 4 + 4 + 3 * 4) * 128 + 4 * 4)
         assert f"{backward / 1e6:.1f} around the backward" in capsys.readouterr().out
     slow = ["--ranks", "4", "--seq-length", "32768", "--hardware", "h200-slow-link-flash4", "--backward-needs", "delta"]
     slow += ["--kv-heads", "8"]
     for remat, degree in (("--remat", 1), ("--no-remat", 4)):  # heads that are exchanged once more cost what they save
-        assert main(["plan", *slow, "--layout", "contiguous", "--ulysses-degree", "0", remat]) == 0
-        assert f"of all degrees of Ulysses {degree} is the cheapest" in capsys.readouterr().out
+        assert main(["plan", *slow, "--layout", "contiguous", "--explain", remat]) == 0
+        assert cheapest_degree(capsys.readouterr().out) == degree
     # A link of that rate is one for all-to-alls too.
-    assert main(["plan", *slow, "--layout", "contiguous", "--ulysses-degree", "0", "--no-remat", "--link", "24"]) == 0
-    assert "of all degrees of Ulysses 2 is the cheapest" in capsys.readouterr().out
+    assert main(["plan", *slow, "--layout", "contiguous", "--explain", "--no-remat", "--link", "24"]) == 0
+    assert cheapest_degree(capsys.readouterr().out) == 2
     for arguments, said in (
         (["--ulysses-degree", "3"], "divides both 8 ranks and 32 heads: 1, 2, 4, 8"),
         (["--ulysses-degree", "2", "--seq-length", "4"], "multiple of 8"),
