@@ -40,7 +40,7 @@ class PackPlan:
     rank_plan: RankPlan
 
     def use(self) -> None:
-        """Have it at hand in this process. Plans that nobody asks for go when newer ones have come."""
+        """Register the plan in this process. Plans that no call uses are dropped when newer ones have come."""
         keep(self.rank_plan)
 
 
@@ -109,10 +109,10 @@ class PackPlanner:
         self.formats = _formats(request, qkv)
 
     def __call__(self, cu_seqlens: torch.Tensor | Sequence[int]) -> PackPlan:
-        """The plan of these documents: global token offsets, as `dist_flash_attn_varlen_func` takes them.
+        """Return the plan of these documents: global token offsets, as `dist_flash_attn_varlen_func` takes them.
 
         Raises:
-            UnsupportedError: they are no pack of so many tokens, or nothing serves them.
+            UnsupportedError: the offsets do not describe a pack of this length, or no kernel serves it.
         """
         offsets = offsets_of(cu_seqlens)
         check_offsets(offsets, self.problem.ranks * self.problem.local_length)

@@ -1,13 +1,13 @@
-"""From whole sequences to the tokens of a rank and back, by layout: tokens, labels, positions, hidden states.
+"""Convert whole sequences to the tokens of a rank and back, by layout: tokens, labels, positions, hidden states.
 
 Gradients follow torch.distributed's convention: the objective is the *sum* of the losses of the group's ranks.
 
-    shard    no message; a rank's gradient is that of its own tokens, zero elsewhere
-    unshard  all-gather forward, reduce-scatter (sum) backward; every rank has to run the backward
+shard    no message; a rank's gradient is that of its own tokens, zero elsewhere
+unshard  all-gather forward, reduce-scatter (sum) backward; every rank has to run the backward
 
-So where each rank has the loss of its own tokens, all is exact as it stands, and so it is where one rank alone has the
-loss (the others run the backward of zero times theirs). Where every rank computes the *same* loss on an unsharded
-tensor, gradients are P times those of that loss: average them over the group, as data parallelism does.
+Gradients are exact if each rank has the loss of its own tokens. They are also exact if one rank alone has the loss; the
+others run the backward of zero times theirs. If every rank computes the *same* loss on an unsharded tensor, gradients
+are P times too large: average them over the group, as data parallelism does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def shard_sequence(
     dim: int = 1,
     cu_seqlens: CuSeqlens = None,
 ) -> torch.Tensor:
-    """The tokens of this rank, in local order, as a tensor of its own (x itself in a group of one).
+    """Return the tokens of this rank, in local order, as a new tensor (x itself in a group of one).
 
     Args:
         x: any dtype and shape; dimension `dim` is the whole sequence, the same on every rank (which is not checked).
@@ -48,7 +48,7 @@ def shard_sequence(
 
     Raises:
         UnsupportedError: a length that does not divide among the ranks (names the next that does), an unknown layout, a
-            process that is not in the group, or cu_seqlens that are not of such a sequence.
+            process that is not in the group, or cu_seqlens that do not fit the sequence.
     """
     rank, size, _ = _membership(group)
     dim = _sequence_dim(x, dim)
@@ -64,13 +64,14 @@ def unshard_sequence(
     dim: int = 1,
     cu_seqlens: CuSeqlens = None,
 ) -> torch.Tensor:
-    """The whole sequence on every rank, in global order (x itself in a group of one): the inverse of `shard_sequence`.
+    """Return the whole sequence on every rank, in global order (x itself in a group of one); inverse of
+    `shard_sequence`.
 
-    A collective call forward and, where a gradient is needed, backward. Shapes are compared first, which makes the host
-    wait; it is not meant for the inner loop of training, where the whole sequence fits on no rank.
+    Collective in the forward and, if a gradient is needed, in the backward. Shapes are compared first, which makes the
+    host wait. It is not meant for the inner loop of training, where the whole sequence fits on no rank.
 
     Args:
-        x: any dtype and shape; dimension `dim` is the local sequence, as long on every rank.
+        x: any dtype and shape; dimension `dim` is the local sequence, equally long on every rank.
         group, layout, cu_seqlens: as for `shard_sequence`.
 
     Raises:
@@ -97,9 +98,9 @@ def local_positions(
     device: torch.device | str | None = None,
     cu_seqlens: CuSeqlens = None,
 ) -> torch.Tensor:
-    """The position of every local token, int64 (length / P,), for position embeddings and RoPE.
+    """Return the position of every local token, int64 (length / P,), for position embeddings and RoPE.
 
-    In the whole sequence, or with `cu_seqlens` in the token's own document.
+    Positions count in the whole sequence, or with `cu_seqlens` in the token's own document.
 
     Args:
         length: tokens of the whole sequence.
@@ -118,7 +119,7 @@ def local_positions(
 
 
 def layout_of_tokens(name: str, length: int, ranks: int, cu_seqlens: CuSeqlens = None) -> Layout:
-    """Which tokens of a sequence, or of a pack of documents, each rank holds.
+    """Return the layout of a sequence, or of a pack of documents: the tokens of each rank.
 
     Raises:
         UnsupportedError: as for `shard_sequence`.
@@ -129,12 +130,12 @@ def layout_of_tokens(name: str, length: int, ranks: int, cu_seqlens: CuSeqlens =
 
 
 def positions_of(whole: Layout, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """Global token positions, int64 (local_seq,), of what a rank holds in a layout, in local order."""
+    """Return global token positions, int64 (local_seq,), of a rank's tokens in local order."""
     return torch.cat([torch.arange(span.lo, span.hi, device=device) for span in whole.spans(rank)])
 
 
 class _Unshard(torch.autograd.Function):
-    """All-gather into global order; the gradient is summed over ranks in rank order, the same from run to run."""
+    """All-gather into global order; sum the gradient over ranks in rank order, the same from run to run."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, whole: Layout, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -163,12 +164,12 @@ class _Unshard(torch.autograd.Function):
 
 
 def _part(x: torch.Tensor, whole: Layout, rank: int, dim: int) -> torch.Tensor:
-    """The tokens of one rank, copied."""
+    """Return a copy of one rank's tokens."""
     return torch.cat([x.narrow(dim, span.lo, len(span)) for span in whole.spans(rank)], dim)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8: backends differ in the dtypes they carry, none refuses bytes."""
+    """Return the memory of a contiguous tensor as uint8: backends support different dtypes, but all support bytes."""
     return x.view(-1).view(torch.uint8)
 
 
@@ -182,7 +183,7 @@ def _membership(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 
 
 def _sequence_dim(x: torch.Tensor, dim: int) -> int:
-    """`dim` counted from the front."""
+    """Return `dim` counted from the front."""
     if not -x.dim() <= dim < x.dim():
         raise UnsupportedError(
             f"dim={dim} of a tensor with {x.dim()} dimensions",
@@ -193,7 +194,7 @@ def _sequence_dim(x: torch.Tensor, dim: int) -> int:
 
 
 def _compare(x: torch.Tensor, dim: int, layout: str, group: dist.ProcessGroup) -> None:
-    """Every rank brings the same: an all-gather of other sizes would hang or mix up memory."""
+    """Check that every rank passes the same sizes: an all-gather of other sizes would hang or corrupt memory."""
     rest = zlib.crc32(f"{x.dtype} {dim} {layout} {x.dim()}".encode())
     shape = (*x.shape, *(0,) * 8)[:8]
     facts = torch.tensor((rest, *shape), dtype=torch.int64, device=x.device)

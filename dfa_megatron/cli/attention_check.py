@@ -124,7 +124,7 @@ def _distributed(q: Tensor, k: Tensor, v: Tensor, settings: Mapping[str, Any]) -
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Attention as its definition says, with all scores in memory; written once more, without the package's own."""
+    """Compute attention by its definition with all scores in memory, independent of the package's own code."""
     import torch
 
     groups, places = q.shape[2] // k.shape[2], torch.arange(q.shape[1])

@@ -121,7 +121,7 @@ def shape_of(flags: DoctorFlags) -> Trial:
 
 
 def _call(shape: Trial) -> dict[str, Any]:
-    """One distributed call of that shape, in processes of its own."""
+    """Run one distributed call of that shape, in new processes."""
     from dfa_megatron.doctor.distributed_call import CallFlags, call_on_ranks
     from dfa_megatron.doctor.start_ranks import ranks_here
 

@@ -21,7 +21,7 @@ _COMMANDS = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every sub-command."""
+    """Return the parser with every sub-command."""
     parser = argparse.ArgumentParser(prog="dfa-megatron", description="See schedules, check machines.")
     parser.add_argument("--version", action="version", version=f"dfa-megatron {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; returns the exit status: 0, or 2 for a request that cannot be served."""
+    """Run one sub-command; return the exit status: 0, or 2 for a request that cannot be served."""
     given = sys.argv[1:] if argv is None else list(argv)
     args = build_parser().parse_args(given, argparse.Namespace(argv=given))
     try:

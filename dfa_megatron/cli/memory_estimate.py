@@ -1,4 +1,4 @@
-"""The model that Megatron's flags describe: its parameters, and an estimate of what a GPU holds while it trains."""
+"""Estimate parameters and a GPU's memory in training, from Megatron's flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the estimate needs of Megatron's flags; a field is the flag of its name, with that flag's default."""
+    """Megatron's flags that the estimate reads; each field has the name and the default of its flag."""
 
     num_layers: int
     hidden_size: int
@@ -38,45 +38,45 @@ class Model:
 
     @property
     def head_dim(self) -> int:
-        """Of a head."""
+        """Return the head dimension."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def ffn(self) -> int:
-        """Of the MLP between its projections; Megatron's default where the flag is missing."""
+        """Return the width of the MLP between its projections; Megatron's default if the flag is missing."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
     def kv_heads(self) -> int:
-        """Of the whole model."""
+        """Return the kv heads of the whole model."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
     def vocabulary(self) -> int:
-        """Padded, as Megatron pads it."""
+        """Return the padded vocabulary, as Megatron pads it."""
         unit = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
         return -(-self.vocab_size // unit) * unit
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer: projections, MLP, two norms (biases are left out)."""
+        """Return the parameters of one layer: projections, MLP, two norms (biases are left out)."""
         queries, keys = self.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden_size * (2 * queries + 2 * keys)
         return attention + (3 if self.swiglu else 2) * self.hidden_size * self.ffn + 2 * self.hidden_size
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding, and of the output projection where it is not tied to it."""
+        """Return the parameters of the embedding, and of the output projection if it is not tied to it."""
         return (2 if self.untie_embeddings_and_output_weights else 1) * self.vocabulary * self.hidden_size
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Return the parameters of the whole model."""
         return self.num_layers * self.layer_parameters + self.embedding_parameters + self.hidden_size
 
 
 def model_of(flags: Sequence[str], where: str) -> Model:
-    """The model of a list of Megatron's flags; other flags are passed over.
+    """Return the model of a list of Megatron's flags; ignore other flags.
 
     Args:
         where: the name of the list, for messages.
@@ -110,12 +110,12 @@ def model_of(flags: Sequence[str], where: str) -> Model:
 
 
 def memory(model: Model, ranks: int, messages: int) -> list[tuple[str, float]]:
-    """What the fullest GPU holds at its peak, in GiB, by purpose; an estimate, of one data-parallel replica.
+    """Return an estimate of the fullest GPU's peak memory, in GiB by purpose, for one data-parallel replica.
 
     Megatron's mixed precision: 2 bytes of weight and 4 of gradient per parameter, 12 of optimizer state, which the
     distributed optimizer splits over the context-parallel ranks. Full recomputation is taken to cover every layer.
-    Pipeline: the first stage, with as many micro-batches under way as there are stages. Not counted: gradients of
-    activations, workspaces of libraries, fragmentation.
+    Pipeline: the first stage, with one micro-batch in flight per stage. Not counted: gradients of activations,
+    workspaces of libraries, fragmentation.
 
     Args:
         ranks: context-parallel ranks.
@@ -147,7 +147,7 @@ def memory(model: Model, ranks: int, messages: int) -> list[tuple[str, float]]:
 
 
 def report(model: Model, ranks: int, messages: int) -> str:
-    """The estimate as a table."""
+    """Format the estimate as a table."""
     rows = memory(model, ranks, messages)
     width = max(len(name) for name, _ in rows)
     lines = [f"{model.parameters / 1e9:.2f} billion parameters; estimate of one GPU's memory, GiB:"]

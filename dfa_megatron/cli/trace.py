@@ -72,7 +72,7 @@ def _rank(args: TraceFlags, options: DistAttentionConfig, device: str) -> int:
 
 
 def _both(args: TraceFlags, options: DistAttentionConfig, device: str) -> tuple[Any, Any]:
-    """The phases with their simulated and with their measured timelines; collective."""
+    """Return the phases with their simulated and with their measured timelines; collective."""
     import torch
     import torch.distributed as dist
 

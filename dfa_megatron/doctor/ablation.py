@@ -1,4 +1,4 @@
-"""Ablations, as the paper's: what overlap and communication cost, by leaving one out. For measurements only."""
+"""Ablations as in the paper: measure the cost of overlap and communication by leaving one out. For measurement only."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _InTurn:
 
 
 class _Silent:
-    """Send nothing: a receive buffer holds whatever was in memory."""
+    """Send nothing: a receive buffer keeps its uninitialised memory."""
 
     def start(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""One distributed call on the ranks of this machine: its errors against float64, its time, and the rate of the links.
+"""Measure one distributed call on the ranks of this machine: errors against float64, time, and the rate of the links.
 
 torchrun --nproc-per-node 4 -m dfa_megatron.doctor.distributed_call --seq-length 32768
 """
@@ -28,11 +28,11 @@ from dfa_megatron.plan.language.geometry import CAUSAL
 from dfa_megatron.runtime.prepare import in_use
 
 MESSAGE = {"cuda": 1 << 26, "cpu": 1 << 20}
-"""Bytes of the message whose rate is told, by kind of device."""
+"""Bytes of the message whose rate is reported, by kind of device."""
 _SHORT = 64
 """Tokens per rank of the call that is compared."""
 _SLACK = 3.0
-"""Partial results are rounded once more on their way between ranks: limits of one kernel call, times this."""
+"""Factor on the limits of one kernel call, because partial results are rounded once more between ranks."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class CallFlags:
 
 
 def call_on_ranks(flags: CallFlags, ranks: int) -> dict[str, Any]:
-    """Start the ranks, and return the result of `measure` or the failure; tokens are cut to a multiple of ranks."""
+    """Start the ranks and return the result of `measure`, or the failure; cut tokens to a multiple of ranks."""
     flags = replace(flags, seq_length=max(1, flags.seq_length // ranks) * ranks)
     with tempfile.TemporaryDirectory() as folder:
         flags = replace(flags, out=str(Path(folder, "call.json")))
@@ -96,7 +96,7 @@ def measure(flags: CallFlags, world: World, repetitions: int = 5) -> dict[str, A
 
 
 def _errors(short: Trial, world: World) -> dict[str, float]:
-    """The largest error over the ranks of each result."""
+    """Return the largest error of each result over the ranks."""
     inputs = short.inputs()
     q, k, v, dout = _share(inputs, world)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -116,7 +116,7 @@ def _part(x: torch.Tensor, *, dim: int, world: World) -> torch.Tensor:
 
 
 def _rates(world: World) -> dict[str, float]:
-    """Bytes per second of a large message to the next rank, by transport; nothing on one rank."""
+    """Return bytes per second of a large message to the next rank, by transport; empty on one rank."""
     if world.size == 1:
         return {}
     ring = ((world.rank + 1) % world.size, (world.rank - 1) % world.size)
@@ -128,7 +128,7 @@ def _rates(world: World) -> dict[str, float]:
 
 
 def main() -> int:
-    """Be one of the ranks."""
+    """Run as one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser, CallFlags)
     flags = from_flags(CallFlags, parser.parse_args())

@@ -1,4 +1,6 @@
-"""Every kernel on one machine: usable or why not, its errors against float64, its rate, and whether "auto" takes it."""
+"""Survey every kernel on one machine: whether it is usable, its errors against float64, its rate, and the choice of
+"auto".
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,18 @@ FORMS: dict[Form, tuple[int, int, Band]] = {
     "full": (257, 193, FULL),
     "band": (257, 193, Band(100, 20)),
 }
-"""(q_len, kv_len, band) on which each form is checked: no length is a multiple of a block, some rows are blind."""
+"""(q_len, kv_len, band) on which each form is checked: no length is a multiple of a block, some rows see nothing."""
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What was found about one kernel.
+    """The findings about one kernel.
 
-    refused: why it serves nothing of the shape, or None. without: why it serves no band, where it serves the rest.
-    errors: by form and result, relative to float64. wrong: what is beyond the limit, or the exception that ended it.
-    tflops: by phase, 1e12 floating-point operations per second. untimed: why there are none.
+    refused: the reason why it cannot serve the shape, or None. without: the reason why it serves no band, if it serves
+    the rest.
+    errors: by form and result, relative to float64. wrong: the results beyond the limit, or the exception that ended
+    it.
+    tflops: by phase, 1e12 floating-point operations per second. untimed: the reason why there are none.
     """
 
     name: str
@@ -43,7 +47,7 @@ class Verdict:
     untimed: str | None = None
 
     def as_json(self) -> dict[str, object]:
-        """Plain values; an infinite error is null."""
+        """Return plain values; an infinite error is null."""
         finite = {
             form: {name: error if math.isfinite(error) else None for name, error in found.items()}
             for form, found in self.errors.items()
@@ -54,7 +58,7 @@ class Verdict:
 def examine(
     shape: Trial, names: Iterable[str] = (), repetitions: int = 7, tell: Callable[[str], None] = lambda name: None
 ) -> list[Verdict]:
-    """A verdict for each kernel (all of them, or those named), the one to prefer first; wrong ones are not timed.
+    """Return a verdict for each kernel (all of them, or the named ones), best first; wrong ones are not timed.
 
     `shape` is timed; errors are taken on short lengths with the same heads per kv head, head_dim and dtype. `tell` is
     called with each kernel's name before its turn.
@@ -70,7 +74,7 @@ def examine(
 
 
 def automatic(shape: Trial) -> str | None:
-    """The kernel that "auto" takes for the shape, None where there is none."""
+    """Return the kernel that "auto" takes for the shape, or None."""
     try:
         return select("auto", shape.need()).name
     except UnsupportedError:

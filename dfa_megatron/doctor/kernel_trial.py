@@ -1,4 +1,4 @@
-"""Trying a kernel on one attention: how far it is from float64, and how fast it is."""
+"""Try a kernel on one attention: its distance from float64, and its speed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS: Mapping[torch.dtype, tuple[float, float, float]] = MappingProxyType(
         torch.float16: (7e-4, 1e-5, 1.6e-3),
     }
 )
-"""Errors of out, of lse and of gradients above which a kernel is wrong: those of the conformance suite."""
+"""Limits on the errors of out, of lse and of gradients; they are the limits of the conformance suite."""
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k, v, dout."""
@@ -48,7 +48,7 @@ class Trial:
     batch: int = 1
 
     def need(self, *, deterministic: bool = False) -> Need:
-        """What it asks of a kernel."""
+        """Return the need that a kernel must serve."""
         cuda = torch.device(self.device).type == "cuda"
         return Need(
             self.device, self.dtype, self.heads, self.kv_heads, self.head_dim, self.head_dim_v,
@@ -57,7 +57,7 @@ class Trial:
         )  # fmt: skip
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Fresh normal values."""
+        """Return fresh normal values."""
         generator = torch.Generator(self.device).manual_seed(seed)
 
         def draw(length: int, heads: int, head_dim: int) -> torch.Tensor:
@@ -76,14 +76,14 @@ class Trial:
         return BlockCall.of(q, k, v, self.band, 1 / math.sqrt(self.head_dim), deterministic=deterministic)
 
     def operations(self, phase: str) -> float:
-        """Floating-point operations of the pairs that the band shows; the backward's are 2.5 times the forward's."""
+        """Return floating-point operations of the band's pairs; the backward has 2.5 times as many as the forward."""
         pairs = Segment(0, self.q_len, 0, self.kv_len, self.band).tile.area
         forward = 2.0 * self.batch * self.heads * pairs * (self.head_dim + self.head_dim_v)
         return forward if phase == "forward" else 2.5 * forward
 
 
 def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Saved:
-    """What the kernel's backward reads of a forward, and nothing else."""
+    """Return the tensors of a forward that the kernel's backward reads."""
     if kernel.backward_needs == "out":
         return Saved(lse, out=out)
     wide = accumulator_dtype(out.dtype)
@@ -91,14 +91,14 @@ def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: t
 
 
 def run(kernel: BlockKernel, trial: Trial, inputs: Inputs, *, deterministic: bool = False) -> tuple[torch.Tensor, ...]:
-    """(out, lse, dq, dk, dv) by the kernel."""
+    """Return (out, lse, dq, dk, dv) of the kernel."""
     call, dout = trial.call(inputs, deterministic=deterministic), inputs[3]
     out, lse = kernel.forward(call)
     return out, lse, *kernel.backward(call, dout, saved_for(kernel, dout, out, lse))
 
 
 def errors(kernel: BlockKernel, trial: Trial, seed: int = 0) -> dict[str, float]:
-    """How far each result is from what the reference makes of the same inputs in float64, relative to its norm.
+    """Return the error of each result relative to the norm of the float64 reference on the same inputs.
 
     Infinite where a value is NaN, or an infinity is not where it should be.
     """
@@ -142,7 +142,7 @@ def seconds(kernel: BlockKernel, trial: Trial, repetitions: int = 7) -> dict[str
 
 
 def passes(kernel: BlockKernel, trial: Trial, inputs: Inputs | None = None) -> dict[str, Callable[[], object]]:
-    """A forward and a backward, ready to be called again and again."""
+    """Return a forward and a backward as calls that can be repeated."""
     inputs = trial.inputs() if inputs is None else inputs
     call, dout = trial.call(inputs), inputs[3]
     saved = saved_for(kernel, dout, *kernel.forward(call))
@@ -153,7 +153,7 @@ def passes(kernel: BlockKernel, trial: Trial, inputs: Inputs | None = None) -> d
 
 
 def _distance(got: torch.Tensor, want: torch.Tensor, least: float) -> float:
-    """|got - want| over |want|, or over `least` where |want| is smaller."""
+    """Return |got - want| over |want|, or over `least` where |want| is smaller."""
     if got.shape != want.shape:
         return math.inf
     got = got.double()

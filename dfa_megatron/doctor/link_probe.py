@@ -1,4 +1,4 @@
-"""Links as they are: seconds of symmetric exchanges over each transport, from which rate and latency are fitted."""
+"""Measure links: time symmetric exchanges over each transport, and fit rate and latency."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Timing = tuple[int, float]
 
 
 def open_transports(device: torch.device, largest: int) -> dict[str, Transport]:
-    """Every transport that works between all ranks of the default group, by its name; collective.
+    """Return every transport that works between all ranks of the default group, by name; collective.
 
     Args:
         device: of the tensors that are sent.
@@ -53,7 +53,7 @@ def open_transports(device: torch.device, largest: int) -> dict[str, Transport]:
 
 
 def neighbours(rank: int, size: int, node: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """(to, from) in a ring of the ranks of one node, and in a ring over the nodes; None where there is but one.
+    """Return (to, from) in a ring of the ranks of one node, and in a ring over the nodes; None if there is only one.
 
     node: ranks per node.
     """
@@ -66,7 +66,9 @@ def neighbours(rank: int, size: int, node: int) -> tuple[tuple[int, int] | None,
 def time_exchanges(
     transport: Transport, device: torch.device, ring: tuple[int, int], sizes: Sequence[int]
 ) -> list[Timing]:
-    """Send to the next and receive from the one before, all ranks at once; medians of the slowest rank; collective."""
+    """Send to the next rank and receive from the previous one, all at once; return the slowest rank's medians;
+    collective.
+    """
     timings = []
     for nbytes in sizes:
         outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -75,7 +77,7 @@ def time_exchanges(
 
 
 def time_all_to_alls(device: torch.device, node: range, sizes: Sequence[int]) -> list[Timing]:
-    """Every rank of each node to all others of it at once, with the copies of an exchange of heads; collective.
+    """Time an all-to-all in each node, with the copies of a head exchange; collective.
 
     Returns:
         For each size the bytes that a rank sends to the others together, and the median of the slowest rank.
@@ -91,7 +93,7 @@ def time_all_to_alls(device: torch.device, node: range, sizes: Sequence[int]) ->
 
 
 def _timed(call: Callable[[], None], device: torch.device, nbytes: int) -> float:
-    """The median of the slowest rank, of something that moves about so many bytes on every rank; collective."""
+    """Return (bytes, median of the slowest rank) of a call that moves about `nbytes` on every rank; collective."""
     times = 3 if nbytes >= 1 << 23 else 10
     slowest([0.0])  # all ranks start together
     taken = [stopwatch(call, device, times=times, behind=True) for _ in range(2 + _REPETITIONS)][2:]
@@ -99,9 +101,10 @@ def _timed(call: Callable[[], None], device: torch.device, nbytes: int) -> float
 
 
 def fit(timings: Sequence[Timing]) -> tuple[float, float]:
-    """(latency, bytes per second) of `seconds = latency + bytes / rate`, by least squares of the relative errors.
+    """Return (latency, bytes per second) of `seconds = latency + bytes / rate`, by least squares of the relative
+    errors.
 
-    The latency is not negative: where the fit says so, it is 0 and the rate is fitted alone.
+    The latency is not negative: if the fit gives a negative one, it is set to 0 and the rate is fitted alone.
     """
     # Minimise the sum of (latency * u + w * per_byte - 1)^2 with u = 1 / seconds and w = bytes / seconds.
     u, w = [1 / t for _, t in timings], [n / t for n, t in timings]

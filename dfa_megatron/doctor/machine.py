@@ -1,4 +1,4 @@
-"""The machine: versions of packages and libraries, GPUs, and direct access between their memories."""
+"""Describe the machine: versions of packages and libraries, GPUs, and direct access between their memories."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Return all that a figure depends on beside its arguments: device, versions, NCCL's and CUDA's environment."""
+    """Return the surroundings that a figure depends on: device, versions, NCCL's and CUDA's environment."""
     told = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "CUDA_DEVICE_MAX"))}
     gpus = devices()
     where = {"device": gpus[0]["name"], "memory_gib": gpus[0]["gib"]} if gpus else {"device": platform.machine()}

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 LENGTHS = {"cuda": (1024, 2048, 4096, 8192, 16384, 32768), "cpu": (64, 128, 256, 512)}
 _WARM, _MOST_BEFORE = 0.15, 200
-"""Seconds that a GPU computes before calls are timed, and calls at most: training leaves it no time to rest."""
+"""Seconds that a GPU computes before calls are timed, and the most calls: in training a GPU never rests."""
 _TINY = 16
-"""Tokens of the call whose time counts as the cost of a launch."""
+"""Tokens of the call that measures the cost of a launch."""
 
 
 def measure_and_save(shape: Trial, path: Path, kernels: Sequence[str] = (), *, as_json: bool = False) -> int:
-    """Serve `doctor --profile FILE`: every rank measures attention of that shape, rank 0 writes.
+    """Run `doctor --profile FILE`: every rank measures attention of that shape, rank 0 writes.
 
     Raises:
         UnsupportedError: it was not started by torchrun with two processes or more, or no kernel serves the shape.
@@ -52,7 +52,7 @@ def measure_and_save(shape: Trial, path: Path, kernels: Sequence[str] = (), *, a
 
 
 def measure(kernel: BlockKernel, shape: Trial, name: str) -> tuple[Hardware, dict[str, Any]]:
-    """The profile, and the raw figures it was made from; collective over the default group."""
+    """Return the profile, and the raw figures it was made from; collective over the default group."""
     import torch
     import torch.distributed as dist
 
@@ -79,7 +79,7 @@ def measure(kernel: BlockKernel, shape: Trial, name: str) -> tuple[Hardware, dic
 
 
 def kernel_timings(kernel: BlockKernel, shape: Trial, lengths: tuple[int, ...]) -> tuple[float, list[dict[str, Any]]]:
-    """(seconds of a call that computes next to nothing, one row for each length, mask and phase), slowest rank."""
+    """Return (seconds of a nearly empty call, one row for each length, mask and phase) of the slowest rank."""
     from dfa_megatron.kernels.api import form_of
     from dfa_megatron.plan.language.geometry import CAUSAL, FULL
 
@@ -104,7 +104,7 @@ def kernel_timings(kernel: BlockKernel, shape: Trial, lengths: tuple[int, ...]) 
 
 
 def _timed(kernel: BlockKernel, block: Trial) -> tuple[list[float], list[str]]:
-    """(medians of the slowest rank, the phases they are of)."""
+    """Return (medians of the slowest rank, their phases)."""
     import statistics
 
     import torch
@@ -129,7 +129,7 @@ def _timed(kernel: BlockKernel, block: Trial) -> tuple[list[float], list[str]]:
 def _links(
     device: Any, node: int, sizes: tuple[int, ...]
 ) -> tuple[tuple[Link, ...], Link | None, int | None, list[dict[str, Any]]]:
-    """(links inside a node of so many ranks, link between nodes, ranks per node if there are several, raw timings)."""
+    """Return (links inside a node, link between nodes, ranks per node or None, raw timings)."""
     import torch.distributed as dist
 
     from dfa_megatron.doctor.link_probe import fit, neighbours, open_transports, time_exchanges
@@ -157,7 +157,7 @@ def _links(
 
 
 def _all_to_all(device: Any, node: int, sizes: tuple[int, ...]) -> tuple[float | None, list[dict[str, Any]]]:
-    """(what a rank sends per second to several of its node at once, raw timings); (None, []) where a node has none."""
+    """Return (bytes per second that a rank sends to several others of its node at once, raw timings), or (None, [])."""
     import torch.distributed as dist
 
     from dfa_megatron.doctor.link_probe import fit, time_all_to_alls
@@ -170,7 +170,7 @@ def _all_to_all(device: Any, node: int, sizes: tuple[int, ...]) -> tuple[float |
 
 
 def table(hardware: Hardware, measured: dict[str, Any]) -> str:
-    """The measured figures for people."""
+    """Format the measured figures for people."""
     shape = f"{measured['heads']} heads on {measured['kv_heads']} of {measured['head_dim']}"
     lines = [f"{hardware.name}: {measured['kernel']}, {measured['dtype'].removeprefix('torch.')}, {shape}"]
     lines.append("  tokens   mask       forward  backward   TFLOP/s")

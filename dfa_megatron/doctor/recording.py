@@ -1,4 +1,4 @@
-"""Record a real run: when each kernel call, merge and batch of messages ran, in the form that the simulator gives."""
+"""Record a real run: the times of each kernel call, merge and batch of messages, in the form of the simulator."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from dfa_megatron.runtime.hooks import Run, hooked
 
 @dataclass
 class Recording:
-    """What one rank did in one forward and one backward, in the order in which it was issued."""
+    """The record of one rank's forward and backward, in the order of issue."""
 
     spans: list[tuple[str, str, int, str, int, int, Mark, Mark]] = field(default_factory=list)
     """(kind, phase, step, label, peer, bytes, start, end)"""
     name = "recording"
 
     def wrap(self, run: Run) -> tuple[Algebra, StepTransport]:
-        """See `Hook`."""
+        """Wrap a run, see `Hook`."""
         marked = _RecordedRun(run, self)
         return marked, marked
 
     def events(self, phase: str, rank: int) -> list[Event]:
-        """What happened in a phase, in seconds after the first thing in it; waits for the device."""
+        """Return the events of a phase, in seconds after its first event; wait for the device."""
         spans = [span for span in self.spans if span[1] == phase]
         if not spans:
             return []
@@ -54,7 +54,7 @@ def record() -> Iterator[Recording]:
 
 
 def gathered(recording: Recording, plan: Plan, channel: Channel | None) -> Timeline:
-    """What all ranks did in one phase of a plan, each from its own first mark on; collective."""
+    """Return the record of all ranks in one phase of a plan, each from its own first mark on; collective."""
     rank = channel.rank if channel else 0
     mine = [
         [e.kind, e.step, e.start, e.end, e.label, e.peer, e.nbytes] for e in recording.events(plan.phase.name, rank)
@@ -116,7 +116,7 @@ class _RecordedRun:
         self.run.transport.start()
 
     def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
-        """Mark when the batch may leave: the transport then asks for what to send."""
+        """Mark the time when the batch may leave: the transport asks for the tensors to send then."""
 
         def marked() -> Sequence[Send]:
             self.posted = self._mark(self.stream)

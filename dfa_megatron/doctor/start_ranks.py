@@ -1,4 +1,4 @@
-"""From a command line to ranks: start a command again on every rank of this machine, with torchrun's launcher."""
+"""Start a command again on every rank of this machine, with torchrun's launcher."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from dfa_megatron.errors import UnsupportedError
 
 USER_ERROR_STATUS = 2
-"""The exit status of a rank that has said itself what is wrong, as argparse has it."""
+"""The exit status of a rank that has already printed its user error, as in argparse."""
 
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
 def device_of(asked: str) -> str:
-    """The device that a flag means: "auto" is GPUs where there are any.
+    """Return the device of a flag: "auto" is GPUs if there are any.
 
     Raises:
         UnsupportedError: CUDA was asked for and there is none.
@@ -50,7 +50,7 @@ def start(command: Sequence[str], ranks: int) -> int:
     """Run `python COMMAND...` (a script or `-m MODULE`, and its arguments) on some ranks of this machine.
 
     Returns:
-        The exit status: that of the first rank that failed, 130 after Ctrl-C.
+        The exit status of the first rank that failed, or 130 after Ctrl-C.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     before = logging.root.manager.disable
@@ -72,10 +72,10 @@ def start(command: Sequence[str], ranks: int) -> int:
 
 
 def _tell_of(failures: Mapping[int, Any]) -> int:
-    """Say in a line which rank failed first, and return the exit status.
+    """Print in one line which rank failed first, and return the exit status.
 
     Args:
-        failures: by rank, torchrun's ProcessFailure; the ranks that torchrun ended with SIGTERM are among them.
+        failures: by rank, torchrun's ProcessFailure, including the ranks that torchrun ended with SIGTERM.
     """
     codes: dict[int, int] = {rank: failure.exitcode for rank, failure in failures.items()}
     # A signal comes before an exit status: other ranks fail when a rank is gone. torchrun's own SIGTERM comes last.

@@ -1,4 +1,4 @@
-"""Time on a device: marks on a stream, and the seconds that a call takes."""
+"""Measure time on a device: marks on a stream, and the seconds of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a benchmark: joining them, and running something on all so that a failure on one is known to all."""
+"""Join the ranks of a benchmark, and run an action on all so that every rank learns of a failure on one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAILED = "failed"
 PATIENCE = 300.0
 """Seconds that a rank waits for another: some kernels compile at their first call."""
 _FAILED_PATIENCE = 60.0
-"""The same for a rank that has failed: whoever does not come by then is held up by its failure."""
+"""Seconds to wait after a failure: a rank that does not arrive by then is blocked by it."""
 _IDLE_PATIENCE = 20.0
 _LONGEST = 300
 """Characters of a reason."""
@@ -39,7 +39,7 @@ class StuckError(DistAttentionError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong on the first rank on which something did; `state` is one of the three above."""
+    """The failure of the first rank on which one happened; `state` is one of the three above."""
 
     state: str
     why: str
@@ -56,32 +56,32 @@ class World:
 
     @cached_property
     def board(self) -> Board:
-        """On which ranks tell each other of failures."""
+        """Return the group on which ranks report failures."""
         return Board.of_group(self.side)
 
     @property
     def cuda(self) -> bool:
-        """Whether tensors are on GPUs."""
+        """Return whether tensors are on GPUs."""
         return self.device.type == "cuda"
 
     def sums(self, values: Iterable[float]) -> list[float]:
-        """The sum over the ranks of each value."""
+        """Return the sum over the ranks of each value."""
         total = torch.tensor(list(values), dtype=torch.float64)
         dist.all_reduce(total, group=self.side)
         return [float(value) for value in total]
 
     def slowest(self, values: Iterable[float]) -> list[float]:
-        """The largest over the ranks of each value."""
+        """Return the largest over the ranks of each value."""
         return slowest(values, self.side)
 
     def from_first(self, value: float) -> float:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
         told = torch.tensor([value], dtype=torch.float64)
         dist.broadcast(told, 0, group=self.side)
         return float(told)
 
     def leave(self) -> None:
-        """End the process groups once every rank is here: to leave early would tear down connections still in use."""
+        """End the process groups once every rank is here; an earlier end would tear down connections still in use."""
         dist.barrier(group=self.side)
         dist.destroy_process_group()
 
@@ -112,10 +112,10 @@ def own_device(kind: str = "auto") -> torch.device:
 
 
 def join(device: str = "auto", patience: float = PATIENCE) -> World:
-    """Join the ranks that torchrun, or whoever set its environment variables, has started.
+    """Join the ranks that torchrun, or another launcher with its environment variables, has started.
 
     Args:
-        device: "cuda", "cpu", or "auto" for GPUs where there are some.
+        device: "cuda", "cpu", or "auto" for GPUs if there are some.
         patience: seconds that a collective waits for the other ranks.
 
     Raises:
@@ -132,9 +132,10 @@ def join(device: str = "auto", patience: float = PATIENCE) -> World:
 
 
 def together(world: World, action: Callable[[], T]) -> T | Failure:
-    """Run an action on every rank: what it returned if it went well on all, else the failure.
+    """Run an action on every rank; return its result if it succeeded on all, else the failure.
 
-    The action should leave waiting for the device to the caller: a rank that waits in it cannot be told of a failure.
+    The action should leave waiting for the device to the caller, because a rank that waits in it cannot learn of a
+    failure.
 
     Raises:
         StuckError: ranks failed at different places, and one still waits for a message from another.
@@ -160,7 +161,7 @@ def together(world: World, action: Callable[[], T]) -> T | Failure:
 
 
 def _failure(error: Exception) -> Failure:
-    """What a row says of an exception: its first line, and whether memory is behind it."""
+    """Summarize an exception for a row: its first line, and whether memory ran out."""
     if isinstance(error, UnsupportedError):
         return Failure(REFUSED, f"{error.what}: {error.why}" if error.why else str(error))
     text = (str(error).strip() or type(error).__name__).splitlines()[0][:_LONGEST]
@@ -173,7 +174,7 @@ def _failure(error: Exception) -> Failure:
 
 
 def _told(world: World, facts: dict[str, str], patience: float = PATIENCE) -> list[dict[str, str]]:
-    """What every rank says, in rank order."""
+    """Return the facts of every rank, in rank order."""
     try:
         return exchange(facts, world.board, patience)
     except DisagreementError as error:
@@ -182,7 +183,7 @@ def _told(world: World, facts: dict[str, str], patience: float = PATIENCE) -> li
 
 
 def _idle(world: World, failed: int) -> bool:
-    """Whether nothing is under way on this rank after a failure; on a CPU that is so if every rank has failed."""
+    """Return whether this rank is idle after a failure. On a CPU it is idle if every rank has failed."""
     if not world.cuda:
         return failed == world.size
     waiter = threading.Thread(target=torch.cuda.synchronize, args=(world.device,), daemon=True)

@@ -19,10 +19,10 @@ RESULTS = ("out", "dq", "dk", "dv")
 
 
 def one_rank(plan: AttentionPlan, flags: RunFlags) -> int:
-    """Be one of the plan's ranks; return the exit status.
+    """Run as one of the plan's ranks; return the exit status.
 
     Raises:
-        UnsupportedError: there are other ranks than the plan has, or nothing serves the sizes.
+        UnsupportedError: the number of ranks is not the plan's, or nothing serves the sizes.
     """
 
     world = join(flags.device)
@@ -58,7 +58,7 @@ def all_ranks(plan: AttentionPlan, flags: RunFlags) -> int:
 
 
 def _inputs(plan: AttentionPlan, flags: RunFlags) -> list[torch.Tensor]:
-    """q, k, v and dout of the whole sequence, the same on every rank."""
+    """Return q, k, v and dout of the whole sequence, the same on every rank."""
 
     torch.manual_seed(0)
     dtype = getattr(torch, flags.dtype)
@@ -67,7 +67,7 @@ def _inputs(plan: AttentionPlan, flags: RunFlags) -> list[torch.Tensor]:
 
 
 def _truth(plan: AttentionPlan, given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """(out, dq, dk, dv) in float64: one rank, and one block."""
+    """Return (out, dq, dk, dv) in float64, computed on one rank as one block."""
 
     dense, scale = plan_named("ring", plan.forward.mask, 1), given[0].shape[-1] ** -0.5
     q, k, v, dout = ([x.double().cpu()] for x in given)
@@ -77,13 +77,13 @@ def _truth(plan: AttentionPlan, given: list[torch.Tensor]) -> list[torch.Tensor]
 
 
 def _errors(got: list[torch.Tensor], want: list[torch.Tensor]) -> list[float]:
-    """|got - want|^2 of each result, then |want|^2 of each."""
+    """Return |got - want|^2 of each result, then |want|^2 of each."""
     pairs = [(a.detach().double().cpu(), b) for a, b in zip(got, want, strict=True)]
     return [float((a - b).square().sum()) for a, b in pairs] + [float(b.square().sum()) for _, b in pairs]
 
 
 def _verdict(plan: AttentionPlan, flags: RunFlags, sums: list[float], quiet: bool = False) -> int:
-    """Print how far off every result is, and return the exit status."""
+    """Print the error of every result, and return the exit status."""
     off = [(error / (size or 1.0)) ** 0.5 for error, size in zip(sums[:4], sums[4:], strict=True)]
     right = all(each <= TOLERANCE[flags.dtype] for each in off)
     if not quiet:

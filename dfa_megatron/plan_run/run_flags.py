@@ -1,4 +1,4 @@
-"""What `dfa-megatron run` can be told; apart from the run itself, so that parsing needs no PyTorch."""
+"""Flags of `dfa-megatron run`, apart from the run, so that parsing needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dfa_megatron.flags import flag
 from dfa_megatron.names import KERNELS
 
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 2e-2}
-"""The most that a result may be off, |got - want| / |want|."""
+"""The largest allowed error of a result, |got - want| / |want|."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""All ranks of a distributed attention in one process: the same plan, kernels and wire format, no network."""
+"""Run all ranks of a distributed attention in one process: the same plan, kernels and wire format, no network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Shards = Sequence[torch.Tensor]
 
 
 def prepare_together(request: Request, q: Shards, k: Shards, v: Shards) -> list[Prepared]:
-    """Prepare every rank; shard r is what rank r would hold."""
+    """Prepare every rank; shard r holds the tokens of rank r."""
     return [build(request, len(q), rank, QKV(q[rank], k[rank], v[rank])) for rank in range(len(q))]
 
 
@@ -26,7 +26,7 @@ def prepare_together(request: Request, q: Shards, k: Shards, v: Shards) -> list[
 def forward_together(
     prepared: Sequence[Prepared], q: Shards, k: Shards, v: Shards, slopes: torch.Tensor | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(out, lse) of every rank."""
+    """Return (out, lse) of every rank."""
     algebras = [
         forward_algebra(p, (q[rank], k[rank], v[rank], *_given(slopes)), _arena(p.forward, q))
         for rank, p in enumerate(prepared)
@@ -46,7 +46,7 @@ def backward_together(
     lse: Shards,
     slopes: torch.Tensor | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(dq, dk, dv) of every rank."""
+    """Return (dq, dk, dv) of every rank."""
     algebras = [
         backward_algebra(
             p, (dout[rank], q[rank], k[rank], v[rank], needed, lse[rank], *_given(slopes)), _arena(p.backward, q)

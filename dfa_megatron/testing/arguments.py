@@ -1,4 +1,4 @@
-"""Flat options as the public functions take them, for tests and tools that combine options."""
+"""Build the public functions' arguments from flat options, for tests and tools that combine options."""
 
 from __future__ import annotations
 

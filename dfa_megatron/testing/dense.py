@@ -1,4 +1,4 @@
-"""The ground truth of attention, dense and in float64, and one way to compare with it in which NaN never passes."""
+"""Compute dense attention in float64 as ground truth, and compare with it so that NaN never passes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def dense_attention(
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention as its definition says, in float64 and differentiable, with all scores in memory.
+    """Compute attention by its definition, in float64 and differentiable, with all scores in memory.
 
     Args:
         q: (batch, q_len, heads, head_dim); k, v: (batch, kv_len, kv_heads, head_dim), v's head_dim may differ.
         causal, window_size: as in flash-attn, aligned to the bottom right where the lengths differ.
-        visible: bool, broadcastable to (batch, heads, q_len, kv_len): the pairs that this further mask leaves.
+        visible: bool, broadcastable to (batch, heads, q_len, kv_len): a further mask of the visible pairs.
         softmax_scale: default 1 / sqrt(head_dim).
         softcap: scores are softcap * tanh(scores / softcap), 0 for no cap.
         bias: added to the (capped) scores, broadcastable to (batch, heads, q_len, kv_len).
@@ -33,7 +33,7 @@ def dense_attention(
 
     Returns:
         out (batch, q_len, heads, head_dim of v) and lse (batch, heads, q_len), float64. A row that sees nothing has out
-        0, lse -inf and gradient 0.
+            0, lse -inf and gradient 0.
     """
     groups = q.shape[2] // k.shape[2]
     if groups * k.shape[2] != q.shape[2]:
@@ -73,7 +73,7 @@ def band_mask(
     window_size: tuple[int, int] = (-1, -1),
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """The visible pairs (q_len, kv_len), bool: -left <= j - i - (kv_len - q_len) <= right, -1 for no bound."""
+    """Return the visible pairs (q_len, kv_len), bool: -left <= j - i - (kv_len - q_len) <= right, -1 for no bound."""
     left, right = window_size
     if causal:
         right = 0
@@ -89,7 +89,7 @@ def band_mask(
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, *, tolerance: float, name: str = "tensor") -> None:
-    """The distance |got - want| / |want| (Frobenius norms, in float64) is at most `tolerance`.
+    """Assert that |got - want| / |want| (Frobenius norms, in float64) is at most `tolerance`.
 
     Infinities must be in the same places and are left out of the norms; where |want| is 0, |got| itself is compared.
     NaN on either side never passes.
@@ -120,5 +120,5 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, *, tolerance: float, nam
 
 
 def _place(mask: torch.Tensor) -> tuple[int, ...]:
-    """The first index at which the mask is true."""
+    """Return the first index at which the mask is true."""
     return tuple(int(index) for index in mask.nonzero()[0])

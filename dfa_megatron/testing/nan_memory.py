@@ -1,4 +1,4 @@
-"""Uninitialised memory is NaN: whoever reads what nobody wrote fails a comparison instead of passing by luck."""
+"""Fill uninitialised memory with NaN, so that a read of unwritten memory fails a comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALLOCATORS: tuple[tuple[Any, str], ...] = (
     (torch.Tensor, "new_empty"),
     (torch.Tensor, "new_empty_strided"),
 )
-"""The functions that return memory as it is."""
+"""The functions that return uninitialised memory."""
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def nan_memory() -> Iterator[None]:
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a tensor with what uninitialised memory is here, and return it."""
+    """Fill a tensor with the value of uninitialised memory here, and return it."""
     if tensor.is_meta or not tensor.numel():
         return tensor
     with torch.no_grad():

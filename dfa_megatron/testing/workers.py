@@ -28,18 +28,18 @@ from types import ModuleType
 from typing import Any
 
 _PRELOADED: dict[str, None] = {}
-"""What `preload` was asked for so far, in order: the parts of a test suite each name their own."""
+"""Modules passed to `preload` until now, in order: each part of a test suite names its own."""
 
 _DESTROYS = version("torch").split(".")[:2] != ["2", "6"]
 """With PyTorch 2.6 a rank was seen to hang in destroying a gloo group, about every second time: there it just ends."""
 
 _GRACE = 3.0
-"""Seconds that the other ranks are given to report, after one has failed, and that a process is given to end."""
+"""Seconds that other ranks get to report after a failure, and that a process gets to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What one worker has to do; everything in it is plain."""
+    """The job of one worker; everything in it is plain."""
 
     rank: int
     world_size: int
@@ -147,14 +147,14 @@ class _Worker:
             self.failure = payload
 
     def where(self) -> str:
-        """The stacks of a process that does not answer."""
+        """Return the stacks of a process that does not answer."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.2)
         return self.stack.read_text() if self.stack.exists() else ""
 
     def end(self) -> None:
-        """Make sure that no process is left."""
+        """End the process if it still runs."""
         if not self.done or self.failure is not None:
             self.process.kill()
         self.process.join(_GRACE)
@@ -165,7 +165,7 @@ class _Worker:
 
 
 def _collect(workers: list[_Worker], deadline: float, grace: float) -> None:
-    """Receive until every rank has answered or the deadline has passed; a failure brings the deadline near."""
+    """Receive until every rank has answered or the deadline has passed; a failure shortens the deadline."""
     while pending := [worker for worker in workers if not worker.done]:
         ready = wait([worker.pipe for worker in pending], max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -194,13 +194,13 @@ def _assert_all_well(workers: list[_Worker], timeout: float) -> None:
 
 
 def _last_line(failure: str | None) -> str:
-    """Of a traceback: the exception."""
+    """Return the exception line of a traceback."""
     lines = (failure or "").strip().splitlines()
     return lines[-1] if lines else ""
 
 
 def _serve(job: _Job, pipe: Connection, stack: str) -> None:
-    """The body of a worker process."""
+    """Run as the body of a worker process."""
     os.environ.update(job.environment)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
