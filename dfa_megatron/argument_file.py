@@ -14,7 +14,7 @@ from dfa_megatron.errors import UnsupportedError
 
 
 def read_arguments(path: Path) -> list[str]:
-    """The words of an argument file, split as a shell would split them.
+    """Return the words of an argument file, split as a shell would split them.
 
     Raises:
         OSError: the file cannot be read.
@@ -35,7 +35,7 @@ def read_arguments(path: Path) -> list[str]:
 
 
 def expand(arguments: Sequence[str]) -> list[str]:
-    """The arguments with what each `@FILE` holds in its place, so that flags after it win over it.
+    """Replace each `@FILE` by its words, so that later flags override it.
 
     Raises:
         OSError, UnsupportedError: as `read_arguments`.

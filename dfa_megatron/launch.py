@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the script and its arguments; the command line's where None.
 
     Returns:
-        The exit status: 2, with one line on stderr, for what cannot be served. What the script itself raises passes.
+        The exit status: 2, with one line on stderr, for an unsupported request. The script's own errors pass through.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0].startswith("-"):
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not script.is_file():
         print(f"dfa_megatron.launch: there is no script {given[0]}; {USAGE}", file=sys.stderr)
         return 2
-    # As for `python SCRIPT`; a Megatron clone beside the script also goes before an installed megatron-core.
+    # As for `python SCRIPT`; a Megatron clone beside the script also overrides an installed megatron-core.
     sys.path.insert(0, str(script.resolve().parent))
     try:
         given[1:] = expand(given[1:])

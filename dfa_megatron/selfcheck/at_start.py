@@ -1,4 +1,4 @@
-"""Runs a self-check once when a training run starts: on rank 0, with the outcome told to every rank."""
+"""Run a self-check once when training starts: on rank 0, with the outcome sent to every rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _outcome(make_case: Callable[[], Case]) -> tuple[int, str]:
 
 
 def _tell(status: int, said: str, group: dist.ProcessGroup | None) -> tuple[int, str]:
-    """Rank 0's status and text on every rank, as bytes."""
+    """Broadcast rank 0's status and text to every rank, as bytes."""
     content = torch.tensor([status, *said.encode()], dtype=torch.uint8)
     size = torch.tensor([content.numel()])
     dist.broadcast(size, 0, group=group)

@@ -1,4 +1,4 @@
-"""Compares what many ranks recorded with what one rank recorded, and finds the first thing that differs."""
+"""Compare the recordings of many ranks with those of one rank, and find the first difference."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Comparison:
 
 
 def compare(case: Case, whole: Recording, ranks: Sequence[Recording]) -> Comparison:
-    """Every piece of every rank against the same entries of the whole tensor; each entry must be held by some rank."""
+    """Compare each rank's pieces with the same entries of the whole tensor; some rank must hold each entry."""
     found = Comparison()
     found.differences += _facts(case, ranks)
     for section in case.sections:
@@ -82,7 +82,7 @@ def _facts(case: Case, ranks: Sequence[Recording]) -> Iterable[Difference]:
 
 
 def _against(name: str, one: Piece, pieces: list[tuple[int, Piece]], limit: float) -> tuple[float, str]:
-    """The largest relative difference of all pieces, and what to say where it is above the limit."""
+    """Return the largest relative difference of all pieces, and a message if it exceeds the limit."""
     whole = one.values
     wanted = whole.double()
     scale = max(one.least, wanted.abs().max().item() if wanted.numel() else 0.0)

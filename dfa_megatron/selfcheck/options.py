@@ -1,4 +1,4 @@
-"""Which of our own options a CPU can run, and which come from a command line; the same for every framework."""
+"""Adapt our own options to a CPU, and read them from a command line; the same for every framework."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_cpu(options: DistAttentionConfig, prefix: str, reduced: list[Reduction]) 
 
 
 def unseen(options: DistAttentionConfig) -> list[str]:
-    """What no check of these options on a CPU looks at."""
+    """List the parts of these options that no check on a CPU covers."""
     lines = [
         "GPU kernels and transports: `dfa-megatron doctor` compares kernels on the GPUs themselves",
         "your data and weights: tokens and initial weights are random, the same on every rank",

@@ -1,4 +1,4 @@
-"""Starts the processes of a self-check's worlds and brings back what their ranks recorded, or how they failed."""
+"""Start the processes of a self-check's worlds, and return their ranks' recordings or failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A rank that did not come to its end."""
+    """A rank that failed."""
 
     rank: int
     kind: str
@@ -55,7 +55,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a world left: recordings of the ranks that ended, failures of the others, the first one first."""
+    """Hold a world's results: recordings of the ranks that ended, failures of the others, the first one first."""
 
     recordings: tuple[Recording, ...]
     failures: tuple[Failure, ...]

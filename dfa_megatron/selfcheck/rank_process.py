@@ -1,8 +1,8 @@
 """`python -m dfa_megatron.selfcheck.rank_process FOLDER`: imports once, then forks the ranks of each world in turn.
 
 It reads FOLDER/job.json. Each rank leaves WORLD-RANK.pt, or WORLD-RANK.error with what it raised. It ends every rank
-it started: at a deadline, soon after another rank has failed, and when its own standard input closes, which is when the
-process that started it has gone.
+it started: at a deadline, soon after another rank has failed, and when its own standard input closes because its
+parent has ended.
 """
 
 from __future__ import annotations

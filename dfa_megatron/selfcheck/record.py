@@ -1,4 +1,4 @@
-"""What a rank computed: named pieces of tensors, each with its place in the whole, in the order of computation."""
+"""Record a rank's results: named pieces of tensors with their places in the whole, in the order of computation."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Recorder:
 
 
 def load(path: Path) -> Recording:
-    """What `Recorder.save` wrote."""
+    """Read a file that `Recorder.save` wrote."""
     stored: dict[str, Any] = torch.load(path, weights_only=True)
     pieces = (Piece(**{**piece, "axes": tuple(piece["axes"])}) for piece in stored["pieces"])
     return Recording(stored["rank"], tuple(pieces), stored["facts"])

@@ -1,4 +1,4 @@
-"""Prints a report: what ran, what was reduced, one row for each kind of tensor, and the first thing that differs."""
+"""Print a report: the run, the reductions, one row for each kind of tensor, and the first difference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dfa_megatron.selfcheck.run_case import Report
 
 
 def text(report: Report) -> str:
-    """The whole report, plain."""
+    """Return the whole report as plain text."""
     case, found = report.case, report.comparison
     lines = [f"selfcheck: {case.title}", f"{case.ranks} ranks against one, on CPU", ""]
     if case.reduced:

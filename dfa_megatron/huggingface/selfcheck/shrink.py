@@ -1,4 +1,4 @@
-"""Makes a transformers config small enough for a laptop, without changing what attention has to do."""
+"""Shrink a transformers config to laptop size, without changing the work of attention."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Small:
 
 
 def shrink(config: Any, ranks: int, degree: int, tokens: int | None, reduced: list[Reduction]) -> dict[str, Any]:
-    """The config of the small model, as its class takes it.
+    """Return the config of the small model, in its class's form.
 
     Args:
         ranks: that share a sequence.

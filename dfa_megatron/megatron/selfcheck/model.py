@@ -1,4 +1,4 @@
-"""Builds the small model on a rank, with weights that depend on their names alone, and says where each part lies."""
+"""Build the small model on a rank, with weights that depend on their names alone, and locate each part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dfa_megatron.config import DistAttentionConfig
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """How many ranks of what, and the layout of tokens; of the whole model all are 1 and attention is Megatron's."""
+    """Hold the parallel sizes and the token layout; for the whole model all sizes are 1 and attention is Megatron's."""
 
     tp: int
     pp: int
@@ -34,7 +34,7 @@ def start(parallel: Parallel) -> None:
 
 
 def config_of(settings: Mapping[str, Any], parallel: Parallel, **changes: Any) -> Any:
-    """The TransformerConfig of the settings on this many ranks."""
+    """Return the TransformerConfig of the settings for these parallel sizes."""
     from megatron.core import activations
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -68,7 +68,7 @@ def config_of(settings: Mapping[str, Any], parallel: Parallel, **changes: Any) -
 
 
 def build(settings: Mapping[str, Any], config: Any, parallel: Parallel) -> list[Any]:
-    """The model chunks of this rank."""
+    """Return this rank's model chunks."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -146,7 +146,7 @@ class DenseAttention(torch.nn.Module):
 
 
 def global_name(chunk: Any, name: str) -> str:
-    """A parameter's name with the layer's number in the whole model, counted from 0."""
+    """Return a parameter's name with the layer's number in the whole model, counted from 0."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
@@ -155,7 +155,7 @@ def global_name(chunk: Any, name: str) -> str:
 
 
 def places_of(name: str, parameter: torch.Tensor, config: Any) -> tuple[tuple[int, ...], dict[int, torch.Tensor]]:
-    """The shape of a whole parameter, and which of its rows or columns this tensor-parallel rank holds."""
+    """Return a whole parameter's shape, and the rows or columns that this tensor-parallel rank holds."""
     from megatron.core import parallel_state
 
     shape, tp = list(parameter.shape), config.tensor_model_parallel_size

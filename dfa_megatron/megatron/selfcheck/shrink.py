@@ -1,4 +1,4 @@
-"""Makes a model of the user's flags small enough for a laptop, without changing what attention has to do."""
+"""Shrink the model of the user's flags to laptop size, without changing the work of attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAYOUT_OF_STAGES = (
 
 
 def case_of(flags: Sequence[str]) -> Case:
-    """The self-check of a Megatron script's flags.
+    """Return the self-check of a Megatron script's flags.
 
     Raises:
         UnsupportedError: the flags are refused by the package, or ask for what the check cannot run.

@@ -1,4 +1,4 @@
-"""What a CPU cannot run, and what would depend on the number of ranks: it is switched off, and each has its line."""
+"""Switch off features that a CPU cannot run or that depend on the number of ranks, and list each."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OFF: dict[str, str] = {
 
 
 def switch_off(asked: Asked, c: dict[str, Any], reduced: list[Reduction]) -> None:
-    """Take out of the config what cannot be compared on a CPU."""
+    """Remove features from the config that cannot be compared on a CPU."""
     dtype = "bf16" if c.pop("bf16", False) else "fp16" if c.pop("fp16", False) else ""
     if dtype:
         reduced.append(Reduction("dtype", dtype, "float32" + (", no loss scale" if dtype == "fp16" else "")))

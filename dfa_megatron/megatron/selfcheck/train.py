@@ -21,7 +21,7 @@ STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What every part of a section needs."""
+    """Hold the values that every part of a section needs."""
 
     settings: Mapping[str, Any]
     parallel: Parallel
@@ -89,7 +89,7 @@ def _passes(run: Run) -> None:
     training = run.settings["training"]
     micro_batches = run.parallel.pp if run.parallel.vp else 1
     recorder = run.recorder
-    # What Megatron divides by later on: its DDP by the ranks, its schedule by the micro-batches.
+    # Megatron divides by these later: its DDP by the ranks, its schedule by the micro-batches.
     divided = 1.0 if run.config.calculate_per_token_loss else micro_batches / run.parallel.cp
     groups = watch(run.chunks, recorder, run.parallel, divided)
     if groups:
