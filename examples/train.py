@@ -1,4 +1,4 @@
-"""Trains a Megatron-Core GPT on text with distributed attention, on the GPUs of this machine or on two CPU ranks.
+"""Train a Megatron-Core GPT on text with distributed attention, on the GPUs of this machine or on two CPU ranks.
 
 On one machine `python examples/train.py --nproc-per-node 4 --seq-length 8192` starts the ranks itself; over several,
 `torchrun --nnodes 2 ... examples/train.py --data PREFIX --vocab-size 50304` does, as for any Megatron script.
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
     args = parse_flags(argv)
     ranks = int(os.environ["WORLD_SIZE"]) if IS_RANK else ranks_here(args.nproc_per_node)
-    # Everything that can be seen to be wrong is wrong on every rank, before one of them waits for another.
+    # Every rank makes the same checks before any rank waits for another.
     options = DistAttentionConfig.from_args(args)
     sizes = settle(args, ranks, cuda=torch.cuda.is_available())
     tokens = open_tokens(args.data, vocab_size=args.vocab_size, seq_length=args.seq_length)

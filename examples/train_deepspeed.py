@@ -1,4 +1,4 @@
-"""Trains a Hugging Face model on long texts with DeepSpeed; that attention is distributed is said in the JSON alone.
+"""Train a Hugging Face model on long texts with DeepSpeed; the JSON alone distributes attention.
 
 A toy on two CPU ranks, and a model from the hub on eight GPUs (`torchrun --nproc-per-node` or `deepspeed --num_gpus`):
 

@@ -1,4 +1,4 @@
-"""Trains a Hugging Face model on long texts with HF Trainer; that attention is distributed is said in the JSON.
+"""Train a Hugging Face model on long texts with HF Trainer; the JSON distributes attention.
 
 A toy on two CPU ranks, and a model from the hub on eight GPUs, two sequences at a time (`torchrun --nproc-per-node` or
 `deepspeed --num_gpus`):

@@ -1,4 +1,4 @@
-"""The state of training as a checkpoint of Megatron's (torch_dist): model, optimizer, learning rate, random numbers."""
+"""Save and load training as a Megatron checkpoint (torch_dist): model, optimizer, learning rate, random numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Writer(FileSystemWriter):
 class _InThisProcess(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Megatron's format, written by PyTorch's writer.
 
-    Megatron's own starts processes that outlive a rank that is killed, and waits for ever for one that is.
+    Megatron's own writer starts processes that outlive a killed rank, and waits forever for a killed process.
     """
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
@@ -91,7 +91,7 @@ def load(trainer: Trainer, found: saved.Saved) -> None:
     try:
         refuse_code(found.folder / ".metadata")
         wanted = _state(trainer, loading=True)
-        with warnings.catch_warnings():  # what PyTorch thinks of Megatron's way to call it
+        with warnings.catch_warnings():  # PyTorch warns about Megatron's way to call it
             warnings.simplefilter("ignore", FutureWarning)
             state, missing, unexpected = dist_checkpointing.load(wanted, str(found.folder), strict="return_all")
     except (*_FAILURES, CheckpointException) as error:
@@ -106,7 +106,7 @@ def load(trainer: Trainer, found: saved.Saved) -> None:
 
 
 def _state(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
-    """What is saved, or where to load it to, by Megatron's names."""
+    """Return the tensors to save, or to load into, by Megatron's names."""
     model = trainer.model.module.sharded_state_dict()
     return {
         "model": model,
@@ -119,7 +119,7 @@ def _state(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
 def _random() -> dict[str, torch.Tensor]:
     """The states of the generators: PyTorch's for CPU and GPU, and Megatron's by name.
 
-    Copies, for loading writes into them: `_set_random` alone changes what is drawn next.
+    Copies, because loading writes into them: `_set_random` alone changes what is drawn next.
     """
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state()} | {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class UserError(Exception):
-    """What was asked cannot be done; the message says what would work."""
+    """The request is impossible; the message names an alternative."""
 
 
 @contextlib.contextmanager
@@ -15,7 +15,7 @@ def user_error_if_impossible(doing: str) -> Iterator[None]:
     """Turn an error of the operating system (a full disk, no permission, no such folder) into a UserError.
 
     Args:
-        doing: what could not be done then, as "write runs/a/log.jsonl".
+        doing: the failed action, as "write runs/a/log.jsonl".
 
     Raises:
         UserError: in place of OSError.

@@ -76,7 +76,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the flags and the number of ranks come to."""
+    """Hold the sizes that follow from the flags and the number of ranks."""
 
     tensor: int
     pipeline: int

@@ -165,7 +165,7 @@ def _mean_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> f
 
 
 def gather_counters(device: torch.device) -> list[dict[str, int]]:
-    """What every rank has counted, in the order of ranks; every rank calls this."""
+    """Gather every rank's counters, in the order of ranks; every rank calls this."""
     mine = COUNTERS.snapshot()
     row = torch.tensor(list(mine.values()), dtype=torch.int64, device=device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]

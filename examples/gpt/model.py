@@ -22,7 +22,7 @@ from gpt.flags import Sizes
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """What a training step needs."""
+    """Hold the objects of a training step."""
 
     config: Any
     model: Any

@@ -1,4 +1,4 @@
-"""What rank 0 tells: a progress bar, a log in JSON lines, the loss as a picture, and what was kept and moved."""
+"""Report on rank 0: a progress bar, a log in JSON lines, a picture of the loss, saved memory and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a folder holds, and whether this run may go on from it: known before any rank is started.
+"""Find a folder's checkpoint, and check before any rank starts that this run may continue from it.
 
 A folder of checkpoints looks as Megatron's: `iter_0000010`, and `latest_checkpointed_iteration.txt` names the last.
 `run.json` in each says what it was saved from. A checkpoint is written under another name and renamed when it is whole.
@@ -93,7 +93,7 @@ def _latest(root: Path) -> Path:
 
 
 def _read(folder: Path) -> tuple[Saved, Facts]:
-    """What `run.json` says; every file that it names must be there with all of its bytes."""
+    """Read `run.json`; every file in it must exist with its full size."""
     path = folder / RUN
     if not path.exists():
         raise UserError(f"{folder} was not saved by this example, or is not whole: there is no {RUN}")
