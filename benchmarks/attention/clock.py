@@ -24,7 +24,7 @@ _MOST = 50
 
 @dataclass(slots=True)
 class Timer:
-    """One pass of one method: what to run, and the milliseconds of each repetition, on this rank until `slowest`."""
+    """One pass of one method: the call, and the milliseconds of each repetition, on this rank until `slowest`."""
 
     run: Callable[[], object]
     repetitions: int
@@ -45,10 +45,10 @@ class Timer:
 
 
 def once(world: World, run: Callable[[], object]) -> tuple[float, float]:
-    """(milliseconds, host milliseconds) of one call that all ranks start together.
+    """Return (milliseconds, host milliseconds) of one call that all ranks start together.
 
     Raises:
-        StuckError: a rank failed at what it has done before; the others may wait for it on their devices.
+        StuckError: an earlier call failed on a rank; the others may wait for it on their devices.
     """
     failed = 0.0
     dist.barrier(None if world.cuda else world.side)
@@ -104,7 +104,7 @@ class Memory:
             self._before, self._outside = torch.cuda.memory_allocated(), _outside()
 
     def read(self) -> None:
-        """Wait for the device and count."""
+        """Wait for the device and read the counters."""
         if self._cuda:
             torch.cuda.synchronize()
             self.peak = torch.cuda.max_memory_allocated() - self._before

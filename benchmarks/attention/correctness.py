@@ -49,10 +49,11 @@ def truth(problem: Problem, world: World) -> Truth:
 
 
 def squares(method: Method, exact: Truth, world: World) -> torch.Tensor:
-    """This rank's share of the squared relative error of out, dq, dk and dv (4,), without waiting for the device.
+    """Return this rank's part of the squared relative errors of out, dq, dk and dv (4,), without waiting for the
+    device.
 
     Raises:
-        Exception: whatever the method raises.
+        Exception: any error of the method.
     """
     inputs = [method.split(x, world).detach().contiguous() for x in exact.inputs]
     q, k, v = (x.requires_grad_() for x in inputs[:3])
@@ -71,7 +72,7 @@ def squares(method: Method, exact: Truth, world: World) -> torch.Tensor:
 
 
 def verdict(squared: list[float], dtype: str) -> tuple[float, str]:
-    """The largest relative error, given the sums over all ranks, and why it is too large, or "" (0 if it is NaN)."""
+    """Return the largest relative error from the sums over all ranks (0 if NaN), and why it is too large, or ""."""
     found = dict(zip(NAMES, (total**0.5 for total in squared), strict=True))
     wrong = [f"{name} is off by {error:.1e}" for name, error in found.items() if not error <= TOLERANCE[dtype]]
     largest = max((error for error in found.values() if math.isfinite(error)), default=0.0)

@@ -1,4 +1,4 @@
-"""What a benchmark is asked to measure: the attentions, their lengths, and the presets; without PyTorch."""
+"""Describe a benchmark: the attentions, their lengths, and the presets; without PyTorch."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Problem:
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """As flash-attn takes it."""
+        """Return the window as flash-attn takes it."""
         return (self.window, 0) if self.mask == "window" else (-1, -1)
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees nothing after itself."""
+        """Return whether a token sees nothing after itself."""
         return self.mask != "full"
 
     def flops(self, length: int) -> float:
@@ -128,7 +128,7 @@ class Job:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Every attention to measure."""
+        """Return every attention to measure."""
         dtype = self.dtype or ("bfloat16" if self.device == "cuda" else "float32")
         return tuple(
             Problem(heads, kv_heads, self.head_dim, mask, self.window, dtype)
@@ -138,7 +138,7 @@ class Job:
 
     @property
     def cells(self) -> tuple[tuple[Problem, int], ...]:
-        """Every (problem, length), short ones first: what runs out of memory or time comes last."""
+        """Return every (problem, length), short ones first, so that cells that run out of memory or time come last."""
         return tuple((problem, length) for length in sorted(set(self.seq_length)) for problem in self.problems)
 
 

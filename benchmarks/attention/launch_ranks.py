@@ -1,4 +1,4 @@
-"""Being one rank of a benchmark: join the others, measure, report."""
+"""Run one rank of a benchmark: join the others, measure, report."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ STUCK_STATUS = 3
 
 
 def run_rank(job: Job) -> int:
-    """Be a rank, measure, and leave; returns the exit status.
+    """Run as a rank, measure, and leave; return the exit status.
 
     Raises:
-        UnsupportedError: the job asks for what there is not; on every rank.
+        UnsupportedError: the job asks for something that does not exist here; on every rank.
     """
     world = join(job.device)
     if world.rank:

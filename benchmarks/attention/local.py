@@ -62,7 +62,7 @@ class KernelAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        """(dq, dk, dv), and nothing for the rest."""
+        """Return (dq, dk, dv), and None for the rest."""
         q, k, v, out, lse = ctx.saved_tensors
         if ctx.kernel.backward_needs == "delta":
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2).contiguous()

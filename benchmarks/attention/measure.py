@@ -1,4 +1,4 @@
-"""A benchmark on one rank: for every cell check each method, time them in turns, and keep the rows."""
+"""Run a benchmark on one rank: for every cell check each method, time them in turns, and keep the rows."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _GUESS = {"cuda": 4e14, "cpu": 1e10}
 
 
 def benchmark(job: Job, world: World, methods: Sequence[Method], record: Record) -> None:
-    """Measure all cells; what cannot be measured is a row as well, and files are written after every cell.
+    """Measure all cells. A cell that cannot be measured is a row as well; files are written after every cell.
 
     Raises:
-        StuckError: a rank failed where others wait for it; rows until then are kept, and name what was left out.
+        StuckError: a rank failed where others wait for it; the rows until then are kept, and name the cells left out.
     """
     run = _Run(job, world, methods, record)
     for number, (problem, length) in enumerate(job.cells):
@@ -88,14 +88,14 @@ class _Run:
             self.rate = (time.monotonic() - begin) / self._guess(problem, length, len(racing))
 
     def drop(self, problem: Problem, length: int, why: str) -> None:
-        """Say that a cell was left out."""
+        """Record that a cell was left out."""
         for method in self.methods:
             row = self._row(method, problem, length)
             row.state, row.why = "dropped", why
             self.record.rows.append(row)
 
     def work_left(self, first: int) -> float:
-        """Seconds that the cells from `first` on may take."""
+        """Return the seconds that the cells from `first` on may take."""
         return sum(self._predicted(*cell) for cell in self.job.cells[first:])
 
     def _row(self, method: Method, problem: Problem, length: int) -> Row:
@@ -147,7 +147,7 @@ class _Run:
         return error, "wrong" if why else "", why
 
     def _inputs(self, entries: Sequence[_Entry], problem: Problem, length: int) -> Inputs | None:
-        """q, k, v and dout of a rank, for all methods."""
+        """Return q, k, v and dout of a rank, for all methods."""
         inputs = together(self.world, functools.partial(_draw, problem, length // self.world.size, self.world))
         if not isinstance(inputs, Failure):
             return inputs

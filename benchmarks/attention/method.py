@@ -34,7 +34,7 @@ Split = Callable[[torch.Tensor, World], torch.Tensor]
 
 
 def contiguous(x: torch.Tensor, world: World) -> torch.Tensor:
-    """The rank's slice, in order."""
+    """Return the rank's slice, in order."""
     return x.chunk(world.size, dim=1)[world.rank]
 
 
@@ -71,7 +71,7 @@ class Method:
 
 
 def our_methods(job: Job) -> list[Method]:
-    """Every combination of the flags that describe our attention."""
+    """Return every combination of the flags that describe our attention."""
     graphs = (False, True) if job.cuda_graph else (False,)
     many = itertools.product(job.schedule, job.kernel, job.transport, job.ulysses_degree, graphs, job.ablation)
     return [_ours(*one) for one in many]
@@ -123,7 +123,7 @@ def _ours(
 
 
 def kernel_methods(job: Job) -> list[Method]:
-    """The bare kernels, with which an attention on one GPU is compared."""
+    """Return the bare kernels, with which an attention on one GPU is compared."""
     return [_bare(name) for name in job.kernel]
 
 

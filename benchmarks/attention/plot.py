@@ -1,4 +1,4 @@
-"""A picture of a benchmark: TFLOP/s by length, a line per method, a panel per attention."""
+"""Plot a benchmark: TFLOP/s by length, a line per method, a panel per attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def plot(rows: Sequence[Row], path: Path) -> bool:
-    """Write the picture; False if there is nothing to draw or no matplotlib to draw it with."""
+    """Write the picture; return False if there is nothing to draw or matplotlib is missing."""
     timed = [row for row in rows if row.state == "timed"]
     if not timed:
         return False

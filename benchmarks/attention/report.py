@@ -1,4 +1,4 @@
-"""Rows of a benchmark: results.json after every cell, a line for each row, and a table per attention at the end."""
+"""Report a benchmark: results.json after every cell, a line for each row, and a table per attention at the end."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Row:
 
     @property
     def shape(self) -> tuple[int, int, int, str, int, str]:
-        """Equal for the rows of one table."""
+        """Return a key that is equal for the rows of one table."""
         return self.heads, self.kv_heads, self.head_dim, self.mask, self.window, self.dtype
 
     @property
     def speed(self) -> float:
-        """TFLOP/s of forward and backward, or of a forward if only that was timed."""
+        """Return TFLOP/s of forward and backward, or of a forward if only that was timed."""
         return (self.both_tflops or self.forward_tflops) if self.state == "timed" else 0.0
 
 
@@ -85,7 +85,7 @@ class Record:
             print(text, flush=True)
 
     def cell_done(self, seconds_left: float) -> None:
-        """Tell of the rows since the last call, and write the file."""
+        """Print the rows since the last call, and write the file."""
         self._cells += 1
         done = f"[{self._cells}/{len(self.job.cells)}] about {seconds_left:.0f} s left"
         self.say(*map(line, self.rows[self._told :]), done)
@@ -168,7 +168,7 @@ def _cell(row: Row | None, fastest: float, scale: float) -> str:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Say once each what a word in a cell or a name stands for."""
+    """Explain each word in a cell or a name once."""
     notes = [f"{BEST} the fastest; GiB: peak at the longest length; host ms: until the call returned, at the shortest"]
     for row in rows:
         if row.state != "timed":
