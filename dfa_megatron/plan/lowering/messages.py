@@ -1,4 +1,4 @@
-"""Group a plan's blocks and messages by rank and step, once for all ranks."""
+"""Group a plan's blocks and messages by rank and step. Both ends of a message get the same grouping."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Parts = tuple[tuple[str, tuple[int, ...]], ...]
 """(name, chunks) of each part of a message, in one order for source and destination."""
 
 JOINABLE = frozenset(("q", "kv"))
-"""Names without statistics. A range of rows is dense in (1, rows, heads, width), but not in (1, heads, rows)."""
+"""Names without statistics: a slice of rows is contiguous in (1, rows, heads, width), but not in (1, heads, rows)."""
 
 
 def joined(mask: Mask, batch: int) -> frozenset[str]:
     """Names (q, kv) that a rank receives into one buffer per step, sorted by token position, whoever sends them.
 
-    One kernel call can then read all parts of a document, and several documents. It pays where the mask has several
-    tiles. It needs a batch of one: a message lands in some rows of the buffer, which are dense for one sequence only.
+    One kernel call can then read all parts of a document, and several documents. This saves calls if the mask has
+    several tiles. It needs a batch of one: the rows of a message are contiguous in the buffer for one sequence only.
     """
     return JOINABLE if batch == 1 and len(mask.tiles) > 1 else frozenset()
 
@@ -46,8 +46,8 @@ def rank_messages(plan: Plan, batch: int) -> list[RankMessages]:
     for (step, src, dst), names in sent.items():
         parts = tuple(
             (name, chunks)
-            for name, alone in names.items()
-            for chunks in runs.get((step, src, dst, name), [tuple(alone)])
+            for name, unjoined in names.items()
+            for chunks in runs.get((step, src, dst, name), [tuple(unjoined)])
         )
         out[src].outgoing[step][dst] = out[dst].incoming[step][src] = parts
     return out
