@@ -104,7 +104,7 @@ def join(tensor: int) -> torch.device:
     """
     world = join_ranks(patience=120.0)
     if not world.cuda:
-        from dfa_megatron.megatron.start.cpu import use_cpu
+        from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
 
         use_cpu()
     from megatron.core import parallel_state

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
     from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
     from dfa_megatron.megatron.spec import distribute_attention
-    from dfa_megatron.megatron.start.flags import add_dfa_arguments, options_of
+    from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments, options_of
     from dfa_megatron.megatron.tokens.batch import declare_batch_layout, shard_batch
     from dfa_megatron.megatron.tokens.packed_documents import packed_seq_params
 
@@ -47,10 +47,10 @@ __all__ = [
 _HOME = {
     "DistributedAttentionLayer": "layers.layer",
     "DistributedCoreAttention": "layers.core_attention",
-    "add_dfa_arguments": "start.flags",
+    "add_dfa_arguments": "start.dfa_flags",
     "declare_batch_layout": "tokens.batch",
     "distribute_attention": "spec",
-    "options_of": "start.flags",
+    "options_of": "start.dfa_flags",
     "packed_seq_params": "tokens.packed_documents",
     "shard_batch": "tokens.batch",
 }

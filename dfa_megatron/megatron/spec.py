@@ -20,7 +20,7 @@ from dfa_megatron.megatron.layers.layer import layer_class
 from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
 from dfa_megatron.megatron.refusals import ARGS, SPEC, check_config
 from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
-from dfa_megatron.megatron.start.flags import global_args, options_of
+from dfa_megatron.megatron.start.dfa_flags import global_args, options_of
 
 _NORMS = ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm")
 _ATTENTION_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")

@@ -17,7 +17,7 @@ from dfa_megatron.runtime.execute.accumulators import Fields
 from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
 from dfa_megatron.runtime.execute.cuda_graph import Captured
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
-from dfa_megatron.runtime.execute.steps import execute
+from dfa_megatron.runtime.execute.run_program import execute
 from dfa_megatron.runtime.execute.tensors import Tensors
 from dfa_megatron.runtime.hooks import Run, active_hooks
 from dfa_megatron.runtime.prepare import Prepared

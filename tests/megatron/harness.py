@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.megatron.start.cpu import use_cpu
+from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 64, 4, 2, 128

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.megatron.start.flags import add_dfa_arguments
+from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness

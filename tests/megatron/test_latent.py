@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.latent import ContiguousRotary, make_contiguous
-from dfa_megatron.megatron.start.cpu import use_cpu
+from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case

@@ -235,7 +235,7 @@ def test_packs_that_megatron_may_have_sliced_one_by_one_are_refused() -> None:
 
 def stage_without_documents(rank: int, world_size: int) -> None:
     harness.start(Topology())
-    from dfa_megatron.megatron.start import flags
+    from dfa_megatron.megatron.start import dfa_flags as flags
 
     flags.global_args = lambda: SimpleNamespace(sft=True)
     options = DistAttentionConfig(data_layout="contiguous")

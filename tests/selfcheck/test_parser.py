@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 
 from dfa_megatron.argument_file import read_arguments
 from dfa_megatron.megatron.selfcheck.read_flags import read
-from dfa_megatron.megatron.start.flags import add_dfa_arguments
+from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments
 
 FILES = sorted((Path(__file__).parents[2] / "configs" / "megatron").glob("*.args"))
 MORE = (

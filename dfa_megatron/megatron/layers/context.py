@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.refusals import PACKS
-from dfa_megatron.megatron.start.flags import packs_of_args
+from dfa_megatron.megatron.start.dfa_flags import packs_of_args
 from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache
 

@@ -14,7 +14,7 @@ from typing import Any
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.refusals import ARGS, LAUNCH, SELFCHECK, check_config
 from dfa_megatron.megatron.selfcheck.known_flags import FUSED_OFF, NO_PART
-from dfa_megatron.megatron.start.flags import add_dfa_arguments
+from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments
 
 _TO_CONFIG: dict[str, dict[str, Any]] = {
     "apply_layernorm_1p": {"layernorm_zero_centered_gamma": True},

@@ -11,7 +11,7 @@ from typing import Any
 
 from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
 from dfa_megatron.megatron.spec import distribute_attention
-from dfa_megatron.megatron.start.flags import global_args, options_of
+from dfa_megatron.megatron.start.dfa_flags import global_args, options_of
 from dfa_megatron.megatron.start.script import slice_in_order
 from dfa_megatron.megatron.tokens.others import refuse_other_layers
 

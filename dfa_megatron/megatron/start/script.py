@@ -25,7 +25,7 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.refusals import BATCHES, LAUNCH
-from dfa_megatron.megatron.start.flags import add_dfa_arguments
+from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments
 from dfa_megatron.megatron.tokens.batch import shard_batch
 from dfa_megatron.megatron.tokens.others import refuse_other_layers
 from dfa_megatron.megatron.tokens.packed_documents import packed_seq_params

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dfa_megatron.plan.language.ir import Block, Pairs, needed_pairs
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.schedules.steps import Pair, assign_steps
+from dfa_megatron.plan.schedules.step_order import Pair, assign_steps
 
 TOLERANCE = 0.03
 """Tolerated work above the mean, as a share of the mean."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dfa_megatron.plan.language.ir import Block, needed_pairs
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.schedules.steps import Pair, assign_steps
+from dfa_megatron.plan.schedules.step_order import Pair, assign_steps
 
 
 def by_distance(mask: Mask, layout: Layout) -> tuple[Block, ...]:
