@@ -12,7 +12,7 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import DistributedAttentionLayer
-from dfa_megatron.megatron.start import clone, flags
+from dfa_megatron.megatron.start import clone, dfa_flags
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Topology, case, make_config, megatrons_spec
@@ -89,7 +89,7 @@ def test_batches_are_sliced_as_the_layout_flag_says_and_another_model_is_refused
 
 def test_a_run_without_our_flags_meets_none_of_our_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     args = SimpleNamespace(create_attention_mask_in_dataloader=True, context_parallel_size=2)
-    for where in (flags, clone):
+    for where in (dfa_flags, clone):
         monkeypatch.setattr(where, "global_args", lambda: args)
 
     def megatrons(batch: Any) -> Any:

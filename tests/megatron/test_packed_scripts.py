@@ -235,9 +235,9 @@ def test_packs_that_megatron_may_have_sliced_one_by_one_are_refused() -> None:
 
 def stage_without_documents(rank: int, world_size: int) -> None:
     harness.start(Topology())
-    from dfa_megatron.megatron.start import dfa_flags as flags
+    from dfa_megatron.megatron.start import dfa_flags
 
-    flags.global_args = lambda: SimpleNamespace(sft=True)
+    dfa_flags.global_args = lambda: SimpleNamespace(sft=True)
     options = DistAttentionConfig(data_layout="contiguous")
     forward(options, pack([0, 5, 12]), tokens=12)
     with pytest.raises(UnsupportedError, match="a pipeline stage that was given no packed_seq_params"):
