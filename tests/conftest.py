@@ -47,6 +47,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.user_properties += [("support", stands_for), ("refuses", support_rows.refuses(item))]
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a GPU where there is none, unless it is asked for: thousands of skips take a minute."""
+    asked_for = config.option.markexpr or config.option.collectonly or config.option.support_report
+    if asked_for or torch.cuda.device_count():
+        return
+    left_out = [item for item in items if on_gpu(item)]
+    items[:] = [item for item in items if not on_gpu(item)]
+    config.hook.pytest_deselected(items=left_out)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """@pytest.mark.gpu needs one GPU, @pytest.mark.gpu(n) needs n."""
     marker = item.get_closest_marker("gpu")
