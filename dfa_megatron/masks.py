@@ -19,32 +19,5 @@ The twelve static masks of the Long-Context Attention Benchmark (arXiv 2510.1789
     global sliding                global_sliding(n, w, w)
 """
 
-from dfa_megatron.plan.language.mask import (
-    Mask,
-    block_causal_documents,
-    causal,
-    causal_blockwise,
-    documents,
-    full,
-    global_sliding,
-    prefix_lm,
-    prefix_lm_documents,
-    shared_question,
-    sliding_window,
-    union,
-)
-
-__all__ = [
-    "Mask",
-    "block_causal_documents",
-    "causal",
-    "causal_blockwise",
-    "documents",
-    "full",
-    "global_sliding",
-    "prefix_lm",
-    "prefix_lm_documents",
-    "shared_question",
-    "sliding_window",
-    "union",
-]
+from dfa_megatron.plan.language.mask import *  # noqa: F403 -- its `__all__` is the one list of masks
+from dfa_megatron.plan.language.mask import __all__ as __all__

@@ -7,20 +7,6 @@ from dfa_megatron.plan.cost.profile import profile_named
 from dfa_megatron.plan.cost.simulate import Timeline, bytes_received, bytes_sent, simulate
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan
-from dfa_megatron.plan.language.mask import (
-    Mask,
-    block_causal_documents,
-    causal,
-    causal_blockwise,
-    documents,
-    full,
-    global_sliding,
-    prefix_lm,
-    prefix_lm_documents,
-    shared_question,
-    sliding_window,
-    union,
-)
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.language.text import from_text, to_text
 from dfa_megatron.plan.proof.check import check_plan
@@ -37,31 +23,19 @@ __all__ = [
     "Block",
     "Hardware",
     "Link",
-    "Mask",
     "Plan",
     "Timeline",
-    "block_causal_documents",
     "bytes_received",
     "bytes_sent",
     "candidates",
-    "causal",
-    "causal_blockwise",
     "check_plan",
-    "documents",
     "draw",
     "explain",
     "from_text",
-    "full",
-    "global_sliding",
     "layout_of",
     "make_plan",
-    "prefix_lm",
-    "prefix_lm_documents",
     "profile_named",
-    "shared_question",
     "simulate",
-    "sliding_window",
     "to_text",
-    "union",
     "with_blocks",
 ]

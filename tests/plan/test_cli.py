@@ -135,9 +135,9 @@ def test_planning_leaves_torch_unloaded() -> None:
     code = (
         "import sys\n"
         "import dfa_megatron.plan\n"
-        "from dfa_megatron import check_plan, draw, make_plan, simulate\n"
+        "from dfa_megatron import check_plan, draw, make_plan, masks, simulate\n"
         "from dfa_megatron.cli.main import main\n"
-        "check_plan(make_plan(dfa_megatron.plan.causal(64), 4))\n"
+        "check_plan(make_plan(masks.causal(64), 4))\n"
         "assert main(['plan', '--ranks', '2', '--seq-length', '64']) == 0\n"
         "assert not {'torch', 'numpy'} & set(sys.modules), 'torch or numpy was loaded'\n"
     )

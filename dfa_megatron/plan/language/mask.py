@@ -1,9 +1,7 @@
-"""Masks: a function returns the disjoint tiles of the pairs that may attend.
+"""Masks: a function returns the disjoint tiles of the pairs that may attend; `dfa_megatron.masks` publishes them.
 
-The twelve static masks of the Long-Context Attention Benchmark (arXiv 2510.17896) are here: full, causal, sliding
-window (both sides, and causal), documents (causal and full), prefix-LM, prefix-LM documents, shared question, causal
-blockwise, block-causal documents, global + sliding. In every definition i is a query and j a key. Where the choice is
-free, tiles share no rows, so that no two of them have to be merged.
+In every definition i is a query and j a key. Where the choice is free, tiles share no rows, so that no two of them have
+to be merged.
 """
 
 from __future__ import annotations
@@ -14,6 +12,21 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
+
+__all__ = [
+    "Mask",
+    "block_causal_documents",
+    "causal",
+    "causal_blockwise",
+    "documents",
+    "full",
+    "global_sliding",
+    "prefix_lm",
+    "prefix_lm_documents",
+    "shared_question",
+    "sliding_window",
+    "union",
+]
 
 
 @dataclass(frozen=True, slots=True)
