@@ -22,18 +22,16 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.mark.parametrize(
-    ("schedule", "ranks"),
-    [("balanced", 4), ("balanced", 7), ("balanced", 8), ("balanced_shared", 8), ("ring", 4), ("zigzag", 4)],
-)
-def test_the_grid_of_a_schedule_is_the_reviewed_one(schedule: str, ranks: int) -> None:
-    golden = (GOLDEN / f"{schedule}_p{ranks}.txt").read_text(encoding="utf-8")
-    assert draw(plan_of(schedule, causal(ranks * 4), ranks)) + "\n" == golden
+@pytest.mark.parametrize("golden", sorted(GOLDEN.glob("*.txt")), ids=lambda path: path.stem)
+def test_the_grid_of_a_schedule_is_the_reviewed_one(golden: Path) -> None:
+    """The name of a file is that of the schedule or layout, and the number of ranks: `balanced_p4.txt`."""
+    schedule, _, ranks = golden.stem.rpartition("_p")
+    drawn = draw(plan_of(schedule, causal(int(ranks) * 4), int(ranks)))
+    assert drawn + "\n" == golden.read_text(encoding="utf-8")
 
 
-def test_every_golden_grid_has_its_test() -> None:
-    marks = test_the_grid_of_a_schedule_is_the_reviewed_one.pytestmark  # type: ignore[attr-defined]
-    assert {path.stem for path in GOLDEN.glob("*.txt")} == {f"{name}_p{ranks}" for name, ranks in marks[0].args[1]}
+def test_there_are_reviewed_grids_of_the_schedules_that_the_documentation_explains() -> None:
+    assert {path.stem.rpartition("_p")[0] for path in GOLDEN.glob("*.txt")} >= {"balanced", "balanced_shared", "ring"}
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])

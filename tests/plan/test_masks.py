@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +33,13 @@ def test_the_tiles_of_a_mask_hold_each_of_its_pairs_once_and_no_other(length: in
     for case in [*every_mask(length, rng), *heterogeneous_masks(length, rng)]:
         assert (counts(case.mask) == case.dense).all(), case.mask.name
         assert case.mask.area == case.dense.sum()
+
+
+@pytest.mark.parametrize("name", [name for name in masks.__all__ if name.islower()])
+def test_a_public_mask_is_compared_with_its_definition_and_documented(name: str) -> None:
+    root = Path(__file__).parents[2]
+    assert f"masks.{name}(" in (root / "tests/support/plan_cases.py").read_text(encoding="utf-8")
+    assert f"| `{name}(" in (root / "docs/masks.md").read_text(encoding="utf-8")
 
 
 def test_a_mask_restricted_to_a_part_holds_the_pairs_of_that_part() -> None:

@@ -15,6 +15,8 @@ from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 
 __all__ = [
     "Mask",
+    "Span",
+    "Tile",
     "block_causal_documents",
     "causal",
     "causal_blockwise",
