@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.flags import add_flags, from_flags
 from dfa_megatron.names import (
     CHECKPOINT,
     DATA_LAYOUTS,
@@ -24,9 +25,34 @@ from dfa_megatron.names import (
 )
 
 
-def _option(default: Any, help: str, choices: tuple[str, ...] | None = None, scope: tuple[str, ...] = SCOPES) -> Any:
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The numbers that an option takes; beside its choices, if it has some."""
+
+    hold: Callable[[Any], bool]
+    why: str
+    instead: str
+
+
+RANKS = Numbers(lambda n: n >= 1, "it is a number of ranks", "1, which exchanges nothing, more, or 'auto'")
+PATIENCE = Numbers(lambda seconds: 0 < seconds < math.inf, "it must be positive and finite", "seconds above 0")
+LIMIT = Numbers(lambda seconds: 0 <= seconds < math.inf, "it is a time", "seconds, or 0 for no limit")
+
+
+def _option(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    scope: tuple[str, ...] = SCOPES,
+    numbers: Numbers | None = None,
+) -> Any:
     """Declare a field. scope: where it can be set, some of SCOPES."""
-    return field(default=default, metadata={"help": help, "choices": choices, "scope": scope})
+    # A parser may set another default than ours.
+    shown: dict[str, Any] = {"help": f"{help} Default: %(default)s."}
+    if choices:
+        shown |= {"metavar": "{auto,1,2,...}"} if numbers else {"choices": choices}
+    about = {"help": help, "choices": choices, "scope": scope, "numbers": numbers, "flag": shown}
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +86,7 @@ class DistAttentionConfig:
         "several ranks need are copied. 1: no exchange. auto: more than 1 only where the planner's simulation says "
         "that it is clearly faster, which slow links make it; 1 for packed documents.",
         ("auto",),
+        numbers=RANKS,
     )
     kernel: str = _option(
         "auto", "Which kernel computes a block. auto: the fastest that can do the request on this device.", KERNELS
@@ -121,12 +148,14 @@ class DistAttentionConfig:
         120.0,
         "Seconds that a rank waits for the others to prepare the same plan before it says who is missing. Every new "
         "pack is such a plan: allow for a rank that is held up alone, by writing a checkpoint for example.",
+        numbers=PATIENCE,
     )
     stall_timeout: float = _option(
         1800.0,
         "Seconds that a running attention waits for a rank that gives no sign of life, before the run is ended with "
         "its name. A rank that lives but is elsewhere (compiles, writes a checkpoint) is waited for as long as the "
         "process group's own timeout says. 0: no limit.",
+        numbers=LIMIT,
     )
 
     def __post_init__(self) -> None:
@@ -159,22 +188,15 @@ class DistAttentionConfig:
     ) -> argparse.ArgumentParser:
         """Add one argument group with a flag for every field of a scope."""
         group = parser.add_argument_group("dfa", "distributed attention (dfa_megatron)")
-        for spec in cls.options(scope):
-            flag = prefix + spec.name.replace("_", "-")
-            # %(default)s: a parser may set another default than ours.
-            given: dict[str, Any] = {"default": spec.default, "help": f"{spec.metadata['help']} Default: %(default)s."}
-            if isinstance(spec.default, bool):
-                group.add_argument(flag, action=argparse.BooleanOptionalAction, **given)
-            elif _takes_numbers(spec):
-                group.add_argument(flag, type=_number_or_word, metavar="{auto,1,2,...}", **given)
-            else:
-                group.add_argument(flag, type=type(spec.default), choices=spec.metadata["choices"], **given)
+        name = prefix.lstrip("-").replace("-", "_")
+        add_flags(group, cls, name, scope)
+        parser.set_defaults(**{name + spec.name: spec.default for spec in cls.options(scope)})
         return parser
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, prefix: str = "dfa_") -> DistAttentionConfig:
         """Read the fields that `add_arguments` put on a namespace; a field whose flag is missing keeps its default."""
-        return cls(**{s.name: getattr(args, prefix + s.name) for s in fields(cls) if hasattr(args, prefix + s.name)})
+        return from_flags(cls, args, prefix)
 
     @classmethod
     def json_schema(cls, scope: str | None = None) -> dict[str, Any]:
@@ -195,7 +217,7 @@ class DistAttentionConfig:
             values: Iterable[object] = dict.fromkeys((spec.default, *(spec.metadata["choices"] or ())))
             if isinstance(spec.default, bool):
                 values = (False, True)
-            shown = ", ".join(f"`{value}`" for value in values) + (", `1`, `2`, ..." if _takes_numbers(spec) else "")
+            shown = ", ".join(f"`{value}`" for value in values) + (", `1`, `2`, ..." if _takes_both(spec) else "")
             scope = spec.metadata["scope"]
             where = "all" if scope == SCOPES else ", ".join(scope)
             lines.append(f"| `{spec.name}` | {shown} | {where} | {spec.metadata['help']} |")
@@ -234,13 +256,9 @@ class DistAttentionConfig:
         return [spec for spec in fields(self) if scope not in spec.metadata["scope"]]
 
 
-def _takes_numbers(spec: Field[Any]) -> bool:
-    """Whether a field takes numbers from 1 beside its words."""
-    return spec.name == "ulysses_degree"
-
-
-def _number_or_word(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdigit() else text
+def _takes_both(spec: Field[Any]) -> bool:
+    """Whether a field takes numbers beside its words."""
+    return bool(spec.metadata["numbers"] and spec.metadata["choices"])
 
 
 def _property(spec: Field[Any]) -> dict[str, Any]:
@@ -248,24 +266,18 @@ def _property(spec: Field[Any]) -> dict[str, Any]:
     names = {str: "string", bool: "boolean", int: "integer", float: "number"}
     about = {"default": spec.default, "description": spec.metadata["help"]}
     choices = list(spec.metadata["choices"] or ())
-    if _takes_numbers(spec):
+    if _takes_both(spec):
         return {"anyOf": [{"enum": choices}, {"type": "integer", "minimum": 1}], **about}
     return {"type": names[type(spec.default)], **about, **({"enum": choices} if choices else {})}
 
 
 def _check(spec: Field[Any], value: Any) -> None:
     """Refuse a value that a field cannot have."""
-    what, choices = f"{spec.name}={value!r}", spec.metadata["choices"]
-    kind: Any = type(spec.default)
-    if _takes_numbers(spec) and type(value) is int:
-        if value < 1:
-            raise UnsupportedError(what, "it is a number of ranks", "1, which exchanges nothing, more, or 'auto'")
-        return
-    if choices and value not in choices:
+    what, choices, numbers = f"{spec.name}={value!r}", spec.metadata["choices"], spec.metadata["numbers"]
+    kind: Any = int if _takes_both(spec) and type(value) is int else type(spec.default)
+    if choices and kind is str and value not in choices:
         raise UnsupportedError(what, "there is no such value", nearest(value, choices))
     if type(value) is not kind:
         raise UnsupportedError(what, f"it must be of type {kind.__name__}", f"for example {spec.default!r}")
-    if spec.name == "agreement_timeout" and not 0 < value < math.inf:
-        raise UnsupportedError(what, "it must be positive and finite", "seconds above 0")
-    if spec.name == "stall_timeout" and not 0 <= value < math.inf:
-        raise UnsupportedError(what, "it is a time", "seconds, or 0 for no limit")
+    if numbers and kind is not str and not numbers.hold(value):
+        raise UnsupportedError(what, numbers.why, numbers.instead)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import types
 import typing
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, TypeVar
 
@@ -16,32 +19,38 @@ def flag(default: Any, help: str, **given: Any) -> Any:
 
     Args:
         default: its value where the flag is left out.
-        help: its line in `--help`; the default is added to it.
+        help: its line in `--help`; the default is added to it, unless it says `%(default)s` itself.
         given: more for `ArgumentParser.add_argument`, such as choices or metavar.
     """
     return field(default=default, metadata={"flag": given | {"help": help}})
 
 
-def add_flags(parser: argparse._ActionsContainer, cls: type) -> None:
+def add_flags(parser: argparse._ActionsContainer, cls: type, prefix: str = "", scope: str | None = None) -> None:
     """Add `--name` for every field of a dataclass that `flag` declared.
 
-    The type comes from the annotation: int, float, str, Path, bool (`--name` and `--no-name`), `X | None`, or a tuple
-    of these (one value or more, or as many as the tuple says).
+    The type comes from the annotation: int, float, str, Path, bool (`--name` and `--no-name`), a union of these (the
+    first that fits, None aside), or a tuple (one value or more, or as many as the tuple says).
+
+    Args:
+        parser: a parser or a group of one.
+        cls: the dataclass. A flag that is left out leaves no trace, unless the parser sets a default.
+        prefix: goes before every name.
+        scope: add only fields whose metadata names this scope.
     """
     hints = typing.get_type_hints(cls)
     for spec in _flags(cls):
-        parser.add_argument(
-            "--" + spec.name.replace("_", "-"),
-            default=argparse.SUPPRESS,
-            **_parsed(hints[spec.name]),
-            **spec.metadata["flag"] | {"help": _help(spec)},
-        )
+        if scope is None or scope in spec.metadata["scope"]:
+            parser.add_argument(
+                "--" + (prefix + spec.name).replace("_", "-"),
+                default=argparse.SUPPRESS,
+                **_parsed(hints[spec.name]),
+                **spec.metadata["flag"] | {"help": _help(spec)},
+            )
 
 
-def from_flags(cls: type[T], args: argparse.Namespace, **more: Any) -> T:
+def from_flags(cls: type[T], args: argparse.Namespace, prefix: str = "", **more: Any) -> T:
     """Build the dataclass from the flags that were given; the others keep their defaults. `more` sets other fields."""
-    names = [spec.name for spec in _flags(cls) if hasattr(args, spec.name)]
-    given = {name: getattr(args, name) for name in names}
+    given = {s.name: getattr(args, prefix + s.name) for s in _flags(cls) if hasattr(args, prefix + s.name)}
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()} | more)
 
 
@@ -53,16 +62,23 @@ def _parsed(hint: Any) -> dict[str, Any]:
     """How argparse reads values of a type."""
     inner = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
-        (hint,) = (one for one in inner if one is not type(None))
-        return _parsed(hint)
+        kinds = [one for one in inner if one is not type(None)]
+        return _parsed(kinds[0]) if len(kinds) == 1 else {"type": functools.partial(_first_that_fits, kinds)}
     if typing.get_origin(hint) is tuple:
         return _parsed(inner[0]) | {"nargs": "+" if inner[-1] is Ellipsis else len(inner)}
     return {"action": argparse.BooleanOptionalAction} if hint is bool else {"type": hint}
 
 
+def _first_that_fits(kinds: Sequence[Callable[[str], Any]], text: str) -> Any:
+    for kind in kinds[:-1]:
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return kinds[-1](text)
+
+
 def _help(spec: Field[Any]) -> str:
     text, default = spec.metadata["flag"]["help"], spec.default
-    if default in (None, False, "", ()) or default is MISSING or text == argparse.SUPPRESS:
+    if default in (None, False, "", ()) or default is MISSING or text == argparse.SUPPRESS or "%(default)s" in text:
         return str(text)
     shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
     return f"{text} (default: {shown})".replace("%", "%%")

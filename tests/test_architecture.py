@@ -30,7 +30,7 @@ FRAMEWORKS = {"megatron", "huggingface", "deepspeed"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "flags": set(),
-    "config": {"names"},
+    "config": {"flags", "names"},
     "names": set(),
     "refusals": set(),
     # A plan: the language, then what writes plans, lowers, proves, times and draws them. The loop is `plan.interpret`.
@@ -139,7 +139,7 @@ def wrong_imports(module: str, path: Path) -> list[str]:
             other = part_of(target)
             allowed = {part, ""} | GROUND | MAY_IMPORT.get(part, set())
             if part in GROUND:
-                allowed = {part} | ({"errors", "names"} if part == "config" else set())
+                allowed = {part} | ({"errors", "flags", "names"} if part == "config" else set())
             is_public_name = other in dfa_megatron.__all__
             if (part in NOWHERE and other != "") or is_public_name:
                 continue
