@@ -14,15 +14,16 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def flag(default: Any, help: str, **given: Any) -> Any:
+def flag(default: Any, help: str = "", *, group: str = "options", **given: Any) -> Any:
     """Declare a field that is a flag.
 
     Args:
         default: its value where the flag is left out.
         help: its line in `--help`; the default is added to it, unless it says `%(default)s` itself.
+        group: the heading above it in `--help`.
         given: more for `ArgumentParser.add_argument`, such as choices or metavar.
     """
-    return field(default=default, metadata={"flag": given | {"help": help}})
+    return field(default=default, metadata={"flag": given | {"help": help}, "group": group})
 
 
 def add_flags(parser: argparse._ActionsContainer, cls: type, prefix: str = "", scope: str | None = None) -> None:
@@ -37,10 +38,11 @@ def add_flags(parser: argparse._ActionsContainer, cls: type, prefix: str = "", s
         prefix: goes before every name.
         scope: add only fields whose metadata names this scope.
     """
-    hints = typing.get_type_hints(cls)
+    hints, groups = typing.get_type_hints(cls), {"options": parser}
     for spec in _flags(cls):
         if scope is None or scope in spec.metadata["scope"]:
-            parser.add_argument(
+            title = spec.metadata.get("group", "options")
+            groups.setdefault(title, groups.get(title) or parser.add_argument_group(title)).add_argument(
                 "--" + (prefix + spec.name).replace("_", "-"),
                 default=argparse.SUPPRESS,
                 **_parsed(hints[spec.name]),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.flags import add_flags, flag, from_flags
 
 GIB = 2**30
 
@@ -15,26 +16,27 @@ GIB = 2**30
 class Model:
     """Megatron's flags that the estimate reads; each field has the name and the default of its flag."""
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    seq_length: int
-    ffn_hidden_size: int | None = None
-    num_query_groups: int | None = None
-    kv_channels: int | None = None
-    vocab_size: int = 0
-    micro_batch_size: int = 1
-    make_vocab_size_divisible_by: int = 128
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    context_parallel_size: int = 1
-    swiglu: bool = False
-    untie_embeddings_and_output_weights: bool = False
-    use_distributed_optimizer: bool = False
-    recompute_granularity: str | None = None
-    dfa_schedule: str = "auto"
-    dfa_data_layout: str = "boundary"
-    dfa_ulysses_degree: str = "auto"
+    num_layers: int = flag(0)
+    hidden_size: int = flag(0)
+    num_attention_heads: int = flag(0)
+    seq_length: int = flag(0)
+    ffn_hidden_size: int | None = flag(None)
+    num_query_groups: int | None = flag(None)
+    kv_channels: int | None = flag(None)
+    vocab_size: int = flag(0)
+    micro_batch_size: int = flag(1)
+    make_vocab_size_divisible_by: int = flag(128)
+    tensor_model_parallel_size: int = flag(1)
+    pipeline_model_parallel_size: int = flag(1)
+    context_parallel_size: int = flag(1)
+    num_experts: int | None = flag(None)
+    swiglu: bool = flag(False)
+    untie_embeddings_and_output_weights: bool = flag(False)
+    use_distributed_optimizer: bool = flag(False)
+    recompute_granularity: str | None = flag(None)
+    dfa_schedule: str = flag("auto")
+    dfa_data_layout: str = flag("boundary")
+    dfa_ulysses_degree: str = flag("auto")
 
     @property
     def head_dim(self) -> int:
@@ -85,28 +87,18 @@ def model_of(flags: Sequence[str], where: str) -> Model:
         UnsupportedError: a needed flag is missing or a value is no number, or the model has experts.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for field in fields(Model):
-        flag = "--" + field.name.replace("_", "-")
-        if field.default is False:
-            parser.add_argument(flag, action="store_true")
-        elif isinstance(field.default, str) or field.name == "recompute_granularity":
-            parser.add_argument(flag, default=field.default)
-        else:
-            parser.add_argument(flag, type=int, default=None if field.default is None else field.default)
-    parser.add_argument("--num-experts", type=int)
+    add_flags(parser, Model)
     try:
-        values = vars(parser.parse_known_args(list(flags))[0])
+        model = from_flags(Model, parser.parse_known_args(list(flags))[0])
     except argparse.ArgumentError as error:
         raise UnsupportedError(where, str(error), "a whole number") from error
-    if values.pop("num_experts"):
+    if model.num_experts:
         raise UnsupportedError(f"--num-experts in {where}", "the estimate knows dense layers only", "a dense model")
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-        value = values[name]
-        if not isinstance(value, int) or value <= 0:
-            raise UnsupportedError(
-                f"{where} without --{name.replace('_', '-')}", "the estimate needs it", "a file of configs/megatron"
-            )
-    return Model(**values)
+        if getattr(model, name) <= 0:
+            what = f"{where} without --{name.replace('_', '-')}"
+            raise UnsupportedError(what, "the estimate needs it", "a file of configs/megatron")
+    return model
 
 
 def memory(model: Model, ranks: int, messages: int) -> list[tuple[str, float]]:

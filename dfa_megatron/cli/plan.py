@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dfa_megatron.argument_file import read_arguments
 from dfa_megatron.cli import memory_estimate as models
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.names import LAYOUTS, SCHEDULES
+from dfa_megatron.flags import add_flags, flag, from_flags
+from dfa_megatron.names import LAYOUTS, SCHEDULES, nearest
 from dfa_megatron.plan.cost.choose import Candidate, automatic_degree, candidates, make_plan
 from dfa_megatron.plan.cost.explain import explain
-from dfa_megatron.plan.cost.hardware import PROFILES, Hardware, Link
+from dfa_megatron.plan.cost.hardware import PROFILES, Hardware
 from dfa_megatron.plan.cost.profile import profile_named
 from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.draw import draw
@@ -26,105 +28,71 @@ from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.language.text import to_text
 from dfa_megatron.plan.lowering.lower import lower_all
 
-MASKS: dict[str, Callable[[argparse.Namespace], Mask]] = {
-    "causal": lambda args: masks.causal(args.seq_length),
-    "full": lambda args: masks.full(args.seq_length),
-    "window": lambda args: masks.sliding_window(args.seq_length, *args.window_size),
-    "documents": lambda args: masks.documents(_documents(args)),
-    "full-documents": lambda args: masks.documents(_documents(args), causal=False),
-    "window-documents": lambda args: masks.documents(_documents(args), causal=False, window_size=args.window_size),
-    "prefix": lambda args: masks.prefix_lm(args.seq_length, args.prefix),
-    "prefix-documents": lambda args: masks.prefix_lm_documents(_documents(args), args.prefix),
-    "shared-question": lambda args: masks.shared_question([_documents(args)]),
-    "causal-blockwise": lambda args: masks.causal_blockwise(_documents(args)),
-    "block-causal": lambda args: masks.block_causal_documents(_documents(args), args.block),
-    "global-window": lambda args: masks.global_sliding(args.seq_length, max(args.window_size), args.prefix),
+MASKS: dict[str, Callable[[PlanFlags], Mask]] = {
+    "causal": lambda flags: masks.causal(flags.seq_length),
+    "full": lambda flags: masks.full(flags.seq_length),
+    "window": lambda flags: masks.sliding_window(flags.seq_length, *flags.window_size),
+    "documents": lambda flags: masks.documents(_documents(flags)),
+    "full-documents": lambda flags: masks.documents(_documents(flags), causal=False),
+    "window-documents": lambda flags: masks.documents(_documents(flags), causal=False, window_size=flags.window_size),
+    "prefix": lambda flags: masks.prefix_lm(flags.seq_length, flags.prefix),
+    "prefix-documents": lambda flags: masks.prefix_lm_documents(_documents(flags), flags.prefix),
+    "shared-question": lambda flags: masks.shared_question([_documents(flags)]),
+    "causal-blockwise": lambda flags: masks.causal_blockwise(_documents(flags)),
+    "block-causal": lambda flags: masks.block_causal_documents(_documents(flags), flags.block),
+    "global-window": lambda flags: masks.global_sliding(flags.seq_length, max(flags.window_size), flags.prefix),
 }
 
-DEFAULTS = {
-    "ranks": 8,
-    "schedule": "auto",
-    "layout": "auto",
-    "ulysses_degree": "auto",
-    "remat": True,
-    "seq_length": 65536,
-    "batch": 1,
-    "heads": 32,
-    "head_dim": 128,
-}
-"""Values that neither a flag nor --config gives."""
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """The flags of the command."""
+
+    config: Path | None = flag(
+        None,
+        "flags of a Megatron script, as in configs/megatron: the attention of its model, and an estimate of a GPU's "
+        "memory; flags given here override it",
+        metavar="FILE",
+    )
+    ranks: int = flag(8, "ranks that share the sequence")
+    schedule: str = flag("auto", ", ".join(SCHEDULES))
+    layout: str = flag("auto", "auto, " + ", ".join(LAYOUTS))
+    ulysses_degree: str = flag("auto", "ranks that exchange heads for tokens around the schedule, or auto")
+    remat: bool = flag(True, "layers are rematerialized: a backward exchanges heads once more")
+    seq_length: int = flag(65536, "tokens of all ranks")
+    mask: str = flag("causal", ", ".join(MASKS), group="mask")
+    window_size: tuple[int, int] = flag((4096, 0), "for masks of windows", group="mask", metavar=("LEFT", "RIGHT"))
+    documents: str = flag("", "lengths, for masks of documents", group="mask", metavar="N,N,...")
+    prefix: int = flag(0, "tokens that all see", group="mask", metavar="N")
+    block: int = flag(1024, "tokens of a block, for --mask block-causal", group="mask", metavar="N")
+    batch: int = flag(1, "sequences", group="attention")
+    heads: int = flag(32, "query heads", group="attention")
+    kv_heads: int | None = flag(None, "key and value heads (default: as many as query heads)", group="attention")
+    head_dim: int = flag(128, "of a head", group="attention")
+    backward_needs: str = flag("out", "what a helped pair's backward sends: out, delta", group="attention")
+    hardware: str = flag("h200-nvlink", ", ".join(PROFILES) + ", or a .json file of doctor --profile", group="machine")
+    link: float | None = flag(
+        None, "bytes per second each way, in place of the profile's", group="machine", metavar="GB/S"
+    )
+    phase: str = flag("both", "what to show", group="output", choices=("both", *PHASES))
+    explain: bool = flag(
+        False,
+        "compare all candidates, with every degree of Ulysses (auto compares the schedules anyway)",
+        group="output",
+    )
+    width: int = flag(100, "columns of the grid", group="output")
+    svg: Path | None = flag(None, "write a picture of the simulated run", group="output", metavar="FILE")
+    chrome: Path | None = flag(
+        None, "write a trace for chrome://tracing or ui.perfetto.dev", group="output", metavar="FILE"
+    )
+    text: Path | None = flag(None, "write the plan itself, for `dfa-megatron run`", group="output", metavar="FILE")
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the sub-command to the result of `argparse.ArgumentParser.add_subparsers`."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "plan", help="show a schedule and what it costs", description=__doc__
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="flags of a Megatron script, as in configs/megatron: the attention of its model, and an estimate of a "
-        "GPU's memory; flags given here override it",
-    )
-    parser.add_argument("--ranks", type=int, help="ranks that share the sequence (default: 8)")
-    parser.add_argument("--schedule", help=", ".join(SCHEDULES) + " (default: auto)")
-    parser.add_argument("--layout", help="auto, " + ", ".join(LAYOUTS) + " (default: auto)")
-    parser.add_argument(
-        "--ulysses-degree",
-        help="ranks that exchange heads for tokens around the schedule, or auto (default: auto)",
-    )
-    parser.add_argument(
-        "--remat",
-        action=argparse.BooleanOptionalAction,
-        help="layers are rematerialized: a backward exchanges heads once more (default: as in --config, else yes)",
-    )
-    parser.add_argument("--seq-length", type=int, help="tokens of all ranks (default: 65536)")
-    _add_mask(parser)
-    shape = parser.add_argument_group("attention")
-    shape.add_argument("--batch", type=int, help="sequences (default: 1)")
-    shape.add_argument("--heads", type=int, help="query heads (default: 32)")
-    shape.add_argument("--kv-heads", type=int, help="key and value heads (default: as many as query heads)")
-    shape.add_argument("--head-dim", type=int, help="of a head (default: 128)")
-    shape.add_argument(
-        "--backward-needs", default="out", help="what a helped pair's backward sends: out, delta (default: out)"
-    )
-    machine = parser.add_argument_group("machine")
-    machine.add_argument(
-        "--hardware",
-        default="h200-nvlink",
-        help=", ".join(PROFILES) + ", or a .json file of doctor --profile (default: %(default)s)",
-    )
-    machine.add_argument(
-        "--link", type=float, metavar="GB/S", help="bytes per second each way, in place of the profile's"
-    )
-    out = parser.add_argument_group("output")
-    out.add_argument("--phase", default="both", choices=("both", *PHASES), help="what to show (default: %(default)s)")
-    out.add_argument(
-        "--explain",
-        action="store_true",
-        help="compare all candidates, with every degree of Ulysses (auto compares the schedules anyway)",
-    )
-    out.add_argument("--width", type=int, default=100, help="columns of the grid (default: %(default)s)")
-    out.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the simulated run")
-    out.add_argument(
-        "--chrome", type=Path, metavar="FILE", help="write a trace for chrome://tracing or ui.perfetto.dev"
-    )
-    out.add_argument("--text", type=Path, metavar="FILE", help="write the plan itself, for `dfa-megatron run`")
+    parser = subparsers.add_parser("plan", help="show a schedule and what it costs", description=__doc__)
+    add_flags(parser, PlanFlags)
     parser.set_defaults(run=run)
-
-
-def _add_mask(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("mask")
-    group.add_argument("--mask", default="causal", help=", ".join(MASKS) + " (default: %(default)s)")
-    group.add_argument(
-        "--window-size", type=int, nargs=2, default=(4096, 0), metavar=("LEFT", "RIGHT"), help="for masks of windows"
-    )
-    group.add_argument("--documents", default="", metavar="N,N,...", help="lengths, for masks of documents")
-    group.add_argument("--prefix", type=int, default=0, metavar="N", help="tokens that all see")
-    group.add_argument(
-        "--block", type=int, default=1024, metavar="N", help="tokens of a block, for --mask block-causal"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -134,43 +102,44 @@ def run(args: argparse.Namespace) -> int:
         UnsupportedError: a value that cannot be served.
         OSError: a file that cannot be written.
     """
-    model = None if args.config is None else models.model_of(read_arguments(args.config), str(args.config))
-    _fill_in(args, model)
-    mask, kept = _mask(args), not args.remat
-    shape = AttentionShape(
-        args.batch,
-        args.heads,
-        args.heads if args.kv_heads is None else args.kv_heads,
-        args.head_dim,
-        backward_needs=args.backward_needs,
-    )
-    hardware = _hardware(args)
-    degree = _degree(args.ulysses_degree) or automatic_degree(
-        mask, args.ranks, schedule=args.schedule, layout=args.layout, shape=shape, hardware=hardware
-    )
-    heads = split_heads(degree, args.ranks, shape.heads, shape.kv_heads)
-    whole, shape, ranks = shape, heads.shape(shape), args.ranks // degree
-    plan = make_plan(mask, ranks, schedule=args.schedule, layout=args.layout, shape=shape, hardware=hardware)
-    print(report(plan, shape, hardware, args.phase, args.width))
-    tokens = args.seq_length // args.ranks
+    flags, model = from_flags(PlanFlags, args), None
+    if flags.config is not None:
+        model = models.model_of(read_arguments(flags.config), str(flags.config))
+        flags = from_flags(PlanFlags, argparse.Namespace(**_of_model(model) | vars(args)))
+    mask, hardware = _mask(flags), _hardware(flags)
+    choice: dict[str, Any] = {"schedule": flags.schedule, "layout": flags.layout, "hardware": hardware}
+    kv_heads = flags.heads if flags.kv_heads is None else flags.kv_heads
+    needs: Any = flags.backward_needs
+    whole = AttentionShape(flags.batch, flags.heads, kv_heads, flags.head_dim, backward_needs=needs)
+    degree = _degree(flags.ulysses_degree) or automatic_degree(mask, flags.ranks, shape=whole, **choice)
+    heads = split_heads(degree, flags.ranks, whole.heads, whole.kv_heads)
+    shape, ranks = heads.shape(whole), flags.ranks // degree
+    plan = make_plan(mask, ranks, shape=shape, **choice)
+    tokens = flags.seq_length // flags.ranks
+    print(report(plan, shape, hardware, flags.phase, flags.width))
     if degree > 1:
-        if args.ulysses_degree == "auto":
+        if flags.ulysses_degree == "auto":
             print(f"\nulysses_degree=auto is {degree} here")
-        split_tokens(degree, 0, args.ranks, plan.layout, tokens)
-        print("\n" + _exchange(heads, whole, tokens, args.ranks, kept=kept))
+        split_tokens(degree, 0, flags.ranks, plan.layout, tokens)
+        print("\n" + _exchange(heads, whole, tokens, flags.ranks, kept=not flags.remat))
     if model is not None:
-        sized = dataclasses.replace(model, seq_length=args.seq_length, micro_batch_size=args.batch)
-        received = heads.landed(whole, tokens)
-        print("\n" + models.report(sized, args.ranks, _message_bytes(plan, shape) + received))
-    if args.explain:
-        looked_at = candidates(
-            mask, args.ranks, layout=args.layout, shape=whole, hardware=hardware, degrees=True, kept=kept
-        )
+        sized = dataclasses.replace(model, seq_length=flags.seq_length, micro_batch_size=flags.batch)
+        messages = _message_bytes(plan, shape) + heads.landed(whole, tokens)
+        print("\n" + models.report(sized, flags.ranks, messages))
+    seen: dict[str, Any] = {"layout": flags.layout, "hardware": hardware}
+    if flags.explain:
+        looked_at = candidates(mask, flags.ranks, shape=whole, degrees=True, kept=not flags.remat, **seen)
         print("\n" + _comparison(f"the candidates on {hardware.name}", looked_at))
-    elif args.schedule == "auto":
-        looked_at = candidates(mask, ranks, layout=args.layout, shape=shape, hardware=hardware)
+    elif flags.schedule == "auto":
+        looked_at = candidates(mask, ranks, shape=shape, **seen)
         print("\n" + _comparison(f"auto took {plan.schedule}", looked_at))
-    _write_files(args, plan, shape, hardware)
+    about: dict[str, Any] = {"phase": flags.phase, "shape": shape, "hardware": hardware}
+    if flags.svg is not None:
+        _write(flags.svg, draw(plan, "svg", **about))
+    if flags.chrome is not None:
+        _write(flags.chrome, draw(plan, "chrome", **about))
+    if flags.text is not None:
+        _write(flags.text, to_text(plan))
     return 0
 
 
@@ -183,45 +152,30 @@ def _degree(asked: str | int) -> int:
     return int(asked)
 
 
-def _mask(args: argparse.Namespace) -> Mask:
-    if args.mask not in MASKS:
-        raise UnsupportedError(f"mask {args.mask!r}", "there is no such mask", "one of " + ", ".join(MASKS))
+def _mask(flags: PlanFlags) -> Mask:
+    if flags.mask not in MASKS:
+        raise UnsupportedError(f"mask {flags.mask!r}", "there is no such mask", nearest(flags.mask, MASKS))
     try:
-        return MASKS[args.mask](args)
+        return MASKS[flags.mask](flags)
     except ValueError as error:
-        raise UnsupportedError(
-            f"mask {args.mask!r} of {args.seq_length} tokens", str(error), "other lengths"
-        ) from error
+        what = f"mask {flags.mask!r} of {flags.seq_length} tokens"
+        raise UnsupportedError(what, str(error), "other lengths") from error
 
 
-def _write_files(args: argparse.Namespace, plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> None:
-    if args.svg is not None:
-        _write(args.svg, draw(plan, "svg", phase=args.phase, shape=shape, hardware=hardware))
-    if args.chrome is not None:
-        _write(args.chrome, draw(plan, "chrome", phase=args.phase, shape=shape, hardware=hardware))
-    if args.text is not None:
-        _write(args.text, to_text(plan))
-
-
-def _fill_in(args: argparse.Namespace, model: models.Model | None) -> None:
-    """Fill in the arguments without a flag: from the model, else the default."""
-    known: dict[str, Any] = dict(DEFAULTS)
-    if model is not None:
-        known.update(
-            ranks=model.context_parallel_size,
-            schedule=model.dfa_schedule,
-            ulysses_degree=model.dfa_ulysses_degree,
-            remat=model.recompute_granularity == "full",
-            layout="zigzag" if model.dfa_data_layout == "zigzag" else "contiguous",  # inside the layers
-            seq_length=model.seq_length,
-            batch=model.micro_batch_size,
-            heads=model.num_attention_heads // model.tensor_model_parallel_size,
-            kv_heads=max(1, model.kv_heads // model.tensor_model_parallel_size),
-            head_dim=model.head_dim,
-        )
-    for name, value in known.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+def _of_model(model: models.Model) -> dict[str, Any]:
+    """Return the flags that a model gives."""
+    return {
+        "ranks": model.context_parallel_size,
+        "schedule": model.dfa_schedule,
+        "ulysses_degree": model.dfa_ulysses_degree,
+        "remat": model.recompute_granularity == "full",
+        "layout": "zigzag" if model.dfa_data_layout == "zigzag" else "contiguous",  # inside the layers
+        "seq_length": model.seq_length,
+        "batch": model.micro_batch_size,
+        "heads": model.num_attention_heads // model.tensor_model_parallel_size,
+        "kv_heads": max(1, model.kv_heads // model.tensor_model_parallel_size),
+        "head_dim": model.head_dim,
+    }
 
 
 def _message_bytes(plan: AttentionPlan, shape: AttentionShape) -> int:
@@ -284,16 +238,16 @@ def _comparison(title: str, looked_at: tuple[Candidate, ...]) -> str:
     return f"{title}; forward and backward together:\n{explain(looked_at)}"
 
 
-def _hardware(args: argparse.Namespace) -> Hardware:
-    hardware = profile_named(args.hardware)
-    if args.link is None:
+def _hardware(flags: PlanFlags) -> Hardware:
+    hardware = profile_named(flags.hardware)
+    if flags.link is None:
         return hardware
-    link = Link(hardware.link.transport, 1e9 * args.link, hardware.link.latency)
-    return dataclasses.replace(hardware, name=f"{hardware.name} at {args.link:g} GB/s", links=(link,), all_to_all=None)
+    link = dataclasses.replace(hardware.link, bytes_per_second=1e9 * flags.link)
+    return dataclasses.replace(hardware, name=f"{hardware.name} at {flags.link:g} GB/s", links=(link,), all_to_all=None)
 
 
-def _documents(args: argparse.Namespace) -> list[int]:
-    lengths = [int(length) for length in args.documents.split(",") if length.strip()]
-    if sum(lengths) != args.seq_length:
-        raise ValueError(f"--documents add up to {sum(lengths)} tokens, --seq-length is {args.seq_length}")
+def _documents(flags: PlanFlags) -> list[int]:
+    lengths = [int(length) for length in flags.documents.split(",") if length.strip()]
+    if sum(lengths) != flags.seq_length:
+        raise ValueError(f"--documents add up to {sum(lengths)} tokens, --seq-length is {flags.seq_length}")
     return lengths
