@@ -54,10 +54,14 @@ def _check(rank: int, ranks: int, baseline: str, mask: str, heads: int, kv_heads
     return found
 
 
-@pytest.mark.parametrize("mask", ["causal", "full", "window"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (4, 1)])
-def test_ulysses_is_exact_and_copies_key_value_heads_that_are_too_few(mask: str, heads: int, kv_heads: int) -> None:
-    assert run_ranks(4, _check, "ulysses", mask, heads, kv_heads, "float64")[0] == {"ulysses cpu": ""}
+def _check_all(rank: int, ranks: int, cases: list[tuple[str, int, int]]) -> dict[tuple[str, int, int], dict[str, str]]:
+    return {case: _check(rank, ranks, "ulysses", *case, "float64") for case in cases}
+
+
+def test_ulysses_is_exact_and_copies_key_value_heads_that_are_too_few() -> None:
+    heads = ((4, 4), (8, 2), (4, 1))
+    cases = [(mask, h, kv_heads) for mask in ("causal", "full", "window") for h, kv_heads in heads]
+    assert run_ranks(4, _check_all, cases)[0] == {case: {"ulysses cpu": ""} for case in cases}
 
 
 def test_ulysses_refuses_heads_that_do_not_divide() -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dfa_megatron.testing.workers import run_ranks
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.support.groups import as_torchrun_starts, free_port
 
 
 def bench(rank: int, world_size: int, arguments: list[str]) -> None:
@@ -43,15 +39,14 @@ def test_every_mode_and_training_give_figures(tmp_path: Path) -> None:
     assert report["seconds"] > 0
 
 
+def bench_losses(rank: int, world_size: int, port: int, arguments: list[str]) -> None:
+    as_torchrun_starts(rank, world_size, port)
+    assert losses_module().main(arguments) == 0
+
+
 def test_losses_of_all_ranks_together_are_those_of_one(tmp_path: Path) -> None:
-    out, roots = tmp_path / "deep" / "toy.json", [str(BENCHMARKS.parent), str(BENCHMARKS.parent / "examples")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(BENCHMARKS / "megatron_loss.py"), "--toy", "--train-iters", "3", "--out", str(out)]
-    path = os.pathsep.join([*roots, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    out = tmp_path / "deep" / "toy.json"
+    run_ranks(2, bench_losses, free_port(), ["--toy", "--train-iters", "3", "--out", str(out)], timeout=150)
     report = json.loads(out.read_text())
     assert len(report["runs"]) == 6
     assert all(len(run["losses"]) == 3 for run in report["runs"])

@@ -36,6 +36,13 @@ def uninterrupted(rank: int, world_size: int) -> list[float]:
     return harness.train(Topology(), MEGATRONS).losses
 
 
+@pytest.fixture(scope="module")
+def losses() -> list[float]:
+    """Those of one rank that was not interrupted."""
+    (found,) = run_ranks(1, uninterrupted)
+    return found  # type: ignore[no-any-return]
+
+
 def inventory(rank: int, world_size: int, folder: str) -> dict[str, tuple[int, ...]]:
     from megatron.core import dist_checkpointing
 
@@ -72,10 +79,9 @@ def test_checkpoints_of_both_hold_the_same_tensors(folders: dict[str, str]) -> N
     ids=["from ours to Megatron's", "from Megatron's to ours", "from two ranks to three", "from two ranks to one"],
 )
 def test_training_goes_on_as_if_it_had_not_been_interrupted(
-    folders: dict[str, str], source: str, ranks: int, wanted: Case
+    folders: dict[str, str], losses: list[float], source: str, ranks: int, wanted: Case
 ) -> None:
-    (expected,) = run_ranks(1, uninterrupted)
-    for losses in run_ranks(ranks, second_half, wanted, folders[source]):
-        assert len(losses) == WHOLE - HALF
-        for loss, on_one_rank in zip(losses, expected[HALF:], strict=True):
+    for resumed in run_ranks(ranks, second_half, wanted, folders[source]):
+        assert len(resumed) == WHOLE - HALF
+        for loss, on_one_rank in zip(resumed, losses[HALF:], strict=True):
             assert abs(loss - on_one_rank) <= 1e-4

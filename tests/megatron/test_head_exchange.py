@@ -27,9 +27,9 @@ def asked_for(flags: str, **changes: object) -> Case:
 )
 def test_it_trains_like_one_rank(topology: Topology, reference: str) -> None:
     cases = [
-        asked_for("--dfa-ulysses-degree 2 --dfa-data-layout contiguous", steps=3),
-        asked_for("--dfa-ulysses-degree 2 --dfa-remat auto", remat="auto", steps=3),
-        asked_for("--dfa-ulysses-degree 2 --dfa-data-layout zigzag", steps=3),
+        asked_for("--dfa-ulysses-degree 2 --dfa-data-layout contiguous", steps=2),
+        asked_for("--dfa-ulysses-degree 2 --dfa-remat auto", remat="auto", steps=2),
+        asked_for("--dfa-ulysses-degree 2 --dfa-data-layout zigzag", steps=2),
     ]
     # Two all-to-alls around a forward and two around a backward; recomputation repeats none.
     counts = {"attention_forwards": ATTENTIONS, "ulysses_exchanges": 4 * ATTENTIONS}

@@ -151,23 +151,28 @@ def test_the_help_of_a_script_shows_our_flags(clone: Path) -> None:
     assert "--dfa-data-layout {contiguous,boundary,zigzag}" in done.stdout
 
 
+def refusal(rank: int, world_size: int, *argv: str) -> str:
+    """What `python -m dfa_megatron.launch` says, in a process that has not imported the script's packages."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert launch.main([*argv]) == 2
+    return said.getvalue()
+
+
 @needs_no_training
 def test_a_megatron_without_training_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "pretrain_gpt.py").write_text("raise SystemExit('the script ran')")
-    done = run(str(tmp_path / "pretrain_gpt.py"), *SPEC)
-    assert done.returncode == 2
-    assert "megatron.training.arguments.add_megatron_arguments of Megatron-Core 0." in done.stderr
-    assert "there is no module megatron.training" in done.stderr
-    assert "Traceback" not in done.stderr
+    (said,) = run_ranks(1, refusal, str(tmp_path / "pretrain_gpt.py"), *SPEC)
+    assert "megatron.training.arguments.add_megatron_arguments of Megatron-Core 0." in said
+    assert "there is no module megatron.training" in said
+    assert "Traceback" not in said
 
 
 @needs_no_training
 def test_what_megatrons_training_package_lacks_is_named(clone: Path) -> None:
     (clone / "megatron" / "training" / "__init__.py").write_text("import no_such_package_of_megatrons")
-    done = run(str(clone / "pretrain_gpt.py"), *SPEC)
-    assert done.returncode == 2
-    assert "megatron.training.arguments of Megatron-Core 0." in done.stderr
-    assert "No module named 'no_such_package_of_megatrons'" in done.stderr
+    (said,) = run_ranks(1, refusal, str(clone / "pretrain_gpt.py"), *SPEC)
+    assert "megatron.training.arguments of Megatron-Core 0." in said
+    assert "No module named 'no_such_package_of_megatrons'" in said
 
 
 def test_a_missing_script_and_no_script_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
-from tests.megatron.test_parity import check
+from tests.megatron.test_parity import check, expected
 
 pytestmark = pytest.mark.xdist_group("packed")  # one worker makes the references
 
@@ -28,7 +28,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "packed-window": {"config": EVERY_LAYER, "packed": True},
     "packed-mixed": {"config": BY_LIST, "packed": True},
 }
-STEPS = 4
+STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +42,18 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.support("megatron", "windows; packed documents; both; CP 1, 2, 3")
-@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("how", list(REFERENCES))
-def test_context_parallel_ranks_train_like_one(how: str, ranks: int, references: dict[str, str]) -> None:
-    ways = [("contiguous", "off"), ("contiguous", "auto"), ("boundary", "auto")]
+def test_context_parallel_ranks_train_like_one(how: str, references: dict[str, str]) -> None:
+    ways = [("contiguous", "off"), ("contiguous", "auto"), ("boundary", "auto"), ("zigzag", "auto")]
     cases = [case(layout, remat, steps=STEPS, **REFERENCES[how]) for layout, remat in ways]
-    check(Topology(cp=ranks), cases, references[how])
+    check(Topology(cp=3), cases, references[how])
 
 
-@pytest.mark.parametrize("how", list(REFERENCES))
-def test_zigzag_data_train_like_one_rank_without_any_exchange(how: str, references: dict[str, str]) -> None:
-    check(Topology(cp=3), [case("zigzag", "auto", steps=STEPS, **REFERENCES[how])], references[how])
+@pytest.mark.support("megatron", "windows; packed documents; both; CP 1, 2, 3")
+def test_one_rank_trains_like_megatrons_own(references: dict[str, str]) -> None:
+    cases = [(case("contiguous", "auto", steps=2, **how), name) for name, how in REFERENCES.items()]
+    prepared = [(Topology(), wanted, expected(Topology(), wanted), references[name]) for wanted, name in cases]
+    run_ranks(1, harness.check_topologies, prepared, timeout=120)
 
 
 @pytest.mark.support("megatron", "packs in windows, TP 2 x CP 2 and PP 2 x CP 2")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import torch.distributed as dist
 
 
@@ -10,3 +13,19 @@ def alone() -> dist.ProcessGroup:
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def free_port() -> int:
+    """Return a port of this host for `as_torchrun_starts`."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def as_torchrun_starts(rank: int, world_size: int, port: int) -> None:
+    """Leave this rank of `run_ranks` without a group, and in the environment of a rank of torchrun on one host."""
+    dist.barrier()
+    dist.destroy_process_group()
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in sizes.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
