@@ -30,8 +30,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.attention.clock import Timer, take_turns
+from benchmarks.attention.failures import Failure, together
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func, shard_sequence
-from dfa_megatron.doctor.world import Failure, World, join, together
+from dfa_megatron.doctor.world import World, join
 from dfa_megatron.runtime.prepare import plans_in_use
 from dfa_megatron.testing.dense import dense_attention
 

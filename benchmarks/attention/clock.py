@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from benchmarks.attention.failures import StuckError
 from dfa_megatron.doctor.stopwatch import mark, seconds_between
-from dfa_megatron.doctor.world import StuckError, World
+from dfa_megatron.doctor.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ BASELINES = ("pytorch", "ulysses", "deepspeed", "ring_flash_attn", "yunchang", "
 INSTALLED = "installed"
 """In place of names: those that run here."""
 ABLATIONS = ("none", "no_overlap", "no_communication")
-"""As in `dfa_megatron.doctor.ablation`, which needs PyTorch."""
 PASSES = ("forward", "both")
 """`both` is a forward and its backward."""
 

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.attention.baselines import baseline_methods
+from benchmarks.attention.failures import StuckError
 from benchmarks.attention.job import Job
 from benchmarks.attention.measure import benchmark
 from benchmarks.attention.method import Method, kernel_methods, our_methods
 from benchmarks.attention.plot import plot
 from benchmarks.attention.report import Record, tables
-from dfa_megatron.doctor.world import StuckError, World, join
+from dfa_megatron.doctor.world import World, join
 
 STUCK_STATUS = 3
 
@@ -41,7 +42,7 @@ def run_rank(job: Job) -> int:
 
 def measure(job: Job, world: World, methods: Sequence[Method], absent: Sequence[str] = ()) -> int:
     """Measure on this rank; rank 0 writes the files and prints the tables. Return the exit status."""
-    logging.getLogger("dfa_megatron.doctor.ablation").setLevel(logging.ERROR)  # the tables say it
+    logging.getLogger("benchmarks.attention.ablation").setLevel(logging.ERROR)  # the tables say it
     record = Record(job, world, absent)
     status = 0
     try:

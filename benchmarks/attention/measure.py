@@ -9,13 +9,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.attention import correctness as check
 from benchmarks.attention.clock import LONG, Memory, Timer, once, repetitions, take_turns
+from benchmarks.attention.failures import OUT_OF_MEMORY, REFUSED, Failure, StuckError, together
 from benchmarks.attention.job import FLOPS_OF, Job, Problem
 from benchmarks.attention.method import Attention, Method
 from benchmarks.attention.report import Record, Row
-from dfa_megatron.doctor.world import OUT_OF_MEMORY, REFUSED, Failure, StuckError, World, together
+from dfa_megatron.doctor.world import World
 from dfa_megatron.runtime.counters import COUNTERS
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -123,8 +125,9 @@ class _Run:
     def _over_budget(self, problem: Problem, length: int) -> bool:
         if not self.job.budget:
             return False
-        end = time.monotonic() - self.began + self._predicted(problem, length)
-        return self.world.from_first(end) > self.job.budget
+        end = torch.tensor(time.monotonic() - self.began + self._predicted(problem, length), dtype=torch.float64)
+        dist.broadcast(end, 0, group=self.world.side)  # rank 0's clock decides for all
+        return float(end) > self.job.budget
 
     def _admit(self, entry: _Entry, problem: Problem, length: int) -> None:
         """Give the row a state if the method need not be tried: it is wrong, refused, or cannot fit."""

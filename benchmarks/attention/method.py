@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.attention.ablation import Ablation
+from benchmarks.attention.ablation import ablation as ablated
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.local import local_attention
 from dfa_megatron.attention import dist_flash_attn_func
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.doctor.ablation import Ablation
-from dfa_megatron.doctor.ablation import ablation as ablated
 from dfa_megatron.doctor.world import World
 from dfa_megatron.runtime.prepare import in_use, plans_in_use
 

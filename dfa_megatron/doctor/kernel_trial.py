@@ -75,10 +75,14 @@ class Trial:
         q, k, v, _ = inputs
         return BlockCall.of(q, k, v, self.band, 1 / math.sqrt(self.head_dim), deterministic=deterministic)
 
+    @property
+    def pairs(self) -> int:
+        """Return the number of (query, key) pairs that the band holds."""
+        return Segment(0, self.q_len, 0, self.kv_len, self.band).tile.area
+
     def operations(self, phase: str) -> float:
         """Return floating-point operations of the band's pairs; the backward has 2.5 times as many as the forward."""
-        pairs = Segment(0, self.q_len, 0, self.kv_len, self.band).tile.area
-        forward = 2.0 * self.batch * self.heads * pairs * (self.head_dim + self.head_dim_v)
+        forward = 2.0 * self.batch * self.heads * self.pairs * (self.head_dim + self.head_dim_v)
         return forward if phase == "forward" else 2.5 * forward
 
 

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.doctor.kernel_trial import Trial, passes
+from dfa_megatron.doctor.link_probe import SIZES, fit, neighbours, open_transports, time_all_to_alls, time_exchanges
 from dfa_megatron.doctor.machine import devices, versions
+from dfa_megatron.doctor.stopwatch import stopwatch
+from dfa_megatron.doctor.world import join, slowest
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels import select
+from dfa_megatron.kernels.api import BlockKernel, form_of
 from dfa_megatron.plan.cost import profile as profiles
 from dfa_megatron.plan.cost.hardware import Hardware, Link
-
-if TYPE_CHECKING:
-    from dfa_megatron.doctor.kernel_trial import Trial
-    from dfa_megatron.kernels.api import BlockKernel
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL
 
 LENGTHS = {"cuda": (1024, 2048, 4096, 8192, 16384, 32768), "cpu": (64, 128, 256, 512)}
 _WARM, _MOST_BEFORE = 0.15, 200
@@ -37,9 +44,6 @@ def measure_and_save(shape: Trial, path: Path, kernels: Sequence[str] = (), *, a
             "a profile holds the links between ranks",
             f"torchrun --nproc-per-node 2 --no-python dfa-megatron doctor --profile {path}",
         )
-    from dfa_megatron.doctor.world import join
-    from dfa_megatron.kernels import select
-
     world = join(shape.device)
     shape = replace(shape, device=str(world.device))
     kernel = select(kernels[0] if kernels else "auto", shape.need())
@@ -53,11 +57,6 @@ def measure_and_save(shape: Trial, path: Path, kernels: Sequence[str] = (), *, a
 
 def measure(kernel: BlockKernel, shape: Trial, name: str) -> tuple[Hardware, dict[str, Any]]:
     """Return the profile, and the raw figures it was made from; collective over the default group."""
-    import torch
-    import torch.distributed as dist
-
-    from dfa_megatron.doctor.link_probe import SIZES
-
     device = torch.device(shape.device)
     overhead, timings = kernel_timings(kernel, shape, LENGTHS[device.type])
     curves: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
@@ -80,60 +79,38 @@ def measure(kernel: BlockKernel, shape: Trial, name: str) -> tuple[Hardware, dic
 
 def kernel_timings(kernel: BlockKernel, shape: Trial, lengths: tuple[int, ...]) -> tuple[float, list[dict[str, Any]]]:
     """Return (seconds of a nearly empty call, one row for each length, mask and phase) of the slowest rank."""
-    from dfa_megatron.kernels.api import form_of
-    from dfa_megatron.plan.language.geometry import CAUSAL, FULL
-
-    (overhead, *_), _ = _timed(kernel, replace(shape, q_len=_TINY, kv_len=_TINY, band=FULL))
+    overhead = _timed(kernel, replace(shape, q_len=_TINY, kv_len=_TINY, band=FULL))["forward"]
     rows = []
     for length in lengths:
         for band in (CAUSAL, FULL):
             block = replace(shape, q_len=length, kv_len=length, band=band)
-            if kernel.refusal(block.need()) is not None:
-                continue
-            seconds, phases = _timed(kernel, block)
-            forward_operations = block.operations("forward")
-            pairs = forward_operations / (2 * block.batch * block.heads * (block.head_dim + block.head_dim_v))
-            rows += [
-                {
-                    "phase": phase, "mask": form_of(band, length, length), "length": length, "pairs": pairs,
-                    "operations": block.operations(phase), "seconds": taken,
-                }
-                for phase, taken in zip(phases, seconds, strict=True)
-            ]  # fmt: skip
+            if kernel.refusal(block.need()) is None:
+                about = {"mask": form_of(band, length, length), "length": length, "pairs": block.pairs}
+                rows += [
+                    {"phase": phase, **about, "operations": block.operations(phase), "seconds": seconds}
+                    for phase, seconds in _timed(kernel, block).items()
+                ]
     return overhead, rows
 
 
-def _timed(kernel: BlockKernel, block: Trial) -> tuple[list[float], list[str]]:
-    """Return (medians of the slowest rank, their phases)."""
-    import statistics
-
-    import torch
-
-    from dfa_megatron.doctor.kernel_trial import passes
-    from dfa_megatron.doctor.stopwatch import stopwatch
-    from dfa_megatron.doctor.world import slowest
-
+def _timed(kernel: BlockKernel, block: Trial) -> dict[str, float]:
+    """Return the median of each phase, of the slowest rank."""
     device = torch.device(block.device)
     times = 3 if device.type == "cpu" or block.operations("forward") > 1e12 else 10
-    medians, phases = [], []
+    medians = {}
     for phase, call in passes(kernel, block).items():
         stopwatch(call, device)
         before = min(_MOST_BEFORE, 1 + int(_WARM / stopwatch(call, device))) if device.type == "cuda" else 1
-        medians.append(
-            statistics.median(stopwatch(call, device, times=times, behind=True, before=before) for _ in range(3))
+        medians[phase] = statistics.median(
+            stopwatch(call, device, times=times, behind=True, before=before) for _ in range(3)
         )
-        phases.append(phase)
-    return slowest(medians), phases
+    return dict(zip(medians, slowest(medians.values()), strict=True))
 
 
 def _links(
     device: Any, node: int, sizes: tuple[int, ...]
 ) -> tuple[tuple[Link, ...], Link | None, int | None, list[dict[str, Any]]]:
     """Return (links inside a node, link between nodes, ranks per node or None, raw timings)."""
-    import torch.distributed as dist
-
-    from dfa_megatron.doctor.link_probe import fit, neighbours, open_transports, time_exchanges
-
     inside, across = neighbours(dist.get_rank(), dist.get_world_size(), node)
     links, network, raw = [], None, []
     for transport_name, transport in open_transports(device, max(sizes)).items():
@@ -158,10 +135,6 @@ def _links(
 
 def _all_to_all(device: Any, node: int, sizes: tuple[int, ...]) -> tuple[float | None, list[dict[str, Any]]]:
     """Return (bytes per second that a rank sends to several others of its node at once, raw timings), or (None, [])."""
-    import torch.distributed as dist
-
-    from dfa_megatron.doctor.link_probe import fit, time_all_to_alls
-
     if node < 3:
         return None, []
     first = dist.get_rank() // node * node

@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.attention.__main__ import job_of, main
 from benchmarks.attention.clock import repetitions
-from benchmarks.attention.job import ABLATIONS, PRESETS, Job, Problem, head_pairs
-from dfa_megatron.doctor import ablation
+from benchmarks.attention.job import PRESETS, Job, Problem, head_pairs
 from dfa_megatron.errors import UnsupportedError
 
 
@@ -73,10 +72,6 @@ def test_calls_are_repeated_until_some_time_is_spent_and_long_ones_three_times()
     assert repetitions(5000.0, least=5, seconds=0.3) == 3
     assert repetitions(5000.0, least=2, seconds=0.3) == 2
     assert repetitions(0.1, least=5, seconds=0.3) == 50
-
-
-def test_the_ablations_of_the_flag_are_those_of_the_runtime() -> None:
-    assert ABLATIONS == ablation.ABLATIONS
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import dfa_megatron
+from benchmarks.attention.ablation import ablation
 from dfa_megatron.doctor import recording as timeline
-from dfa_megatron.doctor.ablation import ablation
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks

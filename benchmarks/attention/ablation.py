@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Literal
 
+from benchmarks.attention.job import ABLATIONS
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.transport import Recv, Send, StepTransport
@@ -15,7 +16,6 @@ from dfa_megatron.runtime.hooks import Run, hooked
 logger = logging.getLogger(__name__)
 
 Ablation = Literal["none", "no_overlap", "no_communication"]
-ABLATIONS: tuple[Ablation, ...] = ("none", "no_overlap", "no_communication")
 
 
 @contextmanager
