@@ -10,10 +10,10 @@ balanced, whatever the mask.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from dfa_megatron.plan.language.ir import Block, Pairs, needed_pairs
+from dfa_megatron.plan.language.ir import Block, needed_pairs
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.step_order import Pair, assign_steps
@@ -21,8 +21,8 @@ from dfa_megatron.plan.schedules.step_order import Pair, assign_steps
 TOLERANCE = 0.03
 """Tolerated work above the mean, as a share of the mean."""
 
-PRICE = {"q": 1.0, "kv": 0.5, "out": 1.0}
-"""The cost of moving a row of each name, in rows of q: four query heads per key head."""
+PRICE = {"q": 2.0, "kv": 0.5}
+"""The cost of a remote row by side, in transferred rows of q: q and its result, or keys with four query heads each."""
 
 CANDIDATES = 24
 """Blocks of a rank that are considered for one move."""
@@ -40,16 +40,16 @@ class _Balance:
         needed = needed_pairs(mask, layout)
         self.home = layout.home
         self.rows = [len(chunk) for chunk in layout.chunks]
-        self.area = areas(needed)
+        self.area = {pair: sum(tile.area for tile in tiles) for pair, tiles in needed.items()}
         self.ranks = layout.ranks
         self.mean = sum(self.area.values()) / self.ranks
         self.load = [0] * self.ranks
         self.owned: list[list[Pair]] = [[] for _ in range(self.ranks)]  # by area, the largest first
         # Number of blocks of a rank that read a chunk on this side: a chunk that one reads already comes for free.
-        self.readers: dict[tuple[int, str, int], int] = defaultdict(int)
+        self.readers: Counter[tuple[int, str, int]] = Counter()
         self.holders: dict[tuple[str, int], set[int]] = defaultdict(set)
         for pair in needed:
-            self._take(self.home[pair[0]], pair)
+            self._assign(self.home[pair[0]], pair, 1)
 
     def run(self) -> list[list[Pair]]:
         """Move blocks until no rank is too far above the mean, or no move helps; return the pairs of every rank."""
@@ -63,8 +63,8 @@ class _Balance:
                 stuck.add(rank)
                 continue
             _, pair, target = move
-            self._drop(rank, pair)
-            self._take(target, pair)
+            self._assign(rank, pair, -1)
+            self._assign(target, pair, 1)
         return self.owned
 
     def _moves(self, rank: int) -> Iterator[tuple[float, Pair, int]]:
@@ -79,7 +79,7 @@ class _Balance:
                 if target == rank or taken <= 0 or self.load[target] + area >= self.load[rank]:
                     continue
                 # A block that overshoots moves more than it takes off: the same price for less.
-                yield (self._price(target, pair) - self._saved(rank, pair)) / taken + area / taken, pair, target
+                yield (self._price(target, pair, 0) - self._price(rank, pair, 1)) / taken + area / taken, pair, target
 
     def _candidates(self, rank: int, surplus: float) -> list[Pair]:
         """Return a few blocks of about the surplus or less, the largest first; equal ones with neighbours together."""
@@ -89,50 +89,30 @@ class _Balance:
 
     def _targets(self, pair: Pair, least: int) -> set[int]:
         targets = {self.home[pair[0]], self.home[pair[1]], least}
-        for side, chunk in zip(("q", "kv"), pair, strict=True):
+        for side, chunk in zip(PRICE, pair, strict=True):
             if holders := self.holders[side, chunk]:
                 targets.add(min(holders, key=lambda r: (self.load[r], r)))
         return targets
 
-    def _price(self, rank: int, pair: Pair) -> float:
-        """Return the cost of the transfers a rank needs to compute a block that it does not compute yet."""
-        q, kv = pair
-        price = 0.0
-        if self.home[q] != rank and rank not in self.holders["q", q]:
-            price += self.rows[q] * (PRICE["q"] + PRICE["out"])
-        if self.home[kv] != rank and rank not in self.holders["kv", kv]:
-            price += self.rows[kv] * PRICE["kv"]
-        return price
+    def _price(self, rank: int, pair: Pair, readers: int) -> float:
+        """Return the cost of the remote rows of a block that so many blocks of a rank read.
 
-    def _saved(self, rank: int, pair: Pair) -> float:
-        """Return the cost of the transfers that become needless when a rank gives a block away."""
-        q, kv = pair
-        saved = 0.0
-        if self.home[q] != rank and self.readers[rank, "q", q] == 1:
-            saved += self.rows[q] * (PRICE["q"] + PRICE["out"])
-        if self.home[kv] != rank and self.readers[rank, "kv", kv] == 1:
-            saved += self.rows[kv] * PRICE["kv"]
-        return saved
+        With 0 readers these are the transfers that the block adds to a rank, with 1 those that only it needs.
+        """
+        return sum(
+            self.rows[chunk] * PRICE[side]
+            for side, chunk in zip(PRICE, pair, strict=True)
+            if self.home[chunk] != rank and self.readers[rank, side, chunk] == readers
+        )
 
-    def _size(self, pair: Pair) -> tuple[int, Pair]:
-        return -self.area[pair], pair
-
-    def _take(self, rank: int, pair: Pair) -> None:
-        self.load[rank] += self.area[pair]
-        insort(self.owned[rank], pair, key=self._size)
-        for side, chunk in zip(("q", "kv"), pair, strict=True):
-            self.readers[rank, side, chunk] += 1
-            self.holders[side, chunk].add(rank)
-
-    def _drop(self, rank: int, pair: Pair) -> None:
-        self.load[rank] -= self.area[pair]
-        self.owned[rank].remove(pair)
-        for side, chunk in zip(("q", "kv"), pair, strict=True):
-            self.readers[rank, side, chunk] -= 1
-            if not self.readers[rank, side, chunk]:
-                self.holders[side, chunk].remove(rank)
-
-
-def areas(needed: Pairs) -> dict[Pair, int]:
-    """Return the number of token pairs of every needed (q_chunk, kv_chunk)."""
-    return {pair: sum(tile.area for tile in tiles) for pair, tiles in needed.items()}
+    def _assign(self, rank: int, pair: Pair, by: int) -> None:
+        """Give a block to a rank (1), or take it away (-1)."""
+        self.load[rank] += by * self.area[pair]
+        if by > 0:
+            insort(self.owned[rank], pair, key=lambda pair: (-self.area[pair], pair))
+        else:
+            self.owned[rank].remove(pair)
+        for side, chunk in zip(PRICE, pair, strict=True):
+            self.readers[rank, side, chunk] += by
+            holders = self.holders[side, chunk]
+            (holders.add if self.readers[rank, side, chunk] else holders.remove)(rank)
