@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.names import LAYOUTS
 from dfa_megatron.selfcheck.case import Case, Section
 
@@ -21,63 +22,56 @@ Tensor = Any
 MOST_RANKS = 32
 
 
+@dataclass(frozen=True)
+class AttentionFlags:
+    """The flags of the self-check beside the options of distributed attention."""
+
+    ranks: int = flag(4)
+    tokens: int | None = flag(None, "of the whole sequence; 16 a rank by default")
+    heads: int = flag(4)
+    kv_heads: int = flag(2)
+    head_dim: int = flag(16)
+    batch: int = flag(1)
+    causal: bool = flag(True)
+    window_size: tuple[int, int] = flag((-1, -1), metavar=("LEFT", "RIGHT"))
+    softcap: float = flag(0.0)
+    cu_seqlens: str = flag("", "offsets of packed documents: 0,7,20,64; the last is the tokens")
+    layout: str = flag("contiguous", "tokens of a rank; load_balanced is for packs", choices=LAYOUTS)
+
+
 def case_of(words: Sequence[str]) -> Case:
     """The self-check of one attention, of the shapes and options on a command line.
 
     Raises:
         UnsupportedError: too many ranks, or an option with a value that it cannot have.
     """
-    args = _parser().parse_args(list(words))
-    if not 1 <= args.ranks <= MOST_RANKS:
-        raise UnsupportedError(f"--ranks {args.ranks}", "each is a process here", f"1 to {MOST_RANKS}")
-    if min(args.heads, args.kv_heads, args.head_dim, args.batch) < 1 or args.heads % args.kv_heads:
+    parser = argparse.ArgumentParser(prog="dfa-megatron selfcheck attention", description=__doc__, allow_abbrev=False)
+    add_flags(parser, AttentionFlags)
+    args = DistAttentionConfig.add_arguments(parser, prefix="--", scope="function").parse_args(list(words))
+    flags, config = from_flags(AttentionFlags, args), DistAttentionConfig.from_args(args, prefix="")
+    if not 1 <= flags.ranks <= MOST_RANKS:
+        raise UnsupportedError(f"--ranks {flags.ranks}", "each is a process here", f"1 to {MOST_RANKS}")
+    sizes = (flags.heads, flags.kv_heads, flags.head_dim, flags.batch)
+    if min(sizes) < 1 or flags.heads % flags.kv_heads:
+        what = "--heads {} --kv-heads {} --head-dim {} --batch {}".format(*sizes)
         raise UnsupportedError(
-            f"--heads {args.heads} --kv-heads {args.kv_heads} --head-dim {args.head_dim} --batch {args.batch}",
-            "each is at least 1, and key/value heads divide the heads",
-            "--heads 4 --kv-heads 2",
+            what, "each is at least 1, and key/value heads divide the heads", "--heads 4 --kv-heads 2"
         )
-    offsets = [int(offset) for offset in args.cu_seqlens.split(",")] if args.cu_seqlens else None
-    if offsets and args.batch != 1:
-        raise UnsupportedError(f"--batch {args.batch} with --cu-seqlens", "a pack is one row", "--batch 1")
-    config = dataclasses.asdict(DistAttentionConfig.from_args(args, prefix=""))
-    tokens = offsets[-1] if offsets else args.tokens or 16 * args.ranks
-    if tokens < 1 or tokens % args.ranks:
-        raise UnsupportedError(f"{tokens} tokens", f"they must divide among {args.ranks} ranks", f"{16 * args.ranks}")
-    shapes = f"{tokens} tokens, {args.heads} heads of {args.head_dim} over {args.kv_heads}"
+    offsets = [int(offset) for offset in flags.cu_seqlens.split(",")] if flags.cu_seqlens else None
+    if offsets and flags.batch != 1:
+        raise UnsupportedError(f"--batch {flags.batch} with --cu-seqlens", "a pack is one row", "--batch 1")
+    tokens = offsets[-1] if offsets else flags.tokens or 16 * flags.ranks
+    if tokens < 1 or tokens % flags.ranks:
+        raise UnsupportedError(f"{tokens} tokens", f"they must divide among {flags.ranks} ranks", f"{16 * flags.ranks}")
+    shapes = f"{tokens} tokens, {flags.heads} heads of {flags.head_dim} over {flags.kv_heads}"
     return Case(
-        title=f"attention, {shapes}, layout {args.layout}, schedule {args.schedule}",
-        ranks=args.ranks,
+        title=f"attention, {shapes}, layout {flags.layout}, schedule {config.schedule}",
+        ranks=flags.ranks,
         measure=f"{__name__}:measure",
-        settings={
-            "shape": [args.batch, tokens, args.heads, args.kv_heads, args.head_dim],
-            "causal": args.causal,
-            "window": args.window_size,
-            "softcap": args.softcap,
-            "cu_seqlens": offsets,
-            "layout": args.layout,
-            "config": config,
-        },
+        settings=asdict(flags) | {"tokens": tokens, "cu_seqlens": offsets, "config": asdict(config)},
         sections=(Section("attention", "attention"),),
         unseen=("GPU kernels and transports: `dfa-megatron doctor` compares kernels on the GPUs themselves",),
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dfa-megatron selfcheck attention", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--tokens", type=int, help="of the whole sequence; 16 a rank by default")
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--window-size", type=int, nargs=2, default=(-1, -1), metavar=("LEFT", "RIGHT"))
-    parser.add_argument("--softcap", type=float, default=0.0)
-    parser.add_argument("--cu-seqlens", help="offsets of packed documents: 0,7,20,64; the last is the tokens")
-    parser.add_argument(
-        "--layout", choices=LAYOUTS, default="contiguous", help="tokens of a rank; load_balanced is for packs"
-    )
-    return DistAttentionConfig.add_arguments(parser, prefix="--", scope="function")
 
 
 def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, recorder: Recorder) -> None:
@@ -88,7 +82,9 @@ def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, r
     from dfa_megatron.sharding import layout_of_tokens, positions_of
 
     recorder.section = sections[0]
-    batch, tokens, heads, kv_heads, width = settings["shape"]
+    batch, tokens, heads, kv_heads, width = (
+        settings[name] for name in ("batch", "tokens", "heads", "kv_heads", "head_dim")
+    )
     generator = torch.Generator().manual_seed(7)
     q, k, v, dout = (
         torch.randn(batch, tokens, h, width, generator=generator) for h in (heads, kv_heads, kv_heads, heads)
@@ -114,8 +110,8 @@ def _distributed(q: Tensor, k: Tensor, v: Tensor, settings: Mapping[str, Any]) -
     from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 
     given: dict[str, Any] = {name: settings[name] for name in ("causal", "softcap", "layout")}
-    given |= {"window_size": tuple(settings["window"]), "return_lse": True}
-    given |= {"config": DistAttentionConfig(**settings["config"])}
+    given |= {"window_size": tuple(settings["window_size"]), "config": DistAttentionConfig(**settings["config"])}
+    given["return_lse"] = True
     if settings["cu_seqlens"] is None:
         out, lse = dist_flash_attn_func(q, k, v, **given)
         return out, lse
@@ -133,7 +129,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, settings: Mapping[str, Any]) -> tupl
     if cap := settings["softcap"]:
         scores = cap * torch.tanh(scores / cap)
     ahead = places[None, :] - places[:, None]
-    (left, right), seen = settings["window"], torch.ones_like(ahead, dtype=torch.bool)
+    (left, right), seen = settings["window_size"], torch.ones_like(ahead, dtype=torch.bool)
     right = 0 if settings["causal"] else right
     if left >= 0:
         seen &= ahead >= -left

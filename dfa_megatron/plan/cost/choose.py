@@ -223,25 +223,16 @@ def imbalance(plan: AttentionPlan) -> float:
 
 def _outlined(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
     parts = [estimate(outline(phase, shape.batch), shape, hardware) for phase in plan.phases]
-    seconds = sum(part.seconds for part in parts)
+    seconds, sent = sum(part.seconds for part in parts), max(bytes_sent(plan, shape))
     idle = sum(part.idle_share * part.seconds for part in parts) / seconds if seconds else 0.0
-    return Candidate(plan.schedule, plan.layout, plan, seconds, idle_share=idle, sent=max(bytes_sent(plan, shape)))
+    return Candidate(plan.schedule, plan.layout, plan, seconds, idle_share=idle, sent=sent)
 
 
 def _simulated(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
-    run = simulate(plan, shape, hardware)
+    run, sent = simulate(plan, shape, hardware), max(bytes_sent(plan, shape))
     slots = max(len(program.slots) for phase in plan.phases for program in lower_all(phase, shape.batch))
-    sent = max(bytes_sent(plan, shape))
-    return Candidate(
-        plan.schedule,
-        plan.layout,
-        plan,
-        run.makespan,
-        idle_share=run.idle_share,
-        sent=sent,
-        slots=slots,
-        simulated=True,
-    )
+    found = Candidate(plan.schedule, plan.layout, plan, run.makespan, idle_share=run.idle_share, sent=sent)
+    return replace(found, slots=slots, simulated=True)
 
 
 def _with_ulysses(
@@ -256,28 +247,17 @@ def _with_ulysses(
     if hardware.ranks_per_node is not None:
         inner = replace(hardware, ranks_per_node=max(1, hardware.ranks_per_node // degree))
     found = []
-    looked_at = _of_schedules(mask, ranks // degree, layout, split.shape(shape), inner)
-    why = "neighbours do not hold the tokens that one rank of its plan would"
-    looked_at = [
-        Candidate(one.schedule, one.layout, refusal=why) if one.layout == "load_balanced" else one for one in looked_at
-    ]
-    if degree == ranks:  # one rank per plan: every schedule is the same
-        looked_at = [candidate for candidate in looked_at if candidate.plan][:1]
-    for candidate in looked_at:
-        seconds = candidate.seconds + exchange
-        computed = (1 - candidate.idle_share) * candidate.seconds
-        found.append(
-            replace(
-                candidate,
-                ulysses_degree=degree,
-                seconds=seconds,
-                idle_share=1 - computed / seconds,
-                sent=candidate.sent + sent,
-            )
-            if candidate.plan
-            else replace(candidate, ulysses_degree=degree)
-        )
-    return found
+    for one in _of_schedules(mask, ranks // degree, layout, split.shape(shape), inner):
+        if one.layout == "load_balanced":
+            why = "neighbours do not hold the tokens that one rank of its plan would"
+            one = Candidate(one.schedule, one.layout, refusal=why)
+        elif one.plan:
+            seconds = one.seconds + exchange
+            idle = 1 - (1 - one.idle_share) * one.seconds / seconds
+            one = replace(one, seconds=seconds, idle_share=idle, sent=one.sent + sent)
+        found.append(replace(one, ulysses_degree=degree))
+    # With one rank per plan every schedule is the same.
+    return found if degree < ranks else [one for one in found if one.plan][:1]
 
 
 def _nodes(hardware: Hardware, ranks: int) -> int | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, RATED_HEADS, Hardware
 from dfa_megatron.plan.interpret import run_together
@@ -81,17 +81,11 @@ class Timeline:
     def then(self, after: Timeline) -> Timeline:
         """Return this run followed by another, which starts when every rank is done."""
         late = self.makespan
-        moved = [
-            Event(e.rank, e.kind, e.phase, e.step, e.start + late, e.end + late, e.label, e.peer, e.nbytes, e.blocks)
-            for e in after.events
-        ]
-        return Timeline(
-            late + after.makespan,
-            tuple(a + b for a, b in zip(self.busy, after.busy, strict=True)),
-            tuple(a + b for a, b in zip(self.sent, after.sent, strict=True)),
-            tuple(a + b for a, b in zip(self.received, after.received, strict=True)),
-            (*self.events, *moved),
-        )
+        moved = [replace(event, start=event.start + late, end=event.end + late) for event in after.events]
+        busy = tuple(map(sum, zip(self.busy, after.busy, strict=True)))
+        sent = tuple(map(sum, zip(self.sent, after.sent, strict=True)))
+        received = tuple(map(sum, zip(self.received, after.received, strict=True)))
+        return Timeline(late + after.makespan, busy, sent, received, (*self.events, *moved))
 
 
 def simulate(
@@ -240,28 +234,16 @@ class _Clocks:
     def land(self, step: int, message: Message, payload: int) -> None:
         """Deliver the batches of all ranks, once per step, and record both ends of this message."""
         for rank, start, end in self.network.deliver():
-            self._note_wait(rank, start, end)
-        start, end = self.network.times[message.peer, self.program.rank]
+            self._note(rank, "wait", start, end, "wait")
+        times = self.network.times[message.peer, self.program.rank]
         label = "+".join(name for name, _ in message.signature)
-        phase, me = self.plan.phase.name, self.program.rank
-        self.events.append(Event(me, "receive", phase, step, start, end, label, message.peer, payload))
-        self.events.append(Event(message.peer, "send", phase, step, start, end, label, me, payload))
-
-    def _note_wait(self, rank: int, start: float, end: float) -> None:
-        self.events.append(Event(rank, "wait", self.plan.phase.name, self.step, start, end, "wait"))
+        self._note(self.program.rank, "receive", *times, label, message.peer, payload)
+        self._note(message.peer, "send", *times, label, self.program.rank, payload)
 
     def _work(self, seconds: float, label: str, blocks: tuple[Block, ...]) -> None:
         start, self.wire.done = self.wire.done, self.wire.done + seconds
         self.busy += seconds
-        self.events.append(
-            Event(
-                self.program.rank,
-                "compute",
-                self.plan.phase.name,
-                self.step,
-                start,
-                self.wire.done,
-                label,
-                blocks=blocks,
-            )
-        )
+        self._note(self.program.rank, "compute", start, self.wire.done, label, -1, 0, blocks)
+
+    def _note(self, rank: int, kind: Kind, start: float, end: float, label: str, *more: Any) -> None:
+        self.events.append(Event(rank, kind, self.plan.phase.name, self.step, start, end, label, *more))
