@@ -101,8 +101,8 @@ def start(args: argparse.Namespace, block: dict[str, Any], section: dict[str, An
 def batch_of(engine: Any, args: argparse.Namespace, seed: int) -> dict[str, torch.Tensor]:
     """This rank's part of a sequence that repeats itself, so that there is something to learn."""
     length = args.length * dist.get_world_size()
-    piece = torch.randint(0, 512, (1, 64), generator=torch.Generator().manual_seed(seed % 8))
-    ids = piece.repeat(1, length // 64 + 1)[:, :length].to(engine.device)
+    words = torch.randint(0, 512, (1, 64), generator=torch.Generator().manual_seed(seed % 8))
+    ids = words.repeat(1, length // 64 + 1)[:, :length].to(engine.device)
     return dfa_ds.shard_batch({"input_ids": ids, "labels": ids}, group=dfa_ds.mesh_of(engine).group)
 
 

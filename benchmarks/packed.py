@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 benchmarks/packed.py --heads 64 --kv-heads 8 --tokens-per-rank 8192 --out packed.json
 
 Documents are drawn log-normal, up to a quarter of the pack, and rounded to multiples of 2P tokens: ring-flash-attn's
-ring and zigzag cut each document in so many pieces, and get their tokens so. A method that is wrong on a small pack is
+ring and zigzag cut each document into P or 2P chunks. A method that is wrong on a small pack is
 not timed (ring-flash-attn's ring and zigzag are in float32: they sum into what they read). Times are of the slowest
 rank, the median over repetitions in which methods take turns; TFLOP/s per rank count the pairs of the documents:
 4 * pairs * heads * head_dim forward, 2.5 times that backward. `new pack` is what the first call with documents that
@@ -110,10 +110,10 @@ def peer_methods(world: World, kv_heads: int, causal: bool) -> list[Method]:
     def in_order(x: torch.Tensor, offsets: Offsets) -> torch.Tensor:
         return x.chunk(world.size)[world.rank]
 
-    def of_each(pieces: tuple[int, ...], count: int) -> Callable[[torch.Tensor, Offsets], torch.Tensor]:
+    def of_each(chunks: tuple[int, ...], count: int) -> Callable[[torch.Tensor, Offsets], torch.Tensor]:
         def split(x: torch.Tensor, offsets: Offsets) -> torch.Tensor:
             parts = (x[lo:hi].chunk(count) for lo, hi in pairwise(offsets))
-            return torch.cat([part[piece] for part in parts for piece in pieces])
+            return torch.cat([part[chunk] for part in parts for chunk in chunks])
 
         return split
 

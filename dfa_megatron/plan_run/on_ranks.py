@@ -24,7 +24,6 @@ def one_rank(plan: AttentionPlan, flags: RunFlags) -> int:
     Raises:
         UnsupportedError: the number of ranks is not the plan's, or nothing serves the sizes.
     """
-
     world = join(flags.device)
     if world.size != plan.ranks:
         raise UnsupportedError(f"{world.size} ranks", f"the plan is for {plan.ranks}", f"{plan.ranks} ranks")
@@ -43,7 +42,6 @@ def one_rank(plan: AttentionPlan, flags: RunFlags) -> int:
 
 def all_ranks(plan: AttentionPlan, flags: RunFlags) -> int:
     """Run all ranks of a plan in this process; return the exit status."""
-
     given = _inputs(plan, flags)
     rows = [plan.forward.layout.positions(rank) for rank in range(plan.ranks)]
     config = DistAttentionConfig(kernel=flags.kernel)
@@ -59,7 +57,6 @@ def all_ranks(plan: AttentionPlan, flags: RunFlags) -> int:
 
 def _inputs(plan: AttentionPlan, flags: RunFlags) -> list[torch.Tensor]:
     """Return q, k, v and dout of the whole sequence, the same on every rank."""
-
     torch.manual_seed(0)
     dtype = getattr(torch, flags.dtype)
     heads = flags.heads, flags.kv_heads, flags.kv_heads, flags.heads
@@ -68,7 +65,6 @@ def _inputs(plan: AttentionPlan, flags: RunFlags) -> list[torch.Tensor]:
 
 def _truth(plan: AttentionPlan, given: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return (out, dq, dk, dv) in float64, computed on one rank as one block."""
-
     dense, scale = plan_named("ring", plan.forward.mask, 1), given[0].shape[-1] ** -0.5
     q, k, v, dout = ([x.double().cpu()] for x in given)
     results = naive.forward(dense, q, k, v, scale)

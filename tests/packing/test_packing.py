@@ -30,8 +30,10 @@ def brute_force(layout: str, length: int, ranks: int, rank: int) -> list[int]:
     """The positions a rank holds, written down as the layouts are described."""
     if layout == "contiguous":
         return list(range(rank * length // ranks, (rank + 1) * length // ranks))
-    piece = length // (2 * ranks)
-    return [p for chunk in (rank, 2 * ranks - 1 - rank) for p in range(chunk * piece, (chunk + 1) * piece)]
+    chunk_length = length // (2 * ranks)
+    return [
+        p for chunk in (rank, 2 * ranks - 1 - rank) for p in range(chunk * chunk_length, (chunk + 1) * chunk_length)
+    ]
 
 
 def sample(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:

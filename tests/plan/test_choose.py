@@ -109,7 +109,7 @@ def test_a_named_schedule_is_taken_as_it_is(name: str) -> None:
 def test_a_layout_that_shares_out_the_work_has_one_schedule(layout: str) -> None:
     plan = make_plan(causal(32), 4, layout=layout)
     assert (plan.schedule, plan.layout) == (names.OWNER_COMPUTES, layout)
-    assert all(plan.forward.layout.home[block.q_chunk] == block.rank for block in plan.forward.blocks)
+    assert all(plan.forward.layout.owner[block.q_chunk] == block.rank for block in plan.forward.blocks)
     with pytest.raises(UnsupportedError, match=r"every rank computes its own rows.* schedule 'auto'"):
         make_plan(causal(32), 4, schedule="ring", layout=layout)
     with pytest.raises(UnsupportedError, match="no such schedule"):

@@ -171,7 +171,7 @@ def test_nothing_is_computed_before_what_it_reads_has_landed() -> None:
     for e in timeline.events:
         for b in e.blocks:
             for name, chunk in (("q", b.q_chunk), ("kv", b.kv_chunk)):
-                if plan.layout.home[chunk] != b.rank:
+                if plan.layout.owner[chunk] != b.rank:
                     step = landed[b.rank, name, chunk]
                     arrivals = [
                         r.end for r in timeline.events if r.kind == "receive" and (r.rank, r.step) == (b.rank, step)

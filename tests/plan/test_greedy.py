@@ -80,7 +80,7 @@ def test_greedy_moves_less_than_a_quarter_of_all_keys_and_queries_on_a_pack() ->
 def test_greedy_leaves_even_work_where_it_is() -> None:
     for mask in (masks.full(8 * 64), documents([64] * 8)):
         plan = forward("greedy", mask, 8)
-        assert all(plan.layout.home[block.q_chunk] == block.rank for block in plan.blocks)
+        assert all(plan.layout.owner[block.q_chunk] == block.rank for block in plan.blocks)
     assert not forward("greedy", documents([64] * 8), 8).transfers, "documents that end with their rank need no message"
 
 
@@ -104,7 +104,7 @@ def test_greedy_evens_out_every_mask(ranks: int) -> None:
 def held(mask: Mask, layout: Layout) -> tuple[list[int], list[int]]:
     """Tokens and work of every rank."""
     tokens, work, everything = [0] * layout.ranks, [0] * layout.ranks, Span(0, mask.length)
-    for chunk, home in zip(layout.chunks, layout.home, strict=True):
+    for chunk, home in zip(layout.chunks, layout.owner, strict=True):
         tokens[home] += len(chunk)
         work[home] += sum(tile.area for tile in mask.restrict(chunk, everything))
     return tokens, work

@@ -46,9 +46,9 @@ def test_gathered_tokens_are_those_of_a_rank_of_the_plan(layout: str, ranks: int
         split = split_tokens(degree, rank, ranks, layout, rows)
         theirs = [tokens_of(layout, ranks * rows, ranks, other) for other in split.exchange_group]
         in_order = [token for one in theirs for token in one]
-        gathered = [token for at, part in split.pieces for token in theirs[at][part.lo : part.hi]] or in_order
+        gathered = [token for at, part in split.gathered for token in theirs[at][part.lo : part.hi]] or in_order
         assert gathered == tokens_of(layout, ranks * rows, len(split.plan_group), split.plan_group.index(rank))
-        if split.pieces:
+        if split.gathered:
             back = [token for part in split.returned for token in gathered[part.lo : part.hi]]
             assert back == in_order, "and they find their way back"
         else:
@@ -59,7 +59,7 @@ def test_neighbours_exchange_and_ranks_with_the_same_heads_share_a_plan() -> Non
     split = split_tokens(2, 5, 8, "contiguous", 4)
     assert list(split.exchange_group) == [4, 5]
     assert list(split.plan_group) == [1, 3, 5, 7]
-    assert split.pieces == split.returned == ()
+    assert split.gathered == split.returned == ()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Layouts: every token has one home, and every rank as many tokens as the others."""
+"""Layouts: every token has one owner, and every rank as many tokens as the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packs of documents: the pieces of a step become one kernel call of several segments, and no others."""
+"""Packs of documents: the tiles of a step become one kernel call of several segments, and no others."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import Band
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.program import Call, Program, Region, Step
-from dfa_megatron.plan.lowering.lower import lower, lower_all
+from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.proof.check import check, check_plan, check_programs
 from tests.support import arrays
 from tests.support.plan_cases import every_mask, plan_of, plans
@@ -72,11 +72,6 @@ def test_slots_do_not_grow_with_the_ranks(schedule: str, ranks: int) -> None:
 def test_a_plan_over_its_bound_of_slots_is_refused_with_the_numbers() -> None:
     with pytest.raises(PlanError, match=r"needs \d+ slots .* the bound is 1"):
         check_plan(plan_of("balanced", causal(32), 8), max_slots=1)
-
-
-def test_a_rank_lowered_alone_gets_the_program_that_it_gets_among_all() -> None:
-    plan = plan_of("balanced_shared", causal(64), 8).backward
-    assert [lower(plan, rank) for rank in range(8)] == lower_all(plan)
 
 
 # Mutants of programs.

@@ -31,7 +31,7 @@ class Memory:
         for _, name in plan.phase.reads:
             mine = [
                 reference.rows(name)[c.lo : c.hi]
-                for c, home in zip(plan.layout.chunks, plan.layout.home, strict=True)
+                for c, home in zip(plan.layout.chunks, plan.layout.owner, strict=True)
                 if home == program.rank
             ]
             self.view(program.home_buffer(name), name)[:] = np.concatenate(mine)
@@ -181,7 +181,7 @@ def is_right(plan: Plan, programs: Sequence[Program], reference: Reference, orde
         for rank, memory in enumerate(memories):
             mine = [
                 reference.rows(name)[c.lo : c.hi]
-                for c, home in zip(plan.layout.chunks, plan.layout.home, strict=True)
+                for c, home in zip(plan.layout.chunks, plan.layout.owner, strict=True)
                 if home == rank
             ]
             got = memory.view(memory.program.home_buffer(name), name)

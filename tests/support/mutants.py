@@ -84,7 +84,7 @@ def detour(plan: Plan, rng: random.Random) -> Plan:
 def extra_copy(plan: Plan, rng: random.Random) -> Plan:
     """An input that nobody asked for; harmless if its source has it."""
     chunk, name = rng.randrange(len(plan.layout.chunks)), rng.choice([name for _, name in plan.phase.reads])
-    src = plan.layout.home[chunk] if rng.random() < 0.7 else rng.randrange(plan.ranks)
+    src = plan.layout.owner[chunk] if rng.random() < 0.7 else rng.randrange(plan.ranks)
     return _transfers(
         plan, added=(Transfer(rng.randrange(max(1, plan.steps)), src, rng.randrange(plan.ranks), name, chunk),)
     )

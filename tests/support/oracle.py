@@ -29,8 +29,8 @@ def is_right(plan: Plan, sees: np.ndarray, reference: Reference) -> bool:
 
 
 def _speaks(plan: Plan, sees: np.ndarray) -> None:
-    """Nothing is written twice, every record names what exists, and no accumulator leaves its home."""
-    chunks, ranks = len(plan.layout.chunks), max(plan.layout.home) + 1
+    """Nothing is written twice, every record names what exists, and no accumulator leaves its owner."""
+    chunks, ranks = len(plan.layout.chunks), max(plan.layout.owner) + 1
     reads, writes = {plan.phase.read_q, plan.phase.read_kv}, {plan.phase.write_q, plan.phase.write_kv} - {""}
     if len(set(plan.blocks)) < len(plan.blocks) or len(set(plan.transfers)) < len(plan.transfers):
         raise WrongPlanError("repeated")
@@ -38,7 +38,7 @@ def _speaks(plan: Plan, sees: np.ndarray) -> None:
         exists = 0 <= t.src < ranks and 0 <= t.dst < ranks and 0 <= t.chunk < chunks and t.what in reads | writes
         if not exists or t.step < 0 or t.src == t.dst:
             raise WrongPlanError(t)
-        if t.what in writes and plan.layout.home[t.chunk] == t.src:
+        if t.what in writes and plan.layout.owner[t.chunk] == t.src:
             raise WrongPlanError(t)
     for b in plan.blocks:
         if b.step < 0 or not (0 <= b.rank < ranks and 0 <= b.q_chunk < chunks and 0 <= b.kv_chunk < chunks):
@@ -59,7 +59,7 @@ Held = dict[tuple[int, str, int], np.ndarray]
 def _run(plan: Plan, sees: np.ndarray, reference: Reference) -> Held:
     phase, layout = plan.phase, plan.layout
     inputs: Held = {}
-    for chunk, home in enumerate(layout.home):
+    for chunk, home in enumerate(layout.owner):
         span = layout.chunks[chunk]
         for name in (phase.read_q, phase.read_kv):
             inputs[home, name, chunk] = reference.rows(name)[span.lo : span.hi]
@@ -113,7 +113,7 @@ def _add(sums: Held, key: tuple[int, str, int], value: np.ndarray) -> None:
 
 
 def _compare(plan: Plan, held: Held, reference: Reference) -> bool:
-    if any(plan.layout.home[chunk] != rank for rank, _, chunk in held):
+    if any(plan.layout.owner[chunk] != rank for rank, _, chunk in held):
         return False
     for name in {plan.phase.write_q, plan.phase.write_kv} - {""}:
         want = reference.rows(name)

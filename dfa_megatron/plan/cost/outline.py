@@ -54,7 +54,7 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
         call = (
             block.rank,
             *(
-                _memory(plan.layout.home[chunk_of(block, side)], block.rank, name in together)
+                _memory(plan.layout.owner[chunk_of(block, side)], block.rank, name in together)
                 for side, name in plan.phase.reads
             ),
         )

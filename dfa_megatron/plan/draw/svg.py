@@ -143,12 +143,12 @@ def _cell(out: list[str], plan: Plan, event: Event, left: float, right: float, y
 
 
 def _kind(plan: Plan, blocks: Sequence[Block]) -> str:
-    home = plan.layout.home
+    owner = plan.layout.owner
     if not blocks:
         return "merge"
-    if any(home[block.q_chunk] != block.rank for block in blocks):
+    if any(owner[block.q_chunk] != block.rank for block in blocks):
         return "helper"
-    return "diagonal" if all(home[block.kv_chunk] == block.rank for block in blocks) else "own"
+    return "diagonal" if all(owner[block.kv_chunk] == block.rank for block in blocks) else "own"
 
 
 def _arrival(out: list[str], event: Event, left: float, right: float, y: float) -> None:

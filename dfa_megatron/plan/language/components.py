@@ -29,11 +29,11 @@ class Component(NamedTuple):
             return [(hi - lo) * (lo + hi + first) // 2 for lo, hi in pairwise(edges)]
         work = [0] * (len(edges) - 1)
         for tile in self.tiles:
-            for piece in range(max(0, bisect_right(edges, tile.q.lo) - 1), len(work)):
-                if edges[piece] >= tile.q.hi:
+            for at in range(max(0, bisect_right(edges, tile.q.lo) - 1), len(work)):
+                if edges[at] >= tile.q.hi:
                     break
-                part = tile.restrict(Span(edges[piece], edges[piece + 1]), tile.kv)
-                work[piece] += part.area if part else 0
+                part = tile.restrict(Span(edges[at], edges[at + 1]), tile.kv)
+                work[at] += part.area if part else 0
         return work
 
 

@@ -10,14 +10,14 @@ from dfa_megatron.plan.language.ir import Block, Plan
 
 def whose(plan: Plan, chunks: Iterable[int]) -> str:
     """Name chunks by owner: `7` is every chunk of rank 7, `7a` and `7b` its first and its second chunk."""
-    by_home: dict[int, list[int]] = defaultdict(list)
+    by_owner: dict[int, list[int]] = defaultdict(list)
     for chunk in sorted(set(chunks)):
-        by_home[plan.layout.home[chunk]].append(chunk)
+        by_owner[plan.layout.owner[chunk]].append(chunk)
     names = []
-    for home, held in sorted(by_home.items()):
-        everything = plan.layout.of(home)
+    for owner, held in sorted(by_owner.items()):
+        everything = plan.layout.of(owner)
         some = "" if len(held) == len(everything) else "".join(_letter(everything.index(chunk)) for chunk in held)
-        names.append(f"{home}{some}")
+        names.append(f"{owner}{some}")
     return "+".join(names)
 
 
@@ -31,7 +31,7 @@ def cell(plan: Plan, blocks: Sequence[Block]) -> str:
     """
     if not blocks:
         return "-"
-    helps = any(plan.layout.home[block.q_chunk] != block.rank for block in blocks)
+    helps = any(plan.layout.owner[block.q_chunk] != block.rank for block in blocks)
     rows, keys = whose(plan, (b.q_chunk for b in blocks)), whose(plan, (b.kv_chunk for b in blocks))
     return f"{rows}.{keys}" + ("*" if helps else "")
 

@@ -108,19 +108,19 @@ class TokenSplit:
     exchange_group: ranks of the group that exchange heads with this one. They are neighbours, so that they share a
     node.
     plan_group: ranks of the group that run a plan with this one; all of them compute the same heads.
-    pieces: (position in `exchange_group`, its rows) in the order of the sequence; () if that is the order of the ranks.
+    gathered: (position in `exchange_group`, its rows) in the order of the sequence, or () for the order of the ranks.
     """
 
     exchange_group: range
     plan_group: range
-    pieces: tuple[tuple[int, Span], ...]
+    gathered: tuple[tuple[int, Span], ...]
 
     @property
     def returned(self) -> tuple[Span, ...]:
-        """Return the inverse of `pieces`: rows of the gathered tokens in the order of the ranks."""
-        edges = accumulate((len(rows) for _, rows in self.pieces), initial=0)
+        """Return the inverse of `gathered`: rows of the gathered tokens in the order of the ranks."""
+        edges = accumulate((len(rows) for _, rows in self.gathered), initial=0)
         placed = [
-            (rank, rows.lo, Span(at, at + len(rows))) for (rank, rows), at in zip(self.pieces, edges, strict=False)
+            (rank, rows.lo, Span(at, at + len(rows))) for (rank, rows), at in zip(self.gathered, edges, strict=False)
         ]
         return tuple(rows for _, _, rows in sorted(placed))
 
@@ -149,9 +149,9 @@ def split_tokens(degree: int, rank: int, ranks: int, layout: str, rows: int) -> 
     found.sort()
     if joined_spans([span for span, _, _ in found]) != joined_spans(list(coarse.spans(rank // degree))):
         raise _apart(degree, layout)
-    pieces = tuple((position, part) for _, position, part in found)
-    in_order = pieces == tuple((position, Span(0, rows)) for position in range(degree))
-    return TokenSplit(exchange_group, plan_group, () if in_order else pieces)
+    gathered = tuple((position, part) for _, position, part in found)
+    in_order = gathered == tuple((position, Span(0, rows)) for position in range(degree))
+    return TokenSplit(exchange_group, plan_group, () if in_order else gathered)
 
 
 def _apart(degree: int, layout: str) -> UnsupportedError:

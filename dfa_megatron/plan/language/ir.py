@@ -126,7 +126,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """Return a short hash of everything in the plan; equal digests are equal plans."""
-        told: list[object] = [self.phase.name, self.mask.name, self.mask.length, self.layout.home]
+        told: list[object] = [self.phase.name, self.mask.name, self.mask.length, self.layout.owner]
         told += [(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi) for t in self.mask.tiles]
         told += [(chunk.lo, chunk.hi) for chunk in self.layout.chunks]
         told += [(b.step, b.rank, b.q_chunk, b.kv_chunk) for b in sorted(self.blocks)]

@@ -12,19 +12,19 @@ from dfa_megatron.plan.language.geometry import Span
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A disjoint cover of [0, length) by chunks; `home` holds the owner of each.
+    """A disjoint cover of [0, length) by chunks; `owner` holds the owner of each.
 
     A rank's local sequence is its chunks one after another, in the order of their numbers.
     """
 
     chunks: tuple[Span, ...]
-    home: tuple[int, ...]
+    owner: tuple[int, ...]
     _held: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        held: list[list[int]] = [[] for _ in range(max(self.home, default=-1) + 1)]
-        for chunk, home in enumerate(self.home):
-            held[home].append(chunk)
+        held: list[list[int]] = [[] for _ in range(max(self.owner, default=-1) + 1)]
+        for chunk, owner in enumerate(self.owner):
+            held[owner].append(chunk)
         object.__setattr__(self, "_held", tuple(map(tuple, held)))
 
     @property

@@ -32,7 +32,7 @@ def to_text(plan: AttentionPlan) -> str:
     lines = [
         f"plan {plan.schedule} {plan.layout}{nodes}",
         "mask " + json.dumps({"name": mask.name, "length": mask.length, "tiles": tiles}),
-        "chunks " + " ".join(f"{c.lo}:{c.hi}@{home}" for c, home in zip(layout.chunks, layout.home, strict=True)),
+        "chunks " + " ".join(f"{c.lo}:{c.hi}@{owner}" for c, owner in zip(layout.chunks, layout.owner, strict=True)),
     ]
     for phase in plan.phases:
         lines += [f"phase {phase.phase.name}", *_steps(phase)]
@@ -132,12 +132,12 @@ def _mask(line: str) -> Mask:
 
 
 def _layout(words: list[str]) -> Layout:
-    spans, homes = [], []
+    spans, owners = [], []
     for word in words:
-        span, home = word.split("@")
+        span, owner = word.split("@")
         lo, hi = span.split(":")
         spans.append(Span(int(lo), int(hi)))
-        homes.append(int(home))
-    if not homes or set(homes) != set(range(max(homes) + 1 if max(homes) < len(homes) else 0)):
+        owners.append(int(owner))
+    if not owners or set(owners) != set(range(max(owners) + 1 if max(owners) < len(owners) else 0)):
         raise ValueError("a chunk is written first:end@rank, and every rank from 0 on holds one at least")
-    return Layout(tuple(spans), tuple(homes))
+    return Layout(tuple(spans), tuple(owners))

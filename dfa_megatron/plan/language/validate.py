@@ -26,8 +26,8 @@ def validate(plan: Plan) -> None:
         known = t.src in ranks and t.dst in ranks and t.chunk in chunks and t.what in names
         if not known or t.step < 0 or t.src == t.dst:
             _fail(plan, f"{t} is no transfer of a {plan.phase.name} plan on {plan.ranks} ranks", t)
-        if t.what in plan.phase.write_names and plan.layout.home[t.chunk] == t.src:
-            _fail(plan, f"R3: {t} takes an accumulator away from its home", t)
+        if t.what in plan.phase.write_names and plan.layout.owner[t.chunk] == t.src:
+            _fail(plan, f"R3: {t} takes an accumulator away from its owner", t)
     for b in plan.blocks:
         if b.step < 0 or b.rank not in ranks or b.q_chunk not in chunks or b.kv_chunk not in chunks:
             _fail(plan, f"{b} is no block of a plan on {plan.ranks} ranks", b)
@@ -39,8 +39,8 @@ def _validate_layout(plan: Plan) -> None:
     spans = [Span(0, 0), *sorted(plan.layout.chunks), Span(plan.mask.length, plan.mask.length)]
     if any(before.hi != after.lo or after.hi < after.lo for before, after in pairwise(spans)):
         raise PlanError(f"the chunks are no disjoint cover of the mask's {plan.mask.length} tokens")
-    if len(plan.layout.home) != len(plan.layout.chunks) or min(plan.layout.home) < 0:
-        raise PlanError("every chunk needs one home")
+    if len(plan.layout.owner) != len(plan.layout.chunks) or min(plan.layout.owner) < 0:
+        raise PlanError("every chunk needs one owner")
 
 
 def _refuse_repeats(plan: Plan) -> None:

@@ -24,15 +24,6 @@ Place = tuple[int, int]
 """(buffer, first row) of a chunk."""
 
 
-def lower(plan: Plan, rank: int, batch: int = 1) -> Program:
-    """Return the program of one rank for `batch` sequences at once. The plan has passed `validate`.
-
-    Raises:
-        PlanError: the plan breaks a rule of the language that shows on this rank (R1 to R5).
-    """
-    return _Lowering(plan, rank, rank_messages(plan, batch)[rank], joined(plan.mask, batch)).program()
-
-
 def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
     """Validate a plan and lower it for every rank.
 
@@ -87,13 +78,13 @@ class _Lowering:
         self.buffers: list[Buffer] = []
         self.lives = Lifetimes()
         self.stored = Stored()
-        self.home: dict[str, int] = {}
-        self.home_rows = self.layout.offsets(self.layout.of(rank))
+        self.own: dict[str, int] = {}
+        self.own_rows = self.layout.offsets(self.layout.of(rank))
         self.arrivals: dict[tuple[str, int], list[tuple[int, Place]]] = defaultdict(list)
         self.departures: dict[tuple[str, int], list[tuple[int, Place]]] = defaultdict(list)
         self.joined = together
         self.landings: dict[tuple[int, int, int], Region] = {}
-        self._place_home()
+        self._place_own()
         for step, by_peer in messages.incoming.items():
             self._place_landings(step, by_peer)
         for step, by_peer in messages.outgoing.items():
@@ -102,7 +93,7 @@ class _Lowering:
     def program(self) -> Program:
         """Lower every step in order, then assign slots to the buffers."""
         bodies = [self._body(step) for step in range(self.plan.steps)]
-        slots = assign_slots(self.buffers, self.lives, home=len(self.home))
+        slots = assign_slots(self.buffers, self.lives, own=len(self.own))
         tenants: dict[int, list[int]] = defaultdict(list)
         for buffer, slot in slots.items():
             tenants[slot].append(buffer)
@@ -120,11 +111,11 @@ class _Lowering:
 
     # Where things lie.
 
-    def _place_home(self) -> None:
-        rows = self._rows(self.home_rows)
+    def _place_own(self) -> None:
+        rows = self._rows(self.own_rows)
         for _, name in (*self.reads, *self.writes):
-            self.home[name] = self._new_buffer(((name, rows),), accumulates=name in self.accumulators)
-            self.lives.begin(self.home[name], 0)
+            self.own[name] = self._new_buffer(((name, rows),), accumulates=name in self.accumulators)
+            self.lives.begin(self.own[name], 0)
 
     def _place_landings(self, step: int, by_peer: dict[int, Parts]) -> None:
         """Add a buffer per received message, and one for each joined name; record the place of each chunk."""
@@ -179,20 +170,20 @@ class _Lowering:
         return sum(len(self.layout.chunks[chunk]) for chunk in chunks)
 
     def _read_place(self, name: str, chunk: int, step: int) -> Place:
-        if chunk in self.home_rows:
-            return self.home[name], self.home_rows[chunk]
+        if chunk in self.own_rows:
+            return self.own[name], self.own_rows[chunk]
         landed = [place for arrival, place in self.arrivals[name, chunk] if arrival < step]
         if not landed:
             self._fail(f"R1, R2: rank {self.rank} does not hold {name} of chunk {chunk} before step {step}", step)
         return landed[-1]
 
     def _write_place(self, name: str, chunk: int, step: int) -> Place:
-        if chunk in self.home_rows:
-            return self.home[name], self.home_rows[chunk]
+        if chunk in self.own_rows:
+            return self.own[name], self.own_rows[chunk]
         for departure, place in self.departures[name, chunk]:
             if departure > step:
                 return place
-        self._fail(f"R4: {name} of chunk {chunk}, written on rank {self.rank}, never goes home", step)
+        self._fail(f"R4: {name} of chunk {chunk}, written on rank {self.rank}, never goes to its owner", step)
 
     # What happens in a step.
 

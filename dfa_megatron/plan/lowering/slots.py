@@ -82,15 +82,15 @@ class Lifetimes:
         return max(self._sent_after[step], *earlier, -1)
 
 
-def assign_slots(buffers: Sequence[Buffer], lives: Lifetimes, home: int) -> dict[int, int]:
-    """Assign each buffer from index `home` on a slot: the free one nearest in size, else a new one.
+def assign_slots(buffers: Sequence[Buffer], lives: Lifetimes, own: int) -> dict[int, int]:
+    """Assign each buffer after the first `own` a slot: the free one nearest in size, else a new one.
 
     A slot is as large as its largest buffer. Accumulators have their own slots.
     """
     slots: dict[int, int] = {}
     free_from: dict[int, int] = {}
     shapes: dict[int, tuple[bool, int]] = {}
-    for number in sorted(range(home, len(buffers)), key=lambda number: (lives.interval(number), number)):
+    for number in sorted(range(own, len(buffers)), key=lambda number: (lives.interval(number), number)):
         begin, end = lives.interval(number)
         accumulates, size = buffers[number].accumulates, _size(buffers[number])
         usable = [slot for slot, busy_to in free_from.items() if shapes[slot][0] == accumulates and busy_to < begin]

@@ -51,9 +51,9 @@ def _balanced(mask: Mask, layout: Layout, share_last: bool) -> tuple[Block, ...]
 
 def _refuse_work_above_the_diagonal(layout: Layout, needed: Iterable[tuple[int, int]]) -> None:
     for q, kv in needed:
-        if layout.home[q] < layout.home[kv]:
+        if layout.owner[q] < layout.owner[kv]:
             raise UnsupportedError(
                 "the balanced schedule on this mask",
-                f"rows of rank {layout.home[q]} see keys of rank {layout.home[kv]}, and it pairs causal work only",
+                f"rows of rank {layout.owner[q]} see keys of rank {layout.owner[kv]}, and it pairs causal work only",
                 "schedule 'ring'",
             )

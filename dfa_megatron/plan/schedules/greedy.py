@@ -38,7 +38,7 @@ class _Balance:
 
     def __init__(self, mask: Mask, layout: Layout) -> None:
         needed = needed_pairs(mask, layout)
-        self.home = layout.home
+        self.owner = layout.owner
         self.rows = [len(chunk) for chunk in layout.chunks]
         self.area = {pair: sum(tile.area for tile in tiles) for pair, tiles in needed.items()}
         self.ranks = layout.ranks
@@ -49,7 +49,7 @@ class _Balance:
         self.readers: Counter[tuple[int, str, int]] = Counter()
         self.holders: dict[tuple[str, int], set[int]] = defaultdict(set)
         for pair in needed:
-            self._assign(self.home[pair[0]], pair, 1)
+            self._assign(self.owner[pair[0]], pair, 1)
 
     def run(self) -> list[list[Pair]]:
         """Move blocks until no rank is too far above the mean, or no move helps; return the pairs of every rank."""
@@ -88,7 +88,7 @@ class _Balance:
         return blocks[max(0, min(first, len(blocks) - CANDIDATES)) :][:CANDIDATES]
 
     def _targets(self, pair: Pair, least: int) -> set[int]:
-        targets = {self.home[pair[0]], self.home[pair[1]], least}
+        targets = {self.owner[pair[0]], self.owner[pair[1]], least}
         for side, chunk in zip(PRICE, pair, strict=True):
             if holders := self.holders[side, chunk]:
                 targets.add(min(holders, key=lambda r: (self.load[r], r)))
@@ -102,7 +102,7 @@ class _Balance:
         return sum(
             self.rows[chunk] * PRICE[side]
             for side, chunk in zip(PRICE, pair, strict=True)
-            if self.home[chunk] != rank and self.readers[rank, side, chunk] == readers
+            if self.owner[chunk] != rank and self.readers[rank, side, chunk] == readers
         )
 
     def _assign(self, rank: int, pair: Pair, by: int) -> None:

@@ -38,10 +38,10 @@ class Prices:
 
     pair: float
     token: float
-    piece: float
+    span: float
 
 
-PRICES = Prices(pair=4 * 32 * 128 / 500e12, token=8 * 2 * 128 * 2 / 340e9, piece=1e-6)
+PRICES = Prices(pair=4 * 32 * 128 / 500e12, token=8 * 2 * 128 * 2 / 340e9, span=1e-6)
 """32 heads of 128, 8 of them for keys, in 16 bits, on H200s of one host, forward."""
 
 
@@ -110,7 +110,7 @@ class _Balancing:
     def cost(self, prices: Prices) -> float:
         """Return the seconds of the slowest rank, if messages travel behind compute."""
         return max(
-            max(prices.pair * load, prices.token * received) + prices.piece * len(held)
+            max(prices.pair * load, prices.token * received) + prices.span * len(held)
             for load, received, held in zip(self.load, self.received, self.held, strict=True)
         )
 
@@ -174,8 +174,8 @@ class _Rows:
         found: list[tuple[float, int, int, float, Component]] = []
         for part in parts:
             first, length = part.span.lo, len(part.span)
-            pieces = -(-length // segment)
-            edges = [first + piece * length // pieces for piece in range(pieces + 1)]
+            count = -(-length // segment)
+            edges = [first + at * length // count for at in range(count + 1)]
             if len(part.tiles) > 1:  # rows of one tile are alike
                 edges = sorted({*edges, *(edge for tile in part.tiles for edge in (tile.q.lo, tile.q.hi))})
             for (lo, hi), work in zip(pairwise(edges), part.row_work(edges), strict=True):
@@ -193,7 +193,7 @@ class _Rows:
         """Take `tokens` rows of about `work`; return (the rows, their work)."""
         light, got = self._split(tokens, work)
         first, last = self.low + light, self.high - (tokens - light)
-        taken = [*self._pieces(self.low, first), *self._pieces(last, self.high)]
+        taken = [*self._spans(self.low, first), *self._spans(last, self.high)]
         self.low, self.high = first, last
         return taken, got
 
@@ -229,7 +229,7 @@ class _Rows:
         at = bisect_right(self.tokens, row, hi=len(self.tokens) - 1) - 1
         return self.work[at] + (row - self.tokens[at]) * self.segments[at][0]
 
-    def _pieces(self, first: int, last: int) -> Iterable[tuple[tuple[int, int], Component]]:
+    def _spans(self, first: int, last: int) -> Iterable[tuple[tuple[int, int], Component]]:
         at = bisect_right(self.tokens, first) - 1
         while first < last:
             _, lo, hi, _, part = self.segments[at]

@@ -27,5 +27,5 @@ def by_memory(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """Return blocks in as few steps as each rank's remote work fills, for load_balanced tokens. Owners compute."""
     owned: list[list[Pair]] = [[] for _ in range(layout.ranks)]
     for q, kv in needed_pairs(mask, layout):
-        owned[layout.home[q]].append((q, kv))
+        owned[layout.owner[q]].append((q, kv))
     return assign_steps(owned, mask, layout)

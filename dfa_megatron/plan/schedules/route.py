@@ -20,17 +20,17 @@ def direct(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Trans
     for block in sorted(blocks):
         for side, name in phase.reads:
             chunk = chunk_of(block, side)
-            if layout.home[chunk] != block.rank and (block.rank, name, chunk) not in held:
+            if layout.owner[chunk] != block.rank and (block.rank, name, chunk) not in held:
                 held.add((block.rank, name, chunk))
-                out.add(Transfer(block.step - 1, layout.home[chunk], block.rank, name, chunk))
+                out.add(Transfer(block.step - 1, layout.owner[chunk], block.rank, name, chunk))
     last: dict[tuple[int, str, int], int] = {}
     for block in blocks:
         for side, name in phase.writes:
             chunk = chunk_of(block, side)
-            if layout.home[chunk] != block.rank:
+            if layout.owner[chunk] != block.rank:
                 key = (block.rank, name, chunk)
                 last[key] = max(last.get(key, 0), block.step)
-    out |= {Transfer(step + 1, rank, layout.home[chunk], name, chunk) for (rank, name, chunk), step in last.items()}
+    out |= {Transfer(step + 1, rank, layout.owner[chunk], name, chunk) for (rank, name, chunk), step in last.items()}
     return tuple(sorted(out))
 
 
@@ -40,19 +40,19 @@ def ring_relay(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[T
     out: list[Transfer] = []
     uses: dict[int, list[int]] = defaultdict(list)
     for block in blocks:
-        if block.rank != layout.home[block.kv_chunk]:
+        if block.rank != layout.owner[block.kv_chunk]:
             uses[block.kv_chunk].append(block.step)
     for chunk, use in uses.items():
-        home, first, last = layout.home[chunk], min(use), max(use)
-        out += _hops(range(last), home, ranks, phase.read_kv, chunk, delay=0)
+        owner, first, last = layout.owner[chunk], min(use), max(use)
+        out += _hops(range(last), owner, ranks, phase.read_kv, chunk, delay=0)
         if phase.write_kv:
-            out += _hops(range(first, last), home, ranks, phase.write_kv, chunk, delay=1)
-            out.append(Transfer(last + 1, (home + last) % ranks, home, phase.write_kv, chunk))
+            out += _hops(range(first, last), owner, ranks, phase.write_kv, chunk, delay=1)
+            out.append(Transfer(last + 1, (owner + last) % ranks, owner, phase.write_kv, chunk))
     return tuple(sorted(out))
 
 
-def _hops(steps: Iterable[int], home: int, ranks: int, name: str, chunk: int, delay: int) -> list[Transfer]:
-    return [Transfer(s + delay, (home + s) % ranks, (home + s + 1) % ranks, name, chunk) for s in steps]
+def _hops(steps: Iterable[int], owner: int, ranks: int, name: str, chunk: int, delay: int) -> list[Transfer]:
+    return [Transfer(s + delay, (owner + s) % ranks, (owner + s + 1) % ranks, name, chunk) for s in steps]
 
 
 def gateway(ranks_per_node: int) -> Route:
@@ -69,7 +69,7 @@ def gateway(ranks_per_node: int) -> Route:
         out: list[Transfer] = []
         for transfer in direct(blocks, layout, phase):
             away = transfer.src if transfer.what in results else transfer.dst
-            if away // ranks_per_node == layout.home[transfer.chunk] // ranks_per_node:
+            if away // ranks_per_node == layout.owner[transfer.chunk] // ranks_per_node:
                 out.append(transfer)
             else:
                 groups[transfer.what, transfer.chunk, away // ranks_per_node].append(transfer)

@@ -20,23 +20,23 @@ def assign_steps(owned: Sequence[Sequence[Pair]], mask: Mask, layout: Layout) ->
 
     Steps are as few as memory allows, near ranks before far ones, because a step is a kernel call and a wait.
     """
-    home, ranks, rows = layout.home, layout.ranks, [len(chunk) for chunk in layout.chunks]
+    owner, ranks, rows = layout.owner, layout.ranks, [len(chunk) for chunk in layout.chunks]
     limit = ROWS_PER_STEP * mask.length / ranks
     blocks: list[Block] = []
     for rank, pairs in enumerate(owned):
         steps: list[list[Pair]] = [[]]
         remote: list[list[Pair]] = [[], []]  # help, own rows
         for q, kv in pairs:
-            (steps[0] if home[q] == rank == home[kv] else remote[home[q] == rank]).append((q, kv))
+            (steps[0] if owner[q] == rank == owner[kv] else remote[owner[q] == rank]).append((q, kv))
         for mine in remote:
-            mine.sort(key=lambda pair: ((rank - home[pair[1]]) % ranks, (rank - home[pair[0]]) % ranks, pair))
-            steps += _by_memory(rank, mine, home, rows, limit)
+            mine.sort(key=lambda pair: ((rank - owner[pair[1]]) % ranks, (rank - owner[pair[0]]) % ranks, pair))
+            steps += _by_memory(rank, mine, owner, rows, limit)
         blocks += [Block(step, rank, *pair) for step, mine in enumerate(steps) for pair in mine]
     return tuple(sorted(blocks))
 
 
 def _by_memory(
-    rank: int, pairs: Sequence[Pair], home: Sequence[int], rows: Sequence[int], limit: float
+    rank: int, pairs: Sequence[Pair], owner: Sequence[int], rows: Sequence[int], limit: float
 ) -> list[list[Pair]]:
     """Split the pairs, in order, into groups that each read at most `limit` remote rows.
 
@@ -45,7 +45,7 @@ def _by_memory(
     groups: list[list[Pair]] = []
     held: set[tuple[int, int]] = set()
     for pair in pairs:
-        needs = {(side, chunk) for side, chunk in enumerate(pair) if home[chunk] != rank}
+        needs = {(side, chunk) for side, chunk in enumerate(pair) if owner[chunk] != rank}
         if not groups or sum(rows[chunk] for _, chunk in held | needs) > limit:
             groups.append([])
             held = set()

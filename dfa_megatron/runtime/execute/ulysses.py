@@ -116,8 +116,8 @@ class HeadExchange:
 
     def _in_order(self, received: torch.Tensor) -> torch.Tensor:
         """Turn (degree, local_seq, batch, heads, width) into (batch, degree * local_seq, heads, width)."""
-        if self.tokens.pieces:
-            ordered = [received[rank, rows.lo : rows.hi].transpose(0, 1) for rank, rows in self.tokens.pieces]
+        if self.tokens.gathered:
+            ordered = [received[rank, rows.lo : rows.hi].transpose(0, 1) for rank, rows in self.tokens.gathered]
             return torch.cat(ordered, 1).contiguous()
         whole = received.flatten(0, 1).transpose(0, 1)
         # A plan of several ranks reads tokens by block, and some kernels copy a block that is not dense each time.
@@ -125,7 +125,7 @@ class HeadExchange:
 
     def _gather_heads(self, phase: str, fields: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Turn (batch, degree * local_seq, heads, width) into (batch, local_seq, degree * heads, width), contiguous."""
-        if self.tokens.pieces:
+        if self.tokens.gathered:
             fields = [torch.cat([x[:, rows.lo : rows.hi] for rows in self.tokens.returned], 1) for x in fields]
         split = [x.unflatten(1, (self.heads.degree, -1)) for x in fields]
         batch, degree, rows, _, _ = split[0].shape

@@ -31,7 +31,7 @@ def outer_thirds_first(phase: Phase, ranks: int = 2) -> Plan:
     """A rank takes the first and the last third of another's keys in one step, and the middle third in the next."""
     layout = thirds(ranks)
     blocks = [
-        Block(0 if layout.home[q] == layout.home[kv] else 1 + kv % 3 % 2, layout.home[q], q, kv)
+        Block(0 if layout.owner[q] == layout.owner[kv] else 1 + kv % 3 % 2, layout.owner[q], q, kv)
         for q in range(3 * ranks)
         for kv in range(q + 1)
     ]
