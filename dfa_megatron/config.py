@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -208,20 +208,6 @@ class DistAttentionConfig:
             "additionalProperties": False,
             "properties": {spec.name: _property(spec) for spec in cls.options(scope)},
         }
-
-    @classmethod
-    def markdown_table(cls) -> str:
-        """Return the options as the table that the documentation prints: names, values, scopes, meaning."""
-        lines = ["| option | values, the default first | where | meaning |", "|---|---|---|---|"]
-        for spec in fields(cls):
-            values: Iterable[object] = dict.fromkeys((spec.default, *(spec.metadata["choices"] or ())))
-            if isinstance(spec.default, bool):
-                values = (False, True)
-            shown = ", ".join(f"`{value}`" for value in values) + (", `1`, `2`, ..." if _takes_both(spec) else "")
-            scope = spec.metadata["scope"]
-            where = "all" if scope == SCOPES else ", ".join(scope)
-            lines.append(f"| `{spec.name}` | {shown} | {where} | {spec.metadata['help']} |")
-        return "\n".join(lines)
 
     def replace(self, **changes: Any) -> DistAttentionConfig:
         """Return a copy with some fields changed, validated again."""

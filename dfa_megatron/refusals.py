@@ -7,7 +7,7 @@ and tests/test_refusals.py checks every row by its example.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -93,16 +93,3 @@ class Stage:
         for row in self.rows:
             if row.applies(asked):
                 raise row.error(asked)
-
-
-def markdown(stages: Sequence[Stage]) -> str:
-    """Return the stages as Markdown: a heading and a table each, with the error that each row's example gets."""
-    return "\n\n".join("\n".join(_lines(stage)) for stage in stages)
-
-
-def _lines(stage: Stage) -> Iterator[str]:
-    yield from (f"### {stage.title}", "", "| refused | because | what works |", "|---|---|---|")
-    for row in stage.rows:
-        error = row.error(Asked(stage.options, row.example))
-        cells = (text.replace("|", "\\|") for text in (error.what, error.why, error.instead))
-        yield f"| {' | '.join(cells)} |"

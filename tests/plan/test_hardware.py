@@ -144,7 +144,7 @@ def test_a_machine_that_makes_no_sense_is_refused() -> None:
         with pytest.raises(UnsupportedError, match=complaint):
             machine(**changes)
     for values, complaint in (
-        (("", 1.0), "needs a name"),
+        (("", 1.0), "is no name"),
         (("p2p", -1.0), "bytes_per_second"),
         (("p2p", 1.0, -1.0), "latency"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -33,9 +34,8 @@ class Link:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.transport:
-            raise UnsupportedError("a link without a transport", "it needs a name", "for example p2p")
-        _refuse_rate("bytes_per_second", self.bytes_per_second)
+        _refuse_name("transport", self.transport)
+        _refuse_rate("bytes_per_second", self.bytes_per_second, math.inf)
         _refuse_time("latency", self.latency)
 
     def seconds(self, nbytes: int) -> float:
@@ -73,6 +73,7 @@ class Hardware:
     all_to_all: float | None = None
 
     def __post_init__(self) -> None:
+        _refuse_name("name", self.name)
         for which in ("forward", "backward"):
             _refuse_curve(which, getattr(self, which))
         _refuse_time("launch_overhead", self.launch_overhead)
@@ -87,8 +88,8 @@ class Hardware:
             )
         if self.all_to_all is not None:
             _refuse_rate("all_to_all", self.all_to_all)
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise UnsupportedError(f"ranks_per_node={self.ranks_per_node}", "it must be positive", "for example 8")
+        if self.ranks_per_node is not None and (type(self.ranks_per_node) is not int or self.ranks_per_node < 1):
+            raise UnsupportedError(f"ranks_per_node={self.ranks_per_node}", "no whole number above 0", "for example 8")
 
     @property
     def link(self) -> Link:
@@ -140,24 +141,36 @@ def _interpolate(curve: Curve, tokens: float) -> float:
     return r0 * math.exp(share * math.log(r1 / r0))
 
 
-def _refuse_rate(name: str, value: float) -> None:
-    if not value > 0:
+def _refuse_name(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise UnsupportedError(f"{name}={value!r}", f"{value!r} is no name", "some text")
+
+
+def _refuse_number(name: str, value: object, most: float = sys.float_info.max) -> None:
+    if type(value) not in (int, float) or not abs(value) <= most:  # type: ignore[arg-type]
+        raise UnsupportedError(f"{name}={value}", f"{value!r} is no finite number", "a number")
+
+
+def _refuse_rate(name: str, value: float, most: float = sys.float_info.max) -> None:
+    _refuse_number(name, value, most)
+    if value <= 0:
         raise UnsupportedError(f"{name}={value}", "it must be positive", "a rate above 0")
 
 
 def _refuse_time(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
+    _refuse_number(name, value)
+    if value < 0:
         raise UnsupportedError(f"{name}={value}", "it must not be negative", "seconds, 0 or more")
 
 
 def _refuse_curve(name: str, curve: Curve) -> None:
-    tokens = [point[0] for point in curve]
-    if not curve or tokens[0] <= 0 or any(b <= a for a, b in pairwise(tokens)):
-        raise UnsupportedError(
-            f"{name} rates at {tokens} tokens", "lengths must be positive and increase", "for example 4096, 32768"
-        )
-    for _, rate in curve:
+    for tokens, rate in curve:
+        _refuse_number(name, tokens)
         _refuse_rate(name, rate)
+    lengths = [tokens for tokens, _ in curve]
+    if not curve or lengths[0] <= 0 or any(b <= a for a, b in pairwise(lengths)):
+        what, why = f"{name} rates at {lengths} tokens", "lengths must be positive and increase"
+        raise UnsupportedError(what, why, "for example 4096, 32768")
 
 
 def flat(flops: float) -> Curve:

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.hardware import PROFILES, Curve, Hardware, Link
 
+T = TypeVar("T")
+
 FORMAT = "dfa_megatron hardware profile 1"
 
-_KEYS = ("format", "name", "forward", "backward", "links", "launch_overhead", "ranks_per_node", "network", "all_to_all")
-_SINCE = ("all_to_all",)
-"""Keys that older files lack; a missing one is read as null."""
-_LINK_KEYS = ("transport", "bytes_per_second", "latency")
+_SINCE = {"all_to_all": None}
+"""Values of keys that older files lack."""
 
 
 def to_json(hardware: Hardware) -> str:
     """Return a profile as JSON; an unbounded rate is null."""
-    values: dict[str, Any] = {
-        "format": FORMAT,
-        "name": hardware.name,
-        "forward": [list(point) for point in hardware.forward],
-        "backward": [list(point) for point in hardware.backward],
-        "links": [_from_link(link) for link in hardware.links],
-        "launch_overhead": hardware.launch_overhead,
-        "ranks_per_node": hardware.ranks_per_node,
-        "network": None if hardware.network is None else _from_link(hardware.network),
-        "all_to_all": hardware.all_to_all,
-    }
+    values = {"format": FORMAT, **asdict(hardware)}
+    for link in (*values["links"], values["network"]):
+        if link is not None and math.isinf(link["bytes_per_second"]):
+            link["bytes_per_second"] = None
     return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
 
@@ -48,32 +43,18 @@ def from_json(text: str, where: str = "the profile") -> Hardware:
     except json.JSONDecodeError as error:
         raise UnsupportedError(where, f"it is no JSON: {error}", "a file that doctor --profile wrote") from error
     if isinstance(values, dict):
-        values = {**dict.fromkeys(_SINCE), **values}
-    _refuse_keys(values, _KEYS, where)
-    if values["format"] != FORMAT:
-        raise UnsupportedError(f"{where}, format {values['format']!r}", "another format is known", repr(FORMAT))
-    name, nodes, network, several = (values[key] for key in ("name", "ranks_per_node", "network", "all_to_all"))
-    if not isinstance(name, str) or not name:
-        raise UnsupportedError(f"{where}, name", f"{name!r} is no name", "some text")
-    if nodes is not None and (not isinstance(nodes, int) or isinstance(nodes, bool)):
-        raise UnsupportedError(f"{where}, ranks_per_node", f"{nodes!r} is no whole number", "a number, or null")
+        values = _SINCE | values
+    _refuse_keys(values, ("format", *_names(Hardware)), where)
+    if (found := values.pop("format")) != FORMAT:
+        raise UnsupportedError(f"{where}, format {found!r}", "another format is known", repr(FORMAT))
     if not isinstance(values["links"], list):
         raise UnsupportedError(f"{where}, links", "it is no list", "a list of links")
-    try:
-        return Hardware(
-            name,
-            _curve(values["forward"], f"{where}, forward"),
-            _curve(values["backward"], f"{where}, backward"),
-            tuple(_link(link, f"{where}, links") for link in values["links"]),
-            _number(values["launch_overhead"], f"{where}, launch_overhead"),
-            nodes,
-            None if network is None else _link(network, f"{where}, network"),
-            None if several is None else _number(several, f"{where}, all_to_all"),
-        )
-    except UnsupportedError as error:
-        if error.what.startswith(where):
-            raise
-        raise UnsupportedError(f"{where}, {error.what}", error.why, error.instead) from error
+    values["links"] = tuple(_link(link, f"{where}, links") for link in values["links"])
+    if values["network"] is not None:
+        values["network"] = _link(values["network"], f"{where}, network")
+    for phase in ("forward", "backward"):
+        values[phase] = _curve(values[phase], f"{where}, {phase}")
+    return _made(Hardware, values, where)
 
 
 def save(hardware: Hardware, path: Path) -> None:
@@ -112,33 +93,27 @@ def profile_named(name: str) -> Hardware:
     return PROFILES[name]
 
 
-def _from_link(link: Link) -> dict[str, Any]:
-    rate = None if math.isinf(link.bytes_per_second) else link.bytes_per_second
-    return {"transport": link.transport, "bytes_per_second": rate, "latency": link.latency}
-
-
 def _link(values: Any, where: str) -> Link:
-    _refuse_keys(values, _LINK_KEYS, where)
+    _refuse_keys(values, _names(Link), where)
     rate = values["bytes_per_second"]
-    if not isinstance(values["transport"], str):
-        raise UnsupportedError(f"{where}, transport", f"{values['transport']!r} is no name", "for example p2p")
-    return Link(
-        values["transport"],
-        math.inf if rate is None else _number(rate, f"{where}, bytes_per_second"),
-        _number(values["latency"], f"{where}, latency"),
-    )
+    return _made(Link, values | {"bytes_per_second": math.inf if rate is None else rate}, where)
 
 
 def _curve(values: Any, where: str) -> Curve:
     if not isinstance(values, list) or not all(isinstance(point, list) and len(point) == 2 for point in values):
         raise UnsupportedError(where, "it is no list of [tokens, operations per second]", "for example [[4096, 4e14]]")
-    return tuple((_number(tokens, where), _number(rate, where)) for tokens, rate in values)
+    return tuple((tokens, rate) for tokens, rate in values)
 
 
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UnsupportedError(where, f"{value!r} is no finite number", "a number")
-    return value
+def _made(cls: Callable[..., T], values: dict[str, Any], where: str) -> T:
+    try:
+        return cls(**values)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{where}, {error.what}", error.why, error.instead) from error
+
+
+def _names(cls: type[Hardware | Link]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))
 
 
 def _refuse_keys(values: Any, keys: tuple[str, ...], where: str) -> None:
