@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; a worker is started with the same one."""
+    """Return the command line; a worker is started with the same one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="a tree: a folder with dfa_megatron in it")
     parser.add_argument("after", type=Path, help="another")
@@ -85,13 +85,13 @@ def arguments() -> argparse.Namespace:
 
 
 def cases(args: argparse.Namespace) -> list[str]:
-    """A name and a number each."""
+    """Return the cases, each a name and a number."""
     long = [f"{kind} {length}" for length in args.lengths for kind in ("causal", "pack")]
     return [f"short {args.short}", *long, f"ranks {args.lengths[0]}"]
 
 
 def start(tree: Path) -> subprocess.Popen[str]:
-    """A worker that imports that tree."""
+    """Start a worker that imports that tree."""
     environment = os.environ | {"PYTHONPATH": str(tree.resolve())}
     command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--worker"]
     return subprocess.Popen(  # noqa: S603 -- this script
@@ -100,7 +100,7 @@ def start(tree: Path) -> subprocess.Popen[str]:
 
 
 def ask(worker: subprocess.Popen[str], case: str) -> dict[str, Any]:
-    """A worker's answer."""
+    """Return a worker's answer."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     print(case, file=worker.stdin, flush=True)
@@ -111,7 +111,7 @@ def ask(worker: subprocess.Popen[str], case: str) -> dict[str, Any]:
 
 
 def summary(case: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians over the runs, ratios, and the runs."""
+    """Return medians over the runs, ratios, and the runs."""
     row: dict[str, Any] = {"case": case, "out_equal": len({run["out"] for each in runs.values() for run in each}) == 1}
     for name in ("ms", "host_ms"):
         before, after = (statistics.median(run[name] for run in runs[tree]) for tree in ("before", "after"))
@@ -120,7 +120,7 @@ def summary(case: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """Format a row."""
     parts = [
         f"{name} {row[name]['before']:.3f} -> {row[name]['after']:.3f} ({row[name]['ratio']:.4f})"
         for name in ("ms", "host_ms")
@@ -146,7 +146,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def about() -> dict[str, Any]:
-    """The tree and the machine of a worker."""
+    """Return the tree and the machine of a worker."""
     import dfa_megatron
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -155,7 +155,7 @@ def about() -> dict[str, Any]:
 
 
 def timed(step: Step, device: str, seconds: float) -> dict[str, Any]:
-    """Medians of a run: milliseconds until the device is done, and until the call has returned."""
+    """Return medians of a run: milliseconds until the device is done, and until the call has returned."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     for _ in range(3):
         out = step()
@@ -174,7 +174,7 @@ def timed(step: Step, device: str, seconds: float) -> dict[str, Any]:
 
 
 def one_rank(args: argparse.Namespace, kind: str, length: int) -> Step:
-    """The public functions; torch.distributed is not initialised."""
+    """Return a step of the public functions; torch.distributed is not initialised."""
     from dfa_megatron import dist_flash_attn_func, dist_flash_attn_varlen_func
 
     q, k, v, dout = inputs(args, length)
@@ -195,7 +195,7 @@ def one_rank(args: argparse.Namespace, kind: str, length: int) -> Step:
 
 
 def ranks(args: argparse.Namespace, kind: str, length: int) -> Step:
-    """Every rank's program, one step of each in turn, in this process."""
+    """Return a step that runs every rank's program in this process, one step of each in turn."""
     from dfa_megatron import dist_flash_attn_func
 
     together = first_of("dfa_megatron.plan_run.together", "dfa_megatron.runtime.together")
@@ -222,7 +222,7 @@ def ranks(args: argparse.Namespace, kind: str, length: int) -> Step:
 
 
 def inputs(args: argparse.Namespace, length: int) -> list[torch.Tensor]:
-    """q, k, v and dout, the same in both trees."""
+    """Return q, k, v and dout, the same in both trees."""
     generator = torch.Generator(args.device).manual_seed(1)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     drawn = [
@@ -242,13 +242,13 @@ def options(function: Callable[..., Any], **given: Any) -> dict[str, Any]:
 
 
 def prepared_here() -> tuple[Any, ...]:
-    """What this process has prepared, the last at the end."""
+    """Return the prepared requests of this process, the last at the end."""
     runtime = first_of("dfa_megatron.runtime.prepare", "dfa_megatron.runtime.prepared")
     return runtime.in_use()  # type: ignore[no-any-return]
 
 
 def first_of(*modules: str) -> Any:
-    """The first of the modules that this tree has."""
+    """Import the first of the modules that this tree has."""
     for name in modules:
         try:
             return importlib.import_module(name)

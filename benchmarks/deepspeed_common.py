@@ -42,7 +42,7 @@ class Shape:
     """Whether embeddings and head are one weight."""
 
     def toy(self) -> Shape:
-        """A tiny one with the same relations between its heads."""
+        """Return a tiny one with the same relations between its heads."""
         kv_heads = max(2, self.kv_heads // 4) if self.kv_heads < self.heads else 3
         heads = kv_heads * (self.heads // self.kv_heads)
         hidden = heads * 8 * self.hidden // (self.heads * self.head_dim)
@@ -84,7 +84,7 @@ class Training(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, shift_labels: torch.Tensor, group: Any
     ) -> torch.Tensor:
-        """The loss of this rank's tokens; its mean over the ranks is that of the sequence."""
+        """Return the loss of this rank's tokens; its mean over the ranks is that of the sequence."""
         hidden = self.model.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
         if self.tiled == "none":
             return dfa_ds.loss(self.model.lm_head(hidden), shift_labels, group=group)
@@ -132,7 +132,7 @@ def _cpu_adam_fails() -> str:
 def build(
     shape: Shape, *, layers: int, vocabulary: int, longest: int, tiled: str, offload: bool, dry: bool
 ) -> tuple[Any, str]:
-    """An engine at ZeRO-3 around a new model with PyTorch's own attention, and the name of its optimizer."""
+    """Build a ZeRO-3 engine around a new model with PyTorch's own attention; return it and its optimizer's name."""
     before = held()
     config = getattr(transformers, f"{shape.family}Config")(
         vocab_size=vocabulary,
@@ -177,7 +177,7 @@ def build(
 
 
 def batch_of(engine: Any, length: int, vocabulary: int, *, whole: bool = False) -> dict[str, Any]:
-    """This rank's part of a sequence of random tokens, or all of it, as arguments for the engine."""
+    """Return this rank's tokens of a random sequence, or all of them, as arguments for the engine."""
     ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(device())
     group = dfa_ds.mesh_of(engine).group
     if whole:  # every rank has the same one, so each one's mean over its tokens is that over all ranks' tokens
@@ -193,19 +193,19 @@ def batch_of(engine: Any, length: int, vocabulary: int, *, whole: bool = False) 
 
 
 def device() -> torch.device:
-    """This rank's GPU, or the CPU."""
+    """Return this rank's GPU, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def synchronize() -> None:
-    """All ranks have done what they were given."""
+    """Wait until all ranks have done their work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
 
 
 def take_step(engine: Any, batch: dict[str, Any]) -> tuple[float, torch.Tensor]:
-    """Seconds of a whole training step, as this rank sees them, and the loss."""
+    """Return the seconds of a whole training step on this rank, and the loss."""
     synchronize()
     begin = time.perf_counter()
     loss = engine(**batch)
@@ -216,7 +216,7 @@ def take_step(engine: Any, batch: dict[str, Any]) -> tuple[float, torch.Tensor]:
 
 
 def mean(loss: torch.Tensor) -> float:
-    """Over all ranks."""
+    """Return the mean over all ranks."""
     value = loss.detach().float()
     dist.all_reduce(value)
     return value.item() / dist.get_world_size()
@@ -228,17 +228,17 @@ def most(value: float) -> float:
 
 
 def any_rank(fact: bool) -> bool:
-    """Whether it holds on a rank."""
+    """Return whether it holds on a rank."""
     return most(float(fact)) > 0
 
 
 def held() -> int:
-    """Bytes that tensors take on this rank's GPU now: DeepSpeed keeps engines of ZeRO-3 alive that were destroyed."""
+    """Return the bytes of tensors on this rank's GPU now: DeepSpeed keeps destroyed ZeRO-3 engines alive."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def peak_gib(engine: Any, attention: str) -> float:
-    """The most memory that tensors of this engine took on a GPU, of all ranks; 0 without one.
+    """Return the peak memory of this engine's tensors on a GPU, the largest of all ranks; 0 without one.
 
     With our attention ("dfa") the symmetric memory is in it that our messages keep past PyTorch's allocator.
     """

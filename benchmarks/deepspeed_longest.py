@@ -46,7 +46,7 @@ Attempt = Callable[[str, int, float], dict[str, Any]]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2, help=f"of the model's {MODEL_LAYERS}")
     parser.add_argument("--shortest", type=int, help="the first length, of whole sequences (default: 262144)")
@@ -91,7 +91,7 @@ def search(methods: list[str], shortest: int, attempt: Attempt, left: Callable[[
 def guarded(
     method: str, length: int, before: dict[str, Any] | None, attempt: Attempt, left: Callable[[], float]
 ) -> dict[str, Any]:
-    """The attempt, if by the time of a shorter one it can end in time: attention grows with the square of a length."""
+    """Attempt a length if the time of a shorter one says that it ends in time: attention grows with its square."""
     seconds = 0.0
     if before is not None:
         steps = before["seconds_per_step"] * (length / before["length"]) ** 2
@@ -100,7 +100,7 @@ def guarded(
 
 
 def launch(args: argparse.Namespace, ranks: int, method: str, length: int, seconds: float) -> dict[str, Any]:
-    """One attempt in processes of its own, or the comparison of all methods if `method` is "compare"."""
+    """Attempt once in new processes, or compare all methods if `method` is "compare"."""
     result: dict[str, Any] = {"method": method, "length": length}
     if seconds <= 0:
         return result | {"failed": STOPPED}
@@ -140,7 +140,7 @@ def launch(args: argparse.Namespace, ranks: int, method: str, length: int, secon
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """What a rank does; its result, or the error that ended it, is a file in the folder."""
+    """Run as a rank; write the result, or the error that ended it, to a file in the folder."""
     method, length, folder = args.rank_of[0], int(args.rank_of[1]), Path(args.rank_of[2])
     end = folder / f"rank{os.environ['RANK']}.json"
     try:
@@ -162,7 +162,7 @@ def rank_main(args: argparse.Namespace) -> None:
 
 
 def is_memory(error: BaseException | None) -> bool:
-    """Whether PyTorch's allocator is at the root of it."""
+    """Return whether PyTorch's allocator caused it."""
     import torch
 
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
@@ -171,7 +171,7 @@ def is_memory(error: BaseException | None) -> bool:
 
 
 def engine_for(args: argparse.Namespace, longest: int) -> tuple[Any, str, int]:
-    """An engine, its optimizer's name and the vocabulary."""
+    """Return an engine, its optimizer's name and the vocabulary."""
     from deepspeed_common import SHAPES, build, join
 
     join(max(args.budget, 60.0))  # a collective waits for the computation before it
@@ -184,7 +184,7 @@ def engine_for(args: argparse.Namespace, longest: int) -> tuple[Any, str, int]:
 
 
 def agreement(args: argparse.Namespace) -> dict[str, Any]:
-    """How far the methods are from one rank.
+    """Return how far the methods are from one rank.
 
     Raises:
         RuntimeError: too far.

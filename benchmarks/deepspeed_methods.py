@@ -48,7 +48,7 @@ class Method:
 def attention(
     engine: Any, method: Method, *, kernel: str = "auto", schedule: str = "auto", sdpa: str = "cudnn"
 ) -> Iterator[None]:
-    """Within it the engine's model has that attention and checkpointing; nothing else of it changes."""
+    """Give the engine's model that attention and checkpointing inside; nothing else of it changes."""
     inner, mesh = transformers_model(engine.module), dfa_ds.mesh_of(engine)
     # The first name is the newer one.
     (getattr(inner, "activation_checkpointing_disable", None) or inner.gradient_checkpointing_disable)()
@@ -94,7 +94,7 @@ def _fast_sdpa(first: str) -> Iterator[None]:
 
 
 def compare(engine: Any, methods: dict[str, Method], length: int, vocabulary: int, **choices: str) -> dict[str, Any]:
-    """Loss and gradients of the methods against those of one rank with the whole sequence, all of the same weights.
+    """Compare loss and gradients of the methods with one rank's of the whole sequence, all with the same weights.
 
     Returns:
         By name, the relative differences "loss" and "gradients" (of the furthest of `COMPARED`), or

@@ -42,7 +42,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--compared", type=int, default=50, help="steps that are run a second time, with waiting")
@@ -61,7 +61,7 @@ def parse() -> argparse.Namespace:
 
 
 def start(args: argparse.Namespace, block: dict[str, Any], section: dict[str, Any], lr: float) -> Any:
-    """A small model whose parameters are all divided, so that every use of one is a gather."""
+    """Build a small model whose parameters are all divided, so that every use of one is a gather."""
     small = args.dry_run
     config = LlamaConfig(
         vocab_size=512,
@@ -99,7 +99,7 @@ def start(args: argparse.Namespace, block: dict[str, Any], section: dict[str, An
 
 
 def batch_of(engine: Any, args: argparse.Namespace, seed: int) -> dict[str, torch.Tensor]:
-    """This rank's part of a sequence that repeats itself, so that there is something to learn."""
+    """Return this rank's tokens of a sequence that repeats itself, so that there is something to learn."""
     length = args.length * dist.get_world_size()
     words = torch.randint(0, 512, (1, 64), generator=torch.Generator().manual_seed(seed % 8))
     ids = words.repeat(1, length // 64 + 1)[:, :length].to(engine.device)
@@ -116,7 +116,7 @@ def hold_up(random_numbers: random.Random) -> None:
 
 
 def train(args: argparse.Namespace, steps: int, *, disturbed: bool) -> list[float]:
-    """The mean loss of each step; disturbed, or with every step waited for."""
+    """Return the mean loss of each step; disturbed, or with every step waited for."""
     engine = start(args, {"checkpoint": "remat"}, {}, lr=3e-4)
     noise = random.Random(dist.get_rank())
     handles = []
@@ -161,7 +161,7 @@ def orders(args: argparse.Namespace) -> dict[str, Any]:
 def gradients(
     args: argparse.Namespace, block: dict[str, Any], section: dict[str, Any]
 ) -> tuple[list[torch.Tensor], float]:
-    """Gradients of the second micro-batch, in which ZeRO-3 knows the order of its gathers, and its peak in GiB."""
+    """Return the second micro-batch's gradients, when ZeRO-3 knows the order of its gathers, and its peak in GiB."""
     # DeepSpeed keeps engines of ZeRO-3 alive that were destroyed.
     held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     engine = start(args, block, section, lr=0.0)
@@ -193,7 +193,7 @@ def forms(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run both, and print what was found."""
+    """Run both, and print the findings."""
     args = parse()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -53,7 +53,7 @@ MODELS = {"qwen3-4b": (36, 151936), "llama-3-8b": (32, 128256), "qwen2.5-7b": (2
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-3-8b", "qwen2.5-7b", "33-heads"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 65536, 131072], help="of whole sequences")
@@ -79,7 +79,7 @@ def parse() -> argparse.Namespace:
 
 
 def start(shape: str, args: argparse.Namespace, about: dict[str, Any]) -> Any:
-    """An engine whose methods agree with one rank; what they differ by, and the optimizer, go to `about`.
+    """Build an engine whose methods agree with one rank; write differences and optimizer to `about`.
 
     Raises:
         RuntimeError: a method computes something else.
@@ -96,7 +96,7 @@ def start(shape: str, args: argparse.Namespace, about: dict[str, Any]) -> Any:
 
 
 def choices(args: argparse.Namespace) -> dict[str, str]:
-    """Kernels and schedule."""
+    """Return the kernels and the schedule."""
     return {"kernel": args.kernel, "schedule": args.schedule, "sdpa": args.sdpa}
 
 
@@ -111,7 +111,7 @@ def stop(engine: Any) -> None:
 
 
 def measure(engine: Any, method: Method, length: int, vocabulary: int, steps: int) -> dict[str, Any]:
-    """Tokens per second, of all GPUs and of each, and peak memory, of whole training steps."""
+    """Return tokens per second, of all GPUs and of each, and peak memory, of whole training steps."""
     batch = batch_of(engine, length, vocabulary)
     times = []
     for step in range(steps + 1):
@@ -130,7 +130,7 @@ def measure(engine: Any, method: Method, length: int, vocabulary: int, steps: in
 
 
 def attempt(engine: Any, case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The case with its figures, or with why there are none, which is the same on all ranks.
+    """Return the case with its figures, or with the reason why there are none; the same on all ranks.
 
     Raises:
         RuntimeError: other ranks hang in the case, because one of them ran out of memory.
@@ -156,7 +156,7 @@ def _gloo_group() -> Any:
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every case once: for each shape, the lengths from the shortest."""
+    """Yield every case once: for each shape, the lengths from the shortest."""
     for shape in args.shapes:
         for length in sorted(args.lengths):
             for method in METHODS:
@@ -165,7 +165,7 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def run(args: argparse.Namespace, about: dict[str, Any]) -> None:
-    """All cases that there is time for; an engine in which one failed is not used again."""
+    """Run the cases while there is time; an engine in which one failed is not used again."""
     begin = time.perf_counter()
     engine, current = None, ""
     failed: set[tuple[str, str]] = set()
@@ -195,7 +195,7 @@ def run(args: argparse.Namespace, about: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run, and write what was found with what it was found on."""
+    """Run, and write the findings with the machine and the arguments."""
     args = parse()
     join(300.0)
     _gloo_group()

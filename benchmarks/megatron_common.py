@@ -36,17 +36,17 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
-        """Of queries, keys and values."""
+        """Return the width of queries, keys and values."""
         return self.hidden_size // self.heads
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of the linear layers of one layer."""
+        """Return the weights of one layer's linear layers."""
         attention = self.hidden_size * (2 * self.hidden_size + 2 * self.groups * self.head_dim)
         return attention + 3 * self.hidden_size * self.ffn
 
     def layer_flop(self, length: int) -> float:
-        """FLOP of one layer's forward pass over a causal sequence; the backward pass is twice as much."""
+        """Return the FLOP of a layer's forward over a causal sequence; the backward has twice as many."""
         return 2.0 * self.layer_parameters * length + 2.0 * length * length * self.hidden_size
 
 
@@ -68,7 +68,7 @@ class Mode:
     """Of ours: the one that costs nothing, or boundary, which takes Megatron's own batches."""
 
     def options(self, kernel: str, schedule: str) -> DistAttentionConfig | None:
-        """Ours; None if attention is Megatron's."""
+        """Return our options, or None if attention is Megatron's."""
         if self.remat is None:
             return None
         return DistAttentionConfig(
@@ -93,7 +93,7 @@ MODES = {
 
 
 def available(mode: Mode) -> bool:
-    """Whether what the mode needs is installed."""
+    """Return whether the packages of the mode are installed."""
     return not mode.transformer_engine or importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -116,7 +116,7 @@ def join(tensor: int) -> torch.device:
 
 
 def seed(number: int = 1) -> None:
-    """The same random numbers at the start of every case."""
+    """Set the same random numbers at the start of every case."""
     from megatron.core import tensor_parallel
 
     torch.manual_seed(number)
@@ -125,7 +125,7 @@ def seed(number: int = 1) -> None:
 
 
 def make_config(shape: Shape, layers: int, mode: Mode, *, fusion: bool) -> Any:
-    """The TransformerConfig of a Llama-shaped model."""
+    """Return the TransformerConfig of a Llama-shaped model."""
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -184,7 +184,7 @@ def median_ms(step: Callable[[], object], *, warmup: int, repeats: int) -> float
 
 
 def peak_gib(*, reset: bool = False) -> float:
-    """The largest memory of all GPUs since the last reset; 0 on CPU.
+    """Return the largest memory of all GPUs since the last reset; 0 on CPU.
 
     It is that of PyTorch's allocator, where our messages land with CUDA_DEVICE_MAX_CONNECTIONS=1; otherwise the copy
     engines' memory comes on top.
@@ -201,7 +201,7 @@ def peak_gib(*, reset: bool = False) -> float:
 
 
 def attempt(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A case's figures, or that it does not fit; every rank must come to the same.
+    """Return a case's figures, or that it does not fit; every rank must come to the same.
 
     Raises:
         RuntimeError: some ranks ran out of memory and others did not, so that the rest cannot be trusted.
@@ -229,5 +229,5 @@ def _gloo_group() -> Any:
 
 
 def described(shape: Shape) -> dict[str, int]:
-    """A shape, for the report."""
+    """Return a shape for the report."""
     return asdict(shape)

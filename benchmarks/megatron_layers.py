@@ -59,7 +59,7 @@ DEPTH = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One rank; returns the exit status."""
+    """Run as one rank; return the exit status."""
     args = flags(argv)
     begin = time.perf_counter()
     device = join(args.tensor_model_parallel_size)
@@ -138,7 +138,7 @@ def write(report: dict[str, Any], out: Path) -> None:
 def time_layers(
     args: argparse.Namespace, shape: Shape, mode: Mode, length: int, device: torch.device
 ) -> dict[str, Any]:
-    """Milliseconds per layer, forward and backward, and the peak memory in GiB, weights and gradients in it."""
+    """Return milliseconds per layer, both passes, and the peak memory in GiB with weights and gradients."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.process_groups_config import ProcessGroupCollection

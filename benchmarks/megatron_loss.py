@@ -57,7 +57,7 @@ class SdpaAttention(torch.nn.Module):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One rank; returns the exit status."""
+    """Run as one rank; return the exit status."""
     args = flags(argv)
     begin = time.perf_counter()
     tokens = open_tokens(args.data, vocab_size=args.vocab_size, seq_length=args.seq_length)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def flags(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; model and training flags are named as Megatron's."""
+    """Return the command line; model and training flags are named as Megatron's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file; a picture is written beside it")
     parser.add_argument("--toy", action="store_true", help="sizes that a CPU can do")
@@ -122,7 +122,7 @@ def flags(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def join_alone() -> torch.device:
-    """A world of this rank only: runs on one rank share nothing with those beside them."""
+    """Make a world of this rank only: runs on one rank share nothing with those beside them."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -143,7 +143,7 @@ def leave() -> None:
 
 
 def train(args: argparse.Namespace, tokens: Tokens, device: torch.device, kind: str, number: int) -> list[float]:
-    """A sum over the initial weights, then the mean loss of every step, both the same on all ranks of the world."""
+    """Return a sum over the initial weights, then the mean loss of every step; the same on all ranks of the world."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -183,7 +183,7 @@ def train(args: argparse.Namespace, tokens: Tokens, device: torch.device, kind: 
 
 
 def batches(tokens: Tokens, length: int, step: int, options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
-    """This rank's part of the step's sequence, which is the same in every run."""
+    """Yield this rank's tokens of each step's sequence, which is the same in every run."""
     from megatron.core import parallel_state
 
     from dfa_megatron.megatron import shard_batch
@@ -194,7 +194,7 @@ def batches(tokens: Tokens, length: int, step: int, options: Any, device: torch.
 
 
 def gather(curves: dict[tuple[str, int], list[float]], runs: list[tuple[str, int]], steps: int) -> list[dict[str, Any]]:
-    """All runs, on every rank; one that several ranks know is taken from the first of them.
+    """Return all runs on every rank, each the mean over the ranks that know it.
 
     Raises:
         RuntimeError: two runs of a seed did not start from the same weights.
@@ -216,7 +216,7 @@ def gather(curves: dict[tuple[str, int], list[float]], runs: list[tuple[str, int
 
 
 def summary(runs: list[dict[str, Any]], together: str) -> dict[str, Any]:
-    """How far runs are apart, over all steps: mean and largest difference of losses."""
+    """Return how far runs are apart, over all steps: mean and largest difference of losses."""
     losses: dict[str, list[torch.Tensor]] = {}
     for run in runs:
         losses.setdefault(run["attention"], []).append(torch.tensor(run["losses"], dtype=torch.float64))
@@ -235,7 +235,7 @@ def summary(runs: list[dict[str, Any]], together: str) -> dict[str, Any]:
 
 
 def draw(report: dict[str, Any], out: Path) -> None:
-    """The losses, and below them the differences."""
+    """Draw the losses, and below them the differences."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -18,7 +18,7 @@ from dfa_megatron.doctor.world import slowest
 def train(
     args: argparse.Namespace, shape: Shape, mode: Mode, length: int, layers: int, steps: int, device: torch.device
 ) -> dict[str, Any]:
-    """Tokens and model TFLOP per second and GPU, peak memory and the loss, of `steps` steps after two."""
+    """Return tokens and model TFLOP per second and GPU, peak memory and the loss, of `steps` steps after two."""
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     options = mode.options(args.kernel, args.schedule)
@@ -59,7 +59,7 @@ def train(
 
 
 def build(config: Any, spec: Any, vocabulary: int, length: int, *, lr: float = 1e-4) -> tuple[Any, Any]:
-    """The model in DDP, and Adam; the optimizer's state is spread over the ranks that share a sequence."""
+    """Return the model in DDP, and Adam, whose state is spread over the ranks that share a sequence."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -106,7 +106,7 @@ def build(config: Any, spec: Any, vocabulary: int, length: int, *, lr: float = 1
 
 
 def batches(vocabulary: int, length: int, step: int, options: Any, device: torch.device) -> Iterator[dict[str, Any]]:
-    """This rank's part of one sequence that every rank draws alike; a pattern is in it, so that the loss can fall."""
+    """Yield this rank's tokens of a sequence that all draw alike; it has a pattern, so that the loss can fall."""
     from megatron.core import parallel_state
 
     from dfa_megatron import DistAttentionConfig
@@ -126,7 +126,7 @@ def batches(vocabulary: int, length: int, step: int, options: Any, device: torch
 
 
 def forward_step(iterator: Iterator[dict[str, Any]], model: Any) -> Any:
-    """The model's output, and a function that makes the loss of it."""
+    """Return the model's output, and a function that makes the loss of it."""
     batch = next(iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
@@ -139,7 +139,7 @@ def forward_step(iterator: Iterator[dict[str, Any]], model: Any) -> Any:
 
 
 def mean_loss(loss: torch.Tensor) -> float:
-    """Over all ranks."""
+    """Return the mean over all ranks."""
     shared = loss.detach().double().cpu()
     dist.all_reduce(shared)
     return round((shared[0] / shared[1]).item(), 4)

@@ -53,7 +53,7 @@ class Method:
 
 
 def draw_documents(tokens: int, multiple: int, seed: int, mean: float, sigma: float) -> Offsets:
-    """Log-normal lengths, multiples of `multiple`, none above a quarter of the pack."""
+    """Draw log-normal lengths, multiples of `multiple`, none above a quarter of the pack."""
     draw, lengths = random.Random(seed), list[int]()
     while (left := tokens - sum(lengths)) > 0:
         drawn = int(draw.lognormvariate(mean, sigma)) // multiple * multiple
@@ -62,7 +62,7 @@ def draw_documents(tokens: int, multiple: int, seed: int, mean: float, sigma: fl
 
 
 def our_method(schedule: str, kernel: str, transport: str, causal: bool) -> Method:
-    """One way to run ours."""
+    """Return one way to run ours."""
     layout = schedule if schedule in ("zigzag", "load_balanced") else "contiguous"
     config = DistAttentionConfig(
         schedule=schedule if layout == "contiguous" else "auto", kernel=kernel, transport=transport
@@ -80,7 +80,7 @@ def our_method(schedule: str, kernel: str, transport: str, causal: bool) -> Meth
 
 
 def peer_methods(world: World, kv_heads: int, causal: bool) -> list[Method]:
-    """ring-flash-attn's three varlen functions, or nothing where it or flash-attn is not installed."""
+    """Return ring-flash-attn's three varlen functions, or nothing where it or flash-attn is not installed."""
     try:
         version("ring-flash-attn"), version("flash-attn")
     except PackageNotFoundError:
@@ -128,7 +128,7 @@ def peer_methods(world: World, kv_heads: int, causal: bool) -> list[Method]:
 
 
 def draw_inputs(args: argparse.Namespace, tokens: int, world: World, seed: int) -> list[torch.Tensor]:
-    """q, k, v and dout of all tokens, the same on every rank, whose devices are of one kind."""
+    """Return q, k, v and dout of all tokens, the same on every rank of one kind of device."""
     generator = torch.Generator(world.device).manual_seed(seed)
     counts = (args.heads, args.kv_heads, args.kv_heads, args.heads)
     shapes = [(tokens, heads, args.head_dim) for heads in counts]
@@ -137,7 +137,7 @@ def draw_inputs(args: argparse.Namespace, tokens: int, world: World, seed: int) 
 
 
 def check(method: Method, args: argparse.Namespace, world: World) -> None:
-    """Raise what is wrong with a method on a small pack."""
+    """Raise an error if a method is wrong on a small pack."""
     tokens = 128 * world.size
     offsets = draw_documents(tokens, 2 * world.size, 1, mean=3.0, sigma=1.0)
     q, k, v, dout = draw_inputs(args, tokens, world, 1)
@@ -161,7 +161,7 @@ def check(method: Method, args: argparse.Namespace, world: World) -> None:
 
 
 def passes(method: Method, offsets: Offsets, inputs: list[torch.Tensor]) -> tuple[Callable[[], object], ...]:
-    """The forward, and the forward and backward, of this rank."""
+    """Return the forward, and the forward and backward, of this rank."""
     q, k, v, dout = (method.split(x, offsets).clone() for x in inputs)
     leaves, attend = [x.requires_grad_() for x in (q, k, v)], method.start(offsets)
 
@@ -173,7 +173,7 @@ def passes(method: Method, offsets: Offsets, inputs: list[torch.Tensor]) -> tupl
 
 
 def new_packs(method: Method, args: argparse.Namespace, world: World, tokens: int, usual: float) -> float:
-    """Milliseconds of the host that documents never seen before cost: the median of some packs, beside `usual`."""
+    """Return the host's milliseconds for new documents: the median of some packs, less `usual`."""
     taken = []
     for seed in range(100, 105):
         offsets = draw_documents(tokens, 2 * world.size, seed, args.mean, args.sigma)
@@ -232,7 +232,7 @@ def main() -> None:
 
 
 def show(rows: list[dict[str, Any]], offsets: Offsets, world: World) -> None:
-    """The table."""
+    """Print the table."""
     longest = max(hi - lo for lo, hi in pairwise(offsets))
     print(f"{len(offsets) - 1} documents, the longest of {longest} tokens, {offsets[-1]} tokens on {world.size} ranks")
     for row in rows:
@@ -241,7 +241,7 @@ def show(rows: list[dict[str, Any]], offsets: Offsets, world: World) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--kv-heads", type=int, default=8)

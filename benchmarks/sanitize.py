@@ -43,7 +43,7 @@ BLOCKS = [
 
 
 def main() -> int:
-    """Run the kernels bare, then under every tool; returns the exit status."""
+    """Run the kernels bare, then under every tool; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", nargs="+", default=list(TOOLS), choices=TOOLS)
     parser.add_argument("--bare", action="store_true", help="only run the kernels, under no tool")
@@ -74,7 +74,7 @@ def _device() -> str:
 
 
 def _attentions() -> None:
-    """Forward and backward against float64 on the host."""
+    """Compare forward and backward with float64 on the host."""
     kernel = kernels.get("triton")
     for q_len, kv_len, band, heads, kv_heads, head_dim in BLOCKS:
         for dtype in (torch.bfloat16, torch.float32):
@@ -90,7 +90,7 @@ def _attentions() -> None:
 
 
 def _merges() -> None:
-    """merge, add and row_dot on rows of longer buffers, in place and into memory of their own."""
+    """Compare merge, add and row_dot on rows of longer buffers, in place and into memory of their own."""
     generator = torch.Generator().manual_seed(7)
 
     def draw(*shape: int) -> torch.Tensor:

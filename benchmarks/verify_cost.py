@@ -40,7 +40,7 @@ def main() -> None:
     )
 
     def attend(transport: str, verify: str) -> tuple[torch.Tensor, ...]:
-        """A chain of layers, and one backward through all of them."""
+        """Run a chain of layers, and one backward through all of them."""
         out, config = q, DistAttentionConfig(transport=transport, verify=verify, deterministic=True)
         for _ in range(LAYERS):
             found = dfa_megatron.dist_flash_attn_func(out, k, v, causal=True, config=config)

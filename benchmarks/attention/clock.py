@@ -36,12 +36,12 @@ class Timer:
 
     @property
     def median(self) -> float:
-        """Milliseconds."""
+        """Return the median in milliseconds."""
         return statistics.median(self.milliseconds)
 
     @property
     def host_median(self) -> float:
-        """Milliseconds."""
+        """Return the median in milliseconds."""
         return statistics.median(self.host)
 
 
@@ -70,7 +70,7 @@ def once(world: World, run: Callable[[], object]) -> tuple[float, float]:
 
 
 def repetitions(milliseconds: float, least: int, seconds: float) -> int:
-    """How often to repeat a call that takes so long: until `seconds` are spent, `least` times at least."""
+    """Return how often to repeat a call: until `seconds` are spent, and at least `least` times."""
     if milliseconds > 1e3 * LONG:
         least = min(least, 3)
     return max(least, min(_MOST, math.ceil(1e3 * seconds / milliseconds)))

@@ -44,7 +44,7 @@ class Problem:
         return self.mask != "full"
 
     def flops(self, length: int) -> float:
-        """Of a forward over the whole sequence: two matrix products over the mask's pairs (half of all if causal)."""
+        """Return the FLOP of a forward: two products over the pairs of the mask (half of all if causal)."""
         pairs = float(length) ** 2
         if self.mask == "causal":
             pairs /= 2
@@ -142,7 +142,7 @@ class Job:
 
 
 def head_pairs(heads: Sequence[int], kv_heads: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(heads, kv_heads) of every problem: one after another where there are as many of both, else every combination.
+    """Return (heads, kv_heads) of every problem: in pairs where there are as many of both, else every combination.
 
     Raises:
         UnsupportedError: kv_heads does not divide heads.

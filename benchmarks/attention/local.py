@@ -16,7 +16,7 @@ Local = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def local_attention(kernel: str, problem: Problem, device: torch.device, share: int = 1) -> Local:
-    """Attention of a whole sequence in one process, differentiable, by one kernel and nothing else.
+    """Return the differentiable attention of a whole sequence in one process, by one kernel and nothing else.
 
     Args:
         kernel: a name, or "auto".
@@ -54,7 +54,7 @@ class KernelAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: BlockKernel, band: Band, scale: float
     ) -> torch.Tensor:
-        """The block's out."""
+        """Return the block's out."""
         out, lse = kernel.forward(BlockCall.of(q, k, v, band, scale))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.kernel, ctx.band, ctx.scale = kernel, band, scale

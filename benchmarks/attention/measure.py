@@ -160,7 +160,7 @@ class _Run:
         return None
 
     def _try(self, entry: _Entry, problem: Problem, inputs: Inputs, stack: ExitStack) -> None:
-        """The first call, which may compile, run out of memory or fail; then one more of each pass to know its time."""
+        """Make the first call, which may compile or fail, then one more of each pass to know its time."""
         method, row = entry.method, entry.row
         local_seq = inputs[0].shape[1]
         row.inputs_gib = sum(x.numel() * x.element_size() for x in inputs) / 2**30

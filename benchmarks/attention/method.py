@@ -39,7 +39,7 @@ def contiguous(x: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def zigzag(x: torch.Tensor, world: World, together: int = 1) -> torch.Tensor:
-    """Chunks r and 2R-1-r of 2R for each of R sets of neighbours, who divide them in order."""
+    """Return chunks r and 2R-1-r of 2R for each of R sets of neighbours, who divide them in order."""
     sets, position = world.size // together, world.rank // together
     chunks = x.chunk(2 * sets, dim=1)
     pair = torch.cat((chunks[position], chunks[2 * sets - 1 - position]), dim=1)

@@ -14,7 +14,7 @@ from dfa_megatron.errors import UnsupportedError
 
 
 def baseline_methods(job: Job) -> tuple[list[Method], list[str]]:
-    """The methods of the baselines that the job names, or of all that are installed; and why the others are not there.
+    """Return the methods of the named or the installed baselines, and the reasons why others are absent.
 
     Raises:
         UnsupportedError: a baseline that was named does not run here.
@@ -32,7 +32,7 @@ def baseline_methods(job: Job) -> tuple[list[Method], list[str]]:
 
 
 def version_of(package: str) -> str:
-    """Its version.
+    """Return the version of a package.
 
     Raises:
         UnsupportedError: it is not installed.
@@ -44,7 +44,7 @@ def version_of(package: str) -> str:
 
 
 def refuse_windows(problem: Problem, who: str) -> None:
-    """For methods that split no window.
+    """Refuse a sliding window, for methods that split none.
 
     Raises:
         UnsupportedError: the mask is a window.

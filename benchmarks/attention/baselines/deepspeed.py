@@ -17,7 +17,7 @@ from dfa_megatron.errors import UnsupportedError
 
 
 def methods(job: Job) -> list[Method]:
-    """One per kernel of the job.
+    """Return one method per kernel of the job.
 
     Raises:
         UnsupportedError: it is not installed.

@@ -17,7 +17,7 @@ from dfa_megatron.errors import UnsupportedError
 
 
 def methods(job: Job) -> list[Method]:
-    """One per way to move the chunks.
+    """Return one method per way to move the chunks.
 
     Raises:
         UnsupportedError: not on GPUs.

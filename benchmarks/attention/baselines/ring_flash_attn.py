@@ -20,7 +20,7 @@ from dfa_megatron.errors import UnsupportedError
 
 
 def methods(job: Job) -> list[Method]:
-    """One per algorithm of the package.
+    """Return one method per algorithm of the package.
 
     Raises:
         UnsupportedError: it is not installed, or flash-attn is not.

@@ -17,7 +17,7 @@ from dfa_megatron.errors import UnsupportedError
 
 
 def methods(job: Job) -> list[Method]:
-    """One per cp_comm_type; TransformerEngine chooses its kernel itself (NVTE_FUSED_ATTN, NVTE_FLASH_ATTN).
+    """Return one method per cp_comm_type; TransformerEngine chooses its kernel (NVTE_FUSED_ATTN, NVTE_FLASH_ATTN).
 
     Raises:
         UnsupportedError: it is not installed, or not on GPUs.
@@ -63,7 +63,7 @@ def _communicating(kind: str) -> Method:
 
 @functools.cache
 def _communicators(kind: str, world: World) -> tuple[Any, torch.cuda.Stream]:
-    """The group, or for pairs in a ring the pair's and the ring's; and the second stream of its ring."""
+    """Return its group, or for a2a+p2p the pair's and the ring's, and the second stream of its ring."""
     stream = torch.cuda.Stream()
     if kind != "a2a+p2p":
         return dist.new_group(backend="nccl"), stream

@@ -16,12 +16,12 @@ from dfa_megatron.errors import UnsupportedError
 
 
 def methods(job: Job) -> list[Method]:
-    """One per kernel of the job."""
+    """Return one method per kernel of the job."""
     return [_with_kernel(kernel) for kernel in job.kernel]
 
 
 def refuse_heads(problem: Problem, ranks: int) -> None:
-    """Heads are what is divided among the ranks.
+    """Refuse heads that do not divide among the ranks.
 
     Raises:
         UnsupportedError: there are too few, or they do not divide.
@@ -52,7 +52,7 @@ def _with_kernel(kernel: str) -> Method:
 
 
 class _Exchange(torch.autograd.Function):
-    """(ranks, ...) -> (ranks, ...): the r-th part goes to rank r. Its own adjoint."""
+    """Send the r-th of (ranks, ...) to rank r. It is its own adjoint."""
 
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def _exchange(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _to_heads(x: torch.Tensor) -> torch.Tensor:
-    """(batch, local_seq, heads, dim) -> (batch, seq, heads of this rank, dim)."""
+    """Exchange (batch, local_seq, heads, dim) for (batch, seq, heads of this rank, dim)."""
     batch, rows, heads, dim = x.shape
     ranks = dist.get_world_size()
     parts = _exchange(x.view(batch, rows, ranks, heads // ranks, dim).permute(2, 0, 1, 3, 4))
@@ -81,7 +81,7 @@ def _to_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _to_sequence(x: torch.Tensor) -> torch.Tensor:
-    """(batch, seq, heads of this rank, dim) -> (batch, local_seq, heads, dim)."""
+    """Exchange (batch, seq, heads of this rank, dim) for (batch, local_seq, heads, dim)."""
     batch, rows, heads, dim = x.shape
     ranks = dist.get_world_size()
     parts = _exchange(x.view(batch, ranks, rows // ranks, heads, dim).transpose(0, 1))

@@ -19,7 +19,7 @@ from dfa_megatron.errors import UnsupportedError
 
 
 def methods(job: Job) -> list[Method]:
-    """All ranks in a ring; neighbours exchange heads, the pairs are a ring; and all exchange heads.
+    """Return three methods: all ranks in a ring, pairs that exchange heads in a ring, and all exchange heads.
 
     Raises:
         UnsupportedError: it is not installed, or flash-attn is not.
@@ -58,7 +58,7 @@ def _usp(name: str, ulysses: Callable[[int], int]) -> Method:
 
 @functools.cache
 def _module(degree: int, world: World) -> Any:
-    """Its groups are made by all ranks together, once."""
+    """Make its groups, collective, once."""
     import yunchang
 
     if degree == world.size:  # a ring of one would send to itself
