@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 
@@ -56,16 +56,9 @@ def record() -> Iterator[Recording]:
 def gathered(recording: Recording, plan: Plan, channel: Channel | None) -> Timeline:
     """Return the record of all ranks in one phase of a plan, each from its own first mark on; collective."""
     rank = channel.rank if channel else 0
-    mine = [
-        [e.kind, e.step, e.start, e.end, e.label, e.peer, e.nbytes] for e in recording.events(plan.phase.name, rank)
-    ]
-    told = {"events": json.dumps(mine)}
+    told = {"events": json.dumps([astuple(event)[:-1] for event in recording.events(plan.phase.name, rank)])}
     everyone = [told] if channel is None else channel.exchange(told, "show what they have recorded")
-    events = tuple(
-        Event(rank, kind, plan.phase.name, step, start, end, label, peer, nbytes)
-        for rank, facts in enumerate(everyone)
-        for kind, step, start, end, label, peer, nbytes in json.loads(facts["events"])
-    )
+    events = tuple(Event(*values) for facts in everyone for values in json.loads(facts["events"]))
 
     def total(value: Callable[[Event], float], kind: str) -> list[float]:
         return [sum(value(e) for e in events if e.rank == r and e.kind == kind) for r in range(plan.ranks)]

@@ -19,7 +19,7 @@ from dfa_megatron.plan.language.mask import Mask, documents
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
-from dfa_megatron.plan.schedules.load_balanced import Prices, layout_of, load_balanced
+from dfa_megatron.plan.schedules.load_balanced import layout_of, load_balanced
 from tests.support.plan_cases import every_mask, heterogeneous_masks, plan_of
 
 LOCAL = 8192
@@ -162,11 +162,13 @@ def test_short_documents_stay_on_one_rank_and_send_nothing() -> None:
         )
 
 
-def test_a_slow_link_cuts_fewer_documents() -> None:
-    mask = documents(pack(8 * LOCAL, 3))
-    pair = 1e-11
-    near, far = (load_balanced(mask, 8, Prices(pair, token, 0.0)) for token in (0.0, 1e-4))
-    assert len(far.chunks) < len(near.chunks)
+def test_a_slow_link_cuts_fewer_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chunks(seconds_per_token: float) -> int:
+        for name, value in (("PAIR", 1e-11), ("TOKEN", seconds_per_token), ("SPAN", 0.0)):
+            monkeypatch.setattr(f"{load_balanced.__module__}.{name}", value)
+        return len(load_balanced(documents(pack(8 * LOCAL, 3)), 8).chunks)
+
+    assert chunks(1e-4) < chunks(0.0)
 
 
 def test_components_are_what_attends_to_one_another() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -32,18 +31,11 @@ SEGMENTS = 4
 """A component is first cut into segments of a rank's tokens divided by this, then to measure."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """Costs of a layout: seconds per attended pair, per token of received keys, and per span of tokens held."""
+PAIR, TOKEN, SPAN = 4 * 32 * 128 / 500e12, 8 * 2 * 128 * 2 / 340e9, 1e-6
+"""Seconds per attended pair, per token of received keys, and per span of tokens held.
 
-    pair: float
-    token: float
-    span: float
-
-
-PRICES = Prices(pair=4 * 32 * 128 / 500e12, token=8 * 2 * 128 * 2 / 340e9, span=1e-6)
-"""32 heads of 128, 8 of them for keys, in 16 bits, on H200s of one host, forward."""
-
+They decide between finer cuts and uneven work: 32 heads of 128, 8 of them for keys, in 16 bits, on H200s of one host.
+"""
 
 WHOLE = -1
 
@@ -54,21 +46,19 @@ Taken = list[tuple[tuple[int, int], Component]]
 """Spans of rows, each with its component."""
 
 
-def load_balanced(mask: Mask, ranks: int, prices: Prices = PRICES) -> Layout:
+def load_balanced(mask: Mask, ranks: int) -> Layout:
     """Return chunks that give every rank equal tokens and nearly equal work. Equal arguments give equal layouts.
 
     Args:
         mask: pairs of the whole sequence that attend.
         ranks: number of ranks that share it; if the length does not divide, some hold one token more.
-        prices: decide between finer cuts and uneven work.
     """
     parts = components(mask)
     even = sum(part.work for part in parts) / ranks
     best = _Balancing(parts, mask.length, ranks, even, FIRST * even)
-    others = FINER if best.is_uneven else COARSER if best.waits(prices) else ()
+    others = FINER if best.is_uneven else COARSER if best.waits else ()
     for share in others:
-        other = _Balancing(parts, mask.length, ranks, even, share * even)
-        best = min(best, other, key=lambda dealing: dealing.cost(prices))
+        best = min(best, _Balancing(parts, mask.length, ranks, even, share * even), key=_Balancing.cost)
     chunks = sorted((lo, hi, rank) for rank, held in enumerate(best.held) for lo, hi in _joined(held))
     return Layout(tuple(Span(lo, hi) for lo, hi, _ in chunks), tuple(rank for _, _, rank in chunks))
 
@@ -103,14 +93,15 @@ class _Balancing:
         """Return whether a rank has more work than counts as even."""
         return max(self.load) > EVEN_ENOUGH * self.even
 
-    def waits(self, prices: Prices) -> bool:
+    @property
+    def waits(self) -> bool:
         """Return whether messages take longer than the work that should hide them."""
-        return prices.token * max(self.received) > prices.pair * max(self.load)
+        return TOKEN * max(self.received) > PAIR * max(self.load)
 
-    def cost(self, prices: Prices) -> float:
+    def cost(self) -> float:
         """Return the seconds of the slowest rank, if messages travel behind compute."""
         return max(
-            max(prices.pair * load, prices.token * received) + prices.span * len(held)
+            max(PAIR * load, TOKEN * received) + SPAN * len(held)
             for load, received, held in zip(self.load, self.received, self.held, strict=True)
         )
 
