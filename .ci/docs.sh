@@ -17,6 +17,5 @@ if [ "$(cat "$folder/.ready" 2>/dev/null)" != "${packages[*]}" ]; then
   echo "${packages[*]}" > "$folder/.ready"
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-.venv/bin/python docs/update_refusals.py
 "$folder/bin/python" -m sphinx -W --keep-going -q -b html docs "${1:-build/site}"
 echo "the site is in ${1:-build/site}"

@@ -20,9 +20,7 @@ from tests.support.report import SupportReport, on_gpu
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--support-report", type=Path, metavar="FILE", help="results for docs/update_support.py and update_trust.py"
-    )
+    parser.addoption("--support-report", type=Path, metavar="FILE", help="results for `python -m docs.update FILE`")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,13 +1,13 @@
-"""Measured figures of the pages come from the files of benchmarks/results."""
+"""Tables of the pages are what the code and the files of benchmarks/results say."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from docs import attention_tables, raw_results, update
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -20,20 +20,19 @@ SOURCE = re.compile(
 )
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("update_performance", ROOT / "docs" / "update_performance.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.mark.parametrize("name", update.PAGES)
+def test_every_table_of_a_page_is_what_code_and_raw_files_say(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert update.filled(text, update.PAGES[name]) == text, "run `python -m docs.update`"
 
 
-def test_every_table_of_measured_figures_is_what_the_raw_files_say(script: ModuleType) -> None:
-    for name, parts in script.tables().items():
-        text = (ROOT / name).read_text(encoding="utf-8")
-        assert script.page(text, parts) == text, f"{name} is behind: run `python docs/update_performance.py`"
+def test_every_table_of_the_site_has_its_place_and_every_place_a_table() -> None:
+    pytest.importorskip("megatron.core")
+    marks = re.compile(r"<!-- site: ([\w-]+) -->")
+    for page in (ROOT / "docs").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        assert sorted(marks.findall(text)) == sorted(update.SITE.get(page.stem, ()))
+        assert not marks.search(update.for_site(page.stem, text))
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -45,12 +44,7 @@ def test_a_paragraph_with_a_measured_figure_names_its_source(name: str) -> None:
     assert bare == []
 
 
-def test_a_cell_that_stands_for_two_rows_or_none_is_an_error(script: ModuleType) -> None:
-    spec = importlib.util.spec_from_file_location("performance_tables", ROOT / "docs" / "performance_tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+def test_a_cell_that_stands_for_two_rows_or_none_is_an_error() -> None:
     for where in ({"seq_length": 131072}, {"seq_length": 1}):
         with pytest.raises(LookupError, match="rows of"):
-            tables.row(tables.GRID, **where)
+            raw_results.row(attention_tables.GRID, **where)

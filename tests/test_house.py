@@ -46,7 +46,6 @@ WIDE_FOR_NOW = {
 
 LONG_FILES_FOR_NOW = {
     "dfa_megatron/deepspeed/refusals.py",
-    "docs/performance_tables.py",
     "tests/huggingface/test_refusals.py",
     "tests/megatron/harness.py",
     "tests/megatron/test_launch.py",

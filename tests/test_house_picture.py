@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
-import pytest
+from docs import house_picture as script
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("update_house", ROOT / "docs" / "update_house.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_the_picture_is_drawn_from_the_imports_of_today() -> None:
+    assert script.PICTURE.read_text(encoding="utf-8") == script.picture(), "run `python -m docs.update`"
 
 
-def test_the_picture_is_drawn_from_the_imports_of_today(script: ModuleType) -> None:
-    assert script.PICTURE.read_text(encoding="utf-8") == script.picture(), "run `python docs/update_house.py`"
-
-
-def test_every_box_stands_above_what_it_imports(script: ModuleType) -> None:
+def test_every_box_stands_above_what_it_imports() -> None:
     arrows, rows = script.imports(), script.layers(script.reduced(script.imports()))
     height = {name: at for at, row in enumerate(rows) for name in row}
     assert set(height) == set(arrows)

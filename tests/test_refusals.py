@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.refusals import Asked, Refusal, Stage
+from docs import update
 
 pytest.importorskip("megatron.core")
 
@@ -64,7 +64,7 @@ def test_a_request_for_nothing_special_passes_every_stage(stage: Stage) -> None:
 
 
 def test_the_page_of_the_site_has_every_row() -> None:
-    page = runpy.run_path(str(ROOT / "docs" / "update_refusals.py"))["page"]()
+    page = update.for_site("refusals", (ROOT / "docs" / "refusals.md").read_text(encoding="utf-8"))
     for name, stages in FRAMEWORKS.items():
         section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
         for stage in stages:

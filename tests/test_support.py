@@ -1,19 +1,16 @@
-"""docs/support.md says no more than its results: every cell has tests, and the page is what they came to."""
+"""The tables of docs/support.md say no more than their results, and every row has tests."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import pytest
-
 from dfa_megatron import names
+from docs import support_tables as script
 
 ROOT = Path(__file__).parents[1]
 FLOAT64 = "kernels | float64 | `{}`"
@@ -21,24 +18,7 @@ GLOO = "runtime | every schedule and dtype between 2, 3 and 4 processes (gloo) |
 BALANCED = "schedules | `balanced`, contiguous tokens | full"
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("update_support", ROOT / "docs" / "update_support.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_is_what_its_results_say(script: ModuleType) -> None:
-    text = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
-    assert script.page(text, json.loads(script.RESULTS.read_text(encoding="utf-8"))) == text, (
-        "run `python docs/update_support.py`"
-    )
-
-
-def test_every_row_of_the_page_has_tests_and_every_marker_a_row(script: ModuleType, tmp_path: Path) -> None:
+def test_every_row_of_the_page_has_tests_and_every_marker_a_row(tmp_path: Path) -> None:
     report = tmp_path / "collected.jsonl"
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     command += ["--support-report", str(report), "tests"]
@@ -47,24 +27,20 @@ def test_every_row_of_the_page_has_tests_and_every_marker_a_row(script: ModuleTy
     assert done.returncode == 0, done.stdout[-2000:]
     found = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()[1:]]
     marked = {cell for test in found for cell in test["support"]}
-    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
-    assert marked <= script.known(page), "write the row into docs/support.md"
+    assert marked <= script.known(), "write the row into docs/support_rows.json"
     folders = {"models": "huggingface"}
     installed = {test["id"].split("/")[1] for test in found}  # tests/megatron is not collected without megatron-core
     rows = {tuple(cell.split(" | ")[:2]) for cell in marked}
     for table in (*script.GRIDS, *script.PLACES):
         if table in ("kernels", "schedules", "runtime") or folders.get(table, table) in installed:
-            assert {(table, row) for row in script.shape(page, table)[1]} <= rows
+            assert {(table, row) for row in script.ROWS[table]["rows"]} <= rows
 
 
-def test_every_kernel_has_a_column(script: ModuleType) -> None:
-    columns, _ = script.shape((ROOT / "docs" / "support.md").read_text(encoding="utf-8"), "kernels")
-    assert {column.strip("`") for column in columns} == set(names.KERNELS) - {"auto"}
+def test_every_kernel_has_a_column() -> None:
+    assert {column.strip("`") for column in script.ROWS["kernels"]["columns"]} == set(names.KERNELS) - {"auto"}
 
 
-def reported(
-    script: ModuleType, *results: tuple[str, str, bool, str], device: str = "CPU", refuses: bool = False
-) -> dict[str, Any]:
+def reported(*results: tuple[str, str, bool, str], device: str = "CPU", refuses: bool = False) -> dict[str, Any]:
     head = {"date": "2026-01-02", "device": device, "python": "3.12.0", "versions": {"torch": "2.9"}, "command": "a"}
     tests = [
         {"id": f"tests/a/{n}", "outcome": outcome, "gpu": gpu, "reason": reason, "support": [name], "refuses": refuses}
@@ -73,36 +49,33 @@ def reported(
     return script.read([json.dumps(line) for line in (head, *tests)])
 
 
-def test_a_skip_is_a_refusal_where_the_kernel_says_so_and_no_result_where_the_machine_lacks_something(
-    script: ModuleType,
-) -> None:
+def test_a_skip_is_a_refusal_where_the_kernel_says_so_and_no_result_where_the_machine_lacks_something() -> None:
     run = reported(
-        script,
         (FLOAT64.format("flash4"), "skipped", True, "Skipped: flash4: it computes bfloat16 and float16"),
         (FLOAT64.format("aten"), "skipped", True, "Skipped: aten: PyTorch is built without CUDA"),
         (FLOAT64.format("triton"), "skipped", True, "Skipped: no CUDA device"),
     )
     said = [script.cell([run], FLOAT64.format(name)) for name in ("flash4", "aten", "triton")]
     assert said == ["refused", "GPU: not run", "GPU: not run"]
-    gpu = reported(script, (FLOAT64.format("aten"), "passed", True, ""), device="1 x H200")
+    gpu = reported((FLOAT64.format("aten"), "passed", True, ""), device="1 x H200")
     assert script.cell([run, gpu], FLOAT64.format("aten")) == "GPU"
 
 
-def test_a_failure_is_not_hidden_by_tests_that_passed(script: ModuleType) -> None:
-    run = reported(script, (GLOO, "passed", False, ""), (GLOO, "failed", False, ""))
+def test_a_failure_is_not_hidden_by_tests_that_passed() -> None:
+    run = reported((GLOO, "passed", False, ""), (GLOO, "failed", False, ""))
     assert script.seen([run], GLOO, "CPU", "torch") == "**failed**"
-    again = reported(script, (GLOO, "passed", False, ""), (GLOO, "passed", False, ""))
+    again = reported((GLOO, "passed", False, ""), (GLOO, "passed", False, ""))
     merged = script.merge([run], again)
     assert len(merged) == 1
     assert script.seen(merged, GLOO, "CPU", "torch") == "2.9"
 
 
-def test_a_test_that_passes_because_of_a_refusal_is_shown_as_one(script: ModuleType) -> None:
-    run = reported(script, (BALANCED, "passed", False, ""), refuses=True)
+def test_a_test_that_passes_because_of_a_refusal_is_shown_as_one() -> None:
+    run = reported((BALANCED, "passed", False, ""), refuses=True)
     assert script.cell([run], BALANCED) == "refused"
 
 
-def test_results_of_a_part_of_the_tests_leave_the_other_cells(script: ModuleType) -> None:
-    first = reported(script, (GLOO, "passed", False, ""))
-    second = reported(script, (BALANCED, "passed", False, ""))
+def test_results_of_a_part_of_the_tests_leave_the_other_cells() -> None:
+    first = reported((GLOO, "passed", False, ""))
+    second = reported((BALANCED, "passed", False, ""))
     assert script.seen(script.merge([first], second), GLOO, "CPU", "torch") == "2.9"

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
-import pytest
+from docs import fault_tables as script
 
 ROOT = Path(__file__).parents[1]
 PLACES = ("tests/faults", "tests/runtime/agreement/test_calls_gpu.py")
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("update_trust", ROOT / "docs" / "update_trust.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_table_is_what_its_results_say(script: ModuleType) -> None:
-    text = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
-    results = json.loads(script.RESULTS.read_text(encoding="utf-8"))
-    assert script.page(text, results) == text, "run `python docs/update_trust.py`"
-
-
-def test_the_results_are_those_of_exactly_the_fault_tests_that_are_there(script: ModuleType, tmp_path: Path) -> None:
+def test_the_results_are_those_of_exactly_the_fault_tests_that_are_there(tmp_path: Path) -> None:
     report = tmp_path / "collected.jsonl"
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     command += ["--support-report", str(report), *PLACES]
@@ -45,7 +27,7 @@ def test_the_results_are_those_of_exactly_the_fault_tests_that_are_there(script:
     assert {test for test, gpu in there.items() if not gpu} <= listed, "run them with --support-report"
 
 
-def test_a_failed_test_is_not_taken_in_and_a_later_result_replaces_the_earlier(script: ModuleType) -> None:
+def test_a_failed_test_is_not_taken_in_and_a_later_result_replaces_the_earlier() -> None:
     about = {"device": "CPU", "versions": {"torch": "2.13.0+cpu"}, "date": "2026-11-22"}
     fault = {"fault": "kill -9", "where": "forward", "rank": 1, "happens": "ends", "transport": "gloo"}
     lines = [about] + [
@@ -54,7 +36,7 @@ def test_a_failed_test_is_not_taken_in_and_a_later_result_replaces_the_earlier(s
     ]
     found = script.read(map(json.dumps, lines))
     assert [result["seconds"] for result in found.values()] == [2.5]
-    assert "| kill -9 | forward | 1 | ends | 2.5 s | gloo |" in script.table(found)
+    assert "| kill -9 | forward | 1 | ends | 2.5 s | gloo |" in script.table(found, whole=True)
 
 
 def test_the_tests_of_signals_that_the_page_names_are_there() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from dfa_megatron.plan.cost.outline import estimate, outline
 from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.shape import AttentionShape
+from docs import scale_tables
 from tests.support.plan_cases import plan_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -55,14 +55,9 @@ def test_bytes_are_those_of_the_plan_by_link_class() -> None:
 
 
 def test_the_points_of_the_page_are_those_of_the_code() -> None:
-    spec = importlib.util.spec_from_file_location("update_scale", DOCS / "update_scale.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     points = json.loads((DOCS / "scale.json").read_text(encoding="utf-8"))
-    assert {point["ranks"] for point in points} == set(script.RANKS)
+    assert {point["ranks"] for point in points} == set(scale_tables.RANKS)
     for ranks in (8, 16):
-        for schedule, gateway in script.LINES:
+        for schedule, gateway in scale_tables.LINES:
             kept = [p for p in points if (p["ranks"], p["schedule"], p["gateway"]) == (ranks, schedule, gateway)]
-            assert script.rows(ranks, schedule, gateway) == kept, "run `python docs/update_scale.py`"
+            assert scale_tables.rows(ranks, schedule, gateway) == kept, "run `python -m docs.scale_tables`"

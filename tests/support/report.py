@@ -1,4 +1,4 @@
-"""What `--support-report FILE` writes: the results that docs/update_support.py and update_trust.py read."""
+"""What `--support-report FILE` writes: the results that `python -m docs.update FILE` takes in."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Write scale.json, the tables of scale.md and the plots: `python docs/update_scale.py` (minutes, needs matplotlib).
+"""Schedules on 8 to 512 ranks, simulated: scale.json and the plots by `python -m docs.scale_tables`, and the tables.
 
+The command takes minutes and needs matplotlib.
 A plan is made once per number of ranks, schedule, route and phase, and stretched to every length and head count.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,33 +89,22 @@ def name(schedule: str, gateway: bool) -> str:
     return f"`{schedule}`, gateway" if gateway else f"`{schedule}`"
 
 
-def best(results: list[Row], heads: str) -> list[str]:
-    """The first line within 1 % of the fastest, by length and ranks, with its idle share."""
-    lines = ["| tokens | " + " | ".join(f"{ranks} ranks" for ranks in RANKS) + " |", "|---" * (1 + len(RANKS)) + "|"]
-    for length in LENGTHS:
+def best(heads: str, ranks: tuple[int, ...] = RANKS, lengths: tuple[int, ...] = LENGTHS) -> list[str]:
+    """Return the first line within 1 % of the fastest, by length and ranks, with its idle share."""
+    results = json.loads((DOCS / "scale.json").read_text(encoding="utf-8"))
+    lines = ["| tokens | " + " | ".join(f"{count} ranks" for count in ranks) + " |", "|---" * (1 + len(ranks)) + "|"]
+    for length in lengths:
         cells = []
-        for ranks in RANKS:
-            here = [r for r in results if (r["ranks"], r["length"], r["heads"]) == (ranks, length, heads)]
-            if not here:
-                cells.append("")
-                continue
-            least = min(r["ms"] for r in here)
-            taken = next(r for r in here if r["ms"] <= 1.01 * least)
+        for count in ranks:
+            here = [r for r in results if (r["ranks"], r["length"], r["heads"]) == (count, length, heads)]
+            taken = next((r for r in here if r["ms"] <= 1.01 * min(r["ms"] for r in here)), None)
             cells.append(
                 f"{name(taken['schedule'], taken['gateway'])} {taken['ms']:.1f} ms, {100 * taken['idle']:.0f} %"
+                if taken
+                else ""
             )
         lines.append(f"| {length // 1024}K | " + " | ".join(cells) + " |")
     return lines
-
-
-def page(text: str, results: list[Row]) -> str:
-    """The page with its generated parts made anew."""
-    parts = {"slots": slots()} | {f"best-{heads}": best(results, heads) for heads in ("MHA", "GQA 8")}
-    for part, lines in parts.items():
-        start, end = f"<!-- {part} -->\n", f"<!-- /{part} -->"
-        before, rest = text.split(start)
-        text = before + start + "\n".join(lines) + "\n" + end + rest.split(end)[1]
-    return text
 
 
 def plot(results: list[Row]) -> None:
@@ -203,10 +194,10 @@ def main() -> None:
             print(f"{ranks} ranks, {schedule}, gateway {gateway}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     lines = ",\n".join(json.dumps(row) for row in results)
     (DOCS / "scale.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    target = DOCS / "scale.md"
-    target.write_text(page(target.read_text(encoding="utf-8"), results), encoding="utf-8")
     plot(results)
 
+
+SITE = {f"best-{heads.replace(' ', '-')}": partial(best, heads) for heads in HEADS} | {"slots": slots}
 
 if __name__ == "__main__":
     main()

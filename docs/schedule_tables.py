@@ -1,9 +1,9 @@
-"""Write the tables of schedules.md and the pictures: `python docs/update_schedules.py`; a test compares them."""
+"""The tables of schedules.md and its pictures, computed by the planner."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
+from functools import partial
 
 from dfa_megatron.plan.cost.choose import imbalance, make_plan
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, H200_SLOW_LINK, IDEAL_LINK
@@ -15,7 +15,6 @@ from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule
 
-DOCS = Path(__file__).parent
 TOKENS = 65536
 SHAPE = AttentionShape(kv_heads=8)
 PACK_SHAPE = AttentionShape(heads=64, kv_heads=8)
@@ -28,7 +27,7 @@ def label(schedule: Schedule | AttentionPlan) -> str:
     return f"`{name}`" + (f" on {schedule.layout}" if schedule.layout != "contiguous" else "")
 
 
-def costs(ranks: int) -> str:
+def costs(ranks: int) -> list[str]:
     """What each schedule costs on one machine."""
     rows = [
         "| schedule | steps | kernel calls per rank | idle, arithmetic alone | idle on H200s, forward / backward "
@@ -52,7 +51,7 @@ def costs(ranks: int) -> str:
             f"| {label(schedule)} | {steps} | {calls} | {100 * ideal:.1f} % | {real} "
             f"| {_sent(plan.forward)} | {_sent(plan.backward)} | {slots} |"
         )
-    return "\n".join(rows)
+    return rows
 
 
 def _sent(phase: Plan) -> str:
@@ -60,7 +59,7 @@ def _sent(phase: Plan) -> str:
     return f"{sum(sent) / len(sent) / 1e6:.0f} ({max(sent) / 1e6:.0f})"
 
 
-def choices(ranks: int) -> str:
+def choices(ranks: int) -> list[str]:
     """What `auto` takes."""
     rows = ["| machine | tokens | kv heads | contiguous tokens | any layout |", "|---|---|---|---|---|"]
     for hardware in (H200_NVLINK, H200_SLOW_LINK):
@@ -77,7 +76,7 @@ def choices(ranks: int) -> str:
         if len({choice for _, choice in taken}) == 1:
             taken = [("any of these | any", taken[0][1])]
         rows += [f"| {hardware.name} | {case} | {choice} |" for case, choice in taken]
-    return "\n".join(rows)
+    return rows
 
 
 def pack(ranks: int, seed: int) -> Mask:
@@ -89,7 +88,7 @@ def pack(ranks: int, seed: int) -> Mask:
     return documents(lengths)
 
 
-def packs() -> str:
+def packs() -> list[str]:
     """What each schedule makes of packed documents."""
     rows = [
         "| ranks | pack | schedule | work, most over mean | MB sent, mean (most) | ms |",
@@ -105,17 +104,7 @@ def packs() -> str:
                 f"| {ranks} | {len(mask.tiles)} documents | {label(schedule)} | {imbalance(plan):.2f} "
                 f"| {sum(sent) / len(sent) / 1e6:.0f} ({max(sent) / 1e6:.0f}) | {1e3 * seconds:.1f} |"
             )
-    return "\n".join(rows)
-
-
-def page(text: str) -> str:
-    """The page with its generated parts made anew."""
-    parts = {"costs-8": costs(8), "costs-7": costs(7), "choices-8": choices(8), "packs": packs()}
-    for name, part in parts.items():
-        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        before, rest = text.split(start)
-        text = before + start + part + "\n" + end + rest.split(end)[1]
-    return text
+    return rows
 
 
 def pictures() -> dict[str, str]:
@@ -131,8 +120,4 @@ def pictures() -> dict[str, str]:
     }
 
 
-if __name__ == "__main__":
-    target = DOCS / "schedules.md"
-    target.write_text(page(target.read_text(encoding="utf-8")), encoding="utf-8")
-    for name, svg in pictures().items():
-        (DOCS / "pictures" / name).write_text(svg, encoding="utf-8")
+TABLES = {"costs-8": partial(costs, 8), "choices-8": partial(choices, 8), "packs": packs}

@@ -1,25 +1,22 @@
-"""Write support.md from the results of test runs: what works together, and where it has been seen.
-
-    python -m pytest tests/kernels --support-report kernels.jsonl     # on any machine, any part of the tests
-    python docs/update_support.py kernels.jsonl ...                   # take them into support.json and write the page
-    python docs/update_support.py                                     # write the page alone
+"""What works together and where it has been seen: the tables of support.md, from the results of test runs.
 
 Tests name the cells that they stand for by a marker (tests/support/support_rows.py). support.json keeps their outcomes
-by environment; later results replace earlier ones of the same cell in the same environment. The page itself keeps the
-tables' rows and columns: a new row is written into the page once, with empty cells.
+by environment; later results replace earlier ones of the same cell in the same environment. A new row is written into
+support_rows.json once.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "support.json"
+ROWS: dict[str, dict[str, list[str]]] = json.loads((DOCS / "support_rows.json").read_text(encoding="utf-8"))
 REFUSAL = re.compile(r"^(Skipped: )?(reference|cpu|triton|aten|cudnn|flash\d): ")
 ABSENT = re.compile(r"not installed|built without CUDA|no CUDA device|cannot be imported|needs \d+ CUDA|runs on")
 
@@ -109,40 +106,38 @@ def cell(runs: list[Run], name: str) -> str:
     return " ".join(words) or "GPU: not run"
 
 
-def shape(page: str, table: str) -> tuple[list[str], list[str]]:
-    """Return the columns and the rows of a table as they stand on the page."""
-    lines = page.split(f"<!-- {table} -->\n")[1].split(f"<!-- /{table} -->")[0].splitlines()
-    first, *rest = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    return first[1:], [cells[0] for cells in rest[1:]]
-
-
-def known(page: str) -> set[str]:
-    """Return every cell of the page."""
-    found = {f"{table} | {row} | " for table in PLACES for row in shape(page, table)[1]}
+def known() -> set[str]:
+    """Return every cell of the tables."""
+    found = {f"{table} | {row} | " for table in PLACES for row in ROWS[table]["rows"]}
     for table in GRIDS:
-        columns, rows = shape(page, table)
-        found |= {f"{table} | {row} | {column}" for row in rows for column in columns}
+        found |= {f"{table} | {row} | {column}" for row in ROWS[table]["rows"] for column in ROWS[table]["columns"]}
     return found
 
 
-def filled(runs: list[Run], page: str, table: str) -> list[str]:
+def results() -> list[Run]:
+    """Return the runs of support.json."""
+    found: list[Run] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return found
+
+
+def table(name: str) -> list[str]:
     """Return the lines of a table."""
-    columns, rows = shape(page, table)
+    runs, columns = results(), ROWS[name]["columns"]
     out = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    for row in rows:
-        if table in GRIDS:
-            cells = [cell(runs, f"{table} | {row} | {column}") for column in columns]
+    for row in ROWS[name]["rows"]:
+        if name in GRIDS:
+            cells = [cell(runs, f"{name} | {row} | {column}") for column in columns]
         else:
-            name = f"{table} | {row} | "
-            cells = [seen(runs, name, "CPU", PLACES[table]), seen(runs, name, "GPU")]
+            test = f"{name} | {row} | "
+            cells = [seen(runs, test, "CPU", PLACES[name]), seen(runs, test, "GPU")]
         out.append(f"| {row} | {' | '.join(cells)} |")
     return out
 
 
-def environments(runs: list[Run]) -> list[str]:
+def environments() -> list[str]:
     """Where tests ran, and how many passed; a skipped one says why when it is run."""
     out = ["| device | Python | packages | date | passed, skipped |", "|---|---|---|---|---|"]
-    for run in runs:
+    for run in results():
         versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
         counts = []
         for folder, (passed, failed, skipped) in sorted(run["tests"].items()):
@@ -151,28 +146,12 @@ def environments(runs: list[Run]) -> list[str]:
     return out
 
 
-def page(text: str, runs: list[Run]) -> str:
-    """The page with its generated parts made anew."""
-    parts = {"environments": environments(runs)}
-    parts |= {table: filled(runs, text, table) for table in (*GRIDS, *PLACES)}
-    for part, lines in parts.items():
-        start, end = f"<!-- {part} -->\n", f"<!-- /{part} -->"
-        before, rest = text.split(start)
-        text = before + start + "\n".join(lines) + "\n" + end + rest.split(end)[1]
-    return text
-
-
-def main(files: list[str]) -> None:
-    """Take in the files, and write."""
-    runs = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
-    target = DOCS / "support.md"
-    on_page = known(target.read_text(encoding="utf-8"))
-    for file in files:
-        runs = merge(runs, read(Path(file).read_text(encoding="utf-8").splitlines()))
+def take_in(lines: Iterable[str]) -> None:
+    """Add the results of one file of `pytest --support-report` to support.json."""
+    runs, cells = merge(results(), read(lines)), known()
     for run in runs:
-        run["cells"] = {name: counts for name, counts in sorted(run["cells"].items()) if name in on_page}
+        run["cells"] = {name: counts for name, counts in sorted(run["cells"].items()) if name in cells}
     RESULTS.write_text("[\n" + ",\n".join(_lines(run) for run in runs) + "\n]\n", encoding="utf-8")
-    target.write_text(page(target.read_text(encoding="utf-8"), runs), encoding="utf-8")
 
 
 def _lines(run: Run) -> str:
@@ -182,5 +161,5 @@ def _lines(run: Run) -> str:
     return f'{head[:-1]},\n "cells": {{\n  {cells}\n }}}}'
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+TABLES = {name: partial(table, name) for name in ROWS} | {"environments": environments}
+"""All of them are for the site alone."""

@@ -1,4 +1,4 @@
-"""Draw the house of architecture.md from the imports of every module: `python docs/update_house.py`.
+"""The house of architecture.md, drawn from the imports of every module.
 
 A box is a folder of the package with the rooms inside, or a module beside the folders. A box stands above
 everything that it imports. An arrow that follows from two others is left out.
@@ -123,7 +123,3 @@ def _arrow(here: tuple[float, float, float, float], there: tuple[float, float, f
     end = min(max(start, there[0] + 20), there[0] + there[2] - 20)
     y1, y2 = here[1] + here[3], there[1] - 1
     return f'<path class="l" d="M{start:.0f} {y1:.0f}L{end:.0f} {y2:.0f}" marker-end="url(#m)"/>'
-
-
-if __name__ == "__main__":
-    PICTURE.write_text(picture(), encoding="utf-8")

@@ -1,0 +1,89 @@
+"""Write the tables and pictures of the pages: `python -m docs.update`. Tests say which page is behind.
+
+    python -m docs.update REPORT ...        take in results of `pytest --support-report REPORT` first
+    python -m docs.update --show support    print a page as the site has it
+
+A table stands in its page between `<!-- NAME -->` and `<!-- /NAME -->`. A table that only the site shows has
+`<!-- site: NAME -->` in its place, and `conf.py` fills it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from docs import (
+    fault_tables,
+    house_picture,
+    performance_tables,
+    reference_tables,
+    scale_tables,
+    schedule_tables,
+    support_tables,
+)
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+Tables = Mapping[str, Callable[[], list[str]]]
+
+PAGES: dict[str, Tables] = {
+    **performance_tables.PAGES,
+    "docs/options.md": {"options": reference_tables.options},
+    "docs/schedules.md": schedule_tables.TABLES,
+    "docs/trust.md": {**performance_tables.PAGES["docs/trust.md"], "faults": fault_tables.in_short},
+}
+"""The tables of each page, a path from the repository's root, by the name between its marks."""
+
+SITE: dict[str, Tables] = {
+    "refusals": {name: partial(reference_tables.refusals, name) for name in ("megatron", "deepspeed", "huggingface")},
+    "schedules": scale_tables.SITE,
+    "support": support_tables.TABLES,
+    "trust": {"every-fault": fault_tables.every},
+}
+"""The tables that only the site shows, by page and name."""
+
+
+def filled(text: str, tables: Tables) -> str:
+    """Return a page with its tables written again.
+
+    Raises:
+        ValueError: the page lacks the place of a table.
+    """
+    for name, make in tables.items():
+        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        before, rest = text.split(start)
+        text = before + start + "\n".join(make()) + "\n" + end + rest.split(end, 1)[1]
+    return text
+
+
+def for_site(page: str, text: str) -> str:
+    """Return a page, named as Sphinx does, with the tables that only the site shows.
+
+    Raises:
+        KeyError: the page names a table that nothing makes.
+    """
+    return re.sub(r"<!-- site: ([\w-]+) -->", lambda found: "\n".join(SITE[page][found[1]]()), text)
+
+
+def main(arguments: list[str]) -> None:
+    """Take in the reports and write every page, or print one."""
+    if arguments[:1] == ["--show"]:
+        name = arguments[1]
+        print(for_site(name, (DOCS / f"{name}.md").read_text(encoding="utf-8")))
+        return
+    for report in arguments:
+        lines = Path(report).read_text(encoding="utf-8").splitlines()
+        support_tables.take_in(lines)
+        fault_tables.take_in(lines)
+    for name, tables in PAGES.items():
+        path = ROOT / name
+        path.write_text(filled(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    for picture, svg in {**schedule_tables.pictures(), "house.svg": house_picture.picture()}.items():
+        (DOCS / "pictures" / picture).write_text(svg, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
