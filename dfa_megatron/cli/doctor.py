@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,24 +66,15 @@ def run(args: argparse.Namespace) -> int:
     machine = {"versions": versions(), "devices": devices(), "p2p_access": p2p_access()}
     if not flags.json:
         print(_machine(machine))
-
-    def tell(name: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{name:<12}", end="\r", file=sys.stderr, flush=True)
-
-    verdicts, auto = examine(shape, flags.kernel, flags.repetitions, tell), automatic(shape)
+    verdicts, auto = examine(shape, flags.kernel, flags.repetitions), automatic(shape)
     if not flags.json:
         print(_kernels(shape, flags.mask, verdicts, auto), flush=True)
     call = _call(shape) if flags.call else {}
     if flags.json:
-        report = machine | {
-            "shape": {"q_len": shape.q_len, "heads": shape.heads, "kv_heads": shape.kv_heads}
-            | {"head_dim": shape.head_dim, "mask": flags.mask, "dtype": str(shape.dtype), "device": shape.device},
-            "kernels": [verdict.as_json() for verdict in verdicts],
-            "auto": auto,
-            "call": call,
-        }
-        print(json.dumps(report, indent=1))
+        sizes = {name: getattr(shape, name) for name in ("q_len", "heads", "kv_heads", "head_dim", "device")}
+        sizes |= {"mask": flags.mask, "dtype": str(shape.dtype)}
+        kernels = [verdict.as_json() for verdict in verdicts]
+        print(json.dumps({**machine, "shape": sizes, "kernels": kernels, "auto": auto, "call": call}, indent=1))
     elif call:
         print(_of_call(call))
     bad = any(verdict.wrong for verdict in verdicts) or "failed" in call or bool(call.get("wrong"))

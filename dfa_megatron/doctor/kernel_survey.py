@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -55,22 +55,15 @@ class Verdict:
         return asdict(self) | {"errors": finite}
 
 
-def examine(
-    shape: Trial, names: Iterable[str] = (), repetitions: int = 7, tell: Callable[[str], None] = lambda name: None
-) -> list[Verdict]:
+def examine(shape: Trial, names: Iterable[str] = (), repetitions: int = 7) -> list[Verdict]:
     """Return a verdict for each kernel (all of them, or the named ones), best first; wrong ones are not timed.
 
-    `shape` is timed; errors are taken on short lengths with the same heads per kv head, head_dim and dtype. `tell` is
-    called with each kernel's name before its turn.
+    `shape` is timed; errors are taken on short lengths with the same heads per kv head, head_dim and dtype.
 
     Raises:
         UnsupportedError: there is no kernel of a name.
     """
-    verdicts = []
-    for kernel in [get(name) for name in names] or KERNELS.values():
-        tell(kernel.name)
-        verdicts.append(_verdict(kernel, shape, repetitions))
-    return verdicts
+    return [_verdict(kernel, shape, repetitions) for kernel in [get(name) for name in names] or KERNELS.values()]
 
 
 def automatic(shape: Trial) -> str | None:

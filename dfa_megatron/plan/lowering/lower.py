@@ -34,15 +34,8 @@ def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
     Raises:
         PlanError: the plan breaks a rule of the language.
     """
-    if plan.ranks > REMEMBERED_RANKS:
-        return _lower_all(plan, batch)
-    return list(_remembered(_Same(plan), batch))
-
-
-def _lower_all(plan: Plan, batch: int) -> list[Program]:
-    validate(plan)
-    together = joined(plan.mask, batch)
-    return [_Lowering(plan, rank, mine, together).program() for rank, mine in enumerate(rank_messages(plan, batch))]
+    lower = _lowered if plan.ranks <= REMEMBERED_RANKS else _lowered.__wrapped__
+    return list(lower(_Same(plan), batch))
 
 
 REMEMBERED_RANKS = 64
@@ -63,8 +56,11 @@ class _Same:
 
 
 @lru_cache(maxsize=8)  # what "auto" looks at: each plan is simulated, measured, and the chosen one checked
-def _remembered(same: _Same, batch: int) -> tuple[Program, ...]:
-    return tuple(_lower_all(same.plan, batch))
+def _lowered(same: _Same, batch: int) -> tuple[Program, ...]:
+    plan = same.plan
+    validate(plan)
+    ranks, together = enumerate(rank_messages(plan, batch)), joined(plan.mask, batch)
+    return tuple(_Lowering(plan, rank, messages, together).program() for rank, messages in ranks)
 
 
 class _Lowering:
