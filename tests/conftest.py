@@ -7,16 +7,24 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; workers inherit it
 
 import importlib.util
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.testing import nan_memory as memory
 from dfa_megatron.testing import workers
 from tests.support import support_rows
-from tests.support.report import SupportReport, on_gpu
+from tests.support.report import SupportReport, as_collected, on_gpu
+
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+"""Every test that was collected, also those that are left out of this run."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,6 +55,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs a GPU where there is none, unless it is asked for: thousands of skips take a minute."""
+    config.stash[COLLECTED] = list(items)
     asked_for = config.option.markexpr or config.option.collectonly or config.option.support_report
     if asked_for or torch.cuda.device_count():
         return
@@ -67,3 +76,20 @@ def nan_memory() -> Iterator[None]:
     """Uninitialised memory is NaN in this test (not in the processes it starts: there, enter the context manager)."""
     with memory.nan_memory():
         yield
+
+
+@pytest.fixture(scope="session")
+def every_test(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What `--collect-only --support-report` writes of every test; this run's own tests where it collected them all."""
+    config, tests = request.config, request.config.rootpath / "tests"
+    if [config.rootpath / path for path in config.args] == [tests] and not interpreted():
+        return [as_collected(item) for item in config.stash[COLLECTED]]
+    report = tmp_path_factory.mktemp("collected") / "report.jsonl"
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    command += ["--support-report", str(report), str(tests)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        command, cwd=config.rootpath, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    return [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()[1:]]

@@ -14,10 +14,12 @@ from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.test_parity import expected
 
+pytestmark = pytest.mark.xdist_group("offsets")  # one worker makes the references
+
 LEARNABLE = (("softmax_type", "learnable"),)
 OFF_BY_ONE = (("softmax_type", "off-by-one"), ("window_size", (9, 0)), ("window_attn_skip_freq", 2))
 
-learned = functools.partial(case, config=LEARNABLE, steps=3)
+learned = functools.partial(case, config=LEARNABLE, steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +27,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Paths of what Megatron's own attention on one rank comes to."""
     folder = tmp_path_factory.mktemp("offsets")
     cases = {
-        "learnable": Case(options=None, steps=4, config=LEARNABLE, optimizer="megatron"),
-        "off by one": Case(options=None, steps=3, config=OFF_BY_ONE),
+        "learnable": Case(options=None, steps=2, config=LEARNABLE, optimizer="megatron"),
+        "off by one": Case(options=None, steps=2, config=OFF_BY_ONE),
         "packed": Case(options=None, steps=2, config=LEARNABLE, packed=True),
     }
     run_ranks(1, harness.save_references, [(str(folder / f"{name}.pt"), wanted) for name, wanted in cases.items()])
@@ -49,7 +51,7 @@ def test_two_ranks_train_like_one_in_every_layout(references: dict[str, str]) ->
             (learned("contiguous"), learnable),
             (learned("boundary", "auto"), learnable),
             (learned("zigzag", "auto"), learnable),
-            (case("boundary", "auto", config=OFF_BY_ONE, steps=3), references["off by one"]),
+            (case("boundary", "auto", config=OFF_BY_ONE, steps=2), references["off by one"]),
             (learned("contiguous", "auto", packed=True, steps=2), references["packed"]),
         ],
     )

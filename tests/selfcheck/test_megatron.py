@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -13,7 +11,8 @@ from dfa_megatron.selfcheck.run_case import DIFFERS, RIGHT, Report, check_plante
 from dfa_megatron.selfcheck.table import text
 from tests.support import plants
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("planted")  # one worker makes the reports
+
 FLAGS = """
 --transformer-impl local --num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --ffn-hidden-size 48 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2

@@ -29,6 +29,13 @@ def on_gpu(item: pytest.Item) -> bool:
     return item.get_closest_marker("gpu") is not None or parameters.get("device") == "cuda"
 
 
+def as_collected(item: pytest.Item) -> dict[str, Any]:
+    """The line of a test that does not run."""
+    fault = item.get_closest_marker("fault") is not None
+    cells = support_rows.cells(item)
+    return {"id": item.nodeid, "outcome": "collected", "gpu": on_gpu(item), "fault": fault, "support": cells}
+
+
 class SupportReport:
     """A line of JSON for the run, then one for each test: its id, its outcome, whether it is for a GPU, and why not.
 
@@ -51,9 +58,7 @@ class SupportReport:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items if session.config.option.collectonly else ():
-            fault = item.get_closest_marker("fault") is not None
-            cells = support_rows.cells(item)
-            self.write(id=item.nodeid, outcome="collected", gpu=on_gpu(item), fault=fault, support=cells)
+            self.write(**as_collected(item))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
