@@ -27,6 +27,18 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """Every test that was collected, also those that are left out of this run."""
 
 
+TOGETHER = {
+    "tests/examples/test_checkpoint.py",
+    "tests/megatron/test_checkpoints.py",
+    "tests/megatron/test_composition.py",
+    "tests/megatron/test_latent.py",
+    "tests/megatron/test_packed.py",
+    "tests/megatron/test_softmax_offset.py",
+    "tests/selfcheck/test_megatron.py",
+}
+"""Files whose fixtures train: one worker of pytest-xdist makes them, for all tests of the file."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--support-report", type=Path, metavar="FILE", help="results for `python -m docs.update FILE`")
 
@@ -41,6 +53,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault: injects a fault, and records what happened for docs/trust.md")
     if config.option.support_report and not hasattr(config, "workerinput"):  # under xdist the controller writes
         config.pluginmanager.register(SupportReport(config.option.support_report))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadgroup`, and the files of `TOGETHER` as groups: xdist 3.8 finds no markers with pytest 9.2."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Scheduling(LoadGroupScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file in TOGETHER else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.option.dist == "loadgroup" else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -24,8 +24,6 @@ from gpt.flags import parse_flags, settle
 from gpt.index import refuse_code
 from gpt.text import open_tokens
 
-pytestmark = pytest.mark.xdist_group("example checkpoints")  # one worker makes them
-
 TINY = ("--seq-length", "64", "--hidden-size", "32", "--num-attention-heads", "2", "--num-query-groups", "2")
 STEPS = ("--train-iters", "4", "--global-batch-size", "2", "--lr-warmup-iters", "2")
 LAYOUTS = {

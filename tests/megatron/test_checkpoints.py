@@ -11,8 +11,6 @@ from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 
-pytestmark = pytest.mark.xdist_group("checkpoints")  # one worker makes them
-
 HALF, WHOLE = 2, 4
 MEGATRONS = Case(options=None, steps=WHOLE, optimizer="megatron")
 

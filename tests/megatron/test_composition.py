@@ -12,8 +12,6 @@ from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.test_parity import EXPERTS, expected
 
-pytestmark = pytest.mark.xdist_group("composition")  # one worker makes the references
-
 ONE_GROUP = (("num_query_groups", 1),)
 ALLGATHER = (*EXPERTS[:-1], ("moe_token_dispatcher_type", "allgather"))
 

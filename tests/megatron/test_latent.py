@@ -16,8 +16,6 @@ from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.test_parity import expected
 
-pytestmark = pytest.mark.xdist_group("latent")  # one worker makes the references
-
 LATENT = (
     ("q_lora_rank", 24),
     ("kv_lora_rank", 16),

@@ -15,8 +15,6 @@ from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.test_parity import check, expected
 
-pytestmark = pytest.mark.xdist_group("packed")  # one worker makes the references
-
 EVERY_LAYER = (("window_size", (7, 0)),)
 THREE_OF_FOUR = (("window_size", (21, 0)), ("window_attn_skip_freq", 4))
 BY_LIST = (("window_size", (5, 0)), ("window_attn_skip_freq", [1, 0, 0, 1]))

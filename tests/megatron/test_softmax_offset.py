@@ -14,8 +14,6 @@ from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
 from tests.megatron.test_parity import expected
 
-pytestmark = pytest.mark.xdist_group("offsets")  # one worker makes the references
-
 LEARNABLE = (("softmax_type", "learnable"),)
 OFF_BY_ONE = (("softmax_type", "off-by-one"), ("window_size", (9, 0)), ("window_attn_skip_freq", 2))
 

@@ -11,8 +11,6 @@ from dfa_megatron.selfcheck.run_case import DIFFERS, RIGHT, Report, check_plante
 from dfa_megatron.selfcheck.table import text
 from tests.support import plants
 
-pytestmark = pytest.mark.xdist_group("planted")  # one worker makes the reports
-
 FLAGS = """
 --transformer-impl local --num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --ffn-hidden-size 48 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2
