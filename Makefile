@@ -5,7 +5,7 @@
 # `make gpu` runs every test that computes on a GPU; benchmarks/README.md has the commands that measure.
 #
 #   make train PROCS=4 ARGS="--train-iters 20"     more ranks, other arguments of examples/train.py
-#   make test WORKERS=8 ARGS=tests/plan            in more processes than two; WORKERS= for one, without pytest-xdist
+#   make test WORKERS=8 ARGS=tests/plan            in more processes than three; WORKERS= for one, without pytest-xdist
 #   make train VENV= PYTHON=python3                no virtual environment: the interpreter and PyTorch of a container
 
 VENV ?= .venv
@@ -33,7 +33,8 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
-WORKERS ?= 2
+# One more than the cores of a small machine: many tests wait for a timeout, or for each other's messages.
+WORKERS ?= 3
 endif
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q $(if $(WORKERS),-n $(WORKERS) --dist loadgroup)
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # tests/huggingface and tests/deepspeed with both packages installed; `make test` skips them, because it installs neither.
 #   .ci/deepspeed.sh [FOLDER]      FOLDER keeps the virtual environment (default: .venv/deepspeed), which adds to the first one
+# ONLY_SET_UP=1 makes that folder and runs nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,8 +18,9 @@ if [ "$(cat "$folder/.ready" 2>/dev/null)" != "${packages[*]}" ]; then
     "${packages[@]}"
   echo "${packages[*]}" > "$folder/.ready"
 fi
+[ -z "${ONLY_SET_UP:-}" ] || exit 0
 
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
 "$folder/bin/python" -W ignore -c \
   "import deepspeed, transformers; print(f'DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}')"
-"$folder/bin/python" -m pytest -q -n 2 --dist loadgroup tests/huggingface tests/deepspeed
+"$folder/bin/python" -m pytest -q -n 3 --dist loadgroup tests/huggingface tests/deepspeed

@@ -151,6 +151,7 @@ def test_communicators_wait_as_long_as_the_group_that_they_serve() -> None:
 
 def _without_a_backend(rank: int, ranks: int) -> str:
     store = dist.distributed_c10d._get_default_store()
+    dist.barrier()  # the other rank may still connect
     dist.destroy_process_group()
     dist.init_process_group(store=dist.PrefixStore("again", store), rank=rank, world_size=ranks)
     _attend(ranks)
