@@ -38,7 +38,7 @@ def test_every_schedule_is_exact_on_heterogeneous_masks(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 9])
-@pytest.mark.parametrize("tokens", [1, 3, 5])
+@pytest.mark.parametrize("tokens", [1, 3])
 def test_schedules_are_exact_where_half_chunks_are_unequal_or_empty(ranks: int, tokens: int) -> None:
     rng = random.Random(100 * ranks + tokens)
     for case in every_mask(ranks * tokens, rng):
