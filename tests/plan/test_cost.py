@@ -183,7 +183,7 @@ def test_a_slower_link_never_makes_a_run_faster() -> None:
     for schedule in WAYS:
         plan = plan_of(schedule, causal(8192), 4)
         times = [
-            simulate(plan, hardware=Hardware("", flat(6e14), flat(5e14), (Link("p2p", rate),))).makespan
+            simulate(plan, hardware=Hardware("links", flat(6e14), flat(5e14), (Link("p2p", rate),))).makespan
             for rate in (math.inf, 1e12, 1e11, 1e10)
         ]
         assert times == sorted(times)
