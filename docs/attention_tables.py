@@ -61,7 +61,7 @@ def grid() -> Lines:
     """Return ours, Ulysses and PyTorch on four GPUs."""
     methods = {"ours": OURS, "ours, `cuda_graph`": GRAPH, "Ulysses": ULYSSES, "PyTorch": PYTORCH}
     lines: list[Line] = []
-    for heads in (ALL, SOME, ODD, (2, 2)):
+    for heads in (ALL, SOME, ODD):
         part = [[label, *(speed(some, (GRID, heads, n)) for n in (8, 32, 128))] for label, some in methods.items()]
         lines += [[f"{heads[0]} on {heads[1]}" if not at else "", *one] for at, one in enumerate(bold(part))]
     return table(["heads on kv heads", "method", "8K", "32K", "128K"], lines)

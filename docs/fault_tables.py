@@ -53,9 +53,9 @@ def table(results: dict[str, Result], whole: bool) -> list[str]:
         fault, happens = result["fault"], result["happens"]
         short = happens if result["seconds"] is None else (fault, result["device"] == "CPU")
         rows.setdefault((fault, result["where"], happens) if whole else short, []).append(result)
-    lines = [_line(those) for those in rows.values()]
+    head, *lines = [[*line[:2], *line[2 + (not whole) :]] for line in (HEAD, *map(_line, rows.values()))]
     runs = sorted({f"{r['device']}, PyTorch {r['torch'].split('+')[0]}, {r['date']}" for r in results.values()})
-    return [*raw_results.table(HEAD, lines), "", f"{len(results)} tests; {'; '.join(runs)}."]
+    return [*raw_results.table(head, lines), "", f"{len(results)} tests; {'; '.join(runs)}."]
 
 
 def _line(those: list[Result]) -> list[str]:

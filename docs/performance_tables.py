@@ -190,25 +190,11 @@ def qwen() -> Lines:
     return figures("tokens/s per GPU (GiB)", lines, columns)
 
 
-MAIN_JOB = {
-    "1 GPU": {"ranks": 1, "arguments": ""},
-    "CP 2": {"ranks": 2, "arguments": ""},
-    "CP 4": {"ranks": 4, "arguments": ""},
-    "CP 4, Megatron's full recomputation": {"ranks": 4, "arguments": "--dfa-remat off"},
-}
-JOB_COLUMNS = {
-    "final loss": "{final_loss:.3f}",
-    "tokens/s": "{tokens_per_second_last:,}",
-    "attention forwards per layer and micro-batch": "{attention_forwards_per_layer_and_micro_batch:.0f}",
-}
 PAGES: dict[str, dict[str, Callable[[], Lines]]] = {
     "README.md": {"results": readme},
     "docs/performance.md": {
         "in-short": in_short, **ATTENTION, "packed": packed, "layers": layers, "megatron-training": megatron_training,
         "losses": losses, "deepspeed": deepspeed, "qwen": qwen, "longest": longest,
-        "main-job": partial(
-            figures, "", MAIN_JOB, {head: ("11-21-4xh200-train", {}, cell) for head, cell in JOB_COLUMNS.items()}
-        ),
     },
     "docs/packed.md": {
         "new-packs": partial(
