@@ -11,8 +11,8 @@ from dfa_megatron.names import SCOPES
 from dfa_megatron.refusals import Asked, Stage
 
 
-def options() -> list[str]:
-    """Return the options: names, values, scopes, meaning."""
+def options(whole: bool = True) -> list[str]:
+    """Return the options: names, values, scopes, and the meaning or its first sentence."""
     lines = ["| option | values, the default first | where | meaning |", "|---|---|---|---|"]
     for spec in fields(DistAttentionConfig):
         about = spec.metadata
@@ -22,7 +22,8 @@ def options() -> list[str]:
         shown = ", ".join(f"`{value}`" for value in values)
         shown += ", `1`, `2`, ..." if about["numbers"] and about["choices"] else ""
         where = "all" if about["scope"] == SCOPES else ", ".join(about["scope"])
-        lines.append(f"| `{spec.name}` | {shown} | {where} | {about['help']} |")
+        meaning = about["help"] if whole else about["help"].partition(". ")[0].partition(":")[0].rstrip(".") + "."
+        lines.append(f"| `{spec.name}` | {shown} | {where} | {meaning} |")
     return lines
 
 

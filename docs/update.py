@@ -4,7 +4,7 @@
     python -m docs.update --show support    print a page as the site has it
 
 A table stands in its page between `<!-- NAME -->` and `<!-- /NAME -->`. A table that only the site shows has
-`<!-- site: NAME -->` in its place, and `conf.py` fills it.
+`<!-- site: NAME -->` in its place. `conf.py` fills these, and puts in those that are longer on the site.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Tables = Mapping[str, Callable[[], list[str]]]
 
 PAGES: dict[str, Tables] = {
     **performance_tables.PAGES,
-    "docs/options.md": {"options": reference_tables.options},
+    "docs/options.md": {"options": partial(reference_tables.options, whole=False)},
     "docs/schedules.md": schedule_tables.TABLES,
     "docs/trust.md": {**performance_tables.PAGES["docs/trust.md"], "faults": fault_tables.in_short},
 }
@@ -41,9 +41,10 @@ SITE: dict[str, Tables] = {
     "refusals": {name: partial(reference_tables.refusals, name) for name in ("megatron", "deepspeed", "huggingface")},
     "schedules": scale_tables.SITE,
     "support": support_tables.TABLES,
-    "trust": {"every-fault": fault_tables.every},
+    "trust": {"faults": fault_tables.every},
+    "options": {"options": reference_tables.options},
 }
-"""The tables that only the site shows, by page and name."""
+"""The tables that only the site shows, and those that are longer there, by page and name."""
 
 
 def filled(text: str, tables: Tables) -> str:
@@ -65,7 +66,9 @@ def for_site(page: str, text: str) -> str:
     Raises:
         KeyError: the page names a table that nothing makes.
     """
-    return re.sub(r"<!-- site: ([\w-]+) -->", lambda found: "\n".join(SITE[page][found[1]]()), text)
+    tables = SITE.get(page, {})
+    longer = {name: make for name, make in tables.items() if name in PAGES.get(f"docs/{page}.md", {})}
+    return re.sub(r"<!-- site: ([\w-]+) -->", lambda found: "\n".join(tables[found[1]]()), filled(text, longer))
 
 
 def main(arguments: list[str]) -> None:
