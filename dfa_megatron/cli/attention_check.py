@@ -11,7 +11,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.names import LAYOUTS
-from dfa_megatron.selfcheck.case import Case, Section
+from dfa_megatron.selfcheck.case import Case
 
 if TYPE_CHECKING:
     from dfa_megatron.selfcheck.record import Recorder
@@ -69,7 +69,7 @@ def case_of(words: Sequence[str]) -> Case:
         ranks=flags.ranks,
         measure=f"{__name__}:measure",
         settings=asdict(flags) | {"tokens": tokens, "cu_seqlens": offsets, "config": asdict(config)},
-        sections=(Section("attention", "attention"),),
+        sections={"attention": "attention"},
         unseen=("GPU kernels and transports: `dfa-megatron doctor` compares kernels on the GPUs themselves",),
     )
 

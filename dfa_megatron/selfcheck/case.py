@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,14 @@ class Reduction:
     runs: str
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One part of the run, and the part of the one-rank run that it must equal."""
+class Reductions(list[Reduction]):
+    """Everything that the check runs smaller or otherwise."""
 
-    name: str
-    against: str
+    def note(self, what: str, asked: object, runs: object) -> None:
+        """Add a line, unless both are the same; True reads as "on"."""
+        said, done = ("on" if value is True else str(value) for value in (asked, runs))
+        if said != done:
+            self.append(Reduction(what, said, done))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +42,21 @@ class Case:
     """`module:function`, the function at the module's top level."""
     settings: Mapping[str, Any]
     """What the function needs, as JSON can say it."""
-    sections: tuple[Section, ...]
-    """In the order in which a difference is looked for."""
-    reduced: tuple[Reduction, ...] = ()
-    unseen: tuple[str, ...] = ()
-    """What the check does not look at, one line each."""
+    sections: Mapping[str, str]
+    """Parts of the run, and for each the part of the one-rank run that it must equal; the first difference counts."""
+    reduced: Sequence[Reduction] = ()
+    unseen: Sequence[str] = ()
+    """Anything that the check does not look at, one line each."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """What every rank of the distributed run must record with `Recorder.fact`, beside tensors."""
     imports: tuple[str, ...] = ()
     """Modules that the rank processes need and that take long to import: they are imported once for all."""
     tolerance: float = 1e-4
     """Of |difference| to the largest entry of the whole tensor."""
-    timeout: float = 300.0
-    """Seconds for the processes of one world."""
+    timeout: float = 0.0
+    """Seconds for the processes of one world; 0 for 30 a rank, because all may share one core, and at least 300."""
+
+    @property
+    def seconds(self) -> float:
+        """The timeout that applies."""
+        return self.timeout or max(300.0, 30.0 * self.ranks)

@@ -47,28 +47,28 @@ def compare(case: Case, whole: Recording, ranks: Sequence[Recording]) -> Compari
     """Compare each rank's pieces with the same entries of the whole tensor; some rank must hold each entry."""
     found = Comparison()
     found.differences += _facts(case, ranks)
-    for section in case.sections:
-        wanted = {piece.key: piece for piece in whole.pieces if piece.section == section.against}
+    for section, against in case.sections.items():
+        wanted = {piece.key: piece for piece in whole.pieces if piece.section == against}
         got: dict[tuple[str, str], list[tuple[int, Piece]]] = {}
         for recording in ranks:
             for piece in recording.pieces:
-                if piece.section == section.name:
+                if piece.section == section:
                     got.setdefault(piece.key, []).append((recording.rank, piece))
         rows: dict[str, Row] = {}
         for key in [*wanted, *(key for key in got if key not in wanted)]:
             kind, name = key
-            row = rows.setdefault(kind, Row(section.name, kind))
+            row = rows.setdefault(kind, Row(section, kind))
             row.tensors += 1
             if key not in wanted or key not in got:
                 where = "by no rank" if key in wanted else "only where there are several ranks"
-                found.differences.append(Difference(section.name, kind, f"{name} was computed {where}"))
+                found.differences.append(Difference(section, kind, f"{name} was computed {where}"))
                 row.different, row.largest = row.different + 1, math.inf
                 continue
             distance, what = _against(name, wanted[key], got[key], case.tolerance)
             row.largest = max(row.largest, distance)
             if what:
                 row.different += 1
-                found.differences.append(Difference(section.name, kind, what))
+                found.differences.append(Difference(section, kind, what))
         found.rows += rows.values()
     return found
 

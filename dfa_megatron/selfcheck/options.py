@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.selfcheck.case import Reduction
+from dfa_megatron.selfcheck.case import Reductions
 
-SECONDS_OF_A_RANK = 30.0
-"""Allowed for each rank, because all of them may share one core."""
 MOST_RANKS, MOST_SEQUENCE_RANKS = 16, 32
 """Processes at most; more than that only as ranks of one sequence, whose number is never reduced."""
 
 
-def on_cpu(options: DistAttentionConfig, prefix: str, reduced: list[Reduction]) -> dict[str, Any]:
+def on_cpu(options: DistAttentionConfig, prefix: str, reduced: Reductions) -> dict[str, Any]:
     """The options as a dictionary, with what a CPU runs in the place of what needs a GPU; each change is listed.
 
     Args:
@@ -26,7 +24,7 @@ def on_cpu(options: DistAttentionConfig, prefix: str, reduced: list[Reduction]) 
     for name, runs in instead.items():
         if values[name] != runs:
             written = name.replace("_", "-") if prefix.startswith("--") else name
-            reduced.append(Reduction(prefix + written, str(values[name]), f"{runs}, on a CPU"))
+            reduced.note(prefix + written, str(values[name]), f"{runs}, on a CPU")
             values[name] = runs
     return values
 

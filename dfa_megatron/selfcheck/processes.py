@@ -74,7 +74,7 @@ def run(case: Case, worlds: Sequence[World]) -> dict[str, Outcome]:
             "measure": case.measure,
             "imports": case.imports,
             "settings": dict(case.settings),
-            "timeout": case.timeout,
+            "timeout": case.seconds,
             "worlds": [asdict(world) for world in worlds],
         }
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")

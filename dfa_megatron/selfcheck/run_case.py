@@ -41,10 +41,15 @@ def check_planted(case: Case, plants: Sequence[Sequence[Callable[[], None]]]) ->
 
     For tests of the self-check: a function at the top level of a module that can be imported breaks something there.
     """
-    whole = World("one", 1, True, tuple(dict.fromkeys(section.against for section in case.sections)))
-    sections = tuple(section.name for section in case.sections)
+    whole = World("one", 1, True, tuple(dict.fromkeys(case.sections.values())))
     worlds = [
-        World(f"many{i}", case.ranks, False, sections, tuple(f"{f.__module__}:{f.__qualname__}" for f in planted))
+        World(
+            f"many{i}",
+            case.ranks,
+            False,
+            tuple(case.sections),
+            tuple(f"{f.__module__}:{f.__qualname__}" for f in planted),
+        )
         for i, planted in enumerate(plants)
     ]
     found = run(case, [whole, *worlds])

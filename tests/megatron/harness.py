@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,12 +14,16 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.megatron.selfcheck import model as small_model
+from dfa_megatron.megatron.selfcheck.model import Parallel, config_of, global_name, megatrons_spec, places_of
+from dfa_megatron.megatron.selfcheck.train import loss_function, mean_loss
 from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 64, 4, 2, 128
 SEQUENCE, BATCH, MICRO_BATCHES, STEPS, VOCABULARY = 48, 2, 2, 30, 256
-LEARNING_RATE = 2e-3
+LEARNING_RATE, WEIGHT = 2e-3, 0.05
+"""Of Adam, and the scale of initial weights."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,8 @@ class Run:
     """Mean loss of the global batch at every step; empty but on the last pipeline stage."""
     gradients: dict[str, torch.Tensor]
     """Of the first step, by global parameter name: this rank's shard, averaged as Megatron averages."""
-    shards: dict[str, tuple[int, int]]
-    """How each of them is cut over tensor-parallel ranks: (dimension, pieces)."""
+    places: dict[str, dict[int, torch.Tensor]]
+    """Of each of them in the whole, where tensor-parallel ranks share it: indices by dimension."""
     counts: dict[str, int]
     """COUNTERS after the first step."""
     norm: float | None = None
@@ -148,8 +151,6 @@ def seed() -> None:
 
 def make_config(topology: Topology, wanted: Case, **changes: Any) -> Any:
     """The TransformerConfig of the tiny model."""
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
     method, layers = wanted.recompute or (None, None)
     fields: dict[str, Any] = {
         "num_layers": LAYERS,
@@ -157,144 +158,54 @@ def make_config(topology: Topology, wanted: Case, **changes: Any) -> Any:
         "num_attention_heads": HEADS,
         "num_query_groups": GROUPS,
         "ffn_hidden_size": FFN,
-        "use_cpu_initialization": not torch.cuda.is_available(),
-        "params_dtype": torch.float32,
-        "pipeline_dtype": torch.float32,
         "attention_dropout": 0.0,
         "hidden_dropout": wanted.dropout,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
-        "gradient_accumulation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "tensor_model_parallel_size": topology.tp,
-        "pipeline_model_parallel_size": topology.pp,
-        "virtual_pipeline_model_parallel_size": topology.vp,
-        "context_parallel_size": topology.cp,
-        "expert_model_parallel_size": topology.ep,
-        "sequence_parallel": topology.tp > 1,
-        "cp_comm_type": "dfa" if wanted.options is not None else None,
+        "sequence_parallel": True,
+        "cp_comm_type": "dfa",
         "recompute_granularity": "full" if wanted.recompute else None,
         "recompute_method": method,
         "recompute_num_layers": layers,
-        # gloo's isend may still read an output that Megatron has already given back.
-        "deallocate_pipeline_outputs": topology.vp is None,
-        "overlap_p2p_comm": topology.vp is not None,
-        "batch_p2p_comm": topology.vp is None,
     }
-    fields.update(wanted.config)
-    fields.update(changes)
-    return (MLATransformerConfig if "kv_lora_rank" in fields else TransformerConfig)(**fields)
+    sizes = Parallel(topology.tp, topology.pp, topology.cp, topology.vp, wanted.options, topology.ep)
+    given = {"use_cpu_initialization": not torch.cuda.is_available(), **dict(wanted.config), **changes}
+    return config_of(fields, sizes, **given)
 
 
 def make_model(config: Any, options: DistAttentionConfig | None, vp_stage: int | None = None) -> Any:
     """One model chunk with the harness's weights."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    from dfa_megatron.megatron import distribute_attention
-
-    plain = megatrons_spec(config)
-    if config.multi_latent_attention:
-        do_without_te()
-    if options is None and config.multi_latent_attention:
-        plain.submodules.self_attention.submodules.core_attention = DenseAttention
-    spec = plain if options is None else distribute_attention(plain, config, config=options, vp_stage=vp_stage)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
+    more = {"mtp_block_spec": prediction_spec(config, options)} if config.mtp_num_layers else {}
+    return small_model.build_chunk(
+        config,
+        options,
+        vp_stage,
+        WEIGHT,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
-        mtp_block_spec=prediction_spec(config, plain, options) if config.mtp_num_layers else None,
-        vp_stage=vp_stage,
+        **more,
     ).to(device())
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(weight(global_name(model, name), parameter, config.tensor_model_parallel_size))
-    return model
 
 
-def megatrons_spec(config: Any) -> Any:
-    """Megatron's own spec without Transformer Engine; of the whole block where some layers have experts."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-
-    if config.num_moe_experts:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-    return get_gpt_layer_local_spec(
-        normalization="RMSNorm",
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-    )
+def set_weights(made: Any) -> None:
+    """Give the harness's weights to a model that another function made."""
+    small_model.set_weights(made, WEIGHT)
 
 
-def do_without_te() -> None:
-    """Megatron's latent attention believes Transformer Engine to be there where it has a stand-in for it."""
-    from megatron.core.transformer import multi_latent_attention
-
-    if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
-        multi_latent_attention.HAVE_TE = False
-
-
-class DenseAttention(torch.nn.Module):
-    """What Megatron has no core attention for without Transformer Engine: value heads of another size than the keys."""
-
-    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
-        super().__init__()
-        self.scale = softmax_scale
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        scores = q @ k.mT * (self.scale or query.shape[-1] ** -0.5)
-        scores = scores + torch.full(scores.shape[-2:], -torch.inf).triu(1)
-        return (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
-
-
-def prediction_spec(config: Any, plain: Any, options: DistAttentionConfig | None) -> Any:
+def prediction_spec(config: Any, options: DistAttentionConfig | None) -> Any:
     """Multi-token prediction layers, which see tokens in Megatron's zigzag order whatever the decoder does."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from dfa_megatron.megatron import distribute_attention
 
-    layer = (
-        plain if options is None else distribute_attention(plain, config, config=options.replace(data_layout="zigzag"))
-    )
+    layer = megatrons_spec(config)
+    if options is not None:
+        layer = distribute_attention(layer, config, config=options.replace(data_layout="zigzag"))
     block = TransformerBlockSubmodules(layer_specs=[layer])
     return get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
-
-
-def global_name(model: Any, name: str) -> str:
-    """A parameter's name with the layer's number in the whole model."""
-    parts = name.split(".")
-    if "layers" in parts and parts[0] == "decoder":
-        place = parts.index("layers") + 1
-        parts[place] = str(model.decoder.layers[int(parts[place])].layer_number - 1)
-    if "local_experts" in parts:
-        from megatron.core import parallel_state
-
-        place = parts.index("local_experts") + 1
-        experts = model.config.num_moe_experts // model.config.expert_model_parallel_size
-        parts[place] = str(int(parts[place]) + experts * parallel_state.get_expert_model_parallel_rank())
-    return ".".join(parts)
-
-
-def weight(name: str, parameter: torch.Tensor, tp: int) -> torch.Tensor:
-    """The initial value, made whole from the name alone and then cut as the parameter is."""
-    from megatron.core import parallel_state
-
-    shape = list(parameter.shape)
-    dimension = getattr(parameter, "partition_dim", -1)
-    cut = tp > 1 and getattr(parameter, "tensor_model_parallel", False)
-    if cut:
-        shape[dimension] *= tp
-    generator = torch.Generator().manual_seed(int(hashlib.sha256(name.encode()).hexdigest()[:12], 16))
-    whole = torch.randn(shape, generator=generator) * 0.05
-    if "norm" in name and name.endswith("weight"):
-        whole += 1
-    return whole.chunk(tp, dimension)[parallel_state.get_tensor_model_parallel_rank()] if cut else whole
 
 
 def train(topology: Topology, wanted: Case, *, load: str = "", save: str = "", first_step: int = 0) -> Run:
@@ -302,7 +213,6 @@ def train(topology: Topology, wanted: Case, *, load: str = "", save: str = "", f
 
     With `load` or `save`, from or to a torch_dist checkpoint of model and optimizer in that folder.
     """
-    from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -353,12 +263,9 @@ def train(topology: Topology, wanted: Case, *, load: str = "", save: str = "", f
             for p in parameters:
                 whole = p.grad.full_tensor() if wanted.wrapper == "torch_fsdp2" else p.main_grad
                 run.gradients[names[id(p)]] = whole.cpu().clone()
-                cut = topology.tp > 1 and getattr(p, "tensor_model_parallel", False)
-                run.shards[names[id(p)]] = (getattr(p, "partition_dim", 0), topology.tp) if cut else (0, 1)
-        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            total = torch.stack([entry["loss"] for entry in reduced]).sum(0)
-            dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-            run.losses.append((total[0] / total[1]).item())
+                run.places[names[id(p)]] = places_of(names[id(p)], p, config)[1]
+        if (loss := mean_loss(reduced)) is not None:
+            run.losses.append(loss.item())
         if wanted.optimizer == "torch" and wanted.wrapper == "ddp":
             for p in parameters:
                 p.grad = p.main_grad
@@ -456,11 +363,7 @@ def forward_step(wanted: Case) -> Any:
             more = {"packed_seq_params": packed_seq_params(batch)} if wanted.packed else {}
             output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **more)
 
-        def loss(output: torch.Tensor, **_: Any) -> Any:
-            total, tokens = (output.float() * batch["loss_mask"]).sum(), batch["loss_mask"].sum()
-            return total, tokens.int(), {"loss": torch.stack([total.detach(), tokens])}
-
-        return output, loss
+        return output, loss_function(batch)
 
     return step
 
@@ -567,9 +470,7 @@ def compare(run: Run, reference: dict[str, Any], where: str) -> None:
     for name, gradient in run.gradients.items():
         expected = reference["gradients"][name]
         largest = expected.abs().max()
-        dimension, pieces = run.shards[name]
-        expected = expected.chunk(pieces, dimension)[
-            parallel_state.get_tensor_model_parallel_rank() if pieces > 1 else 0
-        ]
+        for dimension, held in run.places[name].items():
+            expected = expected.index_select(dimension, held)
         error = (gradient - expected).abs().max() / largest
         assert error <= slack * 1e-5, f"{where}: the gradient of {name} is off by {error:.2e}"

@@ -12,6 +12,7 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import DistributedAttentionLayer
+from dfa_megatron.megatron.selfcheck.model import DenseAttention
 from dfa_megatron.megatron.start import clone, dfa_flags
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
@@ -78,7 +79,7 @@ def slices(rank: int, world_size: int) -> None:
 
     teacher = make_config(Topology(cp=world_size), harness.MEGATRONS)
     spec = clone.layer_spec(megatrons_spec(teacher), teacher)
-    spec.submodules.self_attention.submodules.core_attention = harness.DenseAttention
+    spec.submodules.self_attention.submodules.core_attention = DenseAttention
     with pytest.raises(UnsupportedError, match="Megatron's own attention beside --dfa-data-layout contiguous"):
         GPTModel(teacher, spec, harness.VOCABULARY, harness.SEQUENCE)
 

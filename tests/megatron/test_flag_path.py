@@ -64,8 +64,7 @@ def train_from_flags(rank: int, world_size: int, flags: str, with_provider: bool
     assert model.config.recompute_granularity is None, "full recomputation is taken over"
 
     reference = torch.load(path, weights_only=True)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(harness.weight(harness.global_name(model, name), parameter, 1))
+    harness.set_weights(model)
     COUNTERS.reset()
     total = torch.zeros(())
     for micro in range(harness.MICRO_BATCHES):

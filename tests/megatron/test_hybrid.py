@@ -80,8 +80,7 @@ def build(spec: Any, config: Any, groups: Any) -> Any:
     takes = inspect.signature(spec.module.__init__).parameters
     pattern = {"layer_type_list": list(PATTERN)} if "layer_type_list" in takes else {"hybrid_override_pattern": PATTERN}
     stack = build_module(spec, config=config, post_layer_norm=False, pg_collection=groups, **pattern)
-    for name, parameter in stack.named_parameters():
-        parameter.data.copy_(harness.weight(name, parameter, 1))
+    harness.set_weights(stack)
     return stack.train()
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from dfa_megatron import launch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import versions
+from dfa_megatron.megatron.selfcheck.model import DenseAttention
 from dfa_megatron.megatron.start import script
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
@@ -83,7 +84,7 @@ def build_a_teacher() -> Any:
     """A model whose attention is not of this package, and would take its tokens for Megatron's zigzag order."""
     config = harness.make_config(harness.Topology(cp=2), harness.MEGATRONS)
     spec = harness.megatrons_spec(config)
-    spec.submodules.self_attention.submodules.core_attention = harness.DenseAttention
+    spec.submodules.self_attention.submodules.core_attention = DenseAttention
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     return GPTModel(config, spec, harness.VOCABULARY, harness.SEQUENCE)
@@ -304,8 +305,7 @@ if __name__ == "__main__":
     args = parse_and_validate_args()
     config = gpt_config_from_args(args)
     model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(harness.weight(harness.global_name(model, name), parameter, 1))
+    harness.set_weights(model)
     total = torch.zeros(())
     for micro in range(harness.MICRO_BATCHES):
         batch = {**harness.micro_batch(0, micro), "cu_seqlens": None, "cu_seqlens_padded": None, "max_seqlen": None,

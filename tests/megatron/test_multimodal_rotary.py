@@ -46,8 +46,7 @@ def run(topology: Topology, options: DistAttentionConfig | None, batch: dict[str
         position_embedding_type="mrope",
         share_embeddings_and_output_weights=False,
     )
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(harness.weight(name, parameter, 1))
+    harness.set_weights(model)
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), 1).bool() if options is None else None
     losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
     losses.sum().backward()

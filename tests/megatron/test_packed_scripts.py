@@ -38,8 +38,7 @@ if __name__ == "__main__":
     args = parse_and_validate_args()
     config = gpt_config_from_args(args)
     model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(harness.weight(harness.global_name(model, name), parameter, 1))
+    harness.set_weights(model)
     total = torch.zeros(())
     for micro in range(harness.MICRO_BATCHES):
         offsets = harness.documents(0, micro)

@@ -24,16 +24,16 @@ def start_a_run(rank: int, world_size: int, flags: str) -> list[str]:
     asked, told = SimpleNamespace(dfa_selfcheck=True), []
     sys.argv = ["pretrain_gpt.py", *flags.split(), "--dfa-selfcheck"]
     of_megatron.check_if_asked(SimpleNamespace())
-    assert not of_megatron._DONE, "it ran without being asked for"
+    assert not at_start._DONE, "it ran without being asked for"
     for _ in range(2):
         of_megatron.check_if_asked(asked)
-    assert of_megatron._DONE == [True]
-    of_megatron._DONE.clear()
+    assert {"megatron"} == at_start._DONE
+    at_start._DONE.clear()
     sys.argv += ["--optimizer", "muon"]
     with pytest.raises(UnsupportedError) as refused:
         of_megatron.check_if_asked(asked)
     told.append(str(refused.value))
-    of_megatron._DONE.clear()
+    at_start._DONE.clear()
     del sys.argv[-2:]
     at_start.check = lambda case: check.check_planted(case, [[the_loss_is_scaled_by_the_ranks]])[0]  # type: ignore[attr-defined]
     with pytest.raises(SelfCheckError) as differs:

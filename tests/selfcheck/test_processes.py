@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dfa_megatron.selfcheck.case import Case, Section
+from dfa_megatron.selfcheck.case import Case
 from dfa_megatron.selfcheck.run_case import DIFFERS, RIGHT, check, check_planted
 from dfa_megatron.selfcheck.table import text
 from tests.selfcheck import measures
@@ -25,7 +25,7 @@ def case(folder: Path, wrong: str, timeout: float = 60.0) -> Case:
         ranks=2,
         measure="tests.selfcheck.measures:halves",
         settings={"wrong": wrong, "pids": str(folder / "pid")},
-        sections=(Section("count", "count"),),
+        sections={"count": "count"},
         timeout=timeout,
     )
 

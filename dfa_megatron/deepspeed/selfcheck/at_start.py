@@ -1,4 +1,4 @@
-"""The block's key `selfcheck`: the self-check of a run's own JSON and model, once, before its engine is made."""
+"""The block's key `selfcheck`: check a run's own JSON and model once, before its engine is made."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import Mesh
 from dfa_megatron.huggingface.distribute import transformers_model
-
-_DONE: list[tuple[str, str]] = []
-"""What this process has checked: the JSON and the model's config. A second engine of the same is not checked again."""
+from dfa_megatron.selfcheck.at_start import check_at_start
 
 
 def check_if_asked(model: torch.nn.Module, settings: Mapping[str, Any], block: DeepSpeedOptions, mesh: Mesh) -> None:
@@ -25,11 +23,6 @@ def check_if_asked(model: torch.nn.Module, settings: Mapping[str, Any], block: D
     if not block.selfcheck:
         return
     from dfa_megatron.deepspeed.selfcheck.command import make_case
-    from dfa_megatron.selfcheck.at_start import check_at_start
 
     config = transformers_model(model).config
-    key = (str(settings), str(config))
-    if key in _DONE:
-        return
-    _DONE.append(key)
-    check_at_start(lambda: make_case(settings, block, config, mesh.size, mesh.data_size))
+    check_at_start(f"{settings} {config}", lambda: make_case(settings, block, config, mesh.size, mesh.data_size))

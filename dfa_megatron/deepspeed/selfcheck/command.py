@@ -1,4 +1,4 @@
-"""`dfa-megatron selfcheck deepspeed DS_CONFIG --model CONFIG`: the words, and the case that they ask for."""
+"""`dfa-megatron selfcheck deepspeed DS_CONFIG --model CONFIG`: make the case that the command line asks for."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.refusals import SELFCHECK, check_settings, check_sizes
 from dfa_megatron.deepspeed.selfcheck.shrink import engine_settings, unseen_keys
-from dfa_megatron.huggingface.selfcheck.command import UNSEEN, Words, check_ranks, class_of, read_config
+from dfa_megatron.huggingface.refusals import SELFCHECK as MODEL
+from dfa_megatron.huggingface.selfcheck.command import UNSEEN, Words, class_of, read_config
 from dfa_megatron.huggingface.selfcheck.shrink import shrink
-from dfa_megatron.selfcheck.case import Case, Reduction, Section
-from dfa_megatron.selfcheck.options import MOST_RANKS, SECONDS_OF_A_RANK, unseen
+from dfa_megatron.selfcheck.case import Case, Reductions
+from dfa_megatron.selfcheck.options import MOST_RANKS, unseen
 
 
 def case_of(words: Sequence[str]) -> Case:
-    """The self-check of a DeepSpeed JSON with the block `dist_flash_attention`, and of a transformers config.
+    """Return the self-check of a DeepSpeed JSON with the block `dist_flash_attention`, and of a transformers config.
 
     Raises:
         UnsupportedError: the JSON or the model is refused by the package, or cannot be run on a CPU.
@@ -50,7 +51,7 @@ def make_case(
     data_size: int,
     tokens: int | None = None,
 ) -> Case:
-    """The case of an engine.
+    """Return the case of an engine.
 
     Args:
         settings: DeepSpeed's JSON, with the block in it.
@@ -65,27 +66,26 @@ def make_case(
     import deepspeed
 
     check_settings(settings, size)
-    check_ranks(size, f"{KEY}.size")
+    MODEL.check(ranks=size, source=f"{KEY}.size")
     model = class_of(config)
-    reduced: list[Reduction] = []
+    reduced = Reductions()
     small = shrink(config, size, block.options.fixed_degree, tokens, reduced)
     data_size = min(2, data_size) if 2 * size <= MOST_RANKS else 1
-    reduced.append(Reduction("sequences at a time", "as the launch says", str(data_size)))
+    reduced.note("sequences at a time", "as the launch says", data_size)
     engine, optimizer = engine_settings(settings, block, size, reduced)
     stage = engine["zero_optimization"]["stage"]
-    sections = [Section("three steps", "three steps")]
+    sections = {"three steps": "three steps"}
     if block.options.checkpoint != "remat" and model.supports_gradient_checkpointing:
-        sections.append(Section("rematerialized", "three steps"))
+        sections["rematerialized"] = "three steps"
     return Case(
         title=f"DeepSpeed {deepspeed.__version__}, ZeRO {stage}, size {size}, {data_size} sequences at a time, "
         f"{config.model_type}, schedule {block.options.schedule}, checkpoint {block.options.checkpoint}",
         ranks=size * data_size,
         measure="dfa_megatron.deepspeed.selfcheck.train:measure",
         settings={"config": small, "engine": engine, "optimizer": optimizer, "size": size, "data_size": data_size},
-        sections=tuple(sections),
-        reduced=tuple(reduced),
+        sections=sections,
+        reduced=reduced,
         unseen=(*unseen(block.options), *UNSEEN, *unseen_keys(settings)),
         facts={"ranks of each attention": str(size)},
         imports=(model.__module__,),
-        timeout=max(300.0, SECONDS_OF_A_RANK * size * data_size),
     )

@@ -1,4 +1,4 @@
-"""Makes DeepSpeed's JSON run on a CPU: the ZeRO stage, clipping and the block stay."""
+"""Make DeepSpeed's JSON run on a CPU: the ZeRO stage, clipping and the block stay."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.refusals import SELFCHECK
-from dfa_megatron.selfcheck.case import Reduction
+from dfa_megatron.selfcheck.case import Reductions
 from dfa_megatron.selfcheck.options import on_cpu
+from dfa_megatron.selfcheck.train import ADAM_EPS
 
-LEARNING_RATE, ADAM_EPS, MOST = {"adam": 1e-2, "adamw": 1e-2, "sgd": 0.1}, 1e-3, 2
-"""As in the self-check of transformers. MOST: micro-batches of a step, and sequences of a micro-batch."""
+LEARNING_RATE, MOST = {"adam": 1e-2, "adamw": 1e-2, "sgd": 0.1}, 2
+"""MOST: micro-batches of a step, and sequences of a micro-batch."""
 
 _NAMES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
 _OF_OPTIMIZERS = ("betas", "weight_decay", "adam_w_mode", "momentum", "nesterov")
@@ -28,20 +29,20 @@ _NO_PART = (
     "dump_state", "flops_profiler", "gradient_allreduce_op", "memory_breakdown", "scheduler", "steps_per_print",
     "tensorboard", "train_batch_size", "wall_clock_breakdown", "wandb", "zero_allow_untested_optimizer",
 )  # fmt: skip
-"""Keys that say what is logged, stored or follows from others, or of which dtype gradients of bfloat16 are."""
+"""Keys of logs, storage and the dtype of gradients, and keys whose values follow from others."""
 
 
 def engine_settings(
-    settings: Mapping[str, Any], block: DeepSpeedOptions, size: int, reduced: list[Reduction]
+    settings: Mapping[str, Any], block: DeepSpeedOptions, size: int, reduced: Reductions
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The JSON of the engine that runs, and its optimizer as PyTorch's: the class's name and its arguments.
+    """Return the JSON of the engine that runs, and its optimizer as PyTorch's: the name and arguments of its class.
 
     Raises:
         UnsupportedError: an optimizer that was not tried.
     """
     for name in ("bf16", "bfloat16", "fp16"):
         if (settings.get(name) or {}).get("enabled"):
-            reduced.append(Reduction(name, "enabled", "float32"))
+            reduced.note(name, "enabled", "float32")
     optimizer, arguments = _optimizer(settings, reduced)
     made: dict[str, Any] = {
         "optimizer": optimizer,
@@ -55,61 +56,60 @@ def engine_settings(
     for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         asked = _number(settings, name, 1, MOST)
         made[name] = min(MOST, asked)
-        if asked > MOST:
-            reduced.append(Reduction(name, str(asked), str(MOST)))
+        reduced.note(name, asked, made[name])
     for name in ("prescale_gradients", "gradient_predivide_factor"):
         if name in settings:
             made[name] = settings[name]
     section = dict(settings.get("activation_checkpointing") or {})
     if section.pop("cpu_checkpointing", False):
-        reduced.append(Reduction("activation_checkpointing.cpu_checkpointing", "true", "false, on a CPU"))
+        reduced.note("activation_checkpointing.cpu_checkpointing", "true", "false, on a CPU")
     return made | ({"activation_checkpointing": section} if section else {}), arguments
 
 
 def unseen_keys(settings: Mapping[str, Any]) -> list[str]:
-    """A line that names the keys that have no part in the check, if there are any."""
+    """Return a line that names the keys that have no part in the check, if there are any."""
     others = sorted(set(settings) - {*_READ, *_NO_PART})
     return ["keys without a part in the check: " + ", ".join(others)] if others else []
 
 
 def _number(settings: Mapping[str, Any], name: str, missing: Any, auto: Any) -> Any:
-    """A number of the JSON; `auto`, which HF Trainer fills in, becomes one."""
+    """Return a number of the JSON; `auto`, which HF Trainer fills in, becomes one."""
     value = settings.get(name, missing)
     return auto if value == "auto" else value
 
 
-def _zero(settings: Mapping[str, Any], reduced: list[Reduction]) -> dict[str, Any]:
+def _zero(settings: Mapping[str, Any], reduced: Reductions) -> dict[str, Any]:
     kept: dict[str, Any] = {"stage": 0}
     for name, value in (settings.get("zero_optimization") or {}).items():
         path = f"zero_optimization.{name}"
         if name.startswith(("offload_", "cpu_offload")):
             device = value.get("device", "none") if isinstance(value, Mapping) else value
             if device and device != "none":
-                reduced.append(Reduction(path, str(device), "none, on a CPU"))
+                reduced.note(path, device, "none, on a CPU")
         elif name in _BUCKETS:
             kept[name] = min(value, _BUCKET) if isinstance(value, int) else _BUCKET
-            reduced.append(Reduction(path, str(value), str(kept[name])))
+            reduced.note(path, value, kept[name])
         elif value != "auto":
             kept[name] = value
     if kept["stage"] == 3:  # so that the small parameters are sharded as large ones are
         name = "stage3_param_persistence_threshold"
-        reduced.append(Reduction(f"zero_optimization.{name}", str(kept.get(name, "the default")), "64"))
+        reduced.note(f"zero_optimization.{name}", kept.get(name, "the default"), 64)
         kept[name] = 64
     return kept
 
 
-def _optimizer(settings: Mapping[str, Any], reduced: list[Reduction]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _optimizer(settings: Mapping[str, Any], reduced: Reductions) -> tuple[dict[str, Any], dict[str, Any]]:
     given = settings.get("optimizer")
     if given is None:
-        reduced.append(Reduction("optimizer", "of your script", "AdamW"))
+        reduced.note("optimizer", "of your script", "AdamW")
     kind = str((given or {}).get("type", "AdamW")).lower()
     SELFCHECK.check(optimizer=None if kind in _NAMES else kind)
     params = (given or {}).get("params") or {}
     numbers = {name: params[name] for name in _OF_OPTIMIZERS if params.get(name, "auto") != "auto"}
     asked = f"{params.get('lr', 'the default')}" + (", its schedule" if "scheduler" in settings else "")
-    reduced.append(Reduction("learning rate", asked, f"{LEARNING_RATE[kind]} in each step"))
+    reduced.note("learning rate", asked, f"{LEARNING_RATE[kind]} in each step")
     if kind != "sgd":
-        reduced.append(Reduction("eps of Adam", str(params.get("eps", 1e-8)), str(ADAM_EPS)))
+        reduced.note("eps of Adam", params.get("eps", 1e-8), ADAM_EPS)
     numbers |= {"lr": LEARNING_RATE[kind]} | ({} if kind == "sgd" else {"eps": ADAM_EPS})
     arguments = {name: value for name, value in numbers.items() if name != "adam_w_mode"}
     decoupled = kind == "adamw" or (kind == "adam" and numbers.get("adam_w_mode", True))

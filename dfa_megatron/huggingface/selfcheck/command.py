@@ -1,4 +1,4 @@
-"""`dfa-megatron selfcheck huggingface CONFIG`: the words of the command line, and the case that they ask for."""
+"""`dfa-megatron selfcheck huggingface CONFIG`: make the case that the command line asks for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.refusals import MODEL, SELFCHECK
 from dfa_megatron.huggingface.selfcheck.shrink import shrink
-from dfa_megatron.selfcheck.case import Case, Reduction, Section
-from dfa_megatron.selfcheck.options import SECONDS_OF_A_RANK, on_cpu, unseen
+from dfa_megatron.selfcheck.case import Case, Reductions
+from dfa_megatron.selfcheck.options import on_cpu, unseen
 
 UNSEEN = ("packed documents, padding and adapters: each row is one document",)
 
@@ -30,7 +30,7 @@ class Words(argparse.ArgumentParser):
 
 
 def case_of(words: Sequence[str]) -> Case:
-    """The self-check of a transformers config.
+    """Return the self-check of a transformers config.
 
     Raises:
         UnsupportedError: it is no config of a decoder that this package takes, or an option is refused.
@@ -43,9 +43,9 @@ def case_of(words: Sequence[str]) -> Case:
     args = DistAttentionConfig.add_arguments(parser, scope="huggingface").parse_args(list(words))
     options = DistAttentionConfig.from_args(args)
     MODEL.check(options, reentrant=args.reentrant)
-    check_ranks(args.ranks, "--ranks")
+    SELFCHECK.check(ranks=args.ranks, source="--ranks")
     config = read_config(Path(args.config))
-    reduced: list[Reduction] = []
+    reduced = Reductions()
     small = shrink(config, args.ranks, options.fixed_degree, args.tokens, reduced)
     settings = {
         "config": small,
@@ -53,40 +53,33 @@ def case_of(words: Sequence[str]) -> Case:
         "options": on_cpu(options, "--dfa-", reduced),
         "reentrant": args.reentrant,
     }
-    sections = [Section("plain", "plain"), Section("three steps", "three steps")]
+    sections = {"plain": "plain", "rematerialized": "plain", "three steps": "three steps"}
     lines = [*unseen(options), *UNSEEN]
-    if (model := class_of(config)).supports_gradient_checkpointing:
-        sections.insert(1, Section("rematerialized", "plain"))
-    else:
+    if not (model := class_of(config)).supports_gradient_checkpointing:
+        del sections["rematerialized"]
         lines.append("rematerialization: transformers does not checkpoint these layers")
     return Case(
         title=f"{versions()}, {config.model_type}, schedule {options.schedule}, checkpoint {options.checkpoint}",
         ranks=args.ranks,
         measure="dfa_megatron.huggingface.selfcheck.train:measure",
         settings=settings,
-        sections=tuple(sections),
-        reduced=tuple(reduced),
-        unseen=tuple(lines),
+        sections=sections,
+        reduced=reduced,
+        unseen=lines,
         facts={"ranks of each attention": str(args.ranks)},
         imports=(model.__module__,),
-        timeout=max(300.0, SECONDS_OF_A_RANK * args.ranks),
     )
 
 
 def versions() -> str:
-    """Of transformers, in words."""
+    """Return the name and version of transformers."""
     import transformers
 
     return f"transformers {transformers.__version__}"
 
 
-def check_ranks(ranks: int, name: str) -> None:
-    """Refuse more ranks than a check runs; their number is never reduced."""
-    SELFCHECK.check(ranks=ranks, source=name)
-
-
 def read_config(path: Path) -> Any:
-    """The configuration in a file or folder; nothing is fetched, and no code beside it runs.
+    """Read the configuration in a file or folder; nothing is fetched, and no code beside it runs.
 
     Raises:
         OSError: it cannot be read.
@@ -105,7 +98,7 @@ def read_config(path: Path) -> Any:
 
 
 def class_of(config: Any) -> Any:
-    """The class of transformers' causal language model for a configuration.
+    """Return the class of transformers' causal language model for a configuration.
 
     Raises:
         UnsupportedError: there is none, or the configuration has several parts.

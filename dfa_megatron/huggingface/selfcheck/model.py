@@ -1,22 +1,22 @@
-"""Builds the small model on a rank, with weights that depend on their names alone, and random batches for it."""
+"""Build the small model on a rank, with weights that depend on their names alone, and random batches for it."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from dfa_megatron.huggingface.padding import IGNORED
-from dfa_megatron.huggingface.selfcheck.shrink import ROWS
+from dfa_megatron.selfcheck.small import ROWS
+from dfa_megatron.selfcheck.train import noise
 
 SAMPLES = 2
 """Rows of a batch."""
 
 
 def build(config: Mapping[str, Any]) -> Any:
-    """The model of the shrunk config in float32, in training mode, with transformers' eager attention."""
+    """Return the model of the shrunk config in float32, in training mode, with transformers' eager attention."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(7)
@@ -24,18 +24,17 @@ def build(config: Mapping[str, Any]) -> Any:
     model: Any = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            random = noise(name, parameter.shape)
             # Larger than at the start of a training, so that attention matters.
             if parameter.dim() > 1:
-                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+                parameter.copy_(random / parameter.shape[-1] ** 0.5)
             else:
-                parameter.add_(0.1 * noise)
+                parameter.add_(0.1 * random)
     return model.train()
 
 
 def batch_of(words: int, ranks: int, seed: int, samples: int = SAMPLES) -> dict[str, torch.Tensor]:
-    """Whole rows of random tokens and their labels, (samples, tokens); the first rank has fewer labels than others."""
+    """Return rows of random tokens and their labels, (samples, tokens); the first rank has fewer labels than others."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(words, (samples, ROWS * ranks), generator=generator)
     labels = ids.clone()
@@ -45,12 +44,12 @@ def batch_of(words: int, ranks: int, seed: int, samples: int = SAMPLES) -> dict[
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """The label of the next token; none for the last."""
+    """Return the label of the next token; none for the last."""
     return torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
 def loss_of_each_token(logits: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
-    """(samples, tokens), 0 where there is no label."""
+    """Return the losses (samples, tokens), 0 where there is no label."""
     return torch.nn.functional.cross_entropy(
         logits.detach().transpose(1, 2), shift_labels, ignore_index=IGNORED, reduction="none"
     )

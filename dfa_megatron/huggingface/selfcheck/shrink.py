@@ -6,10 +6,21 @@ import re
 from typing import Any
 
 from dfa_megatron.huggingface.refusals import SELFCHECK
-from dfa_megatron.selfcheck.case import Reduction
+from dfa_megatron.selfcheck.case import Reductions
+from dfa_megatron.selfcheck.small import (
+    EXPERTS,
+    FFN,
+    HEAD,
+    HIDDEN,
+    LAYERS,
+    ROWS,
+    VOCABULARY,
+    Small,
+    fewest_groups,
+)
 
-ROWS, HEAD, HIDDEN, FFN, VOCABULARY, LAYERS, EXPERTS, LEAST_WINDOW = 16, 16, 64, 96, 96, 8, 8, 5
-"""Tokens of a rank, head dimension, width, width of MLPs, vocabulary, layers, experts; a window is no shorter."""
+LEAST_WINDOW = 5
+"""A window is no shorter."""
 
 _WIDTHS = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp", "ffn_dim",
@@ -21,38 +32,13 @@ _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_topk")
 _INDICES = ("mlp_only_layers", "moe_layers")
 """Lists of layers, where other lists have an entry for each layer."""
 _STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "moe_layer_interval")
-"""Every so many layers is of another kind."""
+"""Numbers after which a layer of another kind comes."""
 _LEFT_OUT = ("quantization_config", "auto_map", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
 _OTHER_ATTENTIONS = re.compile(r"attn|attention")
-"""Dropout of attention is refused by the package, and so is not taken away here."""
+"""Names of dropout inside attention, which the package refuses and the check must therefore leave in place."""
 
 
-class Small:
-    """A config as a dictionary whose entries go by their common names, and the list of what was reduced."""
-
-    def __init__(self, config: Any, reduced: list[Reduction]) -> None:
-        self.values: dict[str, Any] = config.to_dict()
-        self.names: dict[str, str] = dict(type(config).attribute_map)
-        self.reduced = reduced
-
-    def get(self, name: str) -> Any:
-        """The entry, or None."""
-        return self.values.get(self.names.get(name, name))
-
-    def set(self, name: str, value: Any) -> None:
-        """Change an entry that is there, and list it."""
-        key = self.names.get(name, name)
-        if key in self.values and self.values[key] != value:
-            self.reduced.append(Reduction(key, str(self.values[key]), str(value)))
-            self.values[key] = value
-
-    def most(self, name: str, most: int) -> None:
-        """Bound a number."""
-        if type(given := self.get(name)) is int and given > most:
-            self.set(name, most)
-
-
-def shrink(config: Any, ranks: int, degree: int, tokens: int | None, reduced: list[Reduction]) -> dict[str, Any]:
+def shrink(config: Any, ranks: int, degree: int, tokens: int | None, reduced: Reductions) -> dict[str, Any]:
     """Return the config of the small model, in its class's form.
 
     Args:
@@ -61,15 +47,12 @@ def shrink(config: Any, ranks: int, degree: int, tokens: int | None, reduced: li
         tokens: of the user's sequences; None for the longest that the config names.
         reduced: takes what was reduced.
     """
-    small = Small(config, reduced)
-    if (dtype := small.get("dtype") or "float32") != "float32":
-        reduced.append(Reduction("dtype", str(dtype), "float32"))
-    if small.get("quantization_config"):
-        reduced.append(Reduction("quantization_config", "yes", "no"))
+    small = Small(config.to_dict(), reduced, type(config).attribute_map)
+    reduced.note("dtype", small.get("dtype") or "float32", "float32")
+    reduced.note("quantization_config", "yes" if small.get("quantization_config") else "no", "no")
     small.values = {key: value for key, value in small.values.items() if key not in _LEFT_OUT}
     _heads(small, max(1, degree))
-    for name in _WIDTHS:
-        small.most(name, FFN)
+    small.most(*_WIDTHS, most=FFN)
     _experts(small)
     _layers(small)
     _words(small)
@@ -77,19 +60,18 @@ def shrink(config: Any, ranks: int, degree: int, tokens: int | None, reduced: li
     for name, value in small.values.items():
         noise = "drop" in name or name.endswith("_noise")
         if noise and isinstance(value, float) and value and not _OTHER_ATTENTIONS.search(name):
-            reduced.append(Reduction(name, str(value), "0: random numbers differ between rank counts"))
+            reduced.note(name, value, "0: random numbers differ between rank counts")
             small.values[name] = 0.0
     return small.values
 
 
 def _heads(small: Small, degree: int) -> None:
-    """As few key/value heads as are needed, at the ratio of the user's."""
+    """Take as few key/value heads as the ranks need, at the ratio of the user's."""
     heads = small.get("num_attention_heads")
     SELFCHECK.check(no_heads=type(heads) is not int)
     groups = small.get("num_key_value_heads") or heads
     ratio = heads // groups
-    enough = (n for n in range(1, groups + 1) if n >= min(2, groups) and n * ratio % degree == 0)
-    few = next(enough, groups)
+    few = fewest_groups(groups, ratio, degree)
     width = small.get("head_dim")
     axes = (small.get("rope_parameters") or small.get("rope_scaling") or {}).get("mrope_section")
     head = HEAD if not axes else 2 * sum(axes)
@@ -99,23 +81,19 @@ def _heads(small: Small, degree: int) -> None:
         small.set("hidden_size", few * ratio * min(head, small.get("hidden_size") // heads))
     small.set("num_attention_heads", few * ratio)
     small.set("num_key_value_heads", few)
-    small.most("num_global_key_value_heads", few)
-    for name in _HEADS:
-        small.most(name, head)
-    small.most("rotary_dim", head)
+    small.most("num_global_key_value_heads", most=few)
+    small.most(*_HEADS, "rotary_dim", most=head)
     if small.get("word_embed_proj_dim"):
         small.set("word_embed_proj_dim", small.get("hidden_size"))
 
 
 def _experts(small: Small) -> None:
     chosen = max((small.get(name) or 0 for name in _CHOSEN), default=0)
-    few = max(EXPERTS, chosen, 2 * (small.get("n_group") or 0))
-    for name in _EXPERTS:
-        small.most(name, few)
+    small.most(*_EXPERTS, most=max(EXPERTS, chosen, 2 * (small.get("n_group") or 0)))
 
 
 def _layers(small: Small) -> None:
-    """One period of the kinds of layers; the first of each kind where the period is long."""
+    """Keep one period of the kinds of layers; the first of each kind where the period is long."""
     count: int = small.get("num_hidden_layers")
     values = small.values
     lists = {
@@ -151,8 +129,7 @@ def _layers(small: Small) -> None:
 
 
 def _words(small: Small) -> None:
-    for name in ("vocab_size", "vocab_size_per_layer_input"):
-        small.most(name, VOCABULARY)
+    small.most("vocab_size", "vocab_size_per_layer_input", most=VOCABULARY)
     words = small.get("vocab_size")
     for name, value in small.values.items():
         if name.endswith("_token_id") and value is not None:
@@ -160,9 +137,9 @@ def _words(small: Small) -> None:
 
 
 def _window(small: Small, length: int, tokens: int | None) -> None:
-    """The same part of the tokens, and no shorter than a few."""
+    """Keep the window at the same share of the tokens, and no shorter than a few."""
     whole = tokens or small.get("max_position_embeddings") or length
-    small.reduced.append(Reduction("tokens", str(whole), str(length)))
+    small.reduced.note("tokens", whole, length)
     if type(window := small.get("sliding_window")) is not int or window < 1:
         return
     part = round(window * length / whole) if window < whole else length

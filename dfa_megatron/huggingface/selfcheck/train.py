@@ -1,8 +1,8 @@
-"""Runs in the rank processes of a self-check: forward, backward, evaluation and three steps of the small model."""
+"""Run the small model in the rank processes of a self-check: forward, backward, evaluation and three steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +14,19 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.check_model import check_model
 from dfa_megatron.huggingface.selfcheck.model import batch_of, build, loss_of_each_token, shifted
-from dfa_megatron.huggingface.selfcheck.shrink import ROWS
 from dfa_megatron.huggingface.selfcheck.watch import Watch
 from dfa_megatron.selfcheck.record import Recorder
+from dfa_megatron.selfcheck.small import ROWS
+from dfa_megatron.selfcheck.train import ADAM_EPS, record_steps
 
-LEARNING_RATE, ADAM_EPS, CLIP, STEPS = 1e-2, 1e-3, 1.0, 3
-"""Steps that are large beside the rounding of weights. Adam divides by its eps where a gradient is small: with this one
-rounding errors stay what they are."""
+LEARNING_RATE, CLIP = 1e-2, 1.0
+"""Steps that are large beside the rounding of weights."""
 _TOKENS = ("sample", "token")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What every part of a section needs: `ranks` are there, `asked` are those of the case, and `whole` is one rank."""
+    """Hold what a section needs; `ranks` run, `asked` are those of the case, and `whole` is the one-rank run."""
 
     model: Any
     recorder: Recorder
@@ -37,17 +37,17 @@ class Run:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """The global indices of this rank's tokens, written down here once more."""
+        """The global indices of this rank's tokens."""
         return tokens_of(self.ranks, self.asked)
 
     def batch(self, seed: int) -> dict[str, torch.Tensor]:
-        """What a training script gives to its model."""
+        """Return the batch that a training script gives to its model."""
         whole = batch_of(self.words, self.asked, seed)
         return whole if self.whole else dfa_hf.shard_batch(whole)
 
 
 def tokens_of(ranks: int, asked: int, rank: int | None = None) -> torch.Tensor:
-    """Of a rank, this one if None."""
+    """Return the global indices of a rank's tokens, computed here a second time; None for this rank."""
     rank = dist.get_rank() if rank is None else rank
     part: torch.Tensor = torch.arange(ROWS * asked).chunk(ranks)[rank]
     return part
@@ -78,22 +78,23 @@ def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, r
 
 
 def _wrapped(run: Run) -> Any:
-    """In PyTorch's DDP, which averages gradients over all ranks; of one rank the model itself."""
+    """Wrap the model in PyTorch's DDP, which averages gradients over all ranks; one rank has the model itself."""
     return run.model if run.whole else DistributedDataParallel(run.model, find_unused_parameters=True)
 
 
-def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """Of a number, as a script would print it."""
+def mean_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the mean of a number over a group's ranks, as a script would print it."""
     value = value.detach().clone()
-    dist.all_reduce(value)
-    return value / dist.get_world_size()
+    dist.all_reduce(value, group=group)
+    return value / dist.get_world_size(group)
 
 
 def _passes(run: Run) -> None:
-    """One forward and backward, every tensor of interest recorded; then evaluation."""
+    """Run one forward and backward and record every tensor of interest; then evaluate."""
     model, recorder = _wrapped(run), run.recorder
-    loss = record_forward(recorder, model(**run.batch(0)), run.batch(0), run.tokens, "")
-    loss.backward()
+    output = model(**run.batch(0))
+    record_forward(recorder, output, run.batch(0), run.tokens)
+    output.loss.backward()
     record_gradients(recorder, {name: gradient_of(x) for name, x in run.model.named_parameters()})
     model.eval()
     with torch.no_grad():
@@ -101,7 +102,7 @@ def _passes(run: Run) -> None:
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Zeros where no token used the parameter, as that of an expert."""
+    """Return the gradient; zeros where no token used the parameter, as an expert's."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
@@ -113,31 +114,41 @@ def record_gradients(recorder: Recorder, gradients: Mapping[str, torch.Tensor]) 
 
 
 def record_forward(
-    recorder: Recorder, output: Any, batch: Mapping[str, torch.Tensor], tokens: torch.Tensor, kind: str
-) -> torch.Tensor:
-    """Record logits and losses; returns this rank's loss."""
+    recorder: Recorder,
+    output: Any,
+    batch: Mapping[str, torch.Tensor],
+    tokens: torch.Tensor,
+    kind: str = "",
+    number: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Record logits and losses of a batch, or of one micro-batch of several, which the ranks of `group` share."""
     labels = batch["shift_labels"] if "shift_labels" in batch else shifted(batch["labels"])
-    recorder.add(f"{kind}logits", "every token", output.logits, (*_TOKENS, "word"), {1: tokens})
+    name = "every token" if number is None else f"micro-batch {number}"
+    recorder.add(f"{kind}logits", name, output.logits, (*_TOKENS, "word"), {1: tokens})
     each = loss_of_each_token(output.logits, labels)
-    recorder.add(f"{kind}loss of each token", "every token", each, _TOKENS, {1: tokens})
-    recorder.add(f"{kind}loss", "mean of the batch", mean_over_ranks(output.loss))
-    loss: torch.Tensor = output.loss
-    return loss
+    recorder.add(f"{kind}loss of each token", name, each, _TOKENS, {1: tokens})
+    of, which = ("loss", "mean of the batch") if number is None else ("loss of each micro-batch", name)
+    recorder.add(f"{kind}{of}", which, mean_over_ranks(output.loss, group))
 
 
 def _steps(run: Run) -> None:
-    """Three steps of AdamW with a clipped gradient, checkpointed as the user asks."""
-    model, recorder = _wrapped(run), run.recorder
+    """Run three steps of AdamW with a clipped gradient, checkpointed as the user asks."""
+    model = _wrapped(run)
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS)
-    initial = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
-    for step in range(1, STEPS + 1):
+
+    def step(number: int) -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(**run.batch(step)).loss
+        loss = model(**run.batch(number)).loss
         loss.backward()
-        recorder.add("loss", f"step {step}", mean_over_ranks(loss))
+        run.recorder.add("loss", f"step {number}", mean_over_ranks(loss))
         norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), CLIP)
-        recorder.add("norm of the gradient", f"step {step}", norm)
         optimizer.step()
-        for name, parameter in run.model.named_parameters():
-            change = parameter.detach() - initial[name]
-            recorder.add("change of parameters", f"step {step} {name}", change, least=0.1 * LEARNING_RATE)
+        return norm
+
+    record_steps(run.recorder, lambda: whole_parameters(run.model), step, least=0.1 * LEARNING_RATE)
+
+
+def whole_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor, dict[int, torch.Tensor]]]:
+    """Yield the parameters of a model that every rank holds whole, as `selfcheck.train.Parameters`."""
+    return ((name, parameter, {}) for name, parameter in model.named_parameters())

@@ -1,4 +1,4 @@
-"""Records q, k, v, output and gradients of every attention, where transformers calls its attention functions."""
+"""Record q, k, v, output and gradients of every attention, where transformers calls its attention functions."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ import torch.distributed as dist
 from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, attention
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.selfcheck.record import Recorder
+from dfa_megatron.selfcheck.train import record_attention
 
 _EAGER = "eager_attention_forward"
-"""The name under which every modelling file of transformers has its eager attention."""
+"""Name of the eager attention in every modelling file of transformers."""
 _HEADS_FIRST = ("sample", "head", "token", "channel")
 _AXES = ("sample", "token", "head", "channel")
 FACT = "ranks of each attention"
 
 
 class Watch:
-    """Records while `on`, in training.
+    """Record attentions that run in training while `on`.
 
-    tokens: the global indices of this rank's tokens.
-    scale: what gradients are multiplied by, to be those of the mean loss.
+    Attributes:
+        tokens: the global indices of this rank's tokens.
+        scale: makes gradients those of the mean loss.
     """
 
     def __init__(self, recorder: Recorder, tokens: torch.Tensor, scale: float) -> None:
@@ -58,23 +60,12 @@ class Watch:
 
     def _record(self, module: Any, given: dict[str, torch.Tensor], out: torch.Tensor) -> None:
         layer = f"layer {module.layer_idx}"
-        for name, x in given.items():
-            self.recorder.add("q, k, v", f"{layer} {name}", x, _HEADS_FIRST, {2: self.tokens})
-            if x.requires_grad:
-                x.register_hook(self._gradient(f"{layer} d{name}"))
+        record_attention(self.recorder, layer, given, _HEADS_FIRST, lambda _: {2: self.tokens}, self.scale)
         self.recorder.add("output of attention", layer, out, _AXES, {1: self.tokens})
 
     def _count(self, module: Any) -> None:
-        """Over how many ranks the attentions that have run are spread."""
+        """Record over how many ranks the attentions that have run are spread."""
         context = getattr(module, CONTEXT, None)
         if context is not None:
             self._sizes.add(dist.get_world_size(resolve(context.group)) if context.group else 1)
             self.recorder.fact(FACT, ", ".join(str(size) for size in sorted(self._sizes)))
-
-    def _gradient(self, name: str) -> Callable[[torch.Tensor], None]:
-        def take(gradient: torch.Tensor) -> None:
-            if self.on:
-                scaled = gradient * self.scale
-                self.recorder.add("gradients of q, k, v", name, scaled, _HEADS_FIRST, {2: self.tokens})
-
-        return take

@@ -1,8 +1,10 @@
-"""Build the small model on a rank, with weights that depend on their names alone, and locate each part."""
+"""Build a small GPTModel on a rank, with weights that depend on their names alone, and locate each part.
+
+The self-check and the tests of this repository build their models here.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.selfcheck.train import noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class Parallel:
     vp: int | None
     options: DistAttentionConfig | None
     """None: Megatron's own attention, on one rank."""
+    ep: int = 1
 
 
 def start(parallel: Parallel) -> None:
@@ -33,14 +37,14 @@ def start(parallel: Parallel) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(7)
 
 
-def config_of(settings: Mapping[str, Any], parallel: Parallel, **changes: Any) -> Any:
-    """Return the TransformerConfig of the settings for these parallel sizes."""
+def config_of(given: Mapping[str, Any], parallel: Parallel, **changes: Any) -> Any:
+    """Return the TransformerConfig of these fields, in float32, for these parallel sizes; `changes` override all."""
     from megatron.core import activations
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    fields = dict(settings["config"])
+    fields = dict(given)
     functions = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
-    if (name := fields.pop("activation_func", None)) is not None:
+    if isinstance(name := fields.get("activation_func"), str):
         fields["activation_func"] = functions.get(name) or getattr(activations, name)
     if isinstance(window := fields.get("window_size"), list):
         fields["window_size"] = tuple(window)
@@ -49,6 +53,7 @@ def config_of(settings: Mapping[str, Any], parallel: Parallel, **changes: Any) -
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vp,
         context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
         sequence_parallel=bool(fields.get("sequence_parallel")) and parallel.tp > 1,
         cp_comm_type=fields.get("cp_comm_type") if parallel.options is not None else None,
         params_dtype=torch.float32,
@@ -63,47 +68,43 @@ def config_of(settings: Mapping[str, Any], parallel: Parallel, **changes: Any) -
         batch_p2p_comm=parallel.vp is None,
     )
     fields.update(changes)
-    multi_latent = fields.get("multi_latent_attention")
-    return (MLATransformerConfig if multi_latent else TransformerConfig)(**fields)
+    latent = fields.get("multi_latent_attention") or "kv_lora_rank" in fields
+    return (MLATransformerConfig if latent else TransformerConfig)(**fields)
 
 
-def build(settings: Mapping[str, Any], config: Any, parallel: Parallel) -> list[Any]:
-    """Return this rank's model chunks."""
+def build_chunk(
+    config: Any, options: DistAttentionConfig | None, stage: int | None, scale: float | None = None, **model: Any
+) -> Any:
+    """Return a chunk of GPTModel, with the attention of `options` or, where None, Megatron's own.
+
+    `stage` is that of a virtual pipeline. `scale` is that of the weights, None for large ones with which attention
+    matters. `model` has arguments of GPTModel.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from dfa_megatron.megatron.spec import distribute_attention
 
-    model, training = settings["model"], settings["training"]
-    chunks = []
-    for stage in range(parallel.vp) if parallel.vp else [None]:
-        spec = _spec(config, stage, one=parallel.options is None)
-        if parallel.options is not None:
-            spec = distribute_attention(spec, config, config=parallel.options, vp_stage=stage)
-        chunk = GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            vocab_size=training["vocabulary"],
-            max_sequence_length=training["tokens"],
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            share_embeddings_and_output_weights=not model["untie_embeddings_and_output_weights"],
-            position_embedding_type=model["position_embedding_type"],
-            rotary_percent=model["rotary_percent"],
-            rotary_base=model["rotary_base"],
-            rope_scaling=model["use_rope_scaling"],
-            rope_scaling_factor=model["rope_scaling_factor"],
-            seq_len_interpolation_factor=model["rotary_seq_len_interpolation_factor"],
-            vp_stage=stage,
-        )
-        for name, parameter in chunk.named_parameters():
-            parameter.data.copy_(_weight(global_name(chunk, name), parameter, config))
-        chunks.append(chunk)
-    return chunks
+    spec = megatrons_spec(config, stage, dense=options is None)
+    if options is not None:
+        spec = distribute_attention(spec, config, config=options, vp_stage=stage)
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        vp_stage=stage,
+        **model,
+    )
+    set_weights(chunk, scale)
+    return chunk
 
 
-def _spec(config: Any, stage: int | None, *, one: bool) -> Any:
-    """Megatron's own spec, with its own modules."""
+def megatrons_spec(config: Any, stage: int | None = None, *, dense: bool = False) -> Any:
+    """Return Megatron's own spec without Transformer Engine; of the whole block where some layers have experts.
+
+    `dense` gives multi-latent attention a dense core, because Megatron has none for it without Transformer Engine.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.transformer import multi_latent_attention
 
@@ -121,10 +122,10 @@ def _spec(config: Any, stage: int | None, *, one: bool) -> Any:
         )
         layers = [spec]
     if config.multi_latent_attention:
-        # Megatron has no attention for values of another width than the keys without Transformer Engine.
+        # Megatron takes its own stand-in for Transformer Engine for the real one.
         if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
             vars(multi_latent_attention)["HAVE_TE"] = False
-        if one:
+        if dense:
             for layer in layers:
                 layer.submodules.self_attention.submodules.core_attention = DenseAttention
     return spec
@@ -146,12 +147,18 @@ class DenseAttention(torch.nn.Module):
 
 
 def global_name(chunk: Any, name: str) -> str:
-    """Return a parameter's name with the layer's number in the whole model, counted from 0."""
-    parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
-    tied = chunk.share_embeddings_and_output_weights and name == "output_layer.weight"
-    return "embedding.word_embeddings.weight" if tied else ".".join(parts)
+    """Return a parameter's name with the numbers of layer and expert in the whole model, counted from 0."""
+    from megatron.core import parallel_state
+
+    words = name.split(".")
+    if words[:2] == ["decoder", "layers"]:
+        words[2] = str(chunk.decoder.layers[int(words[2])].layer_number - 1)
+    if "local_experts" in words:
+        place = words.index("local_experts") + 1
+        experts = chunk.config.num_moe_experts // chunk.config.expert_model_parallel_size
+        words[place] = str(int(words[place]) + experts * parallel_state.get_expert_model_parallel_rank())
+    tied = name == "output_layer.weight" and chunk.share_embeddings_and_output_weights
+    return "embedding.word_embeddings.weight" if tied else ".".join(words)
 
 
 def places_of(name: str, parameter: torch.Tensor, config: Any) -> tuple[tuple[int, ...], dict[int, torch.Tensor]]:
@@ -164,19 +171,20 @@ def places_of(name: str, parameter: torch.Tensor, config: Any) -> tuple[tuple[in
     dimension: int = parameter.partition_dim  # type: ignore[attr-defined]
     rank = parallel_state.get_tensor_model_parallel_rank()
     shape[dimension] *= tp
-    # A gated MLP's first projection is two, gate and value, and each is cut by itself.
-    parts = 2 if config.gated_linear_unit and "linear_fc1" in name else 1
-    held = [part.chunk(tp)[rank] for part in torch.arange(shape[dimension]).chunk(parts)]
+    # A gated MLP's first projection holds gate and value; each is cut on its own.
+    halves = 2 if config.gated_linear_unit and "linear_fc1" in name else 1
+    held = [half.chunk(tp)[rank] for half in torch.arange(shape[dimension]).chunk(halves)]
     return tuple(shape), {dimension: torch.cat(held)}
 
 
-def _weight(name: str, parameter: torch.Tensor, config: Any) -> torch.Tensor:
-    """The initial value: the whole parameter is made from its name, and cut as this rank's is."""
-    shape, places = places_of(name, parameter, config)
-    generator = torch.Generator().manual_seed(int(hashlib.sha256(name.encode()).hexdigest()[:12], 16))
-    whole = torch.randn(shape, generator=generator) * (0.3 if "embedding" in name else 0.1)
-    if "norm" in name and name.endswith("weight"):
-        whole += 1
-    for dimension, rows in places.items():
-        whole = whole.index_select(dimension, rows)
-    return whole
+def set_weights(chunk: Any, scale: float | None = None) -> None:
+    """Make every parameter whole from its global name alone, and copy this rank's entries into the chunk."""
+    for local_name, parameter in chunk.named_parameters():
+        name = global_name(chunk, local_name)
+        shape, places = places_of(name, parameter, chunk.config)
+        whole = noise(name, shape) * (scale or (0.3 if "embedding" in name else 0.1))
+        if "norm" in name and name.endswith("weight"):
+            whole += 1
+        for dimension, rows in places.items():
+            whole = whole.index_select(dimension, rows)
+        parameter.data.copy_(whole)

@@ -9,11 +9,11 @@ from typing import Any
 from dfa_megatron.megatron.refusals import SELFCHECK
 from dfa_megatron.megatron.selfcheck.read_flags import Asked, read
 from dfa_megatron.megatron.selfcheck.switched_off import steps, switch_off
-from dfa_megatron.selfcheck.case import Case, Reduction, Section
-from dfa_megatron.selfcheck.options import MOST_RANKS, SECONDS_OF_A_RANK, on_cpu, unseen
+from dfa_megatron.selfcheck.case import Case, Reductions
+from dfa_megatron.selfcheck.options import MOST_RANKS, on_cpu, unseen
+from dfa_megatron.selfcheck.small import EXPERTS, FFN, HEAD, HIDDEN, ROWS, VOCABULARY, Small, fewest_groups
 
-ROWS, HEAD, HIDDEN, FFN, VOCABULARY, LAYERS = 16, 16, 64, 96, 96, 8
-"""Tokens of a rank, head dimension, width, width of the MLP, vocabulary and layers, where the user's are larger."""
+_PATTERNS = ("window_attn_skip_freq", "moe_layer_freq", "no_rope_freq")
 
 _LAYOUT_OF_STAGES = (
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
@@ -29,32 +29,27 @@ def case_of(flags: Sequence[str]) -> Case:
     """
     asked = read(flags)
     SELFCHECK.check(asked.training, context_parallel_size=asked.config.get("context_parallel_size"))
-    reduced: list[Reduction] = []
+    reduced = Reductions()
     parallel = _parallel(asked, reduced)
     config = _config(asked, parallel, reduced)
     training = _training(asked, parallel, config, reduced)
-    options = on_cpu(asked.options, "--dfa-", reduced)
-    recompute = {name: config.pop(name, None) for name in ("recompute_method", "recompute_num_layers")}
-    settings = {
-        "config": config,
-        "model": dict(asked.model),
-        "training": training,
-        "options": options,
-        "parallel": parallel,
-        "recompute": {"recompute_granularity": config.pop("recompute_granularity", None), **recompute},
-    }
-    ranks = parallel["tp"] * parallel["pp"] * parallel["cp"]
-    sections = (Section("plain", "plain"), Section("rematerialized", "plain"), Section("three steps", "three steps"))
+    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
     return Case(
         title=_title(asked, parallel),
-        ranks=ranks,
+        ranks=parallel["tp"] * parallel["pp"] * parallel["cp"],
         measure="dfa_megatron.megatron.selfcheck.train:measure",
-        settings=settings,
-        sections=sections,
-        reduced=tuple(reduced),
-        unseen=tuple(_unseen(asked)),
+        settings={
+            "recompute": {name: config.pop(name, None) for name in names},
+            "config": config,
+            "model": dict(asked.model),
+            "training": training,
+            "options": on_cpu(asked.options, "--dfa-", reduced),
+            "parallel": parallel,
+        },
+        sections={"plain": "plain", "rematerialized": "plain", "three steps": "three steps"},
+        reduced=reduced,
+        unseen=_unseen(asked),
         facts={"context-parallel ranks of each attention": str(parallel["cp"])},
-        timeout=max(300.0, SECONDS_OF_A_RANK * ranks),
     )
 
 
@@ -67,7 +62,7 @@ def _title(asked: Asked, parallel: Mapping[str, Any]) -> str:
     return f"Megatron-Core {version}, {sizes}, layout {o.data_layout}, schedule {o.schedule}"
 
 
-def _parallel(asked: Asked, reduced: list[Reduction]) -> dict[str, Any]:
+def _parallel(asked: Asked, reduced: Reductions) -> dict[str, Any]:
     c, t = asked.config, asked.training
     sizes: dict[str, int] = {
         "cp": c.get("context_parallel_size", 1),
@@ -78,117 +73,92 @@ def _parallel(asked: Asked, reduced: list[Reduction]) -> dict[str, Any]:
     for name in ("pp", "tp"):
         if run["cp"] * run["tp"] * run["pp"] > MOST_RANKS:
             run[name] = 1
-    for name, flag in (("tp", "--tensor-model-parallel-size"), ("pp", "--pipeline-model-parallel-size")):
-        if run[name] != sizes[name]:
-            reduced.append(Reduction(flag, str(sizes[name]), str(run[name])))
+    reduced.note("--tensor-model-parallel-size", sizes["tp"], run["tp"])
+    reduced.note("--pipeline-model-parallel-size", sizes["pp"], run["pp"])
     if c.get("sequence_parallel") and run["tp"] == 1 < sizes["tp"]:
-        reduced.append(Reduction("--sequence-parallel", "on", "off: one tensor-parallel rank"))
+        reduced.note("--sequence-parallel", "on", "off: one tensor-parallel rank")
     layers, chunks = t["num_layers_per_virtual_pipeline_stage"], t["num_virtual_stages_per_pipeline_rank"]
     interleaved = layers or chunks
-    if interleaved and (chunks != 2 or run["pp"] == 1):
-        said = f"{layers} layers each" if layers else str(chunks)
-        reduced.append(Reduction("virtual stages of a pipeline rank", said, "2" if run["pp"] > 1 else "none"))
-    if (experts := c.get("expert_model_parallel_size", 1)) > 1:
-        reduced.append(Reduction("--expert-model-parallel-size", str(experts), "1"))
+    if interleaved:
+        said = f"{layers} layers each" if layers else chunks
+        reduced.note("virtual stages of a pipeline rank", said, 2 if run["pp"] > 1 else "none")
+    reduced.note("--expert-model-parallel-size", c.get("expert_model_parallel_size", 1), 1)
     return {**run, "vp": 2 if interleaved and run["pp"] > 1 else None}
 
 
-def _config(asked: Asked, parallel: Mapping[str, Any], reduced: list[Reduction]) -> dict[str, Any]:
+def _config(asked: Asked, parallel: Mapping[str, Any], reduced: Reductions) -> dict[str, Any]:
     c = dict(asked.config)
     switch_off(asked, c, reduced)
-    for name in (*_LAYOUT_OF_STAGES, "expert_model_parallel_size", "expert_tensor_parallel_size"):
+    for name in _LAYOUT_OF_STAGES:
         if name in c:
-            value = c.pop(name)
-            if name in _LAYOUT_OF_STAGES:
-                reduced.append(Reduction(name, str(value), "equal stages"))
-    _heads(asked, c, parallel, reduced)
-    _sizes(c, reduced)
-    _layers(c, parallel, reduced)
+            reduced.note(name, str(c.pop(name)), "equal stages")
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        c.pop(name, None)
+    small = Small(c, reduced)
+    _heads(asked, small, parallel)
+    _sizes(small)
+    _layers(small, parallel)
     return c
 
 
-def _reduce(c: dict[str, Any], name: str, most: int, reduced: list[Reduction]) -> None:
-    if (given := c.get(name)) is not None and given > most:
-        reduced.append(Reduction(name, str(given), str(most)))
-        c[name] = most
-
-
-def _heads(asked: Asked, c: dict[str, Any], parallel: Mapping[str, Any], reduced: list[Reduction]) -> None:
-    """As few key/value heads as the parallel sizes need, at the ratio of the user's."""
+def _heads(asked: Asked, small: Small, parallel: Mapping[str, Any]) -> None:
+    """Take as few key/value heads as the parallel sizes need, at the ratio of the user's."""
+    c, tp, degree = small.values, parallel["tp"], asked.options.fixed_degree
     heads = c["num_attention_heads"]
     groups = c.get("num_query_groups") or heads
     ratio = heads // groups
-    degree = asked.options.fixed_degree
-    few = next(
-        n for n in range(1, groups + 1) if n >= min(2, groups) and n % parallel["tp"] == 0 and n * ratio % degree == 0
-    ) if groups % parallel["tp"] == 0 else groups  # fmt: skip
-    if degree > 1 and groups // parallel["tp"] < degree:
-        few = groups  # some ranks hold copies of key/value heads, as in the user's run
-    width = c.get("kv_channels") or c["hidden_size"] // heads
-    if few != groups:
-        reduced.append(Reduction("heads and key/value heads", f"{heads}, {groups}", f"{few * ratio}, {few}"))
+    # With copies of key/value heads on some ranks, as in the user's run, their number stays.
+    copies = degree > 1 and groups // tp < degree
+    few = groups if copies or groups % tp else fewest_groups(groups, ratio, degree, tp)
+    small.reduced.note("heads and key/value heads", f"{heads}, {groups}", f"{few * ratio}, {few}")
+    c["kv_channels"] = c.get("kv_channels") or c["hidden_size"] // heads
     c["num_attention_heads"] = few * ratio
     if c.get("num_query_groups"):
         c["num_query_groups"] = few
-    c["kv_channels"] = width
-    _reduce(c, "kv_channels", HEAD, reduced)
+    small.most("kv_channels", most=HEAD)
 
 
-def _sizes(c: dict[str, Any], reduced: list[Reduction]) -> None:
-    c.setdefault("ffn_hidden_size", 4 * c["hidden_size"])
-    _reduce(c, "hidden_size", HIDDEN, reduced)
-    for name in ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
-        _reduce(c, name, FFN, reduced)
-    for name in ("qk_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank"):
-        _reduce(c, name, 2 * HEAD, reduced)
-    _reduce(c, "qk_pos_emb_head_dim", HEAD, reduced)
-    if (experts := c.get("num_moe_experts")) and experts > 8:
-        few = max(8, c.get("moe_router_topk", 2))
-        reduced.append(Reduction("experts", str(experts), str(few)))
-        c["num_moe_experts"] = few
+def _sizes(small: Small) -> None:
+    small.values.setdefault("ffn_hidden_size", 4 * small.values["hidden_size"])
+    small.most("hidden_size", most=HIDDEN)
+    small.most("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", most=FFN)
+    small.most("qk_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank", most=2 * HEAD)
+    small.most("qk_pos_emb_head_dim", most=HEAD)
+    small.most("num_moe_experts", most=max(EXPERTS, small.get("moe_router_topk") or 2))
 
 
-def _layers(c: dict[str, Any], parallel: Mapping[str, Any], reduced: list[Reduction]) -> None:
-    """Enough for every stage of the pipeline and for each kind of layer in the patterns."""
-    asked = c["num_layers"]
-    chunks = parallel["pp"] * (parallel["vp"] or 1)
-    needed = 2
-    for name in ("window_attn_skip_freq", "moe_layer_freq", "no_rope_freq"):
-        pattern = c.get(name)
+def _layers(small: Small, parallel: Mapping[str, Any]) -> None:
+    """Keep enough for every stage of the pipeline and for each kind of layer in the patterns."""
+    c, chunks, needed = small.values, parallel["pp"] * (parallel["vp"] or 1), 2
+    for pattern in (c.get(name) for name in _PATTERNS):
         if isinstance(pattern, int):
             needed = max(needed, pattern)
         elif isinstance(pattern, list) and pattern:
             needed = max(needed, 1 + max(pattern.index(kind) for kind in set(pattern)))
-    few = min(asked, chunks * math.ceil(max(needed, chunks) / chunks))
-    for name in ("window_attn_skip_freq", "moe_layer_freq", "no_rope_freq"):
+    few = min(c["num_layers"], chunks * math.ceil(max(needed, chunks) / chunks))
+    for name in _PATTERNS:
         if isinstance(c.get(name), list):
             c[name] = c[name][:few]
-    if few != asked:
-        reduced.append(Reduction("layers", str(asked), str(few)))
+    small.reduced.note("layers", c["num_layers"], few)
     c["num_layers"] = few
 
 
-def _training(
-    asked: Asked, parallel: Mapping[str, Any], config: dict[str, Any], reduced: list[Reduction]
-) -> dict[str, Any]:
+def _training(asked: Asked, parallel: Mapping[str, Any], config: dict[str, Any], reduced: Reductions) -> dict[str, Any]:
     t, cp, tp = dict(asked.training), parallel["cp"], parallel["tp"]
     whole = t["seq_length"]
     # The remainders that decide whether the sequence divides among ranks stay as they are.
     unit = math.lcm(2 * cp, cp * tp)
     short = min(whole, ROWS * unit // 2 + whole % unit)
-    if short != whole:
-        reduced.append(Reduction("tokens", str(whole), str(short)))
+    reduced.note("tokens", whole, short)
     if isinstance(window := config.get("window_size"), list) and window[0] > 0:
-        config["window_size"] = [max(1, round(window[0] * short / whole)), window[1]]
-        if config["window_size"] != window:
-            reduced.append(
-                Reduction("window", str(window[0]), f"{config['window_size'][0]}, the same part of the tokens")
-            )
-    if (words := t["vocab_size"]) != VOCABULARY:
-        reduced.append(Reduction("vocabulary", str(words or "the tokenizer's"), str(VOCABULARY)))
+        left = max(1, round(window[0] * short / whole))
+        if left != window[0]:
+            reduced.note("window", window[0], f"{left}, the same part of the tokens")
+        config["window_size"] = [left, window[1]]
+    reduced.note("vocabulary", t["vocab_size"] or "the tokenizer's", VOCABULARY)
     for name in ("use_torch_fsdp2", "use_megatron_fsdp"):
         if t[name]:
-            reduced.append(Reduction("--" + name.replace("_", "-"), "yes", "Megatron's DDP"))
+            reduced.note("--" + name.replace("_", "-"), "yes", "Megatron's DDP")
     return {**steps(t, parallel, reduced), "tokens": short, "vocabulary": VOCABULARY}
 
 

@@ -1,4 +1,4 @@
-"""Hooks that record q, k, v, the output and the gradients of every attention, with the places of this rank's part."""
+"""Record q, k, v, the output and the gradients of every attention by hooks of its module."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch.distributed as dist
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.selfcheck.model import Parallel
 from dfa_megatron.selfcheck.record import Recorder
+from dfa_megatron.selfcheck.train import record_attention
 
 _AXES = ("token", "sample", "head", "channel")
 
 
 def tokens_of(parallel: Parallel, tokens: int, *, inside: bool) -> torch.Tensor:
-    """The global indices of this rank's tokens: inside the layers, or in the data.
+    """Return the global indices of this rank's tokens, inside the layers or in the data.
 
-    Written down here once more, so that a mistake in the package's own slicing shows.
+    The layouts are computed here a second time, so that a mistake in the package's slicing shows.
     """
     from megatron.core import parallel_state
 
@@ -29,8 +30,8 @@ def tokens_of(parallel: Parallel, tokens: int, *, inside: bool) -> torch.Tensor:
     if layout == "contiguous" or (layout == "boundary" and inside):
         contiguous: torch.Tensor = everything.chunk(parallel.cp)[rank]
         return contiguous
-    pieces = everything.chunk(2 * parallel.cp)
-    return torch.cat([pieces[rank], pieces[-1 - rank]])
+    chunks = everything.chunk(2 * parallel.cp)
+    return torch.cat([chunks[rank], chunks[-1 - rank]])
 
 
 def watch(chunks: Sequence[Any], recorder: Recorder, parallel: Parallel, scale: float) -> str:
@@ -45,34 +46,21 @@ def watch(chunks: Sequence[Any], recorder: Recorder, parallel: Parallel, scale: 
 
 
 def _hook(recorder: Recorder, parallel: Parallel, scale: float, number: int) -> Any:
+    def places(x: torch.Tensor) -> dict[int, torch.Tensor]:
+        from megatron.core import parallel_state
+
+        found = {0: tokens_of(parallel, x.shape[0] * parallel.cp, inside=True)}
+        if parallel.tp > 1:
+            found[2] = torch.arange(x.shape[2]) + x.shape[2] * parallel_state.get_tensor_model_parallel_rank()
+        return found
+
     def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
         if not module.training:
             return
         given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-        for name, x in (("q", given["query"]), ("k", given["key"]), ("v", given["value"])):
-            places = _places(parallel, x)
-            recorder.add("q, k, v", f"layer {number} {name}", x, _AXES, places)
-            if x.requires_grad:
-                x.register_hook(_gradient(recorder, f"layer {number} d{name}", places, scale))
-        heads = given["query"].shape[2]
-        rows = out.unflatten(2, (heads, -1))
-        recorder.add("output of attention", f"layer {number}", rows, _AXES, _places(parallel, rows))
+        inputs = {"q": given["query"], "k": given["key"], "v": given["value"]}
+        record_attention(recorder, f"layer {number}", inputs, _AXES, places, scale)
+        rows = out.unflatten(2, (given["query"].shape[2], -1))
+        recorder.add("output of attention", f"layer {number}", rows, _AXES, places(rows))
 
     return after
-
-
-def _gradient(recorder: Recorder, name: str, places: dict[int, torch.Tensor], scale: float) -> Any:
-    def take(gradient: torch.Tensor) -> None:
-        recorder.add("gradients of q, k, v", name, gradient * scale, _AXES, places)
-
-    return take
-
-
-def _places(parallel: Parallel, x: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Of (tokens, samples, heads, channels) on this rank."""
-    from megatron.core import parallel_state
-
-    places = {0: tokens_of(parallel, x.shape[0] * parallel.cp, inside=True)}
-    if parallel.tp > 1:
-        places[2] = torch.arange(x.shape[2]) + x.shape[2] * parallel_state.get_tensor_model_parallel_rank()
-    return places
