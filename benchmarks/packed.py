@@ -34,7 +34,7 @@ from benchmarks.attention.failures import Failure, together
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func, shard_sequence
 from dfa_megatron.doctor.world import World, join
 from dfa_megatron.runtime.prepare import plans_in_use
-from dfa_megatron.testing.dense import dense_attention
+from dfa_megatron.testing.dense import band_of, dense_attention
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Offsets = tuple[int, ...]
@@ -143,7 +143,7 @@ def check(method: Method, args: argparse.Namespace, world: World) -> None:
     q, k, v, dout = draw_inputs(args, tokens, world, 1)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     parts = [
-        dense_attention(*(x[None, lo:hi] for x in exact), causal=args.causal)[0][0] for lo, hi in pairwise(offsets)
+        dense_attention(*(x[None, lo:hi] for x in exact), band_of(args.causal))[0][0] for lo, hi in pairwise(offsets)
     ]
     want = torch.cat(parts)
     gradients = torch.autograd.grad(want, exact, dout.double())

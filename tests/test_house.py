@@ -38,7 +38,6 @@ SAME_ROLE = {
 
 WIDE_FOR_NOW = {
     "runtime/op.py:attention_backward",
-    "testing/dense.py:dense_attention",
     "tests/support/cases.py:case",
     "tests/support/packs.py:pack",
 }

@@ -11,7 +11,7 @@ import torch
 from benchmarks.attention.job import Problem
 from benchmarks.attention.method import Attention, Method
 from dfa_megatron.doctor.world import World
-from dfa_megatron.testing.dense import dense_attention
+from dfa_megatron.testing.dense import band_of, dense_attention
 
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """Largest |got - exact| / |exact| (Frobenius norms over the whole sequence)."""
@@ -43,7 +43,7 @@ def truth(problem: Problem, world: World) -> Truth:
         for count in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
     )
     exact = [x.double().requires_grad_() for x in drawn[:3]]
-    out, _ = dense_attention(*exact, causal=short.causal, window_size=short.window_size)
+    out, _ = dense_attention(*exact, band_of(short.causal, short.window_size))
     gradients = torch.autograd.grad(out, exact, drawn[3].double())
     return Truth(short, drawn, (out.detach(), *gradients))
 

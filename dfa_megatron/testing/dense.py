@@ -6,15 +6,16 @@ import math
 
 import torch
 
+from dfa_megatron.plan.language.geometry import FULL, Band
+from dfa_megatron.plan.language.mask import Mask
+
 
 def dense_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    visible: Band | Mask | torch.Tensor = FULL,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    visible: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     bias: torch.Tensor | None = None,
@@ -24,8 +25,8 @@ def dense_attention(
 
     Args:
         q: (batch, q_len, heads, head_dim); k, v: (batch, kv_len, kv_heads, head_dim), v's head_dim may differ.
-        causal, window_size: as in flash-attn, aligned to the bottom right where the lengths differ.
-        visible: bool, broadcastable to (batch, heads, q_len, kv_len): a further mask of the visible pairs.
+        visible: the pairs that count: a band, a mask over all tokens, or bool that broadcasts to (batch, heads, q_len,
+            kv_len).
         softmax_scale: default 1 / sqrt(head_dim).
         softcap: scores are softcap * tanh(scores / softcap), 0 for no cap.
         bias: added to the (capped) scores, broadcastable to (batch, heads, q_len, kv_len).
@@ -46,10 +47,7 @@ def dense_attention(
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias.double()
-    mask = band_mask(q.shape[1], k.shape[1], causal=causal, window_size=window_size, device=q.device)
-    if visible is not None:
-        mask = mask & visible
-    scores = scores.masked_fill(~mask, -math.inf)
+    scores = scores.masked_fill(~_pairs(visible, q.shape[1], k.shape[1]).to(q.device), -math.inf)
     if sinks is not None:
         rows = sinks.double()[None, :, None, None].expand(*scores.shape[:-1], 1)
         nothing = v64.new_zeros(v64.shape[0], 1, *v64.shape[2:])
@@ -65,27 +63,33 @@ def dense_attention(
     return out, lse.squeeze(-1)
 
 
-def band_mask(
-    q_len: int,
-    kv_len: int,
-    *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    device: torch.device | str = "cpu",
-) -> torch.Tensor:
+def band_of(causal: bool, window_size: tuple[int, int] = (-1, -1)) -> Band:
+    """Return the band of flash-attn's two arguments."""
+    return Band(window_size[0], 0 if causal else window_size[1])
+
+
+def band_mask(q_len: int, kv_len: int, band: Band) -> torch.Tensor:
     """Return the visible pairs (q_len, kv_len), bool: -left <= j - i - (kv_len - q_len) <= right, -1 for no bound."""
-    left, right = window_size
-    if causal:
-        right = 0
-    rows = torch.arange(q_len, device=device)[:, None]
-    columns = torch.arange(kv_len, device=device)[None, :]
-    diagonal = columns - rows - (kv_len - q_len)
-    mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
-    if left >= 0:
-        mask &= diagonal >= -left
-    if right >= 0:
-        mask &= diagonal <= right
+    diagonal = torch.arange(kv_len) - torch.arange(q_len)[:, None] - (kv_len - q_len)
+    mask = torch.ones(q_len, kv_len, dtype=torch.bool)
+    if band.left >= 0:
+        mask &= diagonal >= -band.left
+    if band.right >= 0:
+        mask &= diagonal <= band.right
     return mask
+
+
+def _pairs(visible: Band | Mask | torch.Tensor, q_len: int, kv_len: int) -> torch.Tensor:
+    if isinstance(visible, Band):
+        return band_mask(q_len, kv_len, visible)
+    if isinstance(visible, torch.Tensor):
+        return visible
+    ahead = torch.arange(kv_len) - torch.arange(q_len)[:, None]
+    seen = torch.zeros(q_len, kv_len, dtype=torch.bool)
+    for tile in visible.tiles:
+        at = slice(tile.q.lo, tile.q.hi), slice(tile.kv.lo, tile.kv.hi)
+        seen[at] |= (ahead[at] >= tile.lo) & (ahead[at] <= tile.hi)
+    return seen
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, *, tolerance: float, name: str = "tensor") -> None:

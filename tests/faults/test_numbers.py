@@ -10,7 +10,7 @@ import torch
 
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.testing.dense import dense_attention
+from dfa_megatron.testing.dense import band_of, dense_attention
 from dfa_megatron.testing.workers import run_ranks
 
 RANKS, LOCAL, HEADS, DIM = 3, 8, 2, 8
@@ -144,9 +144,9 @@ def test_ranks_that_see_nothing_of_others_are_exact(few: Any, case: str, record_
     if case in PACKS:
         bounds = torch.tensor(PACKS[case])
         document = torch.searchsorted(bounds, torch.arange(LENGTH), right=True)
-        expected, _ = dense_attention(q, k, v, causal=True, visible=document[:, None] == document)
+        expected, _ = dense_attention(q, k, v, (document[:, None] == document).tril())
     else:
-        expected, _ = dense_attention(q, k, v, causal=True, window_size=WINDOWS[case])
+        expected, _ = dense_attention(q, k, v, band_of(True, WINDOWS[case]))
     exact = [expected.detach(), *torch.autograd.grad(expected, (q, k, v), dout)]
     for found, right in zip(whole(few, case), exact, strict=True):
         assert not wrong(found, right)

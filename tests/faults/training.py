@@ -24,6 +24,7 @@ import dfa_megatron
 from dfa_megatron import kernels
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError
+from dfa_megatron.plan.language.geometry import CAUSAL
 from dfa_megatron.runtime import prepare
 from dfa_megatron.runtime.agreement.calls import at_layer
 from dfa_megatron.testing.dense import dense_attention
@@ -103,7 +104,7 @@ def expected(steps: int) -> list[torch.Tensor]:
     """The weights after each step, by dense attention in float64 over the whole sequence."""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return dense_attention(q, k, v, causal=True)[0]
+        return dense_attention(q, k, v, CAUSAL)[0]
 
     training, states = Training(slice(None), attend, lambda where: None), []
     for _ in range(steps):

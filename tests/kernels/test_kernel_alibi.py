@@ -103,10 +103,8 @@ def problem(
     bias = bias_of(slopes, *positions)
     scale = 1.2 / math.sqrt(case.head_dim)
     exact = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
-    window = (-1, -1) if visible is not None else (case.band.left, case.band.right)
-    out, lse = dense_attention(
-        *exact, window_size=window, visible=visible, softmax_scale=scale, softcap=softcap, bias=bias
-    )
+    sees = case.band if visible is None else visible
+    out, lse = dense_attention(*exact, sees, softmax_scale=scale, softcap=softcap, bias=bias)
     gradients = torch.autograd.grad(out, exact, dout.double())
     segments = segments or Segments.one(case.band, case.q_len, case.kv_len)
     call = BlockCall(q, k, v, segments, scale, softcap, Alibi(slopes, *positions))

@@ -54,7 +54,7 @@ def flash_attention_2_window(band: Band, q_len: int, kv_len: int) -> torch.Tenso
 def test_cut_rows_hold_every_pair_once_and_no_empty_row(band: Band, q_len: int, kv_len: int, rows: int) -> None:
     tiles = tiles_of(lambda tile: cut_rows(tile, rows), band, q_len, kv_len)
     held = sum((pairs(tile, q_len, kv_len, window_of(tile)) for tile in tiles), torch.zeros(q_len, kv_len))
-    assert torch.equal(held.bool(), band_mask(q_len, kv_len, window_size=(band.left, band.right)))
+    assert torch.equal(held.bool(), band_mask(q_len, kv_len, band))
     assert held.max() <= 1
     assert all(len(tile.q) <= rows and window_of(tile).any(1).all() for tile in tiles)
 
@@ -67,14 +67,14 @@ def test_flash_attention_2_reads_the_cut_bands_as_they_are_meant(band: Band, q_l
     for tile in tiles:
         held += pairs(tile, q_len, kv_len, flash_attention_2_window(tile.band, len(tile.q), len(tile.kv)))
         assert window_of(tile).any(1).all()
-    assert torch.equal(held, band_mask(q_len, kv_len, window_size=(band.left, band.right)).long())
+    assert torch.equal(held, band_mask(q_len, kv_len, band).long())
     assert len(tiles) <= 3
 
 
 def test_an_uncut_tall_band_would_be_misread() -> None:
     """Why `cut_tall` exists: a right bound of kv_len or more is dropped although it hides pairs."""
     band, q_len, kv_len = Band(-1, 8), 10, 2
-    right = band_mask(q_len, kv_len, window_size=(band.left, band.right))
+    right = band_mask(q_len, kv_len, band)
     assert not torch.equal(flash_attention_2_window(band, q_len, kv_len), right)
 
 
@@ -94,7 +94,7 @@ def test_any_band_is_exact_in_float64(
 
     q, k, v, dout = draw(q_len, heads[0]), draw(kv_len, heads[1]), draw(kv_len, heads[1]), draw(q_len, heads[0])
     leaves = tuple(x.clone().requires_grad_() for x in (q, k, v))
-    want_out, want_lse = dense_attention(*leaves, window_size=(band.left, band.right), softmax_scale=0.4)
+    want_out, want_lse = dense_attention(*leaves, band, softmax_scale=0.4)
     want = torch.autograd.grad(want_out, leaves, dout)
     call = BlockCall.of(q, k, v, band, 0.4)
     out, lse = kernel.forward(call)
@@ -110,6 +110,6 @@ def test_any_band_is_exact_in_float64(
 @pytest.mark.parametrize("bound", [(-1, -1), (0, 0), (3, -1), (-1, 3)])
 def test_visible_is_the_band_mask(bound: tuple[int, int]) -> None:
     seen = visible(Band(*bound), 5, 9, torch.device("cpu"))
-    want = band_mask(5, 9, window_size=bound)
+    want = band_mask(5, 9, Band(*bound))
     assert torch.equal(want if seen is None else seen, want)
     assert (seen is None) == (bound == (-1, -1))

@@ -38,7 +38,7 @@ def test_flash4_is_exact_some_heads_at_a_time(
 
     q, k, v, dout = rows(count), rows(kv_count), rows(kv_count, turned=True), rows(count, turned=True)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = dense_attention(*exact, causal=band == CAUSAL, softmax_scale=0.09)
+    out, lse = dense_attention(*exact, band, softmax_scale=0.09)
     want = torch.autograd.grad(out, exact, dout.double())
     delta = (dout.double() * out.detach()).sum(-1).transpose(1, 2).float().contiguous()
     assert flash4._passes(q, k) > 1

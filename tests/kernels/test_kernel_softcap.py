@@ -51,8 +51,7 @@ def test_a_block_of_capped_scores_is_exact(
     k, v = draw(case.kv_len, case.kv_heads), draw(case.kv_len, case.kv_heads)
     scale = 1.2 / math.sqrt(case.head_dim)
     exact = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
-    window = (case.band.left, case.band.right)
-    want, want_lse = dense_attention(*exact, window_size=window, softmax_scale=scale, softcap=softcap)
+    want, want_lse = dense_attention(*exact, case.band, softmax_scale=scale, softcap=softcap)
     gradients = torch.autograd.grad(want, exact, dout.double())
     out, lse, *got = run(kernel, BlockCall.of(q, k, v, case.band, scale, softcap=softcap), dout)
     if name != "flash4":

@@ -55,7 +55,7 @@ def test_the_truth_is_that_of_dense_attention() -> None:
     inputs = dataclasses.replace(SMALL, dtype=torch.float64).inputs(3)
     got = trial.run(ReferenceKernel(), SMALL, inputs)
     q, k, v = leaves = tuple(x.clone().requires_grad_() for x in inputs[:3])
-    out, lse = dense_attention(q, k, v, window_size=(9, 4))
+    out, lse = dense_attention(q, k, v, Band(9, 4))
     want = out, lse, *torch.autograd.grad(out, leaves, inputs[3])
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-12)

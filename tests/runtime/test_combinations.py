@@ -54,6 +54,7 @@ def test_options_drawn_at_random_are_exact_in_one_process(tmp_path: Path) -> Non
         "float16",
     ):
         assert found["features"][feature] >= 3, feature
+    assert sum(count for name, count in found["features"].items() if name.startswith("mask ")) >= 10
 
 
 @pytest.mark.support(

@@ -27,13 +27,8 @@ def attend_and_compare(rank: int, ranks: int, truth: Mask, **given: Any) -> None
     length, layout = ranks * LOCAL, given.get("layout", "contiguous")
     generator = torch.Generator().manual_seed(ranks)
     q, k, v, dout = (torch.randn(2, length, h, 16, generator=generator, dtype=torch.float64) for h in (4, 2, 2, 4))
-    seen = torch.zeros(length, length, dtype=torch.bool)
-    for tile in truth.tiles:
-        for row in range(tile.q.lo, tile.q.hi):
-            columns = torch.arange(tile.kv.lo, tile.kv.hi)
-            seen[row, columns[(columns - row >= tile.lo) & (columns - row <= tile.hi)]] = True
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    want, _ = dense_attention(*whole, visible=seen)
+    want, _ = dense_attention(*whole, truth)
     wanted = torch.autograd.grad(want, whole, dout)
     rows = positions(layout, length, ranks)[rank]
     shard = [x[:, rows].requires_grad_() for x in (q, k, v)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dfa_megatron.plan.language.layout import by_name
-from dfa_megatron.testing.dense import dense_attention
+from dfa_megatron.testing.dense import band_of, dense_attention
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -46,7 +46,7 @@ def case(
 
     q, k, v, dout = random(heads), random(kv_heads), random(kv_heads), random(heads)
     exact = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
-    out, lse = dense_attention(*exact, causal=causal, window_size=window_size, softmax_scale=softmax_scale)
+    out, lse = dense_attention(*exact, band_of(causal, window_size), softmax_scale=softmax_scale)
     gradients = torch.autograd.grad(out, exact, dout.double())
     return Case((q, k, v), dout, out.detach(), lse.detach(), gradients)
 

@@ -125,7 +125,7 @@ def problem(case: Case, dtype: torch.dtype, device: str, *, gain: float = 1.0) -
     dout = draw(case.q_len, case.heads, head_dim_v)
     scale = 0.7 / math.sqrt(case.head_dim)
     q64, k64, v64 = leaves = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
-    out, lse = dense_attention(q64, k64, v64, window_size=(case.band.left, case.band.right), softmax_scale=scale)
+    out, lse = dense_attention(q64, k64, v64, case.band, softmax_scale=scale)
     gradients = torch.autograd.grad(out, leaves, dout.double())
     return Problem(q, k, v, dout, scale, out.detach(), lse.detach(), gradients)
 

@@ -14,7 +14,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Need
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.cu_seqlens import balancing_mask
-from dfa_megatron.testing.dense import dense_attention
+from dfa_megatron.testing.dense import band_of, dense_attention
 from tests.support.cases import Case
 
 
@@ -59,9 +59,7 @@ def pack(
     v, dout = random_rows(kv_heads, wide), random_rows(heads, wide)
     exact = tuple(x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v))
     results = [
-        dense_attention(
-            *(x[None, lo:hi] for x in exact), causal=causal, window_size=window_size, softmax_scale=softmax_scale
-        )
+        dense_attention(*(x[None, lo:hi] for x in exact), band_of(causal, window_size), softmax_scale=softmax_scale)
         for lo, hi in pairwise(offsets)
     ]
     out, lse = torch.cat([o[0] for o, _ in results]), torch.cat([x[0] for _, x in results], 1)

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dfa_megatron.testing.dense import assert_close, band_mask, dense_attention
+from dfa_megatron.plan.language.geometry import Band
+from dfa_megatron.testing.dense import assert_close, band_mask, band_of, dense_attention
 
 
 def inputs(seed: int, heads: int, kv_heads: int, q_len: int = 7, kv_len: int = 7) -> list[torch.Tensor]:
@@ -21,7 +22,7 @@ def inputs(seed: int, heads: int, kv_heads: int, q_len: int = 7, kv_len: int = 7
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 def test_dense_attention_and_its_gradients_are_those_of_pytorch(heads: int, kv_heads: int, causal: bool) -> None:
     leaves = inputs(heads, heads, kv_heads)
-    out, lse = dense_attention(*leaves, causal=causal, softmax_scale=0.3)
+    out, lse = dense_attention(*leaves, band_of(causal), softmax_scale=0.3)
     q, k, v = (t.transpose(1, 2) for t in leaves)
     want = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3, enable_gqa=True).transpose(1, 2)
     assert_close(out, want, tolerance=1e-14)
@@ -35,11 +36,11 @@ def test_dense_attention_and_its_gradients_are_those_of_pytorch(heads: int, kv_h
     assert_close(lse, scores.logsumexp(-1), tolerance=1e-14)
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (2, 0), (0, 3), (-1, 2), (1, -1)])
+@pytest.mark.parametrize("bounds", [(-1, -1), (2, 0), (0, 3), (-1, 2), (1, -1)])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(5, 5), (3, 6), (6, 3), (1, 4)])
-def test_windows_are_aligned_to_the_bottom_right(window: tuple[int, int], q_len: int, kv_len: int) -> None:
-    left, right = window
-    mask = band_mask(q_len, kv_len, window_size=window)
+def test_windows_are_aligned_to_the_bottom_right(bounds: tuple[int, int], q_len: int, kv_len: int) -> None:
+    left, right = bounds
+    mask = band_mask(q_len, kv_len, Band(*bounds))
     for row in range(q_len):
         for column in range(kv_len):
             diagonal = (kv_len - 1 - column) - (q_len - 1 - row)  # 0 on the diagonal that ends in the last corner

@@ -88,7 +88,7 @@ REFUSALS: tuple[tuple[str, str, Callable[[Case], bool]], ...] = (
     (
         "a balanced schedule of a mask that looks ahead",
         r"the balanced schedule on this mask .* pairs causal work only",
-        lambda c: "balanced" in c.options["schedule"] and not c.options["causal"] and c.options["window_size"][1] != 0,
+        lambda c: "balanced" in c.options["schedule"] and c.looks_ahead,
     ),
     (
         "copy engines that do not reach all ranks",

@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
+
+from dfa_megatron import masks
+from dfa_megatron.masks import Mask
+from dfa_megatron.plan.language.mask import of_window
 
 LAYOUTS = {
     "contiguous": ("auto", "ring", "balanced", "balanced_shared", "greedy"),
@@ -90,6 +94,17 @@ class Case:
         return self.offsets[-1]
 
     @property
+    def mask(self) -> Mask:
+        """The pairs that attend, over the whole sequence; of a pack, those of one document as long as all."""
+        own: Mask | None = self.options.get("mask")
+        return own or of_window(self.tokens, self.options["causal"], self.options["window_size"])
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a token attends to a later one."""
+        return any(min(tile.hi, tile.kv.hi - 1 - tile.q.lo) > 0 for tile in self.mask.tiles)
+
+    @property
     def public(self) -> bool:
         """Run by the public functions: all but several ranks in one process are."""
         return self.over != "together" or self.ranks == 1
@@ -107,9 +122,10 @@ class Case:
         options = self.options
         found = [f"{self.ranks} ranks", self.dtype, f"layout {options['layout']}", f"schedule {options['schedule']}"]
         found += [f"kernel {options['kernel']}", "pack" if self.packed else "sequences"]
-        found += ["causal" if options["causal"] else "not causal"]
+        own = options.get("mask")
+        found += [f"mask {own.name.partition('(')[0]}" if own else "causal" if options["causal"] else "not causal"]
         having = {
-            "window": options["window_size"] != (-1, -1),
+            "window": options.get("window_size", (-1, -1)) != (-1, -1),
             "grouped heads": self.heads != self.kv_heads,
             "two head_dims": self.head_dim != self.head_dim_v,
             "softcap": options["softcap"] > 0,
@@ -143,6 +159,10 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
     tokens = some * local * (2 if zigzag else 1)
     shape = GPU_CLASSES[number % len(GPU_CLASSES)] if on_gpu else _shape(dice)
     softcap = shape.softcap
+    sees: dict[str, Any] = {"causal": dice.random() < 0.6, "window_size": dice.choice(WINDOWS)}
+    of_masks = random.Random(f"mask {name}")
+    if not packed and of_masks.random() < 0.4:
+        sees = {"mask": _mask(tokens, of_masks)}
     return Case(
         seed=seed,
         number=number,
@@ -160,8 +180,7 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
         options={
             "schedule": dice.choice(LAYOUTS[layout]),
             "layout": layout,
-            "causal": dice.random() < 0.6,
-            "window_size": dice.choice(WINDOWS),
+            **sees,
             "softcap": softcap,
             "softmax_scale": dice.choice([None, None, 0.3]),
             "kernel": dice.choice(GPU_KERNELS if on_gpu else CPU_KERNELS),
@@ -206,6 +225,26 @@ def _degree(dice: random.Random, ranks: int, heads: int) -> int | str:
     degrees = [degree for degree in range(2, ranks + 1) if ranks % degree == 0 and heads % degree == 0]
     of_some: list[int | str] = ["auto", *degrees, *degrees]
     return dice.choice([1, 1, dice.choice(of_some)])
+
+
+def _mask(tokens: int, dice: random.Random) -> Mask:
+    """Draw one of the masks of `dfa_megatron.masks`, with parameters at random."""
+    lengths = [hi - lo for lo, hi in pairwise(_offsets(tokens, dice))]
+    some, few, cut = dice.randint(0, tokens), dice.randint(0, 9), dice.randint(1, len(lengths))
+    groups = [group for group in (lengths[:cut], lengths[cut:]) if group]
+    kinds = (
+        lambda: masks.causal(tokens),
+        lambda: masks.full(tokens),
+        lambda: masks.sliding_window(tokens, few, dice.randint(-1, 9)),
+        lambda: masks.documents(lengths, causal=dice.random() < 0.5, window_size=dice.choice(WINDOWS)),
+        lambda: masks.prefix_lm(tokens, some),
+        lambda: masks.prefix_lm_documents(lengths, few),
+        lambda: masks.shared_question(groups),
+        lambda: masks.causal_blockwise(lengths),
+        lambda: masks.block_causal_documents(lengths, few + 1),
+        lambda: masks.global_sliding(tokens, few, some, causal=dice.random() < 0.5),
+    )
+    return dice.choice(kinds)()
 
 
 def _offsets(tokens: int, dice: random.Random) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from dfa_megatron.sharding import layout_of_tokens, positions_of
-from dfa_megatron.testing.dense import dense_attention
+from dfa_megatron.testing.dense import band_of, dense_attention
 from dfa_megatron.testing.fuzz.random_case import Case
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
@@ -70,14 +70,15 @@ def dense(case: Case, given: Tensors) -> Results:
     """What they come to in float64, one document after another."""
     leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in (given.q, given.k, given.v)]
     sinks = None if given.sinks is None else given.sinks.clone().requires_grad_()
-    names = ("causal", "window_size", "softcap", "softmax_scale")
-    options = {name: case.options[name] for name in names}
+    options = {name: case.options[name] for name in ("softcap", "softmax_scale")}
     outs, lses = [], []
     for lo, hi in pairwise(case.offsets):
         at = torch.arange(hi - lo, dtype=torch.float64, device=case.device)
         distance = (at[:, None] - at).abs()
         bias = None if given.slopes is None else -given.slopes.double()[:, None, None] * distance
-        out, lse = dense_attention(*(x[:, lo:hi] for x in leaves), sinks=sinks, bias=bias, **options)
+        visible = case.options.get("mask") or band_of(case.options["causal"], case.options["window_size"])
+        q, k, v = (x[:, lo:hi] for x in leaves)
+        out, lse = dense_attention(q, k, v, visible, sinks=sinks, bias=bias, **options)
         outs.append(out)
         lses.append(lse.detach())
     out = torch.cat(outs, 1)

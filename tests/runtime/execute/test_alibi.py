@@ -26,7 +26,7 @@ from dfa_megatron.runtime import rank_plan
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close, dense_attention
+from dfa_megatron.testing.dense import assert_close, band_mask, band_of, dense_attention
 from dfa_megatron.testing.nan_memory import nan_memory
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.cases import TOLERANCE, Tensors, positions
@@ -82,11 +82,12 @@ class Whole:
         where = torch.arange(length)
         document = torch.bucketize(where, torch.tensor(offsets[1:-1]), right=True)
         self.exact = tuple(x.double().clone().requires_grad_() for x in self.inputs)
+        more = {name: mask.pop(name) for name in ("softcap", "sinks") if name in mask}
         self.out, self.lse = dense_attention(
             *self.exact,
-            visible=document[:, None] == document[None, :],
+            band_mask(length, length, band_of(**{"causal": True, **mask})) & (document[:, None] == document),
             bias=-self.slopes.double()[:, None, None] * (where[:, None] - where[None, :]).abs(),
-            **{"causal": True, **mask},
+            **more,
         )
         self.gradients = torch.autograd.grad(self.out, self.exact, self.dout.double())
 

@@ -17,7 +17,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.dense import assert_close, dense_attention
+from dfa_megatron.testing.dense import assert_close, band_of, dense_attention
 from dfa_megatron.testing.nan_memory import nan_memory
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.cases import TOLERANCE, Tensors, positions
@@ -40,9 +40,9 @@ def attend_and_compare(
     """A forward and backward of this rank's rows; the sinks' gradient is the dense one once all ranks' are summed."""
     length = ranks * 10
     (q, k, v, dout), sinks = inputs(length, 4, dtype, seed)
-    mask = {name: options[name] for name in ("causal", "window_size", "softcap") if name in options}
+    band = band_of(options.get("causal", True), options.get("window_size", (-1, -1)))
     exact = [x.to(torch.float64, copy=True).requires_grad_() for x in (q, k, v, sinks)]
-    want, want_lse = dense_attention(*exact[:3], sinks=exact[3], **{"causal": True, **mask})
+    want, want_lse = dense_attention(*exact[:3], band, sinks=exact[3], softcap=options.get("softcap", 0.0))
     gradients = torch.autograd.grad(want, exact, dout.double())
     rows = positions(str(options.get("layout", "contiguous")), length, ranks)[rank]
     shard = [x[:, rows].requires_grad_() for x in (q, k, v)]
@@ -93,8 +93,8 @@ def _packed(rank: int, ranks: int) -> None:
     q, k, v, dout = (x[0] for x in (q, k, v, dout))
     document = torch.bucketize(torch.arange(length), torch.tensor(offsets[1:]), right=True)
     exact = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
-    same = document[:, None] == document[None, :]
-    want, _ = dense_attention(*(x[None] for x in exact[:3]), causal=True, visible=same, sinks=exact[3])
+    same = (document[:, None] == document[None, :]).tril()
+    want, _ = dense_attention(*(x[None] for x in exact[:3]), visible=same, sinks=exact[3])
     gradients = torch.autograd.grad(want[0], exact, dout)
     rows = slice(rank * 8, rank * 8 + 8)
     shard, leaf = [x[rows].requires_grad_() for x in (q, k, v)], sinks.clone().requires_grad_()
@@ -202,4 +202,4 @@ def test_wrong_sinks_are_an_error_on_every_rank() -> None:
 def test_the_module_takes_sinks_when_it_is_called() -> None:
     (q, k, v, _), sinks = inputs(6, 4, torch.float64, 1)
     out = dfa_megatron.DistFlashAttention(causal=True)(q, k, v, sinks=sinks)
-    assert_close(out, dense_attention(q, k, v, causal=True, sinks=sinks)[0], tolerance=1e-12)
+    assert_close(out, dense_attention(q, k, v, band_of(causal=True), sinks=sinks)[0], tolerance=1e-12)

@@ -15,6 +15,7 @@ import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.plan.language.geometry import CAUSAL
 from dfa_megatron.plan.language.heads import split_heads
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.runtime.agreement.board import Board
@@ -98,7 +99,7 @@ def _shapes(rank: int, ranks: int) -> None:
     shapes = ((ranks * 5, 3, 4, 7), (ranks * 5, 3, 2, 7), (ranks * 5, 3, 2, 5))
     qkv = [torch.randn(shape, generator=generator, dtype=torch.float64).transpose(0, 1) for shape in shapes]
     exact = [x.clone().requires_grad_() for x in qkv]
-    out, _ = dense_attention(*exact, causal=True)
+    out, _ = dense_attention(*exact, CAUSAL)
     gradients = torch.autograd.grad(out.sum(), exact)
     rows = slice(rank * 5, rank * 5 + 5)
     shard = [x[:, rows].requires_grad_() for x in qkv]
