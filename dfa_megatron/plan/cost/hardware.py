@@ -60,7 +60,7 @@ class Hardware:
             Ulysses; None: the rate of the link.
 
     Raises:
-        UnsupportedError: a rate is not positive, a time is negative, or nodes without a network.
+        UnsupportedError: no name, a rate that is not positive, a negative time, or nodes without a network.
     """
 
     name: str
