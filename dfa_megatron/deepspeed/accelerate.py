@@ -1,11 +1,10 @@
 """Honour the JSON's block in code that calls `deepspeed.initialize`, including accelerate and HF Trainer.
 
-Two names are replaced, and put back by `uninstall`: `deepspeed.initialize`, and the function by which accelerate asks
-DeepSpeed for its Ulysses attention (`ParallelismConfig(sp_size=..., sp_backend="deepspeed")`).
+Two names are replaced: `deepspeed.initialize`, and the function by which accelerate asks DeepSpeed for its Ulysses
+attention (`ParallelismConfig(sp_size=..., sp_backend="deepspeed")`). `uninstall` puts both back.
 
-accelerate and HF Trainer take the groups of a sequence from `deepspeed.utils.groups`, which asks an "mpu". An engine
-that is made with such an mpu scales gradients by ZeRO stage, so ours is in place only while no engine is being made.
-It answers every other question as DeepSpeed does without an mpu.
+accelerate and HF Trainer take the groups of a sequence from `deepspeed.utils.groups`, which asks an "mpu". DeepSpeed
+scales the gradients of an engine made with such an mpu by ZeRO stage. So ours is in place only while no engine is made.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from dfa_megatron.deepspeed.mesh import Mesh, make_mesh
 from dfa_megatron.deepspeed.refusals import check_sizes
 
 _MARK = "_dfa_original"
-"""The attribute of our function in DeepSpeed's place that holds DeepSpeed's own."""
+"""The attribute of our function that holds the function of DeepSpeed that it replaces."""
 
 _ULYSSES = "register_with_transformers"
 
 
 def install() -> None:
-    """Put `dfa_megatron.deepspeed.initialize` in the place of `deepspeed.initialize`; may be called again.
+    """Replace `deepspeed.initialize` by `dfa_megatron.deepspeed.initialize`; may be called again.
 
-    It reaches code that looks the function up when it calls it, `deepspeed.initialize(...)`, and not a name that was
-    imported before. accelerate and HF Trainer do look it up: with the block in the JSON and
+    Code that calls `deepspeed.initialize(...)` gets ours. Code that imported the name before keeps DeepSpeed's.
+    accelerate and HF Trainer get ours. With the block in the JSON and
     `ParallelismConfig(sp_size=P, sp_backend="deepspeed")` they train with distributed attention in place of Ulysses.
     """
     import deepspeed
@@ -54,7 +53,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put DeepSpeed's own functions back, if they are not in their places."""
+    """Put DeepSpeed's own functions back; may be called again."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -72,7 +71,7 @@ def deepspeeds_own() -> Callable[..., tuple[Any, Any, Any, Any]]:
 
 
 def _own_ulysses() -> Any:
-    """DeepSpeed's own class method, likewise."""
+    """Return DeepSpeed's own class method, whether or not ours replaces it."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     present = UlyssesSPAttentionHF.__dict__[_ULYSSES]
@@ -80,7 +79,7 @@ def _own_ulysses() -> Any:
 
 
 def _in_place_of(ulysses: Any) -> Any:
-    """The class method that accelerate calls: groups for our attention if the JSON's block is enabled, else Ulysses."""
+    """Return the class method for accelerate: our groups if the JSON's block is enabled, else DeepSpeed's Ulysses."""
 
     @functools.wraps(ulysses.__func__)  # accelerate looks at its signature
     def register(cls: type, model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,52 +111,31 @@ def _accelerates_settings() -> Mapping[str, Any]:
 
 
 class SequenceGroups:
-    """An mpu in DeepSpeed's sense, of a mesh; for accelerate, which hands it on to `initialize`."""
+    """Answer accelerate's and DeepSpeed's questions about the ranks of a mesh; DeepSpeed calls such an object an mpu.
+
+    Gradients are averaged over all ranks, so every rank is data parallel. No model is split.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-
-    def get_sequence_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that share this rank's sequence."""
-        return self.mesh.group
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """Their number."""
-        return self.mesh.size
-
-    def get_sequence_parallel_rank(self) -> int:
-        """This rank's place among them."""
-        return self.mesh.sequence_rank
+        self.get_sequence_parallel_group = lambda: mesh.group
+        self.get_sequence_parallel_world_size = lambda: mesh.size
+        self.get_sequence_parallel_rank = lambda: mesh.sequence_rank
+        self.get_data_parallel_world_size = dist.get_world_size
+        self.get_data_parallel_rank = dist.get_rank
+        self.get_data_parallel_group_ranks = lambda: range(dist.get_world_size())
+        self.get_model_parallel_world_size = lambda: 1
+        self.get_model_parallel_rank = lambda: 0
 
     def get_data_parallel_group(self) -> Any:
-        """All ranks: gradients are averaged over them."""
+        """Return DeepSpeed's group of all ranks."""
         from deepspeed.utils import groups
 
         return groups._clone_world_group()
 
-    def get_data_parallel_world_size(self) -> int:
-        """Their number."""
-        return dist.get_world_size()
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank."""
-        return dist.get_rank()
-
-    def get_data_parallel_group_ranks(self) -> range:
-        """Their ranks."""
-        return range(dist.get_world_size())
-
-    def get_model_parallel_world_size(self) -> int:
-        """One: a model is not cut."""
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        """The only one."""
-        return 0
-
 
 def publish(view: SequenceGroups | None) -> None:
-    """Answer with this view from now on, or with none of ours."""
+    """Let DeepSpeed ask this mpu from now on; None takes ours away."""
     from deepspeed.utils import groups
 
     if view is not None or isinstance(getattr(groups, "mpu", None), SequenceGroups):
@@ -166,7 +144,7 @@ def publish(view: SequenceGroups | None) -> None:
 
 @contextmanager
 def unpublished() -> Iterator[None]:
-    """Within it DeepSpeed sees no view of ours, so that an engine made in it knows nothing of sequences."""
+    """Hide our mpu from DeepSpeed, so that an engine made meanwhile does not scale gradients by it."""
     from deepspeed.utils import groups
 
     before = getattr(groups, "mpu", None)

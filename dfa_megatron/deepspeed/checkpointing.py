@@ -1,4 +1,4 @@
-"""A drop-in for `deepspeed.checkpointing.checkpoint` in which attention runs once, and DeepSpeed's options for it."""
+"""Checkpoint by DeepSpeed's function with attention run once, and configure that function from the JSON."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dfa_megatron.deepspeed.refusals import SETTINGS
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `deepspeed.checkpointing.checkpoint`, whose recompute takes attention's output and lse from the first pass.
+    """Run `deepspeed.checkpointing.checkpoint`; its recompute takes attention's output and lse from the first pass.
 
-    DeepSpeed's own function does the checkpointing, so what `deepspeed.checkpointing.configure` was told holds.
+    DeepSpeed's function does the checkpointing, so the settings of `deepspeed.checkpointing.configure` apply.
 
     Args:
         function: the region; tensors that need a gradient must be among its arguments.
@@ -31,8 +31,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def deepspeeds_function(settings: Mapping[str, Any], options: DistAttentionConfig) -> Callable[..., Any] | None:
     """Return DeepSpeed's checkpoint function, configured, if the JSON asks for `cpu_checkpointing`; otherwise None.
 
-    The engine reads that section and ignores it. The section has an effect only on layers that DeepSpeed's own function
-    checkpoints.
+    The engine ignores that section. It affects only layers that DeepSpeed's own function checkpoints.
 
     Raises:
         UnsupportedError: cpu_checkpointing is on but checkpoint='none', or there is no GPU.

@@ -14,7 +14,7 @@ from dfa_megatron.deepspeed import pipeline
 from dfa_megatron.deepspeed.accelerate import SequenceGroups, publish
 from dfa_megatron.deepspeed.checkpointing import deepspeeds_function
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
-from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, remember
+from dfa_megatron.deepspeed.mesh import ATTRIBUTE, Mesh, make_mesh
 from dfa_megatron.deepspeed.refusals import CALL, ENGINE, SETTINGS, check_settings
 from dfa_megatron.deepspeed.selfcheck import at_start
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
@@ -27,7 +27,7 @@ OLDEST = (0, 19, 6)
 """The oldest version of DeepSpeed that was compared with one process and found right."""
 
 Finish = Callable[[Any], None]
-"""What to call with the engine."""
+"""A function to call with the engine."""
 
 
 def before_initialize(
@@ -39,21 +39,17 @@ def before_initialize(
         config: DeepSpeed's configuration; it is not changed.
 
     Returns:
-        The configuration and the mpu to go on with, and what to call with the engine.
+        The configuration and the mpu for DeepSpeed, and the function to call with the engine.
 
     Raises:
         UnsupportedError: as `initialize` does.
     """
     block = DeepSpeedOptions.enabled_in(config)
     if block is None:
-        return config, mpu, _nothing
+        return config, mpu, lambda engine: None
     check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
     config, finish = prepare(model, config, block, mpu)
     return config, None, finish
-
-
-def _nothing(engine: Any) -> None:
-    """For an engine without distributed attention."""
 
 
 def prepare(
@@ -67,23 +63,28 @@ def prepare(
         mpu: None, or the `SequenceGroups` that accelerate was given.
 
     Returns:
-        The configuration for DeepSpeed, which takes no mpu then, and what to call with the engine.
+        The configuration for DeepSpeed, to be used without an mpu, and the function to call with the engine.
     """
+    from deepspeed.pipe import PipelineModule
+
     groups = mpu if isinstance(mpu, SequenceGroups) else None
     size = block.size if groups is None else groups.mesh.size
     check_settings(settings, size)
     size = size or settings.get("sequence_parallel_size")
-    if pipeline.is_pipeline(model):
+    if isinstance(model, PipelineModule):
         return _pipelined(model, settings, block, size)
+    own_attention = _own_attention(model)
     if groups is None:
-        CALL.check(own_checkpoint=block.options.checkpoint if _own_checkpoint(model, block) else None)
+        unknown_layers = block.options.checkpoint != "none" and own_attention
+        CALL.check(own_checkpoint=block.options.checkpoint if unknown_layers else None)
         mesh = make_mesh(size)
     else:
         mesh = groups.mesh
     _check_batch_sizes(settings, mesh)
-    CALL.check(selfcheck_of="a model of your own" if block.selfcheck and _own_attention(model) else None)
+    CALL.check(selfcheck_of="a model of your own" if block.selfcheck and own_attention else None)
     at_start.check_if_asked(model, settings, block, mesh)
-    if not _set_group(_own_attention(model), mesh, block):
+    _set_group(own_attention, mesh, block)
+    if not own_attention:
         _distribute(model, settings, mesh, block, accelerate=groups is not None)
 
     def finish(engine: Any) -> None:
@@ -110,10 +111,10 @@ def _pipelined(
 
 
 def _common(settings: dict[str, Any]) -> dict[str, Any]:
-    """A copy without the block, and with gradients in a dtype that bears their sum over the ranks of a sequence.
+    """Return a copy without the block, which sums gradients over the ranks of a sequence in a sufficient dtype.
 
-    `sequence_parallel_size` without an mpu divides the number of ranks in DeepSpeed's batch arithmetic and does nothing
-    else: gradients are averaged over all ranks at every ZeRO stage.
+    Without an mpu, `sequence_parallel_size` only divides the number of ranks in DeepSpeed's batch arithmetic. Gradients
+    are averaged over all ranks at every ZeRO stage.
     """
     settings = {key: value for key, value in settings.items() if key != KEY}
     if settings.get("bf16", settings.get("bfloat16", {})).get("enabled"):
@@ -122,27 +123,18 @@ def _common(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _accept(engine: Any, mesh: Mesh) -> None:
-    """Check the engine, and remember whose sequences it has."""
+    """Check the engine, store its mesh on it, and refuse its methods that distributed attention does not support."""
     _check_engine(engine, mesh.size * mesh.data_size)
-    engine.compile = _refuse_compile
-    engine.deepspeed_io = _refuse_loader
-    remember(engine, mesh)
+    engine.compile = lambda *args, **kwargs: ENGINE.check(compile=True)
+    # DeepSpeed itself calls it only for `training_data`.
+    engine.deepspeed_io = lambda *args, **kwargs: ENGINE.check(deepspeed_io=True)
+    setattr(engine, ATTRIBUTE, mesh)
     if dist.get_rank() == 0:
         logger.info("attention over sequences on %d ranks, %d sequences at a time", mesh.size, mesh.data_size)
 
 
-def _refuse_compile(*args: Any, **kwargs: Any) -> None:
-    """In the place of `DeepSpeedEngine.compile`."""
-    ENGINE.check(compile=True)
-
-
-def _refuse_loader(*args: Any, **kwargs: Any) -> None:
-    """In the place of `DeepSpeedEngine.deepspeed_io`, which DeepSpeed itself calls for `training_data` alone."""
-    ENGINE.check(deepspeed_io=True)
-
-
-def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: DeepSpeedOptions) -> bool:
-    """Tell attention modules the group of their sequence; whether there are any. What they say themselves stays.
+def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: DeepSpeedOptions) -> None:
+    """Give attention modules the group of their sequence and the block's options; their own settings stay.
 
     Raises:
         UnsupportedError: a module was made with a group of other ranks.
@@ -156,7 +148,6 @@ def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: DeepSpeed
             module.group_name = group_name(mesh.group)
         if module.config is None:
             module.config = block.options.within("function")
-    return bool(attention)
 
 
 def _distribute(
@@ -176,13 +167,8 @@ def _distribute(
 
 
 def _own_attention(model: torch.nn.Module) -> list[DistFlashAttention]:
-    """The attention modules of a model that is not a transformers model."""
+    """Return the attention modules of a model that is not a transformers model."""
     return [module for module in model.modules() if isinstance(module, DistFlashAttention)]
-
-
-def _own_checkpoint(model: torch.nn.Module, block: DeepSpeedOptions) -> bool:
-    """Return whether the block asks to checkpoint layers that are not known."""
-    return block.options.checkpoint != "none" and bool(_own_attention(model))
 
 
 def check_call(model: Any, *, mpu: Any, mesh_param: Any, training_data: Any) -> None:
@@ -205,7 +191,7 @@ def check_call(model: Any, *, mpu: Any, mesh_param: Any, training_data: Any) -> 
 
 
 def _check_batch_sizes(settings: dict[str, Any], mesh: Mesh) -> None:
-    """Refuse batch sizes that count each rank of a sequence as a sequence; DeepSpeed's own error explains nothing."""
+    """Refuse batch sizes that count each rank of a sequence as a sequence; DeepSpeed's own error does not explain."""
     names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     counts = [settings.get(name) for name in names]
     if mesh.size == 1 or not all(isinstance(count, int) for count in counts):

@@ -76,7 +76,7 @@ def initialize(
 
 
 def _settings(args: Any, given: str | dict[str, Any] | None) -> dict[str, Any]:
-    """DeepSpeed's configuration as a dictionary of our own, from wherever DeepSpeed would take it."""
+    """Return a copy of DeepSpeed's configuration, from the place where DeepSpeed would find it."""
     from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
     sources = [given, *(getattr(args, name, None) for name in _IN_ARGS)]

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from dfa_megatron.deepspeed.refusals import CALL, ENGINE
 from dfa_megatron.runtime.comm.groups import timeout_of
 
-_ATTRIBUTE = "_dfa_mesh"
+ATTRIBUTE = "_dfa_mesh"
+"""The attribute of an engine that holds its mesh."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank's place.
+    """The place of this rank.
 
         rank            0  1  2  3      4  5  6  7       size = 4
         sequence_rank   0  1  2  3      0  1  2  3
@@ -36,7 +37,8 @@ def make_mesh(size: int | None = None, *, stages: int = 1) -> Mesh:
 
     Args:
         size: ranks that share a sequence; all ranks of a stage if None.
-        stages: of a pipeline, each of which has consecutive ranks, as `PipelineModule(num_stages=...)` places them.
+        stages: the number of stages of a pipeline. The ranks of a stage are consecutive, as
+            `PipelineModule(num_stages=...)` places them.
 
     Raises:
         UnsupportedError: size does not divide the number of ranks of a stage.
@@ -59,30 +61,19 @@ def _group(size: int) -> dist.ProcessGroup:
     default, known = _groups.get(size, (None, None))
     if known is not None and default is dist.group.WORLD:
         return known
-    own: dist.ProcessGroup | None = None
     assert dist.group.WORLD is not None
-    timeout = timeout_of(dist.group.WORLD)
-    for first in range(0, dist.get_world_size(), size):
-        group = dist.new_group(list(range(first, first + size)), timeout)
-        if first <= dist.get_rank() < first + size:
-            own = group
-    assert own is not None
+    own: dist.ProcessGroup = dist.new_subgroups(size, timeout=timeout_of(dist.group.WORLD))[0]
     _groups[size] = (dist.group.WORLD, own)
     return own
 
 
-def remember(engine: Any, mesh: Mesh) -> None:
-    """Keep the mesh with its engine."""
-    setattr(engine, _ATTRIBUTE, mesh)
-
-
 def mesh_of(engine: Any) -> Mesh:
-    """The mesh of an engine that `initialize` made with the block enabled.
+    """Return the mesh of an engine that `initialize` made with the block enabled.
 
     Raises:
-        UnsupportedError: the engine was made without.
+        UnsupportedError: the engine was made without the block.
     """
-    mesh: Mesh | None = getattr(engine, _ATTRIBUTE, None)
+    mesh: Mesh | None = getattr(engine, ATTRIBUTE, None)
     ENGINE.check(no_mesh=mesh is None)
     assert mesh is not None
     return mesh

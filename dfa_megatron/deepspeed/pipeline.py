@@ -1,7 +1,7 @@
-"""DeepSpeed's pipelines: sequences lie across the ranks of a stage, which are DeepSpeed's data-parallel ranks.
+"""Distribute sequences over the ranks of a pipeline stage, which DeepSpeed treats as data parallel.
 
-A pipeline's loss and batch arithmetic know of stages and data-parallel ranks alone. So a sequence takes `size` of the
-data-parallel ranks of each stage, gradients are averaged over all of them, and the rule for the loss is the usual one.
+DeepSpeed computes a pipeline's loss and batch sizes from stages and data-parallel ranks alone. A sequence takes `size`
+data-parallel ranks of each stage. Gradients are averaged over all of them, and the rule for the loss does not change.
 """
 
 from __future__ import annotations
@@ -17,15 +17,8 @@ from dfa_megatron.deepspeed.mesh import Mesh, make_mesh
 from dfa_megatron.deepspeed.refusals import CALL
 
 
-def is_pipeline(model: Any) -> bool:
-    """Whether DeepSpeed would make a pipeline engine for this model."""
-    from deepspeed.pipe import PipelineModule
-
-    return isinstance(model, PipelineModule)
-
-
 def pipeline_mesh(module: Any, size: int | None) -> Mesh:
-    """The mesh of this rank's stage.
+    """Return the mesh of this rank's stage.
 
     Raises:
         UnsupportedError: the topology has other axes or another order of ranks.
@@ -37,10 +30,10 @@ def pipeline_mesh(module: Any, size: int | None) -> Mesh:
 
 
 def settings_for(settings: dict[str, Any], module: Any, block: DeepSpeedOptions) -> dict[str, Any]:
-    """DeepSpeed's settings for a pipeline: every layer is checkpointed, if no interval was given.
+    """Return DeepSpeed's settings for a pipeline, which checkpoint every layer unless they name an interval.
 
-    Without a word on `use_reentrant` it is false: a re-entrant checkpoint of a first layer that takes token numbers has
-    no input with a gradient, and DeepSpeed's backward would fail there.
+    `use_reentrant` is false unless they set it. A re-entrant checkpoint fails on a first layer that takes token ids,
+    because no input of that layer has a gradient.
 
     Raises:
         UnsupportedError: activation_checkpointing.cpu_checkpointing.
@@ -55,7 +48,7 @@ def settings_for(settings: dict[str, Any], module: Any, block: DeepSpeedOptions)
 
 
 def set_remat(engine: Any, *, offload: bool) -> None:
-    """Have the pipeline's checkpoints keep attention's output and lse, in host memory with offload."""
+    """Make the pipeline's checkpoints save attention's output and lse, in host memory with offload."""
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
     module = engine.module
