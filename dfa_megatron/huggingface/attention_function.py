@@ -104,7 +104,9 @@ def attention(
         not_passed=", ".join(n for n, x in given.items() if x is None and getattr(module, n, None) is not None),
     )
     assert context is not None
-    window = window_of(module, _window_mask(attention_mask), sliding_window, query.shape[2] * context.size)
+    ATTENTION.check(ready_mask=isinstance(attention_mask, torch.Tensor))
+    windowed = attention_mask if isinstance(attention_mask, WindowMask) else None
+    window = window_of(module, windowed, sliding_window, query.shape[2] * context.size)
     asked: dict[str, Any] = {
         "group": context.group,
         "causal": True,
@@ -116,7 +118,7 @@ def attention(
     }
     q, k, v = (x.transpose(1, 2) for x in _autocast(query, key, value))
     number = int(getattr(module, "layer_idx", None) or 0) + 1
-    # Without autocast, for kernels choose their precision themselves.
+    # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(number):
         return _run(q, k, v, _documents(module, context, others), asked), None
 
@@ -124,7 +126,7 @@ def attention(
 def _run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents | None, asked: dict[str, Any]
 ) -> torch.Tensor:
-    """Attention of whole sequences, or row by row of the documents in them."""
+    """Compute attention of whole sequences, or of packed documents row by row."""
     out: Any
     if documents is None:
         out = dist_flash_attn_func(q, k, v, **asked)
@@ -136,7 +138,7 @@ def _run(
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What autocast makes of attention's inputs: there rotary embeddings leave q and k in float32, but not v."""
+    """Cast attention's inputs as autocast would: rotary embeddings leave q and k in float32, but not v."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -144,7 +146,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def nothing_hidden(batch: int, length: int, device: torch.device) -> torch.Tensor:
-    """A mask that hides nothing: with one, transformers does not look for documents in this rank's positions."""
+    """Return a mask that hides nothing; given one, transformers does not look for documents in the positions."""
     everything = torch.ones(batch, length, dtype=torch.bool, device=device)
     setattr(everything, _CHECKED, True)
     return everything
@@ -169,12 +171,6 @@ def mask(
     hides = attention_mask is not None and not hasattr(attention_mask, _CHECKED) and not bool(attention_mask.all())
     INPUTS.check(hidden_tokens=hides, other_mask=not allow_is_causal_skip)
     return None if local_size is None else WindowMask(local_size)
-
-
-def _window_mask(given: torch.Tensor | WindowMask | None) -> WindowMask | None:
-    """What `mask` returned, and nothing that a model or its user made."""
-    ATTENTION.check(ready_mask=isinstance(given, torch.Tensor))
-    return given if isinstance(given, WindowMask) else None
 
 
 def _documents(module: torch.nn.Module, context: LayerContext, others: dict[str, Any]) -> Documents | None:

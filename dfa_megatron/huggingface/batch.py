@@ -41,7 +41,10 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
     known = not unknown and "input_ids" in batch
     BATCHES.check(unknown_batch=None if known else ", ".join(batch) or "nothing")
     tokens = batch["input_ids"]
-    _check_padding(batch)
+    if (mask := batch.get("attention_mask")) is not None:
+        check_right(mask)
+        if "labels" in batch:
+            check_unlabelled(mask, batch["labels"])
     documents = _documents(batch, tokens)
     size = group_size(group_name(group))
     local = {
@@ -58,15 +61,8 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
     return local
 
 
-def _check_padding(batch: Mapping[str, torch.Tensor]) -> None:
-    if (mask := batch.get("attention_mask")) is not None:
-        check_right(mask)
-        if "labels" in batch:
-            check_unlabelled(mask, batch["labels"])
-
-
 def _documents(batch: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> packed.Documents | None:
-    """The documents of every row, or None if each is one."""
+    """Return the documents of every row, or None if each row is one."""
     rows, length = tokens.shape[:2]
     positions = batch.get("position_ids")
     told = packed.of_offsets(dict(batch), rows, length) if {"cu_seq_lens_q", "cu_seq_lens_k"} & set(batch) else None

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a transformers model's layers, with attention run once or twice."""
+"""Checkpoint the layers of a transformers model; attention runs once with 'remat' and twice with 'full'."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dfa_megatron.huggingface.check_model import kind_of
 from dfa_megatron.huggingface.refusals import MODEL
 
 _FUNCTION = "_gradient_checkpointing_func"
-"""Where transformers keeps the checkpoint function of a layer."""
+"""The attribute in which transformers keeps the checkpoint function of a layer."""
 
 
 def set_checkpointing(
@@ -29,9 +29,9 @@ def set_checkpointing(
 
     Args:
         checkpoint: a value of `DistAttentionConfig.checkpoint`.
-        reentrant: with PyTorch's re-entrant form, which keeps nothing but a layer's input while it runs. A layer's
-            input must have a gradient then, so with frozen embeddings (PEFT) it is given one.
-        offload: with 'remat', keep attention's output and lse in pinned host memory.
+        reentrant: with PyTorch's re-entrant form, which saves only a layer's input. This input must have a gradient,
+            so frozen embeddings (PEFT) are made to give it one.
+        offload: with 'remat', save attention's output and lse in pinned host memory.
         function: a re-entrant checkpoint function in place of PyTorch's, called as function(layer, *inputs).
     """
     if checkpoint == "none":
@@ -58,10 +58,10 @@ def set_checkpointing(
 
 
 def check_layers(model: Any, options: DistAttentionConfig, *, reentrant: bool) -> None:
-    """Refuse to checkpoint layers for which transformers cannot, before anything of the model is changed.
+    """Refuse layers that transformers cannot checkpoint, before the model is changed.
 
     Raises:
-        UnsupportedError: transformers does not checkpoint them, or would lose gradients.
+        UnsupportedError: transformers does not checkpoint these layers, or would lose gradients.
     """
     able = model.supports_gradient_checkpointing and any(hasattr(x, "gradient_checkpointing") for x in model.modules())
     MODEL.check(

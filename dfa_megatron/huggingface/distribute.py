@@ -72,7 +72,9 @@ def distribute_attention(
         check_degree(options.fixed_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
     before = known.before if known is not None else inner.config._attn_implementation
-    _take_attention(inner)
+    inner.set_attn_implementation(NAME)
+    # Of a model that computes attention in code of its own, transformers only warns.
+    MODEL.check(kind=kind_of(inner), own_attention=inner.config._attn_implementation != NAME)
     context = LayerContext(
         group=name, size=group_size(name), options=options.within("function"), before=before, accelerate=accelerate
     )
@@ -88,15 +90,9 @@ def distribute_attention(
     return model
 
 
-def _take_attention(inner: Any) -> None:
-    """Have the layers call ours; of models that compute attention in code of their own transformers only warns."""
-    inner.set_attn_implementation(NAME)
-    MODEL.check(kind=kind_of(inner), own_attention=inner.config._attn_implementation != NAME)
-
-
 @contextmanager
 def local_attention(model: torch.nn.Module) -> Iterator[None]:
-    """Within it, the model has the attention it had before: whole sequences on one rank, caches, generation."""
+    """Give the model its former attention for a while: whole sequences on one rank, caches, generation."""
     inner = transformers_model(model)
     context: LayerContext | None = getattr(inner, CONTEXT, None)
     if context is None:
@@ -111,7 +107,7 @@ def local_attention(model: torch.nn.Module) -> Iterator[None]:
 
 
 def transformers_model(model: torch.nn.Module) -> Any:
-    """The transformers model that `model` is or holds.
+    """Return the transformers model that `model` is or holds.
 
     Raises:
         UnsupportedError: there is none, or more than one.
@@ -123,7 +119,7 @@ def transformers_model(model: torch.nn.Module) -> Any:
 
 
 def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The transformers models in a module that lie in no other one."""
+    """Yield the outermost transformers models in a module."""
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel):

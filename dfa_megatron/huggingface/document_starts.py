@@ -1,8 +1,8 @@
-"""Packed documents of transformers' padding-free batches, found once per forward: a position of 0 begins a document.
+"""Find the packed documents of transformers' padding-free batches, once per forward: position 0 starts a document.
 
-With `shard_batch` they are found in the whole batch, before it is cut, and travel as `cu_seq_lens_q` of all ranks.
-Other loaders cut the positions: the ranks then tell one another whether each sees one sequence, and, only if one does
-not, their positions. Layers get the offsets as numbers; nothing is read back from a device there.
+`shard_batch` finds them in the whole batch and passes them on as `cu_seq_lens_q` of all ranks. Other loaders cut the
+positions. The ranks then tell one another whether each holds a part of one sequence. They exchange their positions only
+if one does not. Layers get the offsets as Python numbers, so they read nothing back from a device.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.huggingface.padding import gathered
 from dfa_megatron.huggingface.refusals import BATCHES
-from dfa_megatron.runtime.comm.groups import resolve
+from dfa_megatron.runtime.comm.groups import group_size, resolve
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
 KEYWORD = "dfa_documents"
-"""The keyword by which a decoder hands `Documents` on to its layers."""
+"""The keyword argument by which a decoder passes `Documents` to its layers."""
 
 FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What transformers' collators say of packed documents beside, or in place of, position_ids."""
+"""The keys by which transformers' collators describe packed documents, with or without position_ids."""
 
 Documents = tuple[Offsets, ...]
-"""Of every row of a batch the token offsets of its documents, in the sequence of all ranks: 0, ..., its length."""
+"""The token offsets of the documents of every row, in the sequence of all ranks: 0, ..., the row's length."""
 
 
 def of_positions(positions: torch.Tensor) -> Documents | None:
-    """The documents of whole rows, or None if the positions are none; the device is waited for once.
+    """Return the documents of whole rows, or None if these are no positions of documents; waits for the device once.
 
     Args:
-        positions: (batch, length), from 0 in every document.
+        positions: (batch, length), counted from 0 in every document.
     """
     at = torch.arange(positions.shape[1], device=positions.device)
     starts = positions == 0
@@ -45,15 +46,15 @@ def of_positions(positions: torch.Tensor) -> Documents | None:
 
 
 def of_offsets(given: dict[str, Any], batch: int, length: int) -> Documents:
-    """The documents of whole rows from cu_seq_lens_q, offsets in the rows one after another.
+    """Return the documents of whole rows from cu_seq_lens_q, whose offsets count through all rows.
 
     Args:
-        given: with cu_seq_lens_q, an integer tensor (documents + 1) or as many numbers; cu_seq_lens_k must be the same.
-        batch: rows.
-        length: of each, on all ranks together.
+        given: cu_seq_lens_q, an integer tensor (documents + 1) or numbers, and cu_seq_lens_k, equal to it.
+        batch: the number of rows.
+        length: the tokens of a row on all ranks.
 
     Raises:
-        UnsupportedError: other documents for the keys, or offsets of other rows.
+        UnsupportedError: the keys have other documents, or the offsets do not fit the rows.
     """
     queries, keys = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
     offsets = _numbers(keys if queries is None else queries)
@@ -68,7 +69,7 @@ def of_offsets(given: dict[str, Any], batch: int, length: int) -> Documents:
 
 
 def positions_of(documents: Documents, device: torch.device | None = None) -> torch.Tensor:
-    """Of every token its position in its own document, int64 (batch, length)."""
+    """Return the position of every token in its document, int64 (batch, length)."""
     rows = []
     for offsets in documents:
         starts, length = torch.tensor(offsets[:-1]), torch.arange(offsets[-1])
@@ -77,47 +78,35 @@ def positions_of(documents: Documents, device: torch.device | None = None) -> to
 
 
 def offsets_of_rows(documents: Documents) -> torch.Tensor:
-    """As cu_seq_lens_q: int32 offsets in the rows one after another, on the CPU."""
+    """Return cu_seq_lens_q: int32 offsets that count through all rows, on the CPU."""
     length = documents[0][-1]
     whole = [row * length + offset for row, offsets in enumerate(documents) for offset in offsets]
     return torch.tensor([offset for offset, _ in groupby(whole)], dtype=torch.int32)
 
 
 def single(documents: Documents) -> bool:
-    """Whether every row is one document, which needs no packing."""
+    """Return whether every row is one document."""
     return all(len(offsets) == 2 for offsets in documents)
 
 
 def of_ranks(positions: torch.Tensor, plain: torch.Tensor, local: int, group: str) -> Documents | None:
-    """The documents of rows that are cut over the ranks of a group; None if no rank's positions are of documents.
+    """Return the documents of rows that are cut over the ranks of a group; None if these are no positions of documents.
 
-    Collective: one number, and only where some rank holds more than one plain sequence, everybody's positions.
+    Collective: the ranks exchange one number. They exchange their positions only if some row has several documents.
 
     Args:
-        positions: (batch or 1, local_seq), of this rank.
-        plain: (1, local_seq), what they are if every row is one document.
-        local: tokens of a row that this rank holds.
-
-    Returns:
-        For rows that all are one document, these.
+        positions: (batch or 1, local_seq), this rank's positions.
+        plain: (1, local_seq), this rank's positions if every row is one document.
+        local: the tokens of a row that this rank holds.
     """
     fits = positions.dim() == 2 and positions.shape[1] == local
     kind = torch.full((), 2, device=plain.device) if not fits else (positions != plain).any().long()
-    channel = resolve(group) if group else None
-    ranks = 1 if channel is None else channel.size()
-    if channel is not None:
-        dist.all_reduce(kind, op=dist.ReduceOp.MAX, group=channel)
+    if group:
+        dist.all_reduce(kind, op=dist.ReduceOp.MAX, group=resolve(group))
     worst = int(kind)
     if worst == 0:
-        return ((0, local * ranks),) * positions.shape[0]
-    if worst == 2:
-        return None
-    parts = [torch.empty_like(positions, memory_format=torch.contiguous_format) for _ in range(ranks)]
-    if channel is None:
-        parts = [positions]
-    else:
-        dist.all_gather(parts, positions.contiguous(), group=channel)
-    return of_positions(torch.cat(parts, 1))
+        return ((0, local * group_size(group)),) * positions.shape[0]
+    return None if worst == 2 else of_positions(torch.cat(gathered(positions, group), 1))
 
 
 def _numbers(offsets: Any) -> Offsets:

@@ -1,7 +1,7 @@
-"""The positions that a model embeds, made of the places of its tokens in their sequence or document.
+"""Compute the positions that a model embeds from the places of its tokens in their sequence or document.
 
-For most models they are the same. RoBERTa and its family count from the row behind that of the padding token, and leave
-that token out. Language models for images count along three axes.
+In most models position and place are equal. RoBERTa and its family do not count padding tokens, and their first
+position follows the row of the padding token. Language models for images count along three axes.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dfa_megatron.huggingface import document_starts as packed
+from dfa_megatron.huggingface.padding import gathered
 from dfa_megatron.huggingface.refusals import INPUTS
-from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import shard_sequence
 
 _SECTIONS = "mrope_section"
-"""Where a config, or a rotary module, says how a head is divided among the axes."""
+"""The field of a config, or of a rotary module, that divides a head among the axes."""
 
 
 def padding_of(decoder: Any) -> int | None:
-    """The row of padding in a table of learned positions, as RoBERTa and its family have one; None without it."""
+    """Return the padding row of a table of learned positions, as in RoBERTa's family; None if there is none."""
     table = getattr(getattr(decoder, "embeddings", None), "position_embeddings", None)
     padding: int | None = getattr(table, "padding_idx", None)
     return padding
@@ -30,24 +29,19 @@ def padding_of(decoder: Any) -> int | None:
 def after_padding(
     tokens: torch.Tensor, documents: packed.Documents | None, padding: int, group: str = ""
 ) -> torch.Tensor:
-    """The rows of the table of positions for this rank's tokens; collective, with one small message, in a group.
+    """Return the rows of the table of positions for this rank's tokens; in a group collective, with a small message.
 
     Args:
-        tokens: (batch, local_seq), of this rank: ids, of which `padding` is not counted and has the row of padding.
-        documents: of every row, None if each is one.
-        padding: the id of that token, and its row. The first token counted has the next one.
+        tokens: (batch, local_seq), this rank's token ids.
+        documents: the documents of every row, None if each row is one.
+        padding: the id of the padding token, and its row in the table. The first other token has the next row.
         group: name of the group that shares the sequences, "" for whole sequences on this rank.
 
     Returns:
         int64 (batch, local_seq).
     """
     real = (tokens != padding).to(torch.uint8)
-    parts = [real]
-    if group:
-        channel = resolve(group)
-        parts = [torch.empty_like(real) for _ in range(channel.size())]
-        dist.all_gather(parts, real, group=channel)
-    whole = torch.cat(parts, 1).long()
+    whole = torch.cat(gathered(real, group), 1).long()
     counted = whole.cumsum(1)
     if documents is not None:
         at = torch.arange(whole.shape[1], device=tokens.device)
@@ -57,10 +51,10 @@ def after_padding(
 
 
 def places(decoder: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What a call says of its tokens' places: its position_ids, or the first row where there are several axes.
+    """Return the places of a call's tokens: its position_ids, or their first row if there are several axes.
 
     Raises:
-        UnsupportedError: positions along the axes alone, or embeddings, perhaps of images, without these.
+        UnsupportedError: position_ids without places, or embeddings, which may be of images, without axes.
     """
     given: torch.Tensor | None = kwargs.get("position_ids")
     if given is None or not _has_axes(decoder):

@@ -1,7 +1,7 @@
-"""The one rule for the loss: P times the summed loss of this rank's tokens over the labelled tokens of all P ranks.
+"""Scale the loss by one rule: P times the summed loss of this rank, over the labelled tokens of all P ranks.
 
-Averaged over the P ranks that is the mean loss of the whole sequence, so a framework that averages gradients over all
-its ranks (DeepSpeed at every ZeRO stage, DDP, FSDP) gets the gradients of one process, however unevenly the labels lie.
+The mean over the P ranks is the mean loss of the whole sequence. So a framework that averages gradients over all ranks
+(DeepSpeed at every ZeRO stage, DDP, FSDP) gets the gradients of one process, wherever the labels are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def causal_lm_loss(
 
 
 def summed_loss(logits: torch.Tensor, shift_labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
-    """The cross-entropy of these tokens, added up, in float32, or float64 for float64."""
+    """Return the summed cross-entropy of these tokens, in float32, or float64 for float64."""
     scores = logits.flatten(0, -2)
     scores = scores if scores.dtype == torch.float64 else scores.float()
     return torch.nn.functional.cross_entropy(scores, shift_labels.flatten(), ignore_index=ignore_index, reduction="sum")
@@ -57,19 +57,18 @@ def tiled_loss(
     tiles: int = 8,
     ignore_index: int = IGNORED,
 ) -> torch.Tensor:
-    """`loss(head(hidden), shift_labels)`, a tile of tokens after the other; the head runs again in the backward.
+    """Return `causal_lm_loss(head(hidden), shift_labels)`, computed tile by tile; the head runs again in the backward.
 
-    Every tile is a checkpoint of PyTorch's, so that autograd adds up the gradients of a weight, those of the embeddings
-    among them where they share it, before ZeRO sees the sum. DeepSpeed's `SequenceTiledCompute` runs backwards inside
-    the backward and lets ZeRO 2 and 3 reduce after the last of them, too early for a shared weight; its
-    `TiledFusedLogitsLoss` leaves what multiplies the loss out of the head's gradient, gradient accumulation among it.
+    Every tile is a PyTorch checkpoint. So autograd sums all gradients of a weight, also of one shared with the
+    embeddings, before ZeRO reduces them. DeepSpeed's `SequenceTiledCompute` lets ZeRO 2 and 3 reduce a shared weight
+    too early. Its `TiledFusedLogitsLoss` ignores factors of the loss, such as gradient accumulation, in the head.
 
     Args:
         head: from hidden states to logits, called once per tile in the forward and once in the backward.
         hidden: (batch, local_seq, hidden size).
         shift_labels: (batch, local_seq), the label of the next token, ignore_index where there is none.
         group: the ranks that share the sequence.
-        tiles: pieces that the tokens are cut into; logits take 1/tiles of their memory.
+        tiles: the number of tiles; logits take 1/tiles of their memory.
     """
 
     def of_tile(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""What goes into a distributed model: positions are of the whole sequence or of its documents, labels are shifted.
+"""Check and complete the inputs of a distributed model: positions in the whole sequence or document, shifted labels.
 
-They are forward pre-hooks, and do nothing while the model has another attention.
+These are forward pre-hooks. They do nothing while the model has another attention.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _HELD = "_dfa_attention_held"
 """The attribute of a model that is set while `local_attention` is in force."""
 
 _OTHER_SENSES = ("pixel_values", "pixel_values_videos", "input_features")
-"""How the arguments end by which models take images and sound."""
+"""Endings of the names of arguments for images and sound."""
 
 
 def prepare(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Find the documents of the tokens, and check that these are this rank's part of the sequences, by the positions.
+    """Find the documents, and check by the positions that the tokens are this rank's part of the sequences.
 
     Only a single rank may omit the positions. With several ranks they are required: code that omits them does not
     slice sequences, and its whole batch would be treated as a part.
@@ -53,16 +53,15 @@ def prepare(
         check_right(mask, context.group)
         kept["attention_mask"] = None
     context.packed.now = documents is not None
-    decoder: Any = type(module)
-    if _takes_keywords(decoder):
-        kept[packed.KEYWORD] = documents
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in _parameters(type(module))):
+        kept[packed.KEYWORD] = documents  # the decoder passes every keyword to its layers
     if documents is not None:
         kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
     return args, kept
 
 
 def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerContext) -> None:
-    """Refuse what a rank with a part of each sequence cannot take, or cannot see."""
+    """Refuse arguments that need a whole sequence, and arguments that these checks cannot find."""
     others = [name for name in kwargs if name.endswith(_OTHER_SENSES) and kwargs[name] is not None]
     INPUTS.check(
         positional=len(args) > 1,
@@ -81,7 +80,7 @@ def _embedded(
     documents: packed.Documents | None,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """The positions that the model embeds, of those that its tokens have in their sequence or document."""
+    """Return the positions that the model embeds, from the tokens' positions in their sequence or document."""
     given: torch.Tensor | None = kwargs.get("position_ids")
     if given is not None and given.dim() == 3:
         return given
@@ -97,7 +96,7 @@ def _embedded(
 def _documents(
     kwargs: dict[str, Any], given: torch.Tensor | None, tokens: torch.Tensor, context: LayerContext
 ) -> tuple[packed.Documents | None, torch.Tensor]:
-    """The documents of every row, None if each is one, and the positions of this rank's tokens."""
+    """Return the documents of every row, None if each row is one, and the positions of this rank's tokens."""
     batch, local = tokens.shape[:2]
     device = tokens.device if given is None else given.device
     plain = local_positions(local * context.size, group=context.group, device=device)[None]
@@ -118,15 +117,8 @@ def _documents(
     return (None if packed.single(found) else found), plain if given is None else given
 
 
-@functools.cache
-def _takes_keywords(decoder: Any) -> bool:
-    """Whether the forward of a class of decoders takes any keyword, which it then hands on to its layers."""
-    parameters = inspect.signature(decoder.forward).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-
-
 def follow_mode(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Under accelerate, have distributed attention in training and the model's own in evaluation.
+    """Under accelerate, switch to distributed attention in training and to the model's own in evaluation.
 
     Raises:
         UnsupportedError: a part of a sequence in evaluation.
@@ -157,18 +149,19 @@ def _check_whole(given: dict[str, Any]) -> None:
 
 
 def _by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, positional ones too, by their names in the forward of the module's class."""
-    return dict(zip(_names(module.__class__), args, strict=False)) | kwargs
+    """Return the arguments of a call, positional ones too, by their names in the forward of the module's class."""
+    names = [parameter.name for parameter in _parameters(type(module))[1:]]  # without self
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 @functools.cache
-def _names(model: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(model.forward).parameters)[1:]  # without self
+def _parameters(model: Any) -> tuple[inspect.Parameter, ...]:
+    return tuple(inspect.signature(model.forward).parameters.values())
 
 
 @contextmanager
 def held(module: Any) -> Iterator[None]:
-    """Within it the model keeps the attention it has, whatever its mode."""
+    """Keep the model's present attention for a while, in training and evaluation."""
     before = getattr(module, _HELD, False)
     setattr(module, _HELD, True)
     try:

@@ -1,7 +1,7 @@
-"""Check padding on the right. It needs no mask: under a causal mask later tokens do not affect a token.
+"""Check that padding is on the right. It needs no mask: under a causal mask later tokens do not affect a token.
 
-So an `attention_mask` is honoured by checking that it says just that, and by checking that no padded token has a loss;
-the outputs of padded tokens, which nobody uses, differ from those of an attention that masks them.
+An `attention_mask` is checked and then dropped: it may hide only padding on the right, and no padded token may have a
+loss. The outputs of padded tokens differ from those of an attention that masks them; nobody uses them.
 """
 
 from __future__ import annotations
@@ -16,24 +16,30 @@ IGNORED = -100
 """The label of a token that has no loss, as everywhere in transformers."""
 
 
+def gathered(mine: torch.Tensor, group: str) -> list[torch.Tensor]:
+    """Gather a tensor from every rank of a named group, in their order; "" is this rank alone."""
+    if not group:
+        return [mine]
+    channel = resolve(group)
+    parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(channel.size())]
+    dist.all_gather(parts, mine.contiguous(), group=channel)
+    return parts
+
+
 def check_right(mask: torch.Tensor, group: str = "") -> None:
-    """Check that a mask hides nothing but the ends of the sequences; collective, with one small message, in a group.
+    """Check that a mask hides only the ends of the sequences; in a group this is collective, with one small message.
 
     Args:
         mask: (batch, local_seq), 0 for padding: this rank's part of the sequences.
-        group: name of the group that shares them, "" for whole sequences on this rank.
+        group: name of the group that shares the sequences, "" for whole sequences on this rank.
 
     Raises:
-        UnsupportedError: a padded token comes before another one; on all ranks alike.
+        UnsupportedError: a padded token comes before a token that is not padding. All ranks raise it.
     """
     real = mask.bool()
     contiguous = (real[:, 1:] <= real[:, :-1]).all()
     facts = torch.cat((real.sum(1), contiguous.long()[None]))
-    whole = [facts]
-    if group:
-        channel = resolve(group)
-        whole = [torch.empty_like(facts) for _ in range(channel.size())]
-        dist.all_gather(whole, facts, group=channel)
+    whole = gathered(facts, group)
     counts = torch.stack([part[:-1] for part in whole])  # (ranks, batch)
     full = counts == mask.shape[1]
     in_order = ((counts[1:] == 0) | full[:-1]).all()
@@ -48,6 +54,6 @@ def check_unlabelled(mask: torch.Tensor, labels: torch.Tensor) -> None:
         labels: (batch, seq).
 
     Raises:
-        UnsupportedError: one has.
+        UnsupportedError: a padded token has a label.
     """
     BATCHES.check(padded_labels=bool(((labels != IGNORED) & ~mask.bool()).any()))

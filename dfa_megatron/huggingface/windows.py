@@ -1,8 +1,8 @@
 """Read the sliding window of an attention layer from its mask, as in eager attention.
 
-Models hand windows to their layers in masks. Many layers name theirs to the attention implementation as well, by a
-keyword, which is all that flash attention honours; eager attention honours the mask alone. So what stands in for a mask
-here keeps its window, and a layer that says something else is refused.
+Models pass windows to their layers in masks. Many layers also pass a keyword to the attention implementation. Flash
+attention honours the keyword only, eager attention the mask only. `WindowMask` replaces a mask and keeps its window. A
+layer whose keyword disagrees is refused.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dfa_megatron.huggingface.refusals import ATTENTION
 
 @dataclass(frozen=True, slots=True)
 class WindowMask:
-    """Stands in for a causal mask with a sliding window. No tensor: nothing on its way to a layer copies or casts it.
+    """Replace a causal mask with a sliding window. It is no tensor, so models do not copy or cast it.
 
-    size: tokens that a token sees, itself among them.
+    size: tokens that a token sees, including itself.
     """
 
     size: int
 
     def __getitem__(self, index: tuple[slice, ...]) -> WindowMask:
-        """Itself, for the slice of all rows that models with shared keys take on their way (Gemma 4).
+        """Return itself for a slice of all rows, which models with shared keys take (Gemma 4).
 
         Raises:
-            UnsupportedError: of some rows.
+            UnsupportedError: a slice of some rows.
         """
         ATTENTION.check(some_rows=any(part not in (slice(None), slice(0, None)) for part in index))
         return self
@@ -38,12 +38,12 @@ def window_of(module: torch.nn.Module, mask: WindowMask | None, named: int | Non
     """Return a layer's window as (left, right), (-1, -1) for none.
 
     Args:
-        mask: what the layer has for a mask; None for one that is causal and no more.
-        named: its keyword `sliding_window`.
-        whole: length of the sequence; a window that is as long hides nothing.
+        mask: the layer's mask; None for a causal mask without a window.
+        named: the layer's keyword `sliding_window`.
+        whole: length of the sequence; a window of this length hides nothing.
 
     Raises:
-        UnsupportedError: mask, keyword and the configuration's type of the layer do not say the same.
+        UnsupportedError: mask, keyword and the layer's type in the configuration disagree.
     """
     size = whole if mask is None else min(mask.size, whole)
     if mask is None and named is None:
@@ -55,7 +55,7 @@ def window_of(module: torch.nn.Module, mask: WindowMask | None, named: int | Non
 
 
 def _of_its_type(module: torch.nn.Module) -> int | None:
-    """The window of a layer that the configuration calls sliding. (`sliding_window` alone is often a leftover.)"""
+    """Return the window of a layer that the configuration calls sliding; `sliding_window` alone may be a leftover."""
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
     sliding = types is not None and types[module.layer_idx] == "sliding_attention"
