@@ -22,7 +22,7 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("meg
 if TYPE_CHECKING:
     from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
     from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
-    from dfa_megatron.megatron.spec import distribute_attention
+    from dfa_megatron.megatron.spec import distribute_attention, get_spec
     from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments, options_of
     from dfa_megatron.megatron.tokens.batch import declare_batch_layout, shard_batch
     from dfa_megatron.megatron.tokens.packed_documents import packed_seq_params
@@ -59,20 +59,13 @@ _SPECS = {"SPEC": "spec_from_args", "hybrid_stack_spec": "hybrid_stack_spec"}
 """Objects for Megatron's --spec, made when they are first asked for, by these functions of spec.py."""
 
 
-def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
-    """Return the spec for `--spec dfa_megatron.megatron get_spec` (Megatron-Core 0.19 and later); see spec.py."""
-    from dfa_megatron.megatron.spec import get_spec as make
-
-    return make(model_cfg, vp_stage=vp_stage)
-
-
 def __getattr__(name: str) -> Any:
-    if name in _SPECS:
+    if name == "get_spec" or name in _SPECS:
         # Stored in the module, because Megatron reads vars(module). No ImportError: Megatron logs one and continues
         # with its own attention.
         try:
             spec = importlib.import_module(f"{__name__}.spec")
-            globals()[name] = getattr(spec, _SPECS[name])()
+            globals()[name] = getattr(spec, _SPECS[name])() if name in _SPECS else spec.get_spec
         except ImportError as error:
             raise RuntimeError(f"dfa_megatron.megatron {name} cannot be made: {error}") from error
         return globals()[name]

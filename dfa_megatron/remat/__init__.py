@@ -1,15 +1,15 @@
-"""Rematerialization-aware checkpointing: save each attention's (out, lse), recompute the rest (paper, section 3.3).
+"""Checkpoint without a second attention: save each (out, lse), recompute the rest (paper, section 3.3).
 
-A *region* is one call of a checkpoint function. Its first pass leaves the (out, lse) of every distributed attention in
-it; its recompute takes them, in call order, so that neither a kernel forward nor a message runs twice:
+A *region* is one call of a checkpoint function. Its first pass saves the (out, lse) of every distributed attention. Its
+recompute takes them in call order, so neither a kernel's forward nor a message runs twice:
 
-    first pass   ln - qkv - attention ------ proj - mlp      nothing is kept but the region's inputs and (out, lse)
+    first pass   ln - qkv - attention ------ proj - mlp      saves the region's inputs and (out, lse)
                                | record
-    recompute    ln - qkv ---- take -------- proj - mlp      attention's backward has all it needs: q, k, v, out, lse
+    recompute    ln - qkv ---- take -------- proj - mlp      attention's backward has q, k, v, out and lse
 
-A *frame* is one pass through a region, and what an attention asks for (`active_frame`). It belongs to a call and not to
-a layer, so micro-batches may come back in any order. Regions may be nested: an attention records in every enclosing
-first pass, and a first pass inside a recompute takes from that recompute, so that the attention still runs once.
+A *frame* is one pass through a region; attention finds the current one by `active_frame`. A frame belongs to a call and
+not to a layer, so micro-batches may come back in any order. Regions may be nested. An attention records in every
+enclosing first pass. A first pass inside a recompute takes from that recompute, so the attention still runs once.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from dfa_megatron.runtime.counters import COUNTERS
 logger = logging.getLogger(__name__)
 
 Contexts: TypeAlias = tuple[AbstractContextManager[None], AbstractContextManager[None]]
-"""Around the first pass, and around the recompute."""
+"""The context of the first pass and the context of the recompute."""
 
 SAVED_OPERATORS = frozenset({"dfa_megatron::attention"})
-"""Operators whose outputs selective checkpointing keeps, by qualified name."""
+"""Qualified names of the operators whose outputs selective checkpointing saves."""
 
 
 class _Active(threading.local):
@@ -47,7 +47,7 @@ _ACTIVE = _Active()
 
 
 class _Region:
-    """What one call of a checkpoint function keeps; a place whose pair was taken holds None."""
+    """Hold the pairs that one call of a checkpoint function saves; None stands for a pair that was taken."""
 
     __slots__ = ("__weakref__", "kept", "offload", "recorded")
 
@@ -57,12 +57,12 @@ class _Region:
         self.recorded = False
 
     def drop(self) -> None:
-        """Let go of every pair; the places stay, so that whoever asks again is told why."""
+        """Release every pair. The places stay, so that a second request gets an error that explains it."""
         self.kept = [None] * len(self.kept)
 
 
 class Frame:
-    """One pass through a checkpointed region, first or recompute: where an attention leaves or finds its (out, lse)."""
+    """Save or find the (out, lse) of each attention in one pass through a region, the first or the recompute."""
 
     __slots__ = ("_enclosing", "_first", "_next", "_region")
 
@@ -72,7 +72,7 @@ class Frame:
 
     @property
     def recording(self) -> bool:
-        """The attention has to run, and then to call `record`; otherwise it calls `take` and must not run."""
+        """Whether the attention must run and call `record`; otherwise it calls `take` and must not run."""
         return self._first and (self._enclosing is None or self._enclosing.recording)
 
     @property
@@ -81,11 +81,11 @@ class Frame:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of (out, lse) that the region holds now."""
+        """The bytes of (out, lse) that the region holds now."""
         return sum(kept.bytes for kept in self._region.kept if kept is not None)
 
     def record(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Keep the result of an attention that just ran: detached, the same storage, no copy."""
+        """Save the result of an attention that just ran: detached, in the same storage."""
         kept = HostKept(out, lse) if self._offloads else Kept(out, lse)
         COUNTERS.remat_bytes += kept.bytes
         frame: Frame | None = self
@@ -94,7 +94,7 @@ class Frame:
             frame = frame._enclosing
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The (out, lse) of the next attention of this recompute; the region keeps it no longer.
+        """Return the (out, lse) of the recompute's next attention, and release it from the region.
 
         Raises:
             RematError: the region's results were taken before (a second backward), the recompute makes more calls than
@@ -116,7 +116,7 @@ class Frame:
         return kept.take()
 
     def _close(self, failed: bool) -> None:
-        """The pass is over. An early stop of the recompute arrives here as an exception, too."""
+        """End the pass. PyTorch stops a recompute early by an exception, so failed may be true without an error."""
         region = self._region
         if self._first:
             if failed:
@@ -133,7 +133,7 @@ class Frame:
 
 
 class _Pass:
-    """Context manager of one kind of pass through a region; may be entered again, also while it is entered."""
+    """Run passes of one kind through a region, as a context manager that may be entered again and nested."""
 
     __slots__ = ("_first", "_frames", "_region")
 
@@ -164,13 +164,13 @@ def active_frame() -> Frame | None:
 
 
 def context_fn(offload: bool = False) -> Contexts:
-    """Contexts of the first pass and the recompute, for `torch.utils.checkpoint.checkpoint`.
+    """Return the contexts of the first pass and the recompute, for `torch.utils.checkpoint.checkpoint`.
 
-    Use: `checkpoint(fn, *args, use_reentrant=False, context_fn=remat.context_fn)`. In a region that torch.compile
-    traces, where only dispatch modes may be given, these are the ones of `selective_context_fn`.
+    Use: `checkpoint(fn, *args, use_reentrant=False, context_fn=remat.context_fn)`. torch.compile takes dispatch modes
+    only, so a region that it traces gets the contexts of `selective_context_fn`.
 
     Args:
-        offload: keep (out, lse) in pinned host memory between the two passes; `partial(context_fn, offload=True)`.
+        offload: save (out, lse) in pinned host memory between the passes; use `partial(context_fn, offload=True)`.
 
     Raises:
         UnsupportedError: offload in a region that torch.compile traces.
@@ -190,18 +190,18 @@ def context_fn(offload: bool = False) -> Contexts:
 def remat_checkpoint(
     fn: Callable[..., Any], *args: Any, checkpoint: Callable[..., Any] | None = None, offload: bool = False
 ) -> Any:
-    """Run fn(*args) and keep only args and the (out, lse) of its attentions, with a re-entrant checkpoint function.
+    """Run fn(*args) by a re-entrant checkpoint function; save only args and the (out, lse) of its attentions.
 
     Args:
         fn: the region; tensors that need a gradient must be among its positional arguments.
-        checkpoint: called as checkpoint(run, *args); it must run `run` under no_grad first and with gradients when it
-            recomputes, as Megatron-Core's, Transformer Engine's, DeepSpeed's and PyTorch's re-entrant ones do. Default:
-            PyTorch's, with the RNG state preserved. If it calls `run` just once, with gradients (a framework that does
-            not checkpoint while a CUDA graph is captured), the attentions are run as if there were no region.
-        offload: keep (out, lse) in pinned host memory between the two passes.
+        checkpoint: called as checkpoint(run, *args). It must call `run` under no_grad first, and with gradients in the
+            recompute. The re-entrant functions of Megatron-Core, Transformer Engine, DeepSpeed and PyTorch do so.
+            Default: PyTorch's, with the RNG state preserved. Some frameworks do not checkpoint while they capture a
+            CUDA graph: they call `run` once, with gradients. Attention then runs as if there were no region.
+        offload: save (out, lse) in pinned host memory between the two passes.
 
     Returns:
-        What `checkpoint` returns; with gradients disabled (evaluation), fn(*args), and nothing is kept.
+        The result of `checkpoint`. With gradients disabled (evaluation) it is fn(*args), and nothing is saved.
     """
     if not torch.is_grad_enabled():
         return fn(*args)
@@ -225,23 +225,23 @@ def remat_checkpoint(
 
 
 def selective_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Policy for PyTorch's selective activation checkpointing: keep our attention's outputs, recompute the rest."""
+    """Tell PyTorch's selective activation checkpointing to save our attention's outputs and recompute the rest."""
     name: str = operator.name() if isinstance(operator, torch._ops.OpOverload) else ""
     return CheckpointPolicy.MUST_SAVE if name in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selective_context_fn() -> Contexts:
-    """Like `context_fn`, by selective checkpointing of the operator: for regions compiled with torch.compile.
+    """Return contexts like `context_fn`, made by selective checkpointing of the operator, for torch.compile.
 
-    In eager mode prefer `context_fn`: a dispatch mode sees every operator of the region, which costs host time, and it
-    does not bear a recompute that differs from the first pass, such as ZeRO-3's gathering of parameters.
+    In eager mode prefer `context_fn`. A dispatch mode sees every operator of the region, which costs host time. It
+    also fails if the recompute differs from the first pass, as where ZeRO-3 gathers parameters.
     """
     contexts: Contexts = create_selective_checkpoint_contexts(selective_policy)
     return contexts
 
 
 def _tracing() -> bool:
-    """Dynamo or AOTAutograd is at work (the second calls context_fn outside of the first's frame)."""
+    """Return whether Dynamo or AOTAutograd traces; AOTAutograd calls context_fn outside of Dynamo's frame."""
     if torch.compiler.is_compiling():
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None

@@ -1,13 +1,13 @@
-"""One attention's (out, lse) between a first pass and its recompute: on its device, or in host memory meanwhile.
+"""Hold one attention's (out, lse) between a first pass and its recompute, on its device or in host memory.
 
-In host memory (`HostKept`) they travel beside the computation, on two streams of their own:
+`HostKept` copies them to the host and back beside the computation, on two streams of its own:
 
-    first pass   attention ---- proj - mlp | next layer ...        out starts at once, in pinned memory
+    first pass   attention ---- proj - mlp | next layer ...        the copy to the host starts at once
     to the host           [ out, lse -> ]
     backward     ... layer above, its recompute and backward | take
-    to the device         [ -> out, lse ]                          in starts when the layer above takes its own
+    to the device         [ -> out, lse ]                          starts when the layer above takes its own pair
 
-The pair that was kept last stays on the device until another one is kept, because the backward pass begins with it.
+The backward pass begins with the last pair, so that pair stays on the device until another one is saved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _versions(pair: Pair) -> tuple[int | None, ...]:
 
 
 class Kept:
-    """(out, lse), detached, in the memory that attention wrote them to; an in-place change does not pass unseen."""
+    """Hold (out, lse), detached, in the memory that attention wrote, and notice changes in place."""
 
     __slots__ = ("__weakref__", "_pair", "_versions", "bytes")
 
@@ -40,22 +40,22 @@ class Kept:
 
     @property
     def changed(self) -> bool:
-        """Whether somebody has written into them since."""
+        """Whether the pair was written to since."""
         return self._pair is not None and _versions(self._pair) != self._versions
 
     def settle(self) -> None:
-        """The first pass is over: nobody but the recompute will look at them again."""
+        """End the first pass: only the recompute will read the pair."""
 
     def take(self) -> Pair:
-        """Both, ready for the current stream. Called once."""
+        """Return the pair, ready for the current stream. Called once."""
         assert self._pair is not None
         return self._pair
 
 
 class HostKept(Kept):
-    """The same, kept in pinned host memory; on a CPU in other memory of the CPU, so that every path is one.
+    """Hold the pair in pinned host memory. On a CPU it is copied to other memory, so the path is the same.
 
-    Nobody may write to the pair before it is settled and gone from the device: `changed` says whether somebody did.
+    The pair must not change before it is settled and released on the device; `changed` tells whether it did.
     """
 
     __slots__ = ("_changed", "_down", "_lane", "_next_to_take", "_settled", "_up")
@@ -73,11 +73,11 @@ class HostKept(Kept):
 
     @property
     def changed(self) -> bool:
-        """Whether somebody has written into them before they were gone from the device."""
+        """Whether the pair was written to before it was released on the device."""
         return self._changed or super().changed
 
     def settle(self) -> None:
-        """Let the pair that was settled before this one go from the device."""
+        """Release on the device the pair that was settled before this one."""
         if self._settled:
             return
         previous = self._lane.settled()
@@ -88,7 +88,7 @@ class HostKept(Kept):
         self._settled = True
 
     def take(self) -> Pair:
-        """Both, on the device and ready for the current stream; starts the way back of the pair that comes next."""
+        """Return the pair on the device, ready for the current stream, and start to copy the next pair back."""
         self._return()
         following = self._next_to_take()
         if following is not None:
@@ -106,19 +106,19 @@ class HostKept(Kept):
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """A pair on its way or there, and the event after which it is there; None on a CPU."""
+    """Hold a pair that is being copied, and the event that ends the copy; on a CPU None."""
 
     pair: Pair
     arrival: torch.cuda.Event | None
 
     def wait(self) -> None:
-        """Let the current stream wait for it; the host does not."""
+        """Make the current stream wait for the copy; the host does not wait."""
         if self.arrival is not None:
             torch.cuda.current_stream(self.pair[0].device).wait_event(self.arrival)
 
 
 class _Lane:
-    """The two streams of a device, and which pairs were kept and settled last."""
+    """Hold the two streams of a device, and refer to the pairs that were saved and settled last."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -129,13 +129,13 @@ class _Lane:
         self.settled: _Reference = _nothing
 
     def to_host(self, pair: Pair) -> _Moved:
-        """Start the way down; the pair's memory is not given to others before it is done."""
+        """Start the copy to the host; the allocator does not reuse the pair's memory before its end."""
         host = tuple(torch.empty_like(kept, device="cpu", pin_memory=self.down is not None) for kept in pair)
         return self._move(pair, (host[0], host[1]), on_device=pair, stream=self.down)
 
     def to_device(self, moved: _Moved) -> _Moved:
-        """Start the way up of a pair that went down."""
-        # Memory of the caller's stream: the stream of copies waits for whatever used it before.
+        """Start the copy of a pair from the host to the device."""
+        # The memory is the caller's stream's, so the copying stream waits for its earlier uses.
         out, lse = (torch.empty_like(kept, device=self.device) for kept in moved.pair)
         if self.up is not None and moved.arrival is not None:
             self.up.wait_event(moved.arrival)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.refusals import PACKS
 from dfa_megatron.megatron.start.dfa_flags import packs_of_args
-from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache
 
 logger = logging.getLogger("dfa_megatron.megatron")
@@ -48,10 +47,6 @@ class AttentionContext:
         if key not in self._said and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.log(level, message, *args)
         self._said.add(key)
-
-    def check_batch(self, cp_group: dist.ProcessGroup, *, packed: bool) -> None:
-        """Refuse a batch in another layout than the layers use; checked for every batch."""
-        check_declared(cp_group, self.options.data_layout, packed=packed)
 
     def check_unpacked(self) -> None:
         """Refuse a batch without documents where the script's flags promise documents.

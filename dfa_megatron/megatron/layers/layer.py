@@ -14,6 +14,7 @@ from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.latent import make_contiguous
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over
 from dfa_megatron.megatron.refusals import CALLS, LAYERS, PACKS, SPEC, check_config
+from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.outside import exchange_extracted, exchange_routing
 from dfa_megatron.megatron.tokens.packed_documents import check_samples, place, rotary_rows
 
@@ -91,7 +92,7 @@ class DistributedAttentionLayer:
         )
         packed = kwargs.get("packed_seq_params")
         if layer.layer_number == 1 or self._dfa.hybrid:
-            self._dfa.check_batch(layer.pg_collection.cp, packed=packed is not None)
+            check_declared(layer.pg_collection.cp, self._dfa.options.data_layout, packed=packed is not None)
         if self._dfa_permuted and packed is None:  # with documents Megatron passes the whole table
             tables = self._dfa.relayout(layer.pg_collection, sequence_parallel=False)
             rotary_pos_emb = self._dfa.tables.contiguous(rotary_pos_emb, tables, self._dfa_tokens(hidden_states))

@@ -69,24 +69,18 @@ CONFIG = Stage(
             "--window-size with 0 at its right",
             {"window_size": (128, 4)},
         ),
-        stated("qk_clip", "qk_clip", "it needs the largest logit of every head", "no --qk-clip"),
-        stated(
-            "log_max_attention_logit",
-            "log_max_attention_logit",
-            "it needs the largest logit of every head",
-            "no --log-max-attention-logit",
+        *(
+            stated(name, name, "it needs the largest logit of every head", f"no --{name.replace('_', '-')}")
+            for name in ("qk_clip", "log_max_attention_logit")
         ),
-        stated(
-            "fp8_dot_product_attention",
-            "attention in fp8 (fp8_dot_product_attention)",
-            "the block kernels compute in the input's 16- or 32-bit dtype",
-            "fp8 for the linear layers only",
-        ),
-        stated(
-            "fp8_multi_head_attention",
-            "attention in fp8 (fp8_multi_head_attention)",
-            "the block kernels compute in the input's 16- or 32-bit dtype",
-            "fp8 for the linear layers only",
+        *(
+            stated(
+                name,
+                f"attention in fp8 ({name})",
+                "the block kernels compute in the input's 16- or 32-bit dtype",
+                "fp8 for the linear layers only",
+            )
+            for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")
         ),
         Refusal(
             lambda a: a.recompute_granularity == "selective" and "core_attn" in _modules(a.recompute_modules),
