@@ -1,9 +1,9 @@
-"""What an image lacks of a lock, and whether what it holds in the end is enough; the Dockerfiles run it.
+"""Find the packages of a lock that an image lacks, and check the packages of the built image; for the Dockerfiles.
 
-    packages.py missing LOCK               the lock's entries for packages that the image does not have
-    packages.py check BEFORE NAME[EXTRA]   what changed of BEFORE (pip list --format=freeze), what NAME needs
+    packages.py missing LOCK               print the lock's entries for packages that the image does not have
+    packages.py check BEFORE NAME[EXTRA]   compare with BEFORE (pip list --format=freeze), and with NAME's needs
 
-The variable REPLACE names packages of the image, apart by spaces, that the lock's may replace.
+The variable REPLACE lists packages of the image, separated by spaces, that the lock may replace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 
 def installed(name: str) -> str | None:
-    """The version that is installed of a package."""
+    """Return the installed version of a package, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -28,7 +28,7 @@ def installed(name: str) -> str | None:
 
 
 def missing(lock: str, replace: set[str]) -> Iterator[str]:
-    """The lock's entries, each with its hashes, whose package is not installed or may be replaced."""
+    """Yield the lock's entries, with their hashes, for packages that are not installed or may be replaced."""
     for entry in re.split(r"\n(?=\S)", lock.strip()):
         if not entry.startswith("#"):
             name = canonicalize_name(re.split(r"[=\s]", entry, maxsplit=1)[0])
@@ -37,14 +37,14 @@ def missing(lock: str, replace: set[str]) -> Iterator[str]:
 
 
 def changed(before: dict[str, str], replace: set[str]) -> Iterator[str]:
-    """The packages that were there and are now of another version, or gone, and were not to be replaced."""
+    """Yield the packages that changed their version or went, and that must not be replaced."""
     for name, version in before.items():
         if name not in replace and (now := installed(name)) != version:
             yield f"{name} {version} of the image would become {now}"
 
 
 def unmet(root: str, trusted: set[str]) -> Iterator[str]:
-    """What `root` needs and has not, and what that needs; `trusted` packages are the image's matter."""
+    """Yield the missing requirements of `root` and of its requirements; `trusted` packages are not checked."""
     todo, seen = [Requirement(root)], set()
     while todo:
         wanted = todo.pop()
@@ -64,13 +64,13 @@ def unmet(root: str, trusted: set[str]) -> Iterator[str]:
 
 
 def frozen(text: str) -> dict[str, str]:
-    """`pip list --format=freeze` as name and version."""
+    """Return the versions by name in the output of `pip list --format=freeze`."""
     pairs = (line.split("==", 1) for line in text.splitlines() if "==" in line)
     return {canonicalize_name(name): version for name, version in pairs}
 
 
 def main(command: str, path: str, *root: str) -> int:
-    """Returns the exit status."""
+    """Run a command and return the exit status."""
     text = Path(path).read_text(encoding="utf-8")
     replace = {canonicalize_name(name) for name in os.environ.get("REPLACE", "").split()}
     if command == "missing":

@@ -1,4 +1,4 @@
-"""The model and the text of the Hugging Face examples; nothing in here knows of distributed attention."""
+"""Build the model and the text of the Hugging Face examples; distributed attention is not mentioned here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ warnings.filterwarnings("ignore", r"`?torch\.distributed\.\S+ is deprecated", Fu
 
 
 class _Encoded:
-    """A text in the tokens of a model's own tokenizer."""
+    """Hold a text as tokens of the model's own tokenizer."""
 
     def __init__(self, path: str, tokenizer: Any) -> None:
         self.name, self.vocabulary = path, len(tokenizer)
@@ -31,7 +31,7 @@ class _Encoded:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """What to train on what; launchers add --local_rank."""
+    """Add the flags for model, data and length; launchers add --local_rank."""
     parser.add_argument("--model", help="name or path of a causal language model; a tiny new Llama if left out")
     parser.add_argument("--data", help="a text file; Python's language reference if left out")
     parser.add_argument("--seq-length", type=int, default=512)
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def build(args: argparse.Namespace) -> tuple[Any, Tokens]:
-    """The model and the tokens to train on."""
+    """Return the model and the tokens to train on."""
     torch.manual_seed(0)
     if args.model:
         if not args.data:

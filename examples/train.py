@@ -18,7 +18,7 @@ from pathlib import Path
 from gpt.parent import LAUNCHER, end_with_parent
 
 IS_RANK = "RANK" in os.environ
-if IS_RANK:  # die of Ctrl-C at once, even inside a collective; whoever launched the ranks says so
+if IS_RANK:  # end at once on Ctrl-C, even inside a collective; the launcher reports it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
 
@@ -35,11 +35,11 @@ from gpt.saved import facts_of, find
 from gpt.text import open_tokens
 
 GRACE_S = 2.0
-"""Seconds in which torchrun ends a rank after another one has ended; what is said later is said by no other rank."""
+"""Torchrun ends the other ranks within these seconds after one has ended; a later message comes from no other rank."""
 
 
 def main(argv: list[str]) -> int:
-    """Be the launcher, or one rank where torchrun has started this; returns the exit status."""
+    """Run as the launcher, or as one rank if torchrun started this process; return the exit status."""
     import torch
 
     args = parse_flags(argv)
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
 
 
 def _need(*packages: str) -> None:
-    """Say which package is missing now, rather than on every rank later."""
+    """Name a missing package now and not on every rank later."""
     from importlib.util import find_spec
 
     for package in packages:
@@ -91,9 +91,9 @@ def _need(*packages: str) -> None:
 
 
 def _tell(error: Exception) -> int:
-    """One line for an error that all ranks may have: rank 0 says it, the others only if that does not end them.
+    """Print one line for an error that all ranks may have: rank 0 at once, the others if they are still alive then.
 
-    Attention also fails where another rank was killed; torchrun then ends this one before it says so.
+    Attention also fails if another rank was killed; torchrun then ends this rank before it prints.
     """
     if IS_RANK and os.environ["RANK"] != "0":
         time.sleep(GRACE_S)
@@ -111,8 +111,8 @@ if __name__ == "__main__":
     except KeyboardInterrupt:  # before the ranks were started
         print("interrupted", file=sys.stderr)
         status = INTERRUPTED_STATUS
-    except Exception:  # noqa: BLE001 - whatever it is, its traceback is shown
-        if IS_RANK:  # a connection that broke because another rank was killed: torchrun tells of that one
+    except Exception:  # noqa: BLE001 - any error gets its traceback
+        if IS_RANK:  # the connection may have broken because another rank was killed; torchrun reports that rank
             time.sleep(GRACE_S)
         traceback.print_exc()
         status = 1
@@ -120,5 +120,5 @@ if __name__ == "__main__":
         sys.stdout.flush()
         sys.stderr.flush()
     if IS_RANK and status:
-        os._exit(status)  # no waiting for peers that may be inside a collective
+        os._exit(status)  # do not wait for ranks that may be inside a collective
     sys.exit(status)

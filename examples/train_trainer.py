@@ -27,7 +27,7 @@ from hf_model import add_arguments, build
 
 
 class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Whole sequences; accelerate's loader gives each rank its part of each."""
+    """Yield whole sequences; accelerate's loader gives each rank its part of each."""
 
     def __init__(self, tokens: Tokens, seq_length: int, count: int) -> None:
         self.tokens, self.seq_length, self.count = tokens, seq_length, count
@@ -41,7 +41,7 @@ class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = add_arguments(
         argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     )

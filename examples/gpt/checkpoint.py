@@ -27,7 +27,7 @@ _FAILURES = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.Unpic
 
 
 class _Writer(FileSystemWriter):
-    """Says "no space left" where PyTorch's archive only says that it is at an unexpected place."""
+    """Raise the operating system's error, such as "no space left"; PyTorch's archive raises one that hides it."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """Write this rank's tensors.
@@ -64,7 +64,7 @@ def save(trainer: Trainer, root: str, step: int, facts: saved.Facts) -> None:
     """Write the checkpoint of a step; every rank calls this.
 
     Raises:
-        UserError: it could not be written; the one before is still there.
+        UserError: it could not be written; the checkpoint before it is still there.
     """
     first = dist.get_rank() == 0
     try:
@@ -84,9 +84,9 @@ def load(trainer: Trainer, found: saved.Saved) -> None:
     """Read a checkpoint into model, optimizer, schedule and random number generators; every rank calls this.
 
     Raises:
-        UserError: it is damaged, or holds other tensors than this run needs.
+        UserError: the checkpoint is damaged, or holds other tensors than this run needs.
     """
-    # Nothing in a checkpoint is run: of all but its index, PyTorch takes tensors and plain values only.
+    # Run no code of a checkpoint: beside its index, PyTorch then loads tensors and plain values only.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     try:
         refuse_code(found.folder / ".metadata")
@@ -117,9 +117,9 @@ def _state(trainer: Trainer, *, loading: bool) -> dict[str, Any]:
 
 
 def _random() -> dict[str, torch.Tensor]:
-    """The states of the generators: PyTorch's for CPU and GPU, and Megatron's by name.
+    """Return copies of the generators' states: PyTorch's for CPU and GPU, and Megatron's by name.
 
-    Copies, because loading writes into them: `_set_random` alone changes what is drawn next.
+    Loading writes into the copies. Only `_set_random` changes the generators.
     """
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state()} | {
@@ -135,7 +135,7 @@ def _set_random(states: dict[str, torch.Tensor]) -> None:
 
 
 def _one_of_each_model_rank(name: str, state: torch.Tensor) -> Any:
-    """Ranks that hold the same part of the model draw the same numbers, so one of them saves its generator."""
+    """Shard a generator's state: ranks with the same part of the model draw alike, and one of them saves it."""
     tensor, pipeline = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -148,7 +148,7 @@ def _one_of_each_model_rank(name: str, state: torch.Tensor) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """One line: of an error on any rank, that of the first."""
+    """Return one line: the message of the first rank that failed."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = min(error.failures.items())
         return f"rank {rank}: {_reason(cause)}"

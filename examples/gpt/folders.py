@@ -1,4 +1,4 @@
-"""Tries a folder that a run will write into, before any rank is started."""
+"""Check before the start of the ranks that a run can write into a folder."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from gpt.errors import user_error_if_impossible
 
 
 def writable(folder: str, flag: str) -> str:
-    """Make `folder` and write a few bytes into it that are gone again afterwards.
+    """Make `folder`, write a few bytes into it and remove them.
 
     Raises:
-        UserError: it cannot be made or written (no permission, a full disk, a file in its place); `flag` names another.
+        UserError: no permission, a full disk, or a file in its place; the message names `flag`.
     """
     with user_error_if_impossible(f"write into {flag} {folder}"):
         os.makedirs(folder, exist_ok=True)

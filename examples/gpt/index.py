@@ -1,4 +1,4 @@
-"""PyTorch keeps the index of a checkpoint as a pickle: this refuses one that would run code, before it is read."""
+"""Refuse the index of a checkpoint, which PyTorch stores as a pickle, if reading it would run code."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class _Plain(pickle.Unpickler):  # noqa: S301 (find_class lets through the names
 
 
 def refuse_code(path: Path) -> None:
-    """Read the index `.metadata` at `path` with nothing allowed but the classes that it is made of.
+    """Read the index `.metadata` at `path` and allow only the classes that an index needs.
 
     Raises:
-        pickle.UnpicklingError: it names anything else.
+        pickle.UnpicklingError: the index names another class or function.
     """
     with path.open("rb") as file:
         _Plain(file).load()

@@ -21,7 +21,7 @@ from gpt.saved import Saved, facts_of
 from gpt.text import Tokens, sample
 
 Step = dict[str, float]
-"""What a step came to: step, loss, grad_norm, lr, tokens_per_second, seconds since the start."""
+"""The figures of a step: step, loss, grad_norm, lr, tokens_per_second, seconds since the start."""
 
 
 def join(sizes: Sizes) -> torch.device:
@@ -95,7 +95,7 @@ def _due(step: int, interval: int | None) -> bool:
 def _step(
     trainer: Any, batches: Iterator[dict[str, Any]], args: argparse.Namespace, sizes: Sizes, device: torch.device
 ) -> tuple[float, float, float]:
-    """Forward, backward and the optimizer.
+    """Run forward, backward and the optimizer.
 
     Returns:
         The mean loss, the norm of the gradient and the learning rate of this step.
@@ -128,7 +128,10 @@ def _batches(
     *,
     first: int,
 ) -> Iterator[dict[str, Any]]:
-    """This rank's micro-batches from number `first` on: sequences by data-parallel rank, tokens by context-parallel."""
+    """Yield this rank's micro-batches from number `first` on.
+
+    The data-parallel rank selects sequences, the context-parallel rank selects tokens.
+    """
     from megatron.core import parallel_state
 
     from dfa_megatron.megatron import shard_batch
@@ -143,7 +146,7 @@ def _batches(
 
 
 def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Megatron's forward_step_func: the output of this pipeline stage, and the loss as a function of it."""
+    """Return the output of this pipeline stage and the loss as a function of it: Megatron's forward_step_func."""
     batch = next(batches)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
@@ -156,7 +159,7 @@ def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[torch.T
 
 
 def _mean_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
-    """The mean over all tokens of the step, on every rank; stages before the last have no losses to add."""
+    """Return the mean loss of all tokens of the step, on every rank; only the last stage has losses to add."""
     total = torch.zeros(2, device=device)
     for loss in losses or []:
         total += loss["sum and count"]

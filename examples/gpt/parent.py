@@ -1,4 +1,4 @@
-"""Ends a rank when torchrun, its parent, is gone: a launcher that was killed leaves no rank training."""
+"""End a rank when its parent torchrun ends, so that no rank trains on after its launcher was killed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import threading
 import time
 
 LAUNCHER = "DFA_EXAMPLE_LAUNCHER"
-"""Where the process that started torchrun leaves its process id for its ranks."""
+"""The environment variable that tells the ranks the process id of the process that started torchrun."""
 
 _PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h: the signal that the kernel sends when the parent ends; it reaches a stopped process as well."""
+"""From linux/prctl.h: set the signal that the kernel sends when the parent ends, also to a stopped process."""
 
 
 def end_with_parent() -> None:
-    """Have this rank killed when the torchrun that started it ends in whatever way; returns at once."""
+    """Arrange that this rank is killed when its torchrun ends for any reason; return at once."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return  # some other launcher, whose process may rightly end before its ranks
+        return  # another launcher may end before its ranks
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
-    if os.getppid() != int(os.environ.get(LAUNCHER, parent)):  # it had ended before the kernel was asked
+    if os.getppid() != int(os.environ.get(LAUNCHER, parent)):  # the parent ended before the call above
         os.kill(os.getpid(), signal.SIGKILL)
 
 

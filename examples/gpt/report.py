@@ -19,14 +19,14 @@ from gpt.saved import Saved
 from gpt.text import Tokens
 
 SMOOTH = 5
-"""Steps either side that the picture's smooth line is the mean of."""
+"""The picture's smooth line is the mean over this number of steps on either side."""
 
 LAST_STEPS = 20
-"""The final loss is the mean of so many last steps: each step sees another piece of text."""
+"""The final loss is the mean of this number of last steps, because each step sees another text."""
 
 
 class Report:
-    """Lives on rank 0 for one run and writes into one folder: log.jsonl, loss.png, summary.txt."""
+    """Report one run from rank 0, and write log.jsonl, loss.png and summary.txt into one folder."""
 
     def __init__(
         self, args: argparse.Namespace, sizes: Sizes, tokens: Tokens, device: torch.device, found: Saved | None
@@ -59,7 +59,7 @@ class Report:
         self._bar.start()
 
     def tell(self, step: Step) -> None:
-        """Log one step and move the bar; without a terminal, a line now and then."""
+        """Log one step and move the bar; without a terminal, print a line at every log interval."""
         self.steps.append(step)
         self._write({"event": "step", **step})
         self._bar.update(
@@ -75,7 +75,7 @@ class Report:
             )
 
     def finish(self, counters: list[dict[str, int]]) -> None:
-        """Write the summary and the picture; `counters` are those of every rank."""
+        """Write the summary and the picture from the counters of every rank."""
         self._bar.stop()
         self._write({"event": "end", "final_loss": self.final_loss, "counters": counters})
         text = "\n".join([*self._summary(), "", self._grid(), "", *self._kept(counters[0]), "", *self._moved(counters)])
@@ -89,13 +89,13 @@ class Report:
 
     def close(self) -> None:
         """Give the terminal back and close the log; safe to call twice."""
-        with contextlib.suppress(OSError):  # a full disk has been told of already
+        with contextlib.suppress(OSError):  # a full disk was reported before
             self._bar.stop()
         self._log.close()
 
     @property
     def final_loss(self) -> float:
-        """The mean loss of the last steps."""
+        """Mean loss of the last steps."""
         last = [step["loss"] for step in self.steps[-LAST_STEPS:]]
         return sum(last) / len(last)
 
@@ -144,7 +144,7 @@ class Report:
         return lines
 
     def _input_bytes(self) -> int:
-        """Of one layer's input on one rank: what a checkpointed layer keeps in any case."""
+        """Return the bytes of one layer's input on one rank, which a checkpointed layer always saves."""
         rows = self.args.seq_length // self.sizes.context
         if self.args.sequence_parallel:
             rows //= self.sizes.tensor

@@ -1,7 +1,7 @@
 """Find a folder's checkpoint, and check before any rank starts that this run may continue from it.
 
-A folder of checkpoints looks as Megatron's: `iter_0000010`, and `latest_checkpointed_iteration.txt` names the last.
-`run.json` in each says what it was saved from. A checkpoint is written under another name and renamed when it is whole.
+A folder of checkpoints looks like Megatron's: `iter_0000010`, and `latest_checkpointed_iteration.txt` names the last.
+`run.json` in each describes the run. A checkpoint is written under another name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpt.text import Tokens
 LATEST, RUN, UNFINISHED = "latest_checkpointed_iteration.txt", "run.json", ".part"
 
 Facts = dict[str, Any]
-"""What must be the same in a run that goes on, by the name that its user knows."""
+"""The settings that must be the same in a continued run, by the names that its user knows."""
 
 _SAME_FLAGS = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "rotary_base", "hidden_dropout"),
@@ -33,14 +33,14 @@ _SAME_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A whole checkpoint that this run may go on from."""
+    """Name a complete checkpoint that this run may continue from."""
 
     folder: Path
     step: int
 
 
 def facts_of(args: argparse.Namespace, sizes: Sizes, tokens: Tokens) -> Facts:
-    """What a checkpoint of this run says of it; context- and data-parallel sizes may change and are left out."""
+    """Return the facts that a checkpoint stores of its run, without the context- and data-parallel sizes."""
     length = args.seq_length + 1
     ends = hashlib.sha256(tokens.window(0, length).numpy().tobytes())
     ends.update(tokens.window(len(tokens) - length, length).numpy().tobytes())
@@ -56,7 +56,7 @@ def facts_of(args: argparse.Namespace, sizes: Sizes, tokens: Tokens) -> Facts:
 
 
 def find(args: argparse.Namespace, facts: Facts) -> Saved | None:
-    """The checkpoint to go on from; None without `--load`.
+    """Return the checkpoint to continue from; None without `--load`.
 
     Raises:
         UserError: `--load` holds no whole checkpoint of this run; `--save` holds checkpoints of another.
@@ -79,7 +79,7 @@ def find(args: argparse.Namespace, facts: Facts) -> Saved | None:
 
 
 def _latest(root: Path) -> Path:
-    """The folder of the last whole checkpoint."""
+    """Return the folder of the last complete checkpoint."""
     if not root.is_dir():
         raise UserError(f"--load {root}: there is no such folder")
     if not (root / LATEST).exists():
@@ -120,7 +120,7 @@ def begin(root: Path, step: int) -> Path:
 
 
 def finish(root: Path, step: int, facts: Facts) -> None:
-    """Make what was written the latest checkpoint; one rank calls this when all have written."""
+    """Make the written folder the latest checkpoint; one rank calls this when all have written."""
     written, whole = unfinished(root, step), _folder(root, step)
     files = {file.name: file.stat().st_size for file in sorted(written.iterdir())}
     _write(written / RUN, json.dumps({"step": step, "facts": facts, "files": files}, indent=1))
@@ -143,5 +143,5 @@ def _folder(root: Path, step: int) -> Path:
 
 
 def unfinished(root: Path, step: int) -> Path:
-    """Where a checkpoint lies until it is whole."""
+    """Return the folder of a checkpoint that is not complete yet."""
     return root / f"iter_{step:07d}{UNFINISHED}"

@@ -1,4 +1,4 @@
-"""Text as tokens: Python's own manual, any text file byte by byte, or an indexed dataset of Megatron's."""
+"""Read text as tokens: Python's own manual, the bytes of a text file, or Megatron's indexed dataset."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tokens(Protocol):
     def __len__(self) -> int: ...
 
     def window(self, start: int, length: int) -> torch.Tensor:
-        """Tokens start <= i < start + length, int64."""
+        """Return tokens start <= i < start + length, int64."""
         ...
 
 
@@ -43,7 +43,7 @@ class ByteText:
         return len(self._bytes)
 
     def window(self, start: int, length: int) -> torch.Tensor:
-        """Bytes start <= i < start + length, int64."""
+        """Return bytes start <= i < start + length, int64."""
         return torch.from_numpy(self._bytes[start : start + length].astype(np.int64))
 
 
@@ -60,7 +60,7 @@ class IndexedTokens:
         self._refuse_cut_tokens(Path(prefix + ".bin"))
 
     def _refuse_cut_tokens(self, path: Path) -> None:
-        """What lies behind the file's end would be found missing only when it is read, in the middle of training."""
+        """Refuse now a file that ends too early; otherwise training would fail at the first missing token."""
         index = self._documents.index
         stops = index.sequence_pointers + index.sequence_lengths.astype(np.int64) * index.dtype_size
         wanted, there = int(stops.max(initial=0)), path.stat().st_size
@@ -71,7 +71,7 @@ class IndexedTokens:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def window(self, start: int, length: int) -> torch.Tensor:
-        """Tokens start <= i < start + length, int64; pieces of as many documents as it takes.
+        """Return tokens start <= i < start + length, int64, from as many documents as needed.
 
         Raises:
             UserError: a token is outside the vocabulary.
@@ -90,11 +90,11 @@ class IndexedTokens:
 
 
 _INDEX_HEADER = struct.Struct("<9sQBQQ")
-"""Of Megatron's .idx: magic, version, code of the dtype, number of sequences, number of documents."""
+"""The header of Megatron's .idx: magic, version, code of the dtype, number of sequences, number of documents."""
 
 
 def _refuse_cut_index(path: Path) -> None:
-    """Raise UserError where an .idx is none, or shorter than its own header says."""
+    """Refuse a file that is no index, or that is shorter than its header says."""
     there = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(_INDEX_HEADER.size)
@@ -109,10 +109,10 @@ def _refuse_cut_index(path: Path) -> None:
 
 
 def open_tokens(data: str | None, *, vocab_size: int | None, seq_length: int) -> Tokens:
-    """Open what `--data` names.
+    """Open the text or dataset that `--data` names.
 
     Raises:
-        UserError: nothing is there, it is empty, or it is shorter than one sequence and the token after it.
+        UserError: it is missing, empty, or shorter than one sequence and the token after it.
     """
     tokens = _manual() if data is None else _named(data, vocab_size)
     if vocab_size is not None and vocab_size < tokens.vocabulary:
@@ -128,12 +128,12 @@ def open_tokens(data: str | None, *, vocab_size: int | None, seq_length: int) ->
 
 
 def _manual() -> Tokens:
-    """The language reference that CPython ships for `help()`: half a megabyte of English prose, no download."""
+    """Return the language reference that CPython ships for `help()`: half a megabyte of English, no download."""
     try:
         from pydoc_data.topics import topics
     except ImportError as missing:
         raise UserError("this Python comes without its manual (pydoc_data); name a text with --data FILE") from missing
-    # Runs of the same sign are the rules and the padding of tables: nothing to learn, and the loss would jump at them.
+    # Runs of one sign are lines and padding of tables. They teach nothing, and the loss would jump at them.
     prose = re.sub(r"([^\w\n])\1{3,}", r"\1\1\1", "\n\n".join(topics.values()))
     return ByteText("Python's language reference", prose.encode())
 
@@ -161,7 +161,7 @@ def _named(data: str, vocab_size: int | None) -> Tokens:
 
 
 def sample(tokens: Tokens, seq_length: int, *, seed: int, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-    """A batch of whole sequences, the same on every rank that asks for the same indices.
+    """Return a batch of whole sequences, the same on every rank for the same indices.
 
     Returns:
         tokens, labels, position_ids int64 and loss_mask float32, each (len(indices), seq_length).
@@ -177,6 +177,6 @@ def sample(tokens: Tokens, seq_length: int, *, seed: int, indices: Sequence[int]
 
 
 def _place(seed: int, index: int, places: int) -> int:
-    """A number below `places` that depends on seed and index only, whatever the number of ranks."""
+    """Return a number below `places` that depends on seed and index only, not on the number of ranks."""
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % places
