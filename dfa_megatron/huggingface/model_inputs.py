@@ -53,7 +53,7 @@ def prepare(
         check_right(mask, context.group)
         kept["attention_mask"] = None
     context.packed.now = documents is not None
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in _parameters(type(module))):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in _parameters(module.__class__)):
         kept[packed.KEYWORD] = documents  # the decoder passes every keyword to its layers
     if documents is not None:
         kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
@@ -150,7 +150,7 @@ def _check_whole(given: dict[str, Any]) -> None:
 
 def _by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call, positional ones too, by their names in the forward of the module's class."""
-    names = [parameter.name for parameter in _parameters(type(module))[1:]]  # without self
+    names = [parameter.name for parameter in _parameters(module.__class__)[1:]]  # without self
     return dict(zip(names, args, strict=False)) | kwargs
 
 

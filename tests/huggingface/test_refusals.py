@@ -1,9 +1,7 @@
-"""What a model, a batch or a call asks for and would not get is refused by name."""
+"""What a model asks for and would not get is refused by name when it is prepared."""
 
 from __future__ import annotations
 
-import inspect
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,8 +10,7 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.attention_function import CONTEXT, LayerContext
-from dfa_megatron.testing.workers import run_ranks
+from dfa_megatron.huggingface.attention_function import CONTEXT
 from tests.huggingface.test_parity import NEWER
 from tests.support.models import build, text
 
@@ -193,29 +190,6 @@ def test_a_second_head_beside_that_of_a_language_model_is_refused() -> None:
 
 
 @pytest.mark.support("models", "models that are not supported are refused")
-def test_a_loss_of_the_router_is_refused_at_the_call() -> None:
-    model = dfa_hf.distribute_attention(build("Mixtral", num_local_experts=2))
-    tokens = text(1, 8, seed=0)["input_ids"]
-    with pytest.raises(UnsupportedError, match="a call with a loss of its router"):
-        model(input_ids=tokens, output_router_logits=True)
-    model.config.output_router_logits = True
-    with pytest.raises(UnsupportedError, match="a call with a loss of its router"):
-        model(input_ids=tokens)
-    model(input_ids=tokens, output_router_logits=False)
-    with dfa_hf.local_attention(model):
-        assert model(input_ids=tokens).aux_loss is not None
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
-def test_a_model_that_was_only_switched_by_name_says_what_is_missing() -> None:
-    dfa_hf.distribute_attention(build("Llama"))  # transformers knows the name now
-    model = build("Llama")
-    model.set_attn_implementation(dfa_hf.NAME)
-    with pytest.raises(UnsupportedError, match="distribute_attention"):
-        model(input_ids=text(1, 8, seed=0)["input_ids"])
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -227,186 +201,3 @@ def test_a_model_that_was_only_switched_by_name_says_what_is_missing() -> None:
 def test_an_option_that_means_nothing_here_is_refused(keywords: Any, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         dfa_hf.distribute_attention(build("Llama"), **keywords)
-
-
-def _padding(right: bool) -> torch.Tensor:
-    mask = torch.ones(1, 8, dtype=torch.long)
-    mask[0, -1 if right else 0] = 0
-    return mask
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"attention_mask": _padding(right=False)}, "padding that is not on the right"),
-        ({"attention_mask": torch.ones(1, 1, 8, 8)}, "ready-made attention mask"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 3, 5, 6, 7, 8]])}, "position_ids from 0 to 8"),
-        ({"position_ids": torch.arange(8, 16)[None]}, "position_ids from 8 to 15"),
-        ({"use_cache": True}, "a key cache"),
-        ({"output_attentions": True}, "output_attentions"),
-        ({"cu_seq_lens_q": torch.tensor([0, 4, 7])}, "cu_seq_lens_q from 0 to 7"),
-        ({"position_bias": torch.zeros(1, 4, 8, 8)}, "position_bias"),
-    ],
-)
-def test_a_call_that_asks_for_more_is_refused(arguments: dict[str, Any], message: str) -> None:
-    model = dfa_hf.distribute_attention(build("Llama"))
-    tokens = text(1, 8, seed=0)["input_ids"]
-    model(input_ids=tokens, attention_mask=torch.ones(1, 8), position_ids=torch.arange(8)[None])
-    with pytest.raises(UnsupportedError, match=message):
-        model(input_ids=tokens, **arguments)
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
-def test_generation_says_how_it_would_work() -> None:
-    model = dfa_hf.distribute_attention(build("Llama"))
-    with pytest.raises(UnsupportedError, match="local_attention"):
-        model.eval().generate(text(1, 8, seed=0)["input_ids"], max_new_tokens=2)
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
-def test_dropout_set_after_preparation_is_refused_at_the_call() -> None:
-    model = dfa_hf.distribute_attention(build("Llama"))
-    model.model.layers[0].self_attn.attention_dropout = 0.1
-    with pytest.raises(UnsupportedError, match=r"dropout 0\.1"):
-        model(input_ids=text(1, 8, seed=0)["input_ids"])
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
-@pytest.mark.parametrize("name", ["sinks", "attn_logit_softcapping"])
-def test_what_a_layer_has_and_does_not_hand_over_is_refused(name: str) -> None:
-    model = dfa_hf.distribute_attention(build("Llama"))
-    setattr(model.model.layers[1].self_attn, name, torch.ones(4))
-    with pytest.raises(UnsupportedError, match=f"{name} in a layer of type LlamaAttention"):
-        model(input_ids=text(1, 8, seed=0)["input_ids"])
-
-
-_WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
-def test_a_layer_that_names_another_window_than_its_mask_is_refused() -> None:
-    model = dfa_hf.distribute_attention(build("Qwen2", **_WINDOWS))
-    layers = model.model.layers
-    tokens = text(1, 8, seed=0)["input_ids"]
-    model(input_ids=tokens)
-    layers[1].self_attn.sliding_window = 3
-    with pytest.raises(
-        UnsupportedError, match="sliding_window=3 in a layer of type Qwen2Attention whose mask has one of"
-    ):
-        model(input_ids=tokens)
-    layers[1].self_attn.sliding_window = 5
-    layers[0].self_attn.sliding_window = 5
-    with pytest.raises(UnsupportedError, match="sliding_window=5 in a layer of type Qwen2Attention whose mask has no"):
-        model(input_ids=tokens)
-    model(input_ids=tokens[:, :5])  # a window that hides nothing
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
-def test_a_sliding_layer_that_is_not_told_its_window_is_refused() -> None:
-    model = dfa_hf.distribute_attention(build("Qwen2", **_WINDOWS))
-    layer = model.model.layers[1].self_attn
-    layer.sliding_window = None
-    tokens = text(1, 8, seed=0)["input_ids"]
-    model(input_ids=tokens)  # the mask tells it
-    forward = layer.forward
-    layer.forward = lambda *args, **kwargs: forward(*args, **kwargs | {"attention_mask": None})
-    with pytest.raises(UnsupportedError, match="sliding_window=5 in a layer of type Qwen2Attention whose mask has no"):
-        model(input_ids=tokens)
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
-def test_a_window_of_no_token_is_refused() -> None:
-    model = dfa_hf.distribute_attention(build("Mistral", sliding_window=0))
-    with pytest.raises(UnsupportedError, match="sliding_window=0"):
-        model(input_ids=text(1, 8, seed=0)["input_ids"])
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"labels": torch.ones(1, 8)}, "it is not known how to cut it"),
-        ({"input_ids": torch.ones(1, 8), "pixel_values": torch.ones(1)}, "pixel_values"),
-        ({"input_ids": torch.ones(1, 8), "attention_mask": _padding(right=False)}, "padding that is not on the right"),
-        (
-            {"input_ids": torch.ones(1, 8), "labels": torch.ones(1, 8), "attention_mask": _padding(right=True)},
-            "labels of padded tokens",
-        ),
-        ({"input_ids": torch.ones(1, 8), "position_ids": torch.tensor([[0, 1, 2, 1, 2, 3, 4, 5]])}, "not those of doc"),
-    ],
-)
-def test_a_batch_that_cannot_be_cut_is_refused(batch: dict[str, torch.Tensor], message: str) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        dfa_hf.shard_batch(batch)
-
-
-def call_on_two_ranks(rank: int, world_size: int) -> None:
-    model = dfa_hf.distribute_attention(build("Llama"))
-    context: LayerContext = getattr(model, CONTEXT)
-    assert context.size == 2
-    batch = text(1, 8, seed=0)
-    with pytest.raises(UnsupportedError, match="labels without shift_labels"):
-        model(**batch)
-    with pytest.raises(UnsupportedError, match="labels without num_items_in_batch"):
-        model(**batch, shift_labels=batch["labels"])
-    with pytest.raises(UnsupportedError, match="labels without shift_labels"):
-        _positional(model, batch["input_ids"], position_ids=torch.arange(8)[None], labels=batch["labels"])
-    with pytest.raises(UnsupportedError, match=f"holds the tokens {8 * rank} to {8 * rank + 7}"):
-        model(input_ids=batch["input_ids"], position_ids=torch.arange(8)[None] + 8 * (1 - rank))
-    with pytest.raises(UnsupportedError, match="without position_ids on 2 ranks"):
-        model(input_ids=batch["input_ids"])
-    positions = torch.arange(8 * rank, 8 * rank + 8)[None]
-    with pytest.raises(UnsupportedError, match="image_pixel_values on 2 ranks is not supported: images and"):
-        model(input_ids=batch["input_ids"], position_ids=positions, image_pixel_values=torch.ones(1, 3, 4, 4))
-    hidden = torch.ones(1, 8)
-    hidden[:, -1] = rank  # the first rank's last token, before the second's: each part alone would pass
-    with pytest.raises(UnsupportedError, match="not on the right"):
-        model(input_ids=batch["input_ids"], position_ids=positions, attention_mask=hidden)
-    with pytest.raises(UnsupportedError, match="labels of padded tokens"):
-        model(**batch, position_ids=positions, attention_mask=1 - hidden)
-    with pytest.raises(UnsupportedError, match="7"):
-        dfa_hf.shard_batch(text(1, 7, seed=0))
-
-
-def _positional(model: Any, tokens: torch.Tensor, **named: torch.Tensor) -> Any:
-    """A call without a keyword."""
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
-    last = max(names.index(name) for name in named)
-    return model(tokens, *(named.get(name) for name in names[1 : last + 1]))
-
-
-def evaluate_on_two_ranks(rank: int, world_size: int) -> None:
-    """Each rank alone, as in evaluation under accelerate."""
-    model = dfa_hf.distribute_attention(build("Llama"), accelerate=True).eval()
-    tokens = text(1, 8, seed=rank)["input_ids"]
-    start = 8 * rank
-    cut = {"position_ids": torch.arange(start, start + 8)[None]}
-    packed = {"position_ids": torch.tensor([[start, start + 1, 0, 1, 2, 0, 1, 2]])}
-    for batch in (cut, cut | {"attention_mask": torch.ones(1, 8)}, packed):
-        with pytest.raises(UnsupportedError, match=r"from 8 to .* in evaluation") if rank else nullcontext():
-            model(input_ids=tokens, **batch)
-    with pytest.raises(UnsupportedError, match="in evaluation") if rank else nullcontext():
-        _positional(model, tokens, **cut)
-    with dfa_hf.local_attention(model):
-        model(input_ids=tokens, **cut)
-    for _ in range(rank):  # the ranks need not evaluate as much as one another
-        model(input_ids=tokens, position_ids=torch.arange(8)[None])
-    padded = torch.ones(1, 8, dtype=torch.long)
-    padded[0, :1] = 0
-    want = build("Llama").eval()
-    for cache in (True, False):
-        asked: dict[str, Any] = {"attention_mask": padded, "max_new_tokens": 3, "do_sample": False, "use_cache": cache}
-        assert torch.equal(model.generate(tokens, **asked), want.generate(tokens, **asked))
-    with pytest.raises(UnsupportedError, match="without position_ids"):
-        model.train()(input_ids=tokens)
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
-def test_a_part_of_a_sequence_in_local_evaluation_is_refused_and_generation_is_not() -> None:
-    run_ranks(2, evaluate_on_two_ranks, timeout=120)
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
-def test_on_two_ranks_labels_and_positions_of_a_whole_sequence_are_refused() -> None:
-    run_ranks(2, call_on_two_ranks, timeout=120)
