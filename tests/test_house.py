@@ -45,7 +45,6 @@ WIDE_FOR_NOW = {
 
 LONG_FILES_FOR_NOW = {
     "tests/megatron/harness.py",
-    "tests/megatron/test_launch.py",
     "tests/runtime/execute/test_alibi.py",
     "tests/runtime/agreement/test_calls.py",
     "tests/runtime/comm/test_copy_engine.py",

@@ -19,7 +19,7 @@ from dfa_megatron.megatron.start import script
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology
-from tests.megatron.test_launch import needs_training
+from tests.megatron.test_launched_training import needs_training
 
 SEEN: dict[str, Any] = {}
 
