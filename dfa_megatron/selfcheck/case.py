@@ -41,18 +41,18 @@ class Case:
     measure: str
     """`module:function`, the function at the module's top level."""
     settings: Mapping[str, Any]
-    """What the function needs, as JSON can say it."""
+    """Arguments of the function, as JSON can say them."""
     sections: Mapping[str, str]
     """Parts of the run, and for each the part of the one-rank run that it must equal; the first difference counts."""
     reduced: Sequence[Reduction] = ()
     unseen: Sequence[str] = ()
     """Anything that the check does not look at, one line each."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What every rank of the distributed run must record with `Recorder.fact`, beside tensors."""
+    """Facts beside tensors that every rank of the distributed run must record with `Recorder.fact`."""
     imports: tuple[str, ...] = ()
     """Modules that the rank processes need and that take long to import: they are imported once for all."""
     tolerance: float = 1e-4
-    """Of |difference| to the largest entry of the whole tensor."""
+    """Largest |difference| over the largest entry of the whole tensor."""
     timeout: float = 0.0
     """Seconds for the processes of one world; 0 for 30 a rank, because all may share one core, and at least 300."""
 

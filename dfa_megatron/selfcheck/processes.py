@@ -42,7 +42,7 @@ class Failure:
 
     @property
     def said(self) -> str:
-        """What happened to the rank, with the exception or the stacks."""
+        """Return the rank's failure in words, with the exception or the stacks."""
         return f"rank {self.rank} {self.text if self.kind == 'silent' else f'ended with {self.last_line}'}"
 
     @property

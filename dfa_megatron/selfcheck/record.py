@@ -35,7 +35,7 @@ class Piece:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What it is compared by inside its section."""
+        """Return the name under which it is compared inside its section."""
         return self.kind, self.name
 
 

@@ -37,7 +37,7 @@ def check(case: Case) -> Report:
 
 
 def check_planted(case: Case, plants: Sequence[Sequence[Callable[[], None]]]) -> list[Report]:
-    """As `check`, once for each list of functions that every rank of the distributed run calls first.
+    """Check once for each list of functions, which every rank of the distributed run calls first.
 
     For tests of the self-check: a function at the top level of a module that can be imported breaks something there.
     """

@@ -1,4 +1,4 @@
-"""Reads the flags of Megatron's scripts without Megatron's parser, which not every megatron-core wheel has.
+"""Read the flags of Megatron's scripts without Megatron's parser, which not every megatron-core wheel has.
 
 A flag is a field of TransformerConfig by its name, or has a line in a table below, or is left out and named.
 """
@@ -88,7 +88,7 @@ _TRAINING: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the user's flags say."""
+    """Hold the user's flags, sorted."""
 
     config: Mapping[str, Any]
     """Fields of TransformerConfig (MLATransformerConfig) that are given; the activation by name."""

@@ -31,7 +31,7 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a case, on one rank or in all.
+    """Hold the outcome of a case, on one rank or in all.
 
     kind: "right", "refused", "failed", or "unfinished" where a run's time was over. reason: of a refusal, or what is
     wrong. worst: the largest distance from the truth, as a share of what is tolerated.
@@ -44,7 +44,7 @@ class Verdict:
     distances: dict[str, float] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
@@ -108,15 +108,15 @@ REFUSALS: tuple[tuple[str, str, Callable[[Case], bool]], ...] = (
         ),
     ),
 )
-"""What a case may be refused for: a name, a pattern of the message, and what the case must be for it."""
+"""Refusals that a case may meet: a name, a pattern of the message, and a test that the case must pass."""
 
 
 _KERNEL_REFUSES = re.compile(r"kernel='(\w+)' for .*? is not supported: (.{1,80})")
-"""Of a GPU, where every kernel has shapes of its own."""
+"""A kernel's refusal on a GPU, where every kernel has shapes of its own."""
 
 
 def legitimate(case: Case, text: str) -> str:
-    """The name of the refusal, or "" for one that is no known one."""
+    """Return the name of the refusal, or "" for an unknown one."""
     if case.device != "cpu" and case.options["kernel"] != "auto" and (told := _KERNEL_REFUSES.match(text)):
         return f"kernel {told[1]}: {told[2]}"
     return next((name for name, pattern, fits in REFUSALS if fits(case) and re.search(pattern, text)), "")

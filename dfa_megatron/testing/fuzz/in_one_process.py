@@ -67,7 +67,7 @@ class _Job:
         self.process.start()
 
     def news(self, late: bool) -> list[Verdict]:
-        """What it has told since; of a process that has ended too early, that its case has failed."""
+        """Return the verdicts since the last call; a process that ended too early has failed its case."""
         status = self.process.exitcode  # before reading, so that nothing is told between
         told = self._told()
         if told:
@@ -104,7 +104,7 @@ class _Job:
 
 
 def _serve(path: Path, drawn: Drawn, numbers: range, limit: float, deadline: float) -> None:
-    """What a process does: the cases in order, each verdict a line of the file."""
+    """Run the cases in order, and write each verdict as a line of the file."""
     with path.with_suffix(".err").open("w") as errors, path.open("a", encoding="utf-8", buffering=1) as report:
         os.dup2(errors.fileno(), 2)
         faulthandler.enable()

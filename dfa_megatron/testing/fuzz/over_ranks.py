@@ -40,7 +40,7 @@ def run_groups(cases: Sequence[Case], limit: float, deadline: float) -> Iterator
 
 
 def _run_group(cases: Sequence[Case], limit: float) -> list[tuple[Case, Verdict]]:
-    """The verdicts of these cases in order, up to the one that lost the group, if one did."""
+    """Return the verdicts of these cases in order, up to the one that lost the group, if one did."""
     ranks, cuda, lost = cases[0].ranks, cases[0].device != "cpu", ""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         try:
@@ -61,7 +61,7 @@ def _run_group(cases: Sequence[Case], limit: float) -> list[tuple[Case, Verdict]
 
 
 def _of_all(case: Case, verdicts: list[Verdict]) -> Verdict:
-    """One verdict of all ranks: the same refusal on each, or the worst."""
+    """Return one verdict of all ranks: the same refusal on each, or the worst."""
     failed = [f"rank {rank}: {v.reason}" for rank, v in enumerate(verdicts) if v.kind == "failed"]
     if failed:
         return Verdict(case.number, "failed", "\n".join(failed))
@@ -77,7 +77,7 @@ def _read(path: Path) -> dict[int, Verdict]:
 
 
 def _serve(rank: int, ranks: int, cases: list[Case], folder: str, limit: float) -> None:
-    """What every rank does: the cases in order, each verdict a line of a file, until one has lost the group."""
+    """Run the cases on a rank in order, each verdict a line of a file, until one has lost the group."""
     logging.getLogger("dfa_megatron").setLevel(logging.ERROR)  # a line for each kernel that is chosen
     with Path(folder, f"rank-{rank}").open("w", encoding="utf-8", buffering=1) as report:
         for case in cases:

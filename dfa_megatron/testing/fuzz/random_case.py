@@ -29,7 +29,7 @@ MOST_RANKS = 9
 
 @dataclass(frozen=True, slots=True)
 class ShapeClass:
-    """What a GPU kernel is compiled for; a run on a GPU draws from few of these, for each takes seconds to compile."""
+    """Hold shapes for which a GPU kernel is compiled, in seconds each; a run on a GPU draws from few."""
 
     dtype: str
     heads: int
@@ -90,18 +90,18 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of the whole sequence or pack."""
+        """Return the tokens of the whole sequence or pack."""
         return self.offsets[-1]
 
     @property
     def mask(self) -> Mask:
-        """The pairs that attend, over the whole sequence; of a pack, those of one document as long as all."""
+        """Return the pairs that attend, over the whole sequence; a pack counts as one document."""
         own: Mask | None = self.options.get("mask")
         return own or of_window(self.tokens, self.options["causal"], self.options["window_size"])
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a token attends to a later one."""
+        """Return whether a token attends to a later one."""
         return any(min(tile.hi, tile.kv.hi - 1 - tile.q.lo) > 0 for tile in self.mask.tiles)
 
     @property
@@ -111,14 +111,14 @@ class Case:
 
     @property
     def line(self) -> str:
-        """The command that runs it again."""
+        """Return the command that runs it again."""
         where = f"--over {self.over}" + (f" --device {self.device}" if self.device != "cpu" else "")
         return (
             f"python -m dfa_megatron.testing.fuzz --seed {self.seed} --case {self.number} {where} --ranks {self.ranks}"
         )
 
     def features(self) -> list[str]:
-        """What it has of what a run counts."""
+        """Return the names of the features that a run counts."""
         options = self.options
         found = [f"{self.ranks} ranks", self.dtype, f"layout {options['layout']}", f"schedule {options['schedule']}"]
         found += [f"kernel {options['kernel']}", "pack" if self.packed else "sequences"]
@@ -143,7 +143,7 @@ class Case:
 
 
 def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence[int] = ()) -> Case:
-    """The case of that number: equal arguments give equal cases.
+    """Draw the case of that number: equal arguments give equal cases.
 
     Args:
         ranks: the numbers of ranks to choose from, all up to MOST_RANKS if empty. The rest of a case depends on it.
@@ -217,7 +217,7 @@ _ALONE: tuple[int | str, ...] = (1, 1, 1, "auto")
 
 
 def _degree(dice: random.Random, ranks: int, heads: int) -> int | str:
-    """Most often none; else one that divides ranks and heads, or auto; once in fifty cases any."""
+    """Draw a degree: most often 1, else one that divides ranks and heads, or auto; in one case of fifty any."""
     if ranks == 1:
         return dice.choice(_ALONE)
     if dice.random() < 0.02:
@@ -248,7 +248,7 @@ def _mask(tokens: int, dice: random.Random) -> Mask:
 
 
 def _offsets(tokens: int, dice: random.Random) -> tuple[int, ...]:
-    """From one document to one token each; most often some short ones and some long."""
+    """Draw offsets, from one document to one token each; most often some short ones and some long."""
     kind = dice.choice(["one", "single tokens", "short", "mixed", "mixed", "mixed"])
     if kind == "one" or tokens == 1:
         return 0, tokens

@@ -1,4 +1,4 @@
-"""What a run has found: counts by feature and by refusal, and one line for each failure."""
+"""Count the cases of a run by feature and by refusal, with one line for each failure."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Summary:
             self.worst[case.dtype] = max(self.worst.get(case.dtype, 0.0), verdict.worst)
 
     def head(self) -> str:
-        """The counts in one line."""
+        """Return the counts in one line."""
         counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.kinds.items(), reverse=True))
         return f"{sum(self.kinds.values()):,} cases in {self.seconds:.0f} s: {counts}"
 
     def text(self) -> str:
-        """For people."""
+        """Return the counts as text."""
         lines = [self.head()]
         lines += [f"  refused, {count:>6,}: {reason}" for reason, count in self.refusals.most_common()]
         lines += ["right, by feature:"]
@@ -56,7 +56,7 @@ class Summary:
         return "\n".join(lines)
 
     def write(self, path: Path, **about: Any) -> None:
-        """As JSON: `about` the run, then the counts and all failures."""
+        """Write JSON: `about` the run, then the counts and all failures."""
         counts = {"kinds": self.kinds, "refusals": self.refusals, "features": self.features, "worst": self.worst}
         failures = [{"line": line, "reason": reason} for line, reason in self.failures]
         report = {**about, "seconds": round(self.seconds, 1), **counts, "failures": failures}

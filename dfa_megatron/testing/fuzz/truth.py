@@ -13,12 +13,12 @@ from dfa_megatron.testing.dense import band_of, dense_attention
 from dfa_megatron.testing.fuzz.random_case import Case
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
-"""Of the norm of the error of a whole output, beside that of the output; four times that for gradients."""
+"""Largest norm of an output's error over the norm of the output; gradients have four times as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """Of the whole sequence: q, k, v and dout (batch, tokens, heads, width), and sinks and slopes (heads,)."""
+    """Hold a whole sequence: q, k, v and dout (batch, tokens, heads, width), and sinks and slopes (heads,)."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -44,7 +44,7 @@ class Results:
 
 
 def tensors(case: Case) -> Tensors:
-    """Random numbers, the same for the same case on every rank."""
+    """Draw random tensors, the same for the same case on every rank."""
     generator = torch.Generator().manual_seed(case.seed * 1_000_003 + case.number)
     dtype = getattr(torch, case.dtype)
 
@@ -67,7 +67,7 @@ def tensors(case: Case) -> Tensors:
 
 
 def dense(case: Case, given: Tensors) -> Results:
-    """What they come to in float64, one document after another."""
+    """Compute the results in float64, one document after another."""
     leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in (given.q, given.k, given.v)]
     sinks = None if given.sinks is None else given.sinks.clone().requires_grad_()
     options = {name: case.options[name] for name in ("softcap", "softmax_scale")}
@@ -87,7 +87,7 @@ def dense(case: Case, given: Tensors) -> Results:
 
 
 def rows_of(case: Case, rank: int) -> torch.Tensor:
-    """The places of a rank's tokens in the whole sequence."""
+    """Return the places of a rank's tokens in the whole sequence."""
     whole = layout_of_tokens(
         case.options["layout"], case.tokens, case.ranks, case.offsets if case.packed else None
     )  # fmt: skip
