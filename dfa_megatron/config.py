@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, from_flags
@@ -25,9 +25,8 @@ from dfa_megatron.names import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """The numbers that an option takes; beside its choices, if it has some."""
+class Numbers(NamedTuple):
+    """The numbers that an option takes; beside its choices, if it has some. Dynamo traces tuples, no dataclasses."""
 
     hold: Callable[[Any], bool]
     why: str
