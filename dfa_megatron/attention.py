@@ -188,7 +188,11 @@ def _attend(
 
 
 def _run(inputs: Inputs, group: str, mathematics: dict[str, Any]) -> Pair:
-    request, frame = Request(**mathematics), active_frame()  # checked where it is prepared: every rank hears of errors
+    frame = active_frame()
+    try:
+        request = _request(**mathematics)  # checked where it is prepared: every rank hears of errors
+    except TypeError:  # a value without a hash
+        request = Request(**mathematics)
     if frame is not None and not frame.recording:
         return attend(inputs, Call(request, group, known=frame.take()))
     out, lse = attend(inputs, Call(request, group, keeps=frame is None))
@@ -196,6 +200,9 @@ def _run(inputs: Inputs, group: str, mathematics: dict[str, Any]) -> Pair:
         frame.record(out, lse)
     return out, lse
 
+
+_request = lru_cache(maxsize=256, typed=True)(Request)
+"""The same object for equal calls: comparing it with itself takes no time."""
 
 _run_outside = torch.compiler.disable(_run, recursive=True)
 """For masks and plans, which Dynamo cannot take as constants: a break in the graph."""

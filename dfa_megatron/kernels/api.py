@@ -167,6 +167,10 @@ class BlockKernel(ABC):
         """Return which segments one launch computes; several only for a batch of one."""
         return "segment"
 
+    def replays(self, *, deterministic: bool) -> bool:
+        """Return whether a tape sees all that it does: operations of PyTorch, and launches handed to the tape."""
+        return False
+
     @abstractmethod
     def launch(self, call: BlockCall) -> Partial:
         """Compute `forward` for a call as `takes` and `cut` declare it."""

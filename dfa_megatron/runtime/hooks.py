@@ -36,19 +36,15 @@ class Hook(Protocol):
         ...
 
 
-_hooks: list[Hook] = []
+ACTIVE: list[Hook] = []
+"""The hooks under which attentions run now, the first one innermost."""
 
 
 @contextmanager
 def hooked(hook: Hook) -> Iterator[None]:
     """Wrap every distributed attention that this process runs inside."""
-    _hooks.append(hook)
+    ACTIVE.append(hook)
     try:
         yield
     finally:
-        _hooks.remove(hook)
-
-
-def active_hooks() -> list[Hook]:
-    """Return the hooks under which attentions run now, the first one innermost."""
-    return _hooks
+        ACTIVE.remove(hook)

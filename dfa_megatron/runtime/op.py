@@ -14,8 +14,7 @@ from dfa_megatron.runtime.agreement.calls import at_layer, current_layer
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.alibi_positions import slopes_error
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_error, sinks_gradient
-from dfa_megatron.runtime.execute.ulysses import HeadExchange
-from dfa_megatron.runtime.prepare import prepare, refuse
+from dfa_megatron.runtime.prepare import Prepared, prepare, refuse
 from dfa_megatron.runtime.problem import QKV
 from dfa_megatron.runtime.request import Request, from_text
 from dfa_megatron.runtime.run import needed_by_backward, run_backward, run_forward
@@ -23,8 +22,8 @@ from dfa_megatron.runtime.run import needed_by_backward, run_backward, run_forwa
 Pair = tuple[torch.Tensor, torch.Tensor]
 """out like q with v's head_dim, and lse (batch, heads, rows) in the accumulator's dtype."""
 
-Exchanged = tuple[HeadExchange, torch.Tensor, torch.Tensor, torch.Tensor]
-"""An exchange of heads, and the q, k and v that it made of the caller's."""
+Exchanged = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The q, k and v that an exchange of heads made of the caller's."""
 
 Saved = tuple[torch.Tensor | None, ...]
 """What every way of running saves, in this order: q, k, v, out, lse, sinks, slopes."""
@@ -54,8 +53,8 @@ class Call:
     keeps: bool = False
 
 
-def _forward(inputs: Inputs, request: Request, group: str) -> tuple[Pair, Exchanged | None]:
-    """Return (out, lse), and tensors that a backward may save in place of q, k and v to spare an exchange."""
+def _forward(inputs: Inputs, request: Request, group: str) -> tuple[Pair, Exchanged | None, Prepared]:
+    """Return (out, lse), tensors that a backward may save in place of q, k and v, and what was prepared."""
     q, k, v, sinks, slopes = inputs
     error = None if sinks is None else sinks_error(sinks, q)
     error = error or (None if slopes is None else slopes_error(slopes, q))
@@ -71,33 +70,37 @@ def _forward(inputs: Inputs, request: Request, group: str) -> tuple[Pair, Exchan
             own = () if slopes is None else (heads.own_heads(slopes),)
             whole = heads.before_forward(q, k, v)
             out, lse = heads.after_forward(*run_forward(prepared, (*whole, *own)))
-            exchanged = (heads, *whole) if heads.keeps else None
+            exchanged = whole if heads.keeps else None
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
-    return (out.contiguous(), lse.contiguous()), exchanged
+    return (out.contiguous(), lse.contiguous()), exchanged, prepared
 
 
 def _gradients(
-    dout: torch.Tensor, saved: Saved, request: Request, group: str, exchanged: HeadExchange | None = None
+    dout: torch.Tensor, saved: Saved, prepared: Prepared, *, exchanged: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k, v and sinks; exchanged: the saved q, k and v are this exchange's results."""
+    """Return the gradients of q, k, v and sinks; exchanged: the saved q, k and v are results of the exchange."""
     q, k, v, out, lse, sinks, slopes = saved
     assert q is not None and k is not None and v is not None and out is not None and lse is not None  # noqa: PT018
-    given = QKV(q, k, v) if exchanged is None else QKV(*map(exchanged.given, (q, k, v)))
-    prepared = prepare(request, group, given, slopes)
-    heads, needed = prepared.exchange, needed_by_backward(prepared, dout, out)
+    heads = prepared.exchange
     with prepared.running(1, dout.device):
         if heads is None:
-            inputs = dout, q, k, v, needed, lse
+            inputs = dout, q, k, v, out, lse
             gradients = run_backward(prepared, inputs if slopes is None else (*inputs, slopes))
         else:
             own = () if slopes is None else (heads.own_heads(slopes),)
-            whole = heads.before_backward(dout, q, k, v, needed, lse, saved=exchanged is not None)
+            needed = needed_by_backward(prepared, dout, out)
+            whole = heads.before_backward(dout, q, k, v, needed, lse, saved=exchanged)
             gradients = heads.after_backward(*run_backward(prepared, (*whole, *own)))
     if prepared.whole is not None:
         prepared.whole.end_of_backward()
-    dq, dk, dv = (gradient.contiguous() for gradient in gradients)
-    return dq, dk, dv, lse.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse, sinks)
+    dq, dk, dv = gradients
+    return (
+        dq.contiguous(),
+        dk.contiguous(),
+        dv.contiguous(),
+        lse.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse, sinks),
+    )
 
 
 def attend(inputs: Inputs, call: Call) -> Pair:
@@ -125,11 +128,12 @@ class _Direct(torch.autograd.Function):
         """Return (out, lse) of the inputs and the call."""
         *tensors, call = given
         q, k, v, sinks, slopes = inputs = Inputs(*tensors)
-        ctx.call, ctx.exchanged, ctx.layer = call, None, current_layer()
+        ctx.call, ctx.prepared, ctx.exchanged, ctx.layer = call, None, False, current_layer()
         if call.known is None:
-            (out, lse), exchanged = _forward(inputs, call.request, call.group)
+            (out, lse), exchanged, ctx.prepared = _forward(inputs, call.request, call.group)
             if call.keeps and exchanged is not None:
-                ctx.exchanged, q, k, v = exchanged
+                ctx.exchanged = True
+                q, k, v = exchanged
         else:
             COUNTERS.replays += 1
             out, lse = (x.detach() for x in call.known)
@@ -141,8 +145,9 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of the inputs, and None for the call."""
         saved = ctx.saved_tensors
+        prepared = ctx.prepared or prepare(ctx.call.request, ctx.call.group, QKV(*saved[:3]), saved[6])
         with at_layer(ctx.layer):
-            *gradients, dsinks = _gradients(dout, saved, ctx.call.request, ctx.call.group, ctx.exchanged)
+            *gradients, dsinks = _gradients(dout, saved, prepared, exchanged=ctx.exchanged)
         return *gradients, None if saved[5] is None else dsinks, None, None
 
 
@@ -166,7 +171,7 @@ def attention(
 
     Tensors are those of `Inputs`; `request` is `Request.to_text()`. lse carries no gradient.
     """
-    pair, _ = _forward(Inputs(q, k, v, sinks, slopes), from_text(request), group)
+    pair, _, _ = _forward(Inputs(q, k, v, sinks, slopes), from_text(request), group)
     return pair
 
 
@@ -200,7 +205,8 @@ def attention_backward(
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv) of this rank's rows, and dsinks (heads,), which is (0,) without sinks."""
-    return _gradients(dout, (q, k, v, out, lse, sinks, slopes), from_text(request), group)
+    prepared = prepare(from_text(request), group, QKV(q, k, v), slopes)
+    return _gradients(dout, (q, k, v, out, lse, sinks, slopes), prepared)
 
 
 @attention_backward.register_fake

@@ -21,6 +21,7 @@ from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import group_size
 from dfa_megatron.runtime.comm.registry import channel
+from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.execute.cuda_graph import Captured
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
@@ -51,6 +52,8 @@ class Prepared:
 
     exchange: set if ulysses_degree > 1. It converts the caller's tensors to the plan's and back. Then `channel`
         connects the ranks with the same heads, and all other fields count the plan's ranks, tokens and heads.
+    binds: whether the kernel's work can be recorded and replayed.
+    bound: recorded phases, by what they need of a call's tensors; None after the first run, a text if it cannot be.
     graphs: captured phases, if the request asks for CUDA graphs.
     whole: the channel of the whole group, which compares calls; None if verify is off or the group has one rank.
     kinds: how that comparison records its forward and its backward.
@@ -61,6 +64,8 @@ class Prepared:
     kernel: BlockKernel
     channel: Channel | None
     exchange: HeadExchange | None = None
+    binds: bool = False
+    bound: dict[tuple[object, ...], Bound | str | None] = field(default_factory=dict, compare=False, repr=False)
     graphs: dict[tuple[str | int, ...], Captured] = field(default_factory=dict, compare=False, repr=False)
     whole: Channel | None = None
     kinds: tuple[Kind, Kind] | None = None
@@ -131,7 +136,8 @@ def build(request: Request, ranks: int, rank: int, qkv: QKV, over: Channel | Non
         return format_of(request, kernel_of(request, forms, qkv), qkv)
 
     known = rank_plan(problem_of(request, ranks, qkv, over), rank, format_for)
-    return Prepared(request, known, kernel_of(request, known.forms, qkv), over)
+    kernel = kernel_of(request, known.forms, qkv)
+    return Prepared(request, known, kernel, over, binds=kernel.replays(deterministic=request.config.deterministic))
 
 
 @dataclass(slots=True)

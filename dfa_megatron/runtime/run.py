@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.merge import row_dot
+from dfa_megatron.kernels.tape import Tape, signature
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.arena import Arena
-from dfa_megatron.runtime.comm.transport import Recv, Send, StepTransport, Transport
+from dfa_megatron.runtime.comm.transport import NoTransport, StepTransport, Transport
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.accumulators import Fields
 from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
+from dfa_megatron.runtime.execute.bound import Bound, Recorder
 from dfa_megatron.runtime.execute.cuda_graph import Captured
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 from dfa_megatron.runtime.execute.run_program import execute
 from dfa_megatron.runtime.execute.tensors import Tensors
-from dfa_megatron.runtime.hooks import Run, active_hooks
+from dfa_megatron.runtime.hooks import ACTIVE, Run
 from dfa_megatron.runtime.prepare import Prepared
+
+logger = logging.getLogger(__name__)
 
 
 def forward_algebra(prepared: Prepared, inputs: Fields, arena: Arena) -> Tensors:
@@ -46,11 +53,12 @@ def run_forward(prepared: Prepared, inputs: Fields) -> tuple[torch.Tensor, torch
     Args:
         inputs: q, k, v, and with ALiBi the slopes of q's heads.
     """
+    memory = prepared.rank_plan.forward
     COUNTERS.attention_forwards += 1
-    COUNTERS.kernel_forwards += prepared.forward.calls
-    COUNTERS.forward_messages += prepared.forward.messages
-    COUNTERS.forward_bytes += prepared.forward.message_bytes
-    out, lse = _captured_or_not(prepared, prepared.forward, _forward, inputs)
+    COUNTERS.kernel_forwards += memory.calls
+    COUNTERS.forward_messages += memory.messages
+    COUNTERS.forward_bytes += memory.message_bytes
+    out, lse = _captured_or_not(prepared, memory, inputs)
     return out, lse
 
 
@@ -58,44 +66,87 @@ def run_backward(prepared: Prepared, inputs: Fields) -> tuple[torch.Tensor, torc
     """Return (dq, dk, dv) of this rank's rows, in q's dtype.
 
     Args:
-        inputs: dout, q, k, v, the result of `needed_by_backward`, lse, and with ALiBi the slopes of q's heads.
+        inputs: dout, q, k, v, out, lse, and with ALiBi the slopes of q's heads. Where heads were exchanged, the result
+            of `needed_by_backward` in place of out.
     """
+    memory = prepared.rank_plan.backward
     COUNTERS.attention_backwards += 1
-    COUNTERS.kernel_backwards += prepared.backward.calls
-    COUNTERS.backward_messages += prepared.backward.messages
-    COUNTERS.backward_bytes += prepared.backward.message_bytes
-    dq, dk, dv = _captured_or_not(prepared, prepared.backward, _backward, inputs)
+    COUNTERS.kernel_backwards += memory.calls
+    COUNTERS.backward_messages += memory.messages
+    COUNTERS.backward_bytes += memory.message_bytes
+    dq, dk, dv = _captured_or_not(prepared, memory, inputs)
     return dq, dk, dv
 
 
-def _forward(prepared: Prepared, *inputs: torch.Tensor) -> Fields:
-    transport, arena = _way(prepared, prepared.forward, inputs[0].device)
-    tensors = forward_algebra(prepared, inputs, arena)
-    _execute(prepared, tensors, transport)
-    return tensors.result("out")
+def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
+    """Run a phase: the first time as it stands, the second time to record it, and from then on as it was recorded.
+
+    The first run compiles kernels and makes tables on the device, which are no part of later runs.
+    """
+    transport, arena = _way(prepared, memory, inputs[0].device)
+    if not prepared.binds or ACTIVE:
+        return _run(prepared, memory, inputs, arena, transport)
+    key = memory is prepared.rank_plan.forward, signature(inputs)
+    found = prepared.bound.get(key, _NEW)
+    if isinstance(found, Bound):
+        return found((*inputs, arena.flat), transport, functools.partial(_failed, prepared, memory))
+    if found is not None or not _recordable(inputs[0].device):
+        if found is _NEW and len(prepared.bound) < _MOST_BOUND:
+            prepared.bound[key] = None
+        return _run(prepared, memory, inputs, arena, transport)
+    given = tuple(x.detach() for x in (*inputs, arena.flat))  # the tape tells tensors apart as objects
+    with Tape(given) as tape:
+        recorder = Recorder(tape, transport)
+        results = _run(prepared, memory, given[:-1], Arena(given[-1]), recorder)
+    if tape.why_not:
+        logger.info("this attention's host work is not recorded: %s", tape.why_not)
+        prepared.bound[key] = tape.why_not
+    else:
+        prepared.bound[key] = Bound(recorder, results)
+    return results
 
 
-def _backward(prepared: Prepared, *inputs: torch.Tensor) -> Fields:
-    transport, arena = _way(prepared, prepared.backward, inputs[0].device)
-    tensors = backward_algebra(prepared, inputs, arena)
+_NEW = object()
+_MOST_BOUND = 8
+"""Recorded runs of one prepared attention: of its phases, for each layout of the caller's tensors."""
+
+
+def _recordable(device: torch.device) -> bool:
+    """Return whether nothing else listens to the operations, and launches go to the tensors' device."""
+    if _get_current_dispatch_mode() is not None:
+        return False
+    return device.type != "cuda" or (
+        torch.cuda.current_device() == device.index and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: Arena, transport: StepTransport) -> Fields:
+    if memory is prepared.forward:
+        tensors = forward_algebra(prepared, inputs, arena)
+        _execute(prepared, tensors, transport)
+        return tensors.result("out")
+    dout, q, k, v, row, *others = inputs
+    needed = needed_by_backward(prepared, dout, row) if prepared.exchange is None else row
+    tensors = backward_algebra(prepared, (dout, q, k, v, needed, *others), arena)
     _execute(prepared, tensors, transport)
     return *tensors.result("dq"), *tensors.result("dkv")
 
 
-def _captured_or_not(prepared: Prepared, memory: MemoryPlan, run: Callable[..., Fields], inputs: Fields) -> Fields:
+def _captured_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
     """Run, or replay where graphs were asked for and the caller is not capturing one of its own."""
     if not prepared.request.config.cuda_graph or torch.cuda.is_current_stream_capturing():
-        return run(prepared, *inputs)
+        return _bound_or_not(prepared, memory, inputs)
     # An arena that has grown lies elsewhere.
     key: tuple[str | int, ...] = (
         memory.program.phase.name,
         _way(prepared, memory, inputs[0].device)[0].generation,
-        *[hook.name for hook in active_hooks()],
+        *[hook.name for hook in ACTIVE],
     )
     if key not in prepared.graphs:
         for stale in [other for other in prepared.graphs if other[0] == key[0]]:
             del prepared.graphs[stale]
-        prepared.graphs[key] = Captured(functools.partial(run, prepared), inputs, prepared.channel)
+        run = functools.partial(_bound_or_not, prepared, memory)
+        prepared.graphs[key] = Captured(lambda *tensors: run(tensors), inputs, prepared.channel)
     return prepared.graphs[key](inputs)
 
 
@@ -114,50 +165,28 @@ def _algebra(
     return Tensors(memory, prepared.kernel, home, arena, **options)
 
 
+_ALONE: Transport = NoTransport()
+
+
 def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[Transport, Arena]:
     """Return the transport, and the memory that receives messages."""
-    channel = prepared.channel
-    if channel is None:
-        transport: Transport = _Nobody()
-    else:
+    channel, transport = prepared.channel, _ALONE
+    if channel is not None:
         transport = channel.transports.get(device, prepared.transport)
         channel.calls.where = transport.where
     return transport, transport.arena(memory.arena_bytes, device)
 
 
-def _execute(prepared: Prepared, tensors: Tensors, transport: Transport) -> None:
+def _execute(prepared: Prepared, tensors: Tensors, transport: StepTransport) -> None:
     driven: tuple[Algebra, StepTransport] = (tensors, transport)
-    for hook in active_hooks():
+    for hook in ACTIVE:
         phases = prepared.plan
         driven = hook.wrap(Run(phases.forward if tensors.forward else phases.backward, tensors, *driven))
-    execute(tensors, *driven, lambda step: prepared.picture(tensors.program.phase.name, step))
+    execute(tensors, *driven, functools.partial(_failed, prepared, tensors.memory))
 
 
-class _Nobody:
-    """The transport of a group of one rank: there is nothing to move."""
-
-    generation = 0
-
-    def reserve(self, nbytes: int) -> None:
-        pass
-
-    def arena(self, nbytes: int, device: torch.device) -> Arena:
-        return Arena.allocate(nbytes, device)
-
-    def start(self) -> None:
-        pass
-
-    def where(self) -> tuple[int, tuple[int, ...]]:
-        return -1, ()
-
-    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
-        assert not receives
-
-    def land(self) -> None:
-        pass
-
-    def computed(self, step: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
+def _failed(prepared: Prepared, memory: MemoryPlan, step: int, error: Exception) -> ExecutionError:
+    """Return the error of a step, with the plan's grid and this step marked."""
+    rank, phase = memory.program.rank, memory.program.phase.name
+    place = f"rank {rank}, step {step} of a distributed {phase}"
+    return ExecutionError(f"{place} failed: {error}\n{prepared.picture(phase, step)}")

@@ -25,8 +25,9 @@ from dfa_megatron import kernels
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError
 from dfa_megatron.plan.language.geometry import CAUSAL
-from dfa_megatron.runtime import prepare
+from dfa_megatron.runtime import op, prepare
 from dfa_megatron.runtime.agreement.calls import at_layer
+from dfa_megatron.runtime.execute import bound
 from dfa_megatron.testing.dense import dense_attention
 
 RANKS, LOCAL, HEADS, DIM, LAYERS = 3, 8, 2, 8, 2
@@ -122,13 +123,16 @@ class Rank:
 
     def __init__(self, rank: int, faults: tuple[Fault, ...], steps: int, folder: str, together: bool) -> None:
         self.rank, self.steps, self.folder, self.step = rank, steps, Path(folder), 0
-        self.exhausted, self.together = False, together
+        self.exhausted, self.together, self.phase = False, together, ""
         self.faults = [fault for fault in faults if fault.rank == rank]
         rows = slice(LOCAL * rank, LOCAL * (rank + 1))
         self.training, self.states = Training(rows, self.attend, self.meet), expected(steps)
         for name in ("cpu", "reference"):
             for method in ("forward", "backward"):
                 _before(type(kernels.get(name)), method, lambda method=method: self.meet(method))
+        for name, phase in (("run_forward", "forward"), ("run_backward", "backward")):
+            _before(op, name, lambda phase=phase: setattr(self, "phase", phase))
+        _before(bound, "_land", lambda: self.meet(self.phase))  # of a replay, which enters no kernel's method
         _before(prepare, "build", lambda: self.meet("agreement"))
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

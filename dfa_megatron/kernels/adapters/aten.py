@@ -59,6 +59,10 @@ class AtenFlashKernel(BlockKernel):
         """See `BlockKernel.takes`."""
         return "window" if _packs() else "segment"
 
+    def replays(self, *, deterministic: bool) -> bool:
+        """See `BlockKernel.replays`; determinism is a setting around its operator."""
+        return not deterministic
+
     def launch(self, call: BlockCall) -> Partial:
         """See `BlockKernel.launch`."""
         results = _FORWARD(return_debug_mask=False, **_arguments(call))

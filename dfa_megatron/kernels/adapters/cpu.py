@@ -60,6 +60,10 @@ class CpuKernel(BlockKernel):
         dq, dk, dv = super().backward(_wide_call(call), _wide(dout), wide)
         return dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype)
 
+    def replays(self, *, deterministic: bool) -> bool:
+        """See `BlockKernel.replays`."""
+        return True
+
     def launch(self, call: BlockCall) -> Partial:
         """See `BlockKernel.launch`."""
         group = call.q.shape[2] // call.k.shape[2]

@@ -54,6 +54,10 @@ class CudnnKernel(BlockKernel):
             return "TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 makes PyTorch expect an lse in another layout; unset it"
         return build_refusal() or _version_refusal() or _FORWARD.refusal() or _BACKWARD.refusal()
 
+    def replays(self, *, deterministic: bool) -> bool:
+        """See `BlockKernel.replays`; determinism is a setting around its operator."""
+        return not deterministic
+
     def launch(self, call: BlockCall) -> Partial:
         """See `BlockKernel.launch`.
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.kernels.adapters.flash4_launches import launches_seen
 from dfa_megatron.kernels.adapters.gpu import build_refusal, capability_text, dense, gpu_refusal, vectorised
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
 from dfa_megatron.kernels.bands import uncut
-from dfa_megatron.kernels.segments import Segments, Takes
+from dfa_megatron.kernels.segments import Segments, Takes, stream_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +65,24 @@ class Flash4Kernel(BlockKernel):
         found = _functions()
         return found if isinstance(found, str) else None
 
+    def replays(self, *, deterministic: bool) -> bool:
+        """See `BlockKernel.replays`: where the package keeps its compiled functions is known for one version."""
+        return _version() == READ
+
     def launch(self, call: BlockCall) -> Partial:
         """See `BlockKernel.launch`."""
-        results = _loaded()[0](**_arguments("forward", call), return_lse=True)
+        with launches_seen():
+            results = _loaded()[0](**_arguments("forward", call), return_lse=True)
         if call.segments.window is None:
             return results[0], results[1]
         return results[0].unsqueeze(0), results[1].unsqueeze(0)
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         """See `BlockKernel.launch_backward`; a long call some heads at a time, for the package's accumulators."""
+        with launches_seen():
+            return self._backward(call, dout, saved)
+
+    def _backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         lse, delta, backward = saved.lse, saved.delta, _loaded()[1]
         assert delta is not None, "the flash4 kernel reads delta"
         pass_name = "deterministic backward" if call.deterministic else "backward"
@@ -123,11 +133,19 @@ def _head_dim_refusal(need: Need) -> str | None:
 
 
 @functools.cache
+def _version() -> str:
+    """Return the installed version, "" for none."""
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
 def _functions() -> Functions | str:
     """Return the package's forward and backward, or why they cannot be used, with the version found."""
-    try:
-        version = importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
+    version = _version()
+    if not version:
         return f"{PACKAGE} is not installed"
     try:
         interface = importlib.import_module("flash_attn.cute.interface")
@@ -168,8 +186,13 @@ _WORD = 4
 def _known(dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the backward's arguments from the forward, with or without a batch dimension."""
     dout = vectorised(dout)
-    nothing = dout.new_zeros(dout.shape[-1]).expand_as(dout)
+    nothing = _zeros(dout.shape[-1], dout.dtype, dout.device, stream_of(dout.device)).expand_as(dout)
     return {"dout": dout, "lse": dense(lse), "out": nothing, "dlse": -dense(delta)}
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(width: int, dtype: torch.dtype, device: torch.device, _stream: int) -> torch.Tensor:
+    return torch.zeros(width, dtype=dtype, device=device)
 
 
 def _arguments(pass_name: str, call: BlockCall) -> dict[str, Any]:

@@ -31,6 +31,10 @@ class ReferenceKernel(BlockKernel):
             return f"it computes float64, float32, bfloat16 and float16, not {need.dtype}"
         return None
 
+    def replays(self, *, deterministic: bool) -> bool:
+        """See `BlockKernel.replays`."""
+        return True
+
     def launch(self, call: BlockCall) -> Partial:
         """See `BlockKernel.launch`."""
         if call.q.is_cuda and min(call.segments.q_len, call.segments.kv_len) > 1:

@@ -98,6 +98,10 @@ class TritonKernel(BlockKernel):
             return f"it needs compute capability 8.0 (Ampere) or newer, not {capability_text(need)}"
         return triton_refusal()
 
+    def replays(self, *, deterministic: bool) -> bool:
+        """See `BlockKernel.replays`."""
+        return True
+
     def launch(self, call: BlockCall) -> Partial:
         """See `BlockKernel.launch`."""
         from dfa_megatron.kernels.triton import launches

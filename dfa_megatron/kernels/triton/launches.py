@@ -18,7 +18,7 @@ from dfa_megatron.kernels.triton.call import (
     outer_strides,
 )
 from dfa_megatron.kernels.triton.forward import _forward
-from dfa_megatron.kernels.triton.support import multiprocessors
+from dfa_megatron.kernels.triton.support import launch, multiprocessors
 
 
 def launch_forward(call: BlockCall, blocks: Blocks) -> Partial:
@@ -31,7 +31,8 @@ def launch_forward(call: BlockCall, blocks: Blocks) -> Partial:
     if programs.table is not None and not call.segments.is_whole:
         out.zero_()
         lse.fill_(-math.inf)
-    _forward[(programs.count, heads, batch)](
+    launch(
+        _forward, (programs.count, heads, batch),
         q, k, v, out, lse, programs.table, *alibi_pointers(call), call.softmax_scale, q_len, kv_len,
         programs.diagonals.lo, programs.diagonals.hi, heads // kv_heads, *outer_strides(q, k, v, out),
         **constants(call, programs, blocks, even=kv_len % blocks[1] == 0),
@@ -50,7 +51,8 @@ def launch_dk_dv(
     dtype = call.k.dtype if share == group else torch.float32
     dk = _gradient(call, (batch, kv_len, summed, dim), dtype)
     dv = _gradient(call, (batch, kv_len, summed, dim_v), dtype)
-    _dk_dv[(programs.count, summed, batch)](
+    launch(
+        _dk_dv, (programs.count, summed, batch),
         call.q, call.k, call.v, dout, saved.lse, saved.delta, dk, dv, programs.table, *alibi_pointers(call),
         call.softmax_scale, q_len, kv_len, programs.diagonals.lo, programs.diagonals.hi, heads, group, share,
         *outer_strides(call.q, call.k, call.v, dout),
@@ -67,7 +69,8 @@ def launch_dq(call: BlockCall, dout: torch.Tensor, saved: Saved, blocks: Blocks)
     (batch, q_len, heads, _), (kv_len, kv_heads) = call.q.shape, call.k.shape[1:3]
     programs = Programs.of(call.segments, "rows", blocks[0], call.q.device)
     dq = _gradient(call, call.q.shape, call.q.dtype)
-    _dq[(programs.count, heads, batch)](
+    launch(
+        _dq, (programs.count, heads, batch),
         call.q, call.k, call.v, dout, saved.lse, saved.delta, dq, programs.table, *alibi_pointers(call),
         call.softmax_scale, q_len, kv_len, programs.diagonals.lo, programs.diagonals.hi, heads // kv_heads,
         *outer_strides(call.q, call.k, call.v, dout),

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dfa_megatron.kernels.triton.support import interpreted, on_device_of
+from dfa_megatron.kernels.triton.support import interpreted, launch, on_device_of
 
 
 @triton.jit
@@ -79,8 +79,8 @@ def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], into: tuple[torch.
     block_rows = 16 if interpreted() else max(1, 4096 // block_d)
     outs, lses = zip(*parts, *[parts[0]] * (4 - len(parts)), strict=True)
     with on_device_of(into[0]):
-        _merge[(triton.cdiv(length, block_rows), batch * heads)](
-            *outs, *lses, *into, length, heads,
+        launch(
+            _merge, (triton.cdiv(length, block_rows), batch * heads), *outs, *lses, *into, length, heads,
             *(out.stride(0) for out in (*outs, into[0])), *(lse.stride(1) for lse in (*lses, into[1])),
             COUNT=len(parts), DIM=dim, BLOCK_ROWS=block_rows, BLOCK_D=block_d, num_warps=4,
         )  # fmt: skip
@@ -112,9 +112,10 @@ def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
     batch, count = into.shape[0], into[0].numel()
     four = [*parts, *[parts[0]] * (4 - len(parts))]
     with on_device_of(into):
-        _add[(triton.cdiv(count, block), batch)](
-            *four, into, count, *(x.stride(0) for x in (*four, into)), COUNT=len(parts), BLOCK=block, num_warps=8
-        )
+        launch(
+            _add, (triton.cdiv(count, block), batch), *four, into, count, *(x.stride(0) for x in (*four, into)),
+            COUNT=len(parts), BLOCK=block, num_warps=8,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -145,8 +146,8 @@ def row_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     block_d = triton.next_power_of_2(dim)
     block_rows = 16 if interpreted() else max(1, 4096 // block_d)
     with on_device_of(a):
-        _row_dot[(triton.cdiv(length, block_rows), batch * heads)](
-            a, b, into, length, heads, *a.stride()[:3], *b.stride()[:3],
-            DIM=dim, BLOCK_ROWS=block_rows, BLOCK_D=block_d, num_warps=4,
+        launch(
+            _row_dot, (triton.cdiv(length, block_rows), batch * heads), a, b, into, length, heads,
+            *a.stride()[:3], *b.stride()[:3], DIM=dim, BLOCK_ROWS=block_rows, BLOCK_D=block_d, num_warps=4,
         )  # fmt: skip
     return into

@@ -8,8 +8,11 @@ import importlib.util
 import os
 import shutil
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+
+from dfa_megatron.kernels.tape import recording
 
 OLDEST = (3, 2)
 
@@ -41,6 +44,29 @@ def triton_refusal() -> str | None:
 def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device the current one, on which Triton launches; do nothing where it is already."""
     return torch.cuda.device_of(x) if x.is_cuda and x.get_device() != torch.cuda.current_device() else nullcontext()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Launch a Triton kernel on the current stream; a replay calls what was compiled, without looking it up.
+
+    args: in the order of the kernel's parameters. constants: the others, and options such as num_warps.
+    """
+    compiled = kernel[grid](*args, **constants)
+    tape = recording()
+    if tape is None:
+        return
+    if compiled is None or not _takes_constants():
+        tape.launch(functools.partial(kernel[grid], **constants), *args)
+    else:
+        others = (constants[name] for name in kernel.arg_names[len(args) :])
+        tape.launch(compiled[(*grid, 1, 1)[:3]], *args, *others)
+
+
+@functools.cache
+def _takes_constants() -> bool:
+    """Return whether a compiled kernel is called with all parameters; before Triton 3.3 constants were left out."""
+    version: str = importlib.import_module("triton").__version__
+    return tuple(int(part) for part in version.split(".")[:2]) >= (3, 3)
 
 
 @functools.cache

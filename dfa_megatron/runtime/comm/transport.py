@@ -68,3 +68,35 @@ class Transport(StepTransport, Protocol):
     def where(self) -> tuple[int, tuple[int, ...]]:
         """Return the step that runs now and the ranks that it waits for; another thread may call this."""
         ...
+
+
+class NoTransport:
+    """Moves nothing: for a plan of one rank, and to time the program of one rank alone."""
+
+    generation = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def arena(self, nbytes: int, device: torch.device) -> Arena:
+        """Allocate memory for one run."""
+        return Arena.allocate(nbytes, device)
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def where(self) -> tuple[int, tuple[int, ...]]:
+        """Return no step."""
+        return -1, ()
+
+    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
+        """Do nothing."""
+
+    def land(self) -> None:
+        """Do nothing."""
+
+    def computed(self, step: int) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
+        """Do nothing."""

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
-from dfa_megatron.errors import ExecutionError
 from dfa_megatron.plan.interpret import Algebra, rank_loop
 from dfa_megatron.plan.language.program import Step
 from dfa_megatron.runtime.comm.transport import Recv, Send, StepTransport
+from dfa_megatron.runtime.execute.bound import Failed
 from dfa_megatron.runtime.execute.tensors import Tensors
 
 
-def execute(tensors: Tensors, algebra: Algebra, transport: StepTransport, picture: Callable[[int], str]) -> None:
+def execute(tensors: Tensors, algebra: Algebra, transport: StepTransport, failed: Failed) -> None:
     """Run a program to its end.
 
     Args:
         tensors: this rank's memory, with the program.
         algebra: does the steps' work: `tensors`, or a measurement around it.
         transport: moves the messages.
-        picture: draws the plan's grid with a step of this rank marked, for the error message.
+        failed: makes the error of a step.
 
     Raises:
         ExecutionError: a step failed. The group must be considered lost.
@@ -44,8 +43,7 @@ def execute(tensors: Tensors, algebra: Algebra, transport: StepTransport, pictur
         ranges.close()
         ranges.close()
     except Exception as error:
-        place = f"rank {tensors.program.rank}, step {number} of a distributed {phase}"
-        raise ExecutionError(f"{place} failed: {error}\n{picture(number)}") from error
+        raise failed(number, error) from error
 
 
 def _sends(tensors: Tensors, number: int, step: Step) -> list[Send]:

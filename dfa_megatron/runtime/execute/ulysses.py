@@ -55,12 +55,6 @@ class HeadExchange:
         """Whether the results of `before_forward` can be saved for the backward in place of its arguments."""
         return self.heads.keeps
 
-    def given(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a view of one number with the device, dtype and shape that q, k or v had before the exchange."""
-        batch, tokens, heads, width = x.shape
-        degree = self.heads.degree
-        return x[:1, :1, :1, :1].expand(batch, tokens // degree, heads * degree, width)
-
     def before_backward(
         self,
         dout: torch.Tensor,

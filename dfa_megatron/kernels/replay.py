@@ -1,0 +1,54 @@
+"""Replay: run recorded operations on registers, and free each register after its last use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+Registers = list[Any]
+"""The values of one replay, by register."""
+
+
+class Op(NamedTuple):
+    """Call `function` on the registers `reads`, write the result to `writes`, then drop the registers in `frees`."""
+
+    function: Callable[..., Any]
+    reads: tuple[int, ...]
+    writes: int
+    frees: tuple[int, ...] = ()
+
+
+class OpFailed(Exception):  # noqa: N818
+    """The operation at this place of a replay raised this error."""
+
+    def __init__(self, at: int, error: Exception) -> None:
+        super().__init__(at)
+        self.at, self.error = at, error
+
+
+def replay(ops: Sequence[Op], registers: Registers) -> None:
+    """Run operations on registers.
+
+    Raises:
+        OpFailed: from the error of an operation.
+    """
+    read, at = registers.__getitem__, 0
+    try:
+        for at, (function, reads, writes, frees) in enumerate(ops):  # noqa: B007
+            registers[writes] = function(*map(read, reads))
+            for register in frees:
+                registers[register] = None
+    except Exception as error:
+        raise OpFailed(at, error) from error
+
+
+def freeing(ops: Sequence[Op], written: set[int], *, kept: frozenset[int]) -> list[Op]:
+    """Return the same operations, with each register that they write freed after its last use.
+
+    written: other registers that are freed: the operations only read them. kept: those that are not.
+    """
+    last = {register: at for at, op in enumerate(ops) for register in (*op.reads, op.writes)}
+    frees: dict[int, list[int]] = {}
+    for register in sorted(({op.writes for op in ops} | written) & last.keys() - kept):
+        frees.setdefault(last[register], []).append(register)
+    return [op._replace(frees=tuple(frees.get(at, ()))) for at, op in enumerate(ops)]

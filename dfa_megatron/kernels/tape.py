@@ -1,0 +1,263 @@
+"""A tape: the tensor operations of one run, recorded once, and replayed on other tensors without the code around them.
+
+Recording sees every operation that passes PyTorch's dispatcher. Kernels of other libraries do not: their adapters hand
+each launch to `launch`, and say so with `BlockKernel.replays`. The tape holds numbered registers. An operation is a
+function, the registers that it reads and the one that it writes, so a replay is one short loop. All views of a tensor
+become one `as_strided` each. Registers are freed after their last use, as the recorded run freed its tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dfa_megatron.kernels.replay import Op, Registers
+
+aten = torch.ops.aten
+
+
+class Unrecordable(Exception):  # noqa: N818 -- the run itself is right, and goes on
+    """An operation cannot be replayed, such as one that reads a value back to the host."""
+
+
+class Tape(TorchDispatchMode):
+    """Records the operations of the code that runs inside, on these inputs.
+
+    Constants of the code (tables, tensors that were there before) are kept as they are. A replay's inputs must have the
+    shapes, strides, storage offsets, dtypes, devices and alignment of the recorded ones: see `signature`.
+
+    Args:
+        inputs: the tensors that differ from run to run; registers 0, 1, ... in their order.
+
+    Attributes:
+        ops: recorded since the last `cut`.
+        why_not: why the run cannot be replayed, or "".
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[Op] = []
+        self.why_not = ""
+        self._values: Registers = [None] * (len(inputs) + 1)
+        self._sink = len(inputs)
+        self._root_of = WeakTensorKeyDictionary()
+        self._is_root = WeakTensorKeyDictionary()
+        self._constants: dict[int, int] = {}
+        self._views: dict[tuple[Any, ...], int] = {}
+        self._recasts: dict[tuple[int, torch.dtype], int] = {}
+        for register, x in enumerate(inputs):
+            self._place(x, register)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and record it; one that is made of others is recorded as these."""
+        with self:
+            result = func.decompose(*args, **(kwargs or {}))
+        if result is not NotImplemented:
+            return result
+        result = func(*args, **(kwargs or {}))
+        if not self.why_not:
+            try:
+                self._record(func, args, kwargs or {}, result)
+            except Unrecordable as error:
+                self.why_not = str(error)
+        return result
+
+    def launch(self, function: Callable[..., object], *args: Any) -> None:
+        """Record a launch that was just made; it writes into its arguments and returns nothing."""
+        if not self.why_not:
+            self._emit(function, args)
+
+    def reserve(self) -> int:
+        """Return a register that a replay fills with a value of its own; `act` may read it."""
+        return self._value(None)
+
+    def act(self, function: Callable[..., object], reads: tuple[int, ...]) -> None:
+        """Record a call that is no tensor operation, on registers; it returns nothing."""
+        self.ops.append(Op(function, reads, self._sink))
+
+    def cut(self) -> list[Op]:
+        """Return the operations since the last cut."""
+        ops, self.ops = self.ops, []
+        return ops
+
+    def register(self, x: torch.Tensor) -> int:
+        """Return the register of a tensor; a view of a register is made where it is first read."""
+        root = self._root_of.get(x)
+        if root is None:
+            return self._constant(x)
+        if x in self._is_root:
+            return int(root)
+        where = root, x.dtype, tuple(x.shape), x.stride(), x.storage_offset()
+        if where not in self._views:
+            self._views[where] = self._write(torch.as_strided, (root, *map(self._value, where[2:])))
+        return self._views[where]
+
+    def registers(self) -> Registers:
+        """Return the registers as a replay begins with them: constants in place, the rest empty."""
+        return list(self._values)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if func in _NOTHING:
+            return
+        if func in _READS_BACK:
+            raise Unrecordable(f"{func} reads a value back to the host")
+        if func in _EMPTY:
+            allocate = partial(
+                torch.empty_strided, tuple(result.shape), result.stride(), dtype=result.dtype, device=result.device
+            )
+            self._place(result, self._write(allocate, ()))
+            return
+        if func in _ZEROS and result.is_contiguous():
+            allocate = partial(torch.zeros, tuple(result.shape), dtype=result.dtype, device=result.device)
+            self._place(result, self._write(allocate, ()))
+            return
+        if _is_view(func):
+            self._view(func, args[0], result)
+            return
+        function = _FAST.get(func, func)
+        if kwargs:
+            named = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+            function = partial(func, **{name: value for name, value in kwargs.items() if name not in named})
+            if named:
+                function, args = _keyworded(function, len(args), tuple(named)), (*args, *named.values())
+        register = self._emit(function, args)
+        for number, x in enumerate(result) if isinstance(result, list | tuple) else [(None, result)]:
+            if not isinstance(x, torch.Tensor) or x in self._root_of:  # in place: the register is that of its argument
+                continue
+            self._place(x, register if number is None else self._write(operator.itemgetter(number), (register,)))
+
+    def _view(self, func: Any, base: torch.Tensor, result: Any) -> None:
+        if base not in self._root_of:  # a constant's view is a constant
+            return
+        for x in result if isinstance(result, list | tuple) else [result]:
+            root = self._root_of[base]
+            if x.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
+                raise Unrecordable(f"{func} copies, and is declared to make a view")
+            if x.dtype != base.dtype:
+                key = root, x.dtype
+                if key not in self._recasts:
+                    self._recasts[key] = self._emit(torch.Tensor.view, (base, x.dtype))
+                root = self._recasts[key]
+            if x is not base:
+                self._root_of[x] = root
+                if x.dtype == base.dtype and base in self._is_root and _same_layout(x, base):
+                    self._is_root[x] = True
+
+    def _emit(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
+        """Record an operation, and return the register of its result."""
+        reads = []
+        for position, value in enumerate(args):
+            if isinstance(value, torch.Tensor):
+                reads.append(self.register(value))
+            elif isinstance(value, list | tuple) and any(isinstance(x, torch.Tensor) for x in value):
+                members = tuple(map(self.register, value))
+                function, reads = _listed(function, position, len(members)), [*reads, *members]
+            else:
+                reads.append(self._value(value))
+        return self._write(function, tuple(reads))
+
+    def _write(self, function: Callable[..., Any], reads: tuple[int, ...]) -> int:
+        self._values.append(None)
+        register = len(self._values) - 1
+        self.ops.append(Op(function, reads, register))
+        return register
+
+    def _place(self, x: torch.Tensor, register: int) -> None:
+        self._root_of[x] = register
+        self._is_root[x] = True
+
+    def _constant(self, x: torch.Tensor) -> int:
+        """Return the register of a tensor that was there before; it is kept."""
+        if id(x) not in self._constants:
+            self._constants[id(x)] = self._value(x)
+        return self._constants[id(x)]
+
+    def _value(self, value: Any) -> int:
+        self._values.append(value)
+        return len(self._values) - 1
+
+
+def recording() -> Tape | None:
+    """Return the tape that records here, if one does: adapters hand it the launches of other libraries' kernels."""
+    mode = _get_current_dispatch_mode()
+    return mode if isinstance(mode, Tape) else None
+
+
+def launched(function: Callable[..., object], *args: Any) -> None:
+    """Make a launch of another library's kernel, which writes into its arguments, where a tape may record."""
+    function(*args)
+    tape = recording()
+    if tape is not None:
+        tape.launch(function, *args)
+
+
+def signature(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Return what a replay must have in common with the recorded run; the shapes of its tensors are known equal.
+
+    The stream is part of it: tables that one has copied to the device may not be there yet for another. So are the
+    current device, to which launches go, and autocast, which changes operations.
+    """
+    kind = tensors[0].device.type
+    around: tuple[Any, ...] = (torch.is_autocast_enabled(kind),) if kind in _WITH_AUTOCAST else ()
+    if kind == "cuda":
+        stream = torch.cuda.current_stream(tensors[0].device).cuda_stream
+        around = *around, stream, torch.cuda.current_device()
+    return around, *([(x.stride(), x.storage_offset(), x.data_ptr() % _ALIGNMENT == 0) for x in tensors])
+
+
+_WITH_AUTOCAST = ("cuda", "cpu")
+_ALIGNMENT = 16
+"""Bytes. Kernels with vector loads are chosen by this."""
+
+
+def _is_view(func: Any) -> bool:
+    returned = func._schema.returns
+    return bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
+
+
+def _same_layout(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.shape == y.shape and x.stride() == y.stride() and x.storage_offset() == y.storage_offset()
+
+
+def _listed(function: Callable[..., Any], position: int, count: int) -> Callable[..., Any]:
+    """Return the function for registers of which `count` from `position` on are one list."""
+
+    def call(*args: Any) -> Any:
+        return function(*args[:position], list(args[position : position + count]), *args[position + count :])
+
+    return call
+
+
+def _keyworded(function: Callable[..., Any], count: int, names: tuple[str, ...]) -> Callable[..., Any]:
+    """Return the function for positional arguments of which all after the first `count` have these names."""
+
+    def call(*args: Any) -> Any:
+        return function(*args[:count], **dict(zip(names, args[count:], strict=True)))
+
+    return call
+
+
+_NOTHING = {aten.record_stream.default}
+_READS_BACK = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default}
+_EMPTY = {
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
+    aten.new_empty.default, aten.new_empty_strided.default,
+}  # fmt: skip
+_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
+_FAST: dict[Any, Callable[..., Any]] = {
+    aten.copy_.default: torch.Tensor.copy_,
+    aten.zero_.default: torch.Tensor.zero_,
+    aten.fill_.Scalar: torch.Tensor.fill_,
+    aten.neg.default: torch.neg,
+    aten.add_.Tensor: torch.Tensor.add_,
+    aten.clone.default: torch.clone,
+}
+"""The same operations without the Python code of `torch.ops`."""

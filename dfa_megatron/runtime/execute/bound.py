@@ -1,0 +1,168 @@
+"""A bound program: what a run of one rank's program does to tensors and messages, recorded once, then replayed.
+
+The recorded run is a real one, driven by the one loop over the checked program, so what is checked is what is replayed.
+A replay fills in the call's tensors: it looks nothing up, and computes no shape and no place in memory again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dfa_megatron.errors import ExecutionError
+from dfa_megatron.kernels.replay import Op, OpFailed, Registers, freeing, replay
+from dfa_megatron.kernels.tape import Tape
+from dfa_megatron.runtime.comm.transport import NoTransport, Recv, Send, StepTransport
+
+Fields = tuple[torch.Tensor, ...]
+
+Failed = Callable[[int, Exception], ExecutionError]
+"""Return the error to raise where a step failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """The batch of a step.
+
+    sends: peer, the registers of the message's tensors, and their offsets in the peer's arena. receives: peer, and the
+    registers of the memory that the message lands in. packing: operations that make what is sent, on the transport's
+    queue.
+    """
+
+    after: int
+    sends: tuple[tuple[int, tuple[int, ...], Sequence[int]], ...]
+    receives: tuple[tuple[int, tuple[int, ...]], ...]
+    packing: tuple[Op, ...]
+
+    def __call__(self, transport: StepTransport, registers: Registers, *_held: Any) -> None:
+        """Post the batch."""
+        receives, read = [], registers.__getitem__
+        for peer, where in self.receives:
+            receives.append(Recv(peer, list(map(read, where))))
+        transport.post(self.after, partial(self._sends, registers), receives)
+
+    def _sends(self, registers: Registers) -> list[Send]:
+        if self.packing:
+            replay(self.packing, registers)
+        sends, read = [], registers.__getitem__
+        for peer, where, offsets in self.sends:
+            sends.append(Send(peer, list(map(read, where)), offsets))
+        return sends
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        """The registers that must live until the batch has landed."""
+        posted = [where for _, where, _ in self.sends] + [where for _, where in self.receives]
+        packed = [(*op.reads, op.writes) for op in self.packing]
+        return tuple(dict.fromkeys(x for registers in posted + packed for x in registers))
+
+
+def _land(transport: StepTransport, *_held: Any) -> None:
+    transport.land()
+
+
+class Recorder:
+    """A transport that puts what passes through it on the tape that records the run.
+
+    Args:
+        tape: records the run around it.
+        transport: moves the messages; what passes to a NoTransport is left out.
+    """
+
+    def __init__(self, tape: Tape, transport: StepTransport) -> None:
+        self.tape, self.transport = tape, transport
+        self._moves = not isinstance(transport, NoTransport)
+        self.own, self.all = tape.reserve(), tape.reserve()
+        """The registers that hold, in a replay, its transport and the list of its registers."""
+        self.posts: list[int] = []
+        """Where in the operations each step's batch is posted."""
+        self._posted: tuple[int, ...] = ()
+
+    def start(self) -> None:
+        """Begin the run."""
+        self._pass_on("start")
+
+    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
+        """Post the batch, and record the packing apart."""
+        tape = self.tape
+        self.posts.append(len(tape.ops))
+        if not self._moves:
+            return
+        landing = tuple((r.peer, tuple(map(tape.register, r.tensors))) for r in receives)
+        before = tape.cut()
+        bound: list[tuple[int, tuple[int, ...], Sequence[int]]] = []
+
+        def recorded() -> Sequence[Send]:
+            with tape:
+                found = sends()
+            bound.extend((s.peer, tuple(map(tape.register, s.tensors)), s.offsets) for s in found)
+            return found
+
+        with _disable_current_modes():
+            self.transport.post(after, recorded, receives)
+        post = Post(after, tuple(bound), landing, tuple(tape.cut()))
+        tape.ops = before
+        self.posts[-1] = len(before)
+        self._posted = post.touched
+        tape.act(post, (self.own, self.all, *self._posted))
+
+    def land(self) -> None:
+        """Finish the batch."""
+        if not self._moves:
+            return
+        with _disable_current_modes():
+            self.transport.land()
+        self.tape.act(_land, (self.own, *self._posted))
+
+    def computed(self, step: int) -> None:
+        """Note the end of a step's compute."""
+        self._pass_on("computed", step)
+
+    def finish(self) -> None:
+        """Note the end of the last step."""
+        self._pass_on("finish")
+
+    def _pass_on(self, method: str, *args: Any) -> None:
+        if not self._moves:
+            return
+        call = methodcaller(method, *args)
+        with _disable_current_modes():
+            call(self.transport)
+        self.tape.act(call, (self.own,))
+
+
+class Bound:
+    """A recorded run of one phase.
+
+    Args:
+        recorder: of the run.
+        results: the tensors that it returned.
+    """
+
+    def __init__(self, recorder: Recorder, results: Fields) -> None:
+        tape = recorder.tape
+        self._results = tuple(map(tape.register, results))
+        self._transport, self._all, self._posts = recorder.own, recorder.all, recorder.posts
+        self._registers = tape.registers()
+        packed = {op.writes for ops in tape.ops if isinstance(ops.function, Post) for op in ops.function.packing}
+        self._ops = freeing(tape.ops, packed, kept=frozenset(self._results))
+
+    def __call__(self, inputs: Fields, transport: StepTransport, failed: Failed) -> Fields:
+        """Replay. inputs: like the recorded ones, see `tape.signature`. failed: makes the error of a step."""
+        registers = self._registers.copy()
+        registers[: len(inputs)] = inputs
+        registers[self._transport], registers[self._all] = transport, registers
+        try:
+            replay(self._ops, registers)
+            return tuple(map(registers.__getitem__, self._results))
+        except OpFailed as at:
+            raise failed(max(bisect_right(self._posts, at.at) - 1, 0), at.error) from at.error
+        finally:
+            registers.clear()  # it holds itself

@@ -1,0 +1,181 @@
+"""A recorded program replays exactly: other values, layouts and packs, over gloo. It names the step that fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import dfa_megatron
+from dfa_megatron.errors import ExecutionError
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
+from dfa_megatron.plan.language.geometry import CAUSAL
+from dfa_megatron.runtime.comm.gloo import GlooTransport
+from dfa_megatron.runtime.execute.bound import Bound
+from dfa_megatron.runtime.prepare import Prepared, in_use
+from dfa_megatron.testing.arguments import arguments
+from dfa_megatron.testing.dense import assert_close, dense_attention
+from dfa_megatron.testing.workers import run_ranks
+from tests.support.cases import positions
+
+LOCAL = 12
+
+
+def compare(rank: int, ranks: int, seed: int, *, strided: bool = False, **options: Any) -> None:
+    """Forward and backward of fresh random inputs against dense float64, to 10^-12."""
+    length = ranks * LOCAL
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, dout = (torch.randn(2, length, h, 16, generator=generator, dtype=torch.float64) for h in (4, 2, 2, 4))
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    row, column = torch.arange(length)[:, None], torch.arange(length)[None]
+    want, _ = dense_attention(*whole, visible=column <= row)
+    wanted = torch.autograd.grad(want, whole, dout)
+    rows = positions(options.get("layout", "contiguous"), length, ranks)[rank]
+    shard = [x[:, rows] for x in (q, k, v)]
+    if strided:
+        shard = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shard]
+    shard = [x.detach().requires_grad_() for x in shard]
+    out = dfa_megatron.dist_flash_attn_func(*shard, **arguments(causal=True, **options))
+    got = torch.autograd.grad(out, shard, dout[:, rows])
+    for one, other in zip((out, *got), (want, *wanted), strict=True):
+        assert_close(one, other[:, rows], tolerance=1e-12)
+
+
+def recorded(prepared: Prepared) -> int:
+    """How many runs of it are replayed from now on."""
+    return sum(isinstance(found, Bound) for found in prepared.bound.values())
+
+
+def _again(rank: int, ranks: int, **options: Any) -> None:
+    for seed in range(4):
+        compare(rank, ranks, seed, **options)
+        assert recorded(in_use()[-1]) == (2 if seed else 0), "the second run is recorded, forward and backward"
+    for seed in range(4, 7):
+        compare(rank, ranks, seed, strided=True, **options)
+    assert recorded(in_use()[-1]) == 4, "another layout of the caller's tensors has a recording of its own"
+    compare(rank, ranks, 7, **options)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_replays_on_one_rank_are_exact(kernel: str) -> None:
+    _again(0, 1, group="", kernel=kernel)
+
+
+def _schedules(rank: int, ranks: int) -> None:
+    for options in (
+        {"schedule": "ring"},
+        {"schedule": "balanced_shared", "kernel": "reference"},
+        {"schedule": "greedy"},
+        {"layout": "zigzag"},
+    ):
+        _again(rank, ranks, **options)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_replays_over_gloo_are_exact_in_every_schedule(ranks: int) -> None:
+    run_ranks(ranks, _schedules)
+
+
+def _packs(rank: int, ranks: int) -> None:
+    """Three packs that take turns, each three times: a replay belongs to its pack."""
+    length = ranks * LOCAL
+    for turn in range(9):
+        offsets = ((0, length), (0, 5, 17, length), (0, 1, 2, length - 3, length))[turn % 3]
+        generator = torch.Generator().manual_seed(turn)
+        q, k, v, dout = (torch.randn(length, h, 16, generator=generator, dtype=torch.float64) for h in (4, 2, 2, 4))
+        whole = [x[None].clone().requires_grad_() for x in (q, k, v)]
+        row, column = torch.arange(length)[:, None], torch.arange(length)[None]
+        document = torch.bucketize(torch.arange(length), torch.tensor(offsets[1:]), right=True)
+        want, _ = dense_attention(*whole, visible=(column <= row) & (document[:, None] == document[None]))
+        wanted = torch.autograd.grad(want, whole, dout[None])
+        rows = slice(rank * LOCAL, (rank + 1) * LOCAL)
+        shard = [x[rows].clone().requires_grad_() for x in (q, k, v)]
+        out = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, **arguments(causal=True, kernel="reference"))
+        got = torch.autograd.grad(out, shard, dout[rows])
+        for one, other in zip((out, *got), (want, *wanted), strict=True):
+            assert_close(one, other[0, rows], tolerance=1e-12)
+    assert [recorded(prepared) for prepared in in_use()] == [2, 2, 2]
+
+
+def test_replays_of_packs_that_take_turns_are_exact() -> None:
+    run_ranks(2, _packs)
+
+
+def _counted(rank: int, ranks: int) -> tuple[int, int]:
+    """Python calls inside the package, and its files that are entered, by a warm forward and backward."""
+    shard = [torch.randn(1, LOCAL, h, 16, requires_grad=True) for h in (4, 4, 4)]
+    package, entered, calls = os.path.dirname(dfa_megatron.__file__), set(), 0
+
+    def both() -> None:
+        dfa_megatron.dist_flash_attn_func(*shard, causal=True).sum().backward()
+
+    def see(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            entered.add(frame.f_code.co_filename)
+            calls += 1
+
+    for _ in range(3):
+        both()
+    sys.setprofile(see)
+    both()
+    sys.setprofile(None)
+    return calls, len(entered)
+
+
+def test_a_warm_call_on_four_ranks_makes_few_calls_of_python() -> None:
+    calls = [found[0] for found in run_ranks(4, _counted)]
+    assert max(calls) <= 220, calls
+
+
+def test_a_warm_call_on_one_rank_enters_twelve_files() -> None:
+    calls, files = _counted(0, 1)
+    assert files <= 12
+    assert calls <= 60
+
+
+def test_autocast_and_an_operation_that_reads_back_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 inside and outside of autocast, in turns; then a kernel that waits for a value."""
+    x = torch.randn(1, LOCAL, 2, 16)
+    for turn in range(8):
+        with torch.autocast("cpu", enabled=turn % 2 == 1):
+            out = dfa_megatron.dist_flash_attn_func(x, x, x, **arguments(causal=True, group="", kernel="cpu"))
+            want, _ = dense_attention(x, x, x, CAUSAL)
+            assert_close(out, want, tolerance=1e-5)
+    assert recorded(in_use()[-1]) == 2
+
+    real = ReferenceKernel.launch
+    monkeypatch.setattr(ReferenceKernel, "launch", lambda self, call: (call.q.sum().item(), real(self, call))[1])
+    for _ in range(4):
+        dfa_megatron.dist_flash_attn_func(x, x, x, **arguments(causal=True, group="", kernel="reference"))
+    (why,) = in_use()[-1].bound.values()
+    assert isinstance(why, str)
+    assert "reads a value back" in why
+
+
+def _broken(rank: int, ranks: int) -> str:
+    for seed in range(3):
+        compare(rank, ranks, seed, schedule="ring")
+    posted, post = 0, GlooTransport.post
+
+    def second(self: GlooTransport, *given: Any) -> None:
+        nonlocal posted
+        posted += 1
+        if posted == 2:
+            raise RuntimeError("the cable was pulled")
+        post(self, *given)
+
+    GlooTransport.post = second  # type: ignore[method-assign]
+    try:
+        compare(rank, ranks, 3, schedule="ring")
+    except ExecutionError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_the_error_of_a_replay_names_the_step() -> None:
+    for rank, told in enumerate(run_ranks(2, _broken)):
+        assert f"rank {rank}, step 1 of a distributed forward failed: the cable was pulled" in told
