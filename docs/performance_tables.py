@@ -190,10 +190,21 @@ def qwen() -> Lines:
     return figures("tokens/s per GPU (GiB)", lines, columns)
 
 
+def host() -> Lines:
+    """Return the host's milliseconds of a call, as it stands and replayed."""
+    one, two = "11-22-1xh200-host-time", "11-22-2xh200-host-time"
+    cells = {f"{n}": row(one, case=f"program {n}") for n in (1, 2, 4, 8)} | {"2, whole call": row(two, case="function")}
+    lines = [[label, *(f"{x[way]:.2f}" for x in cells.values())] for label, way in WAYS.items()]
+    return table(["host ms, forward + backward; ranks", *cells], lines)
+
+
+WAYS = {"as it stands": "unbound", "replayed": "bound"}
+
+
 PAGES: dict[str, dict[str, Callable[[], Lines]]] = {
     "README.md": {"results": readme},
     "docs/performance.md": {
-        "in-short": in_short, **ATTENTION, "packed": packed, "layers": layers, "megatron-training": megatron_training,
+        "in-short": in_short, "host": host, **ATTENTION, "packed": packed, "layers": layers, "megatron-training": megatron_training,
         "losses": losses, "deepspeed": deepspeed, "qwen": qwen, "longest": longest,
     },
     "docs/packed.md": {
