@@ -51,7 +51,7 @@ quick: $(READY)
 	$(PYTEST) $(QUICK) $(ARGS)
 
 fuzz: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m dfa_megatron.testing.fuzz $(or $(ARGS),--over together gloo)
+	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(or $(ARGS),--over together gloo)
 
 gpu: $(READY)
 	$(PY) -m pytest -q -m gpu $(ARGS)

@@ -204,8 +204,9 @@ WAYS = {"as it stands": "unbound", "replayed": "bound"}
 PAGES: dict[str, dict[str, Callable[[], Lines]]] = {
     "README.md": {"results": readme},
     "docs/performance.md": {
-        "in-short": in_short, "host": host, **ATTENTION, "packed": packed, "layers": layers, "megatron-training": megatron_training,
-        "losses": losses, "deepspeed": deepspeed, "qwen": qwen, "longest": longest,
+        "in-short": in_short, "host": host, **ATTENTION, "packed": packed, "layers": layers,
+        "megatron-training": megatron_training, "losses": losses, "deepspeed": deepspeed, "qwen": qwen,
+        "longest": longest,
     },
     "docs/packed.md": {
         "new-packs": partial(

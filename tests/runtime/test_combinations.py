@@ -19,10 +19,10 @@ import pytest
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.api import BlockCall
 from dfa_megatron.kernels.segments import Segments
-from dfa_megatron.testing.fuzz import in_one_process as jobs
-from dfa_megatron.testing.fuzz.__main__ import main
-from dfa_megatron.testing.fuzz.attempt import attempt
-from dfa_megatron.testing.fuzz.random_case import GPU_CLASSES, draw
+from tests.fuzz import in_one_process as jobs
+from tests.fuzz.__main__ import main
+from tests.fuzz.attempt import attempt
+from tests.fuzz.random_case import GPU_CLASSES, draw
 
 
 def fuzz(folder: Path, *arguments: str) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def test_a_planted_fault_is_found_and_its_line_finds_it_again(
 
 _PLANTS = """
 import multiprocessing, os, time
-from dfa_megatron.testing.fuzz.random_case import draw
+from tests.fuzz.random_case import draw
 
 def drawn(number):
     case = draw(0, number, "together")
@@ -140,7 +140,7 @@ def test_a_process_that_dies_or_hangs_loses_one_case(tmp_path: Path, monkeypatch
     assert sorted(verdicts) == list(range(6))
     assert [number for number, verdict in verdicts.items() if verdict.kind == "failed"] == [2, 5]
     assert "the process ended with 9" in verdicts[2].reason
-    assert "no end within 8 s: python -m dfa_megatron.testing.fuzz --seed 0 --case 5" in verdicts[5].reason
+    assert "no end within 8 s: python -m tests.fuzz --seed 0 --case 5" in verdicts[5].reason
     assert "__getitem__" in verdicts[5].reason, "the stack is told"
 
 
@@ -164,7 +164,7 @@ def test_a_line_says_all_of_a_case() -> None:
 
 def _arguments(line: str) -> Sequence[str]:
     words = shlex.split(line)
-    assert words[:4] == ["FAILED", "python", "-m", "dfa_megatron.testing.fuzz"]
+    assert words[:4] == ["FAILED", "python", "-m", "tests.fuzz"]
     return words[4:]
 
 

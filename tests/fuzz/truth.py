@@ -10,7 +10,7 @@ import torch
 
 from dfa_megatron.sharding import layout_of_tokens, positions_of
 from dfa_megatron.testing.dense import band_of, dense_attention
-from dfa_megatron.testing.fuzz.random_case import Case
+from tests.fuzz.random_case import Case
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 """Largest norm of an output's error over the norm of the output; gradients have four times as much."""

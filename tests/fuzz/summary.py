@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dfa_megatron.testing.fuzz.attempt import Verdict
-from dfa_megatron.testing.fuzz.random_case import Case
+from tests.fuzz.attempt import Verdict
+from tests.fuzz.random_case import Case
 
 TOLD = 20
 """Failures that are printed; the file has all of them."""

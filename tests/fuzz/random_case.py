@@ -113,9 +113,7 @@ class Case:
     def line(self) -> str:
         """Return the command that runs it again."""
         where = f"--over {self.over}" + (f" --device {self.device}" if self.device != "cpu" else "")
-        return (
-            f"python -m dfa_megatron.testing.fuzz --seed {self.seed} --case {self.number} {where} --ranks {self.ranks}"
-        )
+        return f"python -m tests.fuzz --seed {self.seed} --case {self.number} {where} --ranks {self.ranks}"
 
     def features(self) -> list[str]:
         """Return the names of the features that a run counts."""

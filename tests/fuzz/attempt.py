@@ -22,9 +22,9 @@ from dfa_megatron.plan_run.together import backward_together, forward_together, 
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.arguments import arguments
-from dfa_megatron.testing.fuzz.random_case import Case
-from dfa_megatron.testing.fuzz.truth import Results, Tensors, dense, distances, rows_of, tensors
 from dfa_megatron.testing.nan_memory import nan_memory
+from tests.fuzz.random_case import Case
+from tests.fuzz.truth import Results, Tensors, dense, distances, rows_of, tensors
 
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

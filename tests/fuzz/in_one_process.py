@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.testing.fuzz.attempt import Verdict, attempt
-from dfa_megatron.testing.fuzz.deadline import within
-from dfa_megatron.testing.fuzz.random_case import Case
+from tests.fuzz.attempt import Verdict, attempt
+from tests.fuzz.deadline import within
+from tests.fuzz.random_case import Case
 
 GRACE = 15.0
 """Seconds after the deadline until a case that goes on, in a compilation perhaps, is cut off."""

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from dfa_megatron.testing.fuzz.attempt import Verdict, attempt
-from dfa_megatron.testing.fuzz.deadline import within
-from dfa_megatron.testing.fuzz.random_case import Case
 from dfa_megatron.testing.workers import preload, run_ranks
+from tests.fuzz.attempt import Verdict, attempt
+from tests.fuzz.deadline import within
+from tests.fuzz.random_case import Case
 
 CASES_OF_A_GROUP = 200
 """Cases that one group of processes runs, unless one of them loses it."""
@@ -28,7 +28,7 @@ def run_groups(cases: Sequence[Case], limit: float, deadline: float) -> Iterator
         limit: seconds for a case.
         deadline: on the monotonic clock, after which no new group starts.
     """
-    preload("dfa_megatron.testing.fuzz.attempt")
+    preload("tests.fuzz.attempt")
     by_ranks: dict[int, list[Case]] = defaultdict(list)
     for case in cases:
         by_ranks[case.ranks].append(case)

@@ -1,4 +1,4 @@
-"""The command: python -m dfa_megatron.testing.fuzz --help."""
+"""The command: python -m tests.fuzz --help."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from dfa_megatron.testing.fuzz.attempt import Verdict, attempt
-from dfa_megatron.testing.fuzz.deadline import within
-from dfa_megatron.testing.fuzz.in_one_process import run_jobs
-from dfa_megatron.testing.fuzz.over_ranks import run_groups
-from dfa_megatron.testing.fuzz.random_case import GPU_CLASSES, MOST_RANKS, Case, draw
-from dfa_megatron.testing.fuzz.summary import TOLD, Summary
+from tests.fuzz.attempt import Verdict, attempt
+from tests.fuzz.deadline import within
+from tests.fuzz.in_one_process import run_jobs
+from tests.fuzz.over_ranks import run_groups
+from tests.fuzz.random_case import GPU_CLASSES, MOST_RANKS, Case, draw
+from tests.fuzz.summary import TOLD, Summary
 
 TELL = 5.0
 """Seconds between two lines of progress, and between two writings of the report."""
@@ -76,7 +76,7 @@ def _run(over: str, asked: argparse.Namespace, deadline: float) -> Iterator[tupl
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m dfa_megatron.testing.fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--cases", type=int, default=300, help="how many, over each kind of ranks")
