@@ -1,6 +1,6 @@
 """Times attention over packed documents beside ring-flash-attn's varlen functions, after checking each against float64.
 
-    torchrun --nproc-per-node 4 benchmarks/packed.py --heads 64 --kv-heads 8 --tokens-per-rank 8192 --out packed.json
+    torchrun --nproc-per-node 4 -m benchmarks.packed --heads 64 --kv-heads 8 --tokens-per-rank 8192 --out packed.json
 
 Documents are drawn log-normal, up to a quarter of the pack, and rounded to multiples of 2P tokens: ring-flash-attn's
 ring and zigzag cut each document into P or 2P chunks. A method that is wrong on a small pack is

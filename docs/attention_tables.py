@@ -67,6 +67,14 @@ def grid() -> Lines:
     return table(["heads on kv heads", "method", "8K", "32K", "128K"], lines)
 
 
+def short() -> Lines:
+    """Return short calls on two GPUs, with the host's work replayed."""
+    methods = {"ours": OURS, "ours, `cuda_graph`": GRAPH, "Ulysses": ULYSSES}
+    columns = {f"{n}K, {h[0]} on {h[1]}": ("11-22-2xh200-short-flash4", h, n) for h in (ALL, SOME) for n in (8, 16, 32)}
+    lines = bold([[label, *(speed(some, one) for one in columns.values())] for label, some in methods.items()])
+    return table(["two GPUs", *columns], lines)
+
+
 def everything_four() -> Lines:
     """Return every installed package on four GPUs, with memory."""
     columns = {f"{n}K, kv {kv}": (PEERS, (32, kv), n) for kv in (32, 8) for n in (32, 128)}
@@ -118,10 +126,9 @@ def transports() -> Lines:
     return table(["four GPUs", "32K", "128K"], lines)
 
 
-NVLINK, NO_LINK = "11-21-4xh200-ulysses-flash4", "11-22-4xh200-p2p-off-degrees-flash4"
-DEGREES = {"1": OURS, "2": ("dfa auto flash4 ulysses2",), "4": ("dfa auto flash4 ulysses4",)}
 EIGHT = {k: v for k, v in PACKAGES.items() if not k.startswith(("DeepSpeed", "yunchang", "ring-flash"))}
 TABLES = {
+    "short": short,
     "grid": grid,
     "everything-four": everything_four,
     "half-a-million": long_ones,
@@ -131,11 +138,6 @@ TABLES = {
     ),
     "schedules": schedules,
     "transports": transports,
-    "degrees": partial(
-        speeds, "`ulysses_degree`, 32 on 32", DEGREES,
-        {f"{link}, {n}K": (name, ALL, n) for link, name in (("NVLink", NVLINK), ("no direct link", NO_LINK))
-         for n in (32, 128)},
-    ),
     "without-link": partial(
         speeds, "no direct link", {"ours": OURS, "ours, layout `zigzag`": ("dfa zigzag flash4",), "Ulysses": ULYSSES,
                                    "PyTorch": PYTORCH},

@@ -1,4 +1,7 @@
-"""Hooks: a measurement may wrap the algebra and the transport of every attention that runs while it lasts."""
+"""Hooks: a measurement may wrap the algebra and the transport of every attention that runs while it lasts.
+
+Under a hook programs run as they stand and no run is replayed, so the host takes longer than without.
+"""
 
 from __future__ import annotations
 

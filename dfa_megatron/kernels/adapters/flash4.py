@@ -67,6 +67,7 @@ class Flash4Kernel(BlockKernel):
 
     def replays(self, *, deterministic: bool) -> bool:
         """See `BlockKernel.replays`: where the package keeps its compiled functions is known for one version."""
+        _tell_unseen()
         return _version() == READ
 
     def launch(self, call: BlockCall) -> Partial:
@@ -240,6 +241,17 @@ def _loaded() -> Functions:
     if isinstance(found, str):
         raise RuntimeError(found)
     return found
+
+
+@functools.cache
+def _tell_unseen() -> None:
+    if _version() not in ("", READ):
+        logger.info(
+            "%s %s: its launches are not recorded, so calls take the host longer than with %s",
+            PACKAGE,
+            _version(),
+            READ,
+        )
 
 
 def _tell_compilation(pass_name: str, call: BlockCall) -> None:

@@ -33,11 +33,13 @@ class Streams:
         self.started, self.filled = torch.cuda.Event(), torch.cuda.Event()
         self.free: list[torch.cuda.Event] = []
         self.steps, self.awaited = 0, list[tuple[int, ...]]()
+        self.captured = False
         self.compute = torch.cuda.current_stream(device)
 
     def start(self) -> None:
         """Hold messages until the caller's stream has computed the inputs."""
         self.compute = torch.cuda.current_stream(self.device)
+        self.captured = torch.cuda.is_current_stream_capturing()
         self.steps, self.awaited = 0, []
         self.started.record(self.compute)
         self.stream.wait_event(self.started)
@@ -66,6 +68,11 @@ class Streams:
         self.steps = step + 1
 
     def where(self) -> tuple[int, tuple[int, ...]]:
-        """Return the first step whose compute is not over, and the ranks that send its messages."""
+        """Return the first step whose compute is not over, and the ranks that send its messages; -1 in a CUDA graph.
+
+        Events of a graph cannot be queried: CUDA raises an error, which would end the watcher's thread.
+        """
+        if self.captured:
+            return -1, ()
         step = next((n for n, event in enumerate(self.free[: self.steps]) if not event.query()), self.steps)
         return step, self.awaited[step] if step < len(self.awaited) else ()
