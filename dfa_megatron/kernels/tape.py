@@ -105,9 +105,7 @@ class Tape(TorchDispatchMode):
         return list(self._values)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if func in _NOTHING:
-            return
-        if func in _READS_BACK:
+        if _FOLLOWS_VALUES.intersection(func.tags):
             raise Unrecordable(f"{func} reads a value back to the host")
         if func in _EMPTY:
             allocate = partial(
@@ -245,8 +243,8 @@ def _keyworded(function: Callable[..., Any], count: int, names: tuple[str, ...])
     return call
 
 
-_NOTHING = {aten.record_stream.default}
-_READS_BACK = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default}
+_FOLLOWS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""PyTorch's marks of operations whose result or shape the host learns from values."""
 _EMPTY = {
     aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
     aten.new_empty.default, aten.new_empty_strided.default,

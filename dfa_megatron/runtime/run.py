@@ -93,6 +93,8 @@ def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fie
     if found is not None or not _recordable(inputs[0].device):
         if found is _NEW and len(prepared.bound) < _MOST_BOUND:
             prepared.bound[key] = None
+        elif found is _NEW:
+            _tell_many()
         return _run(prepared, memory, inputs, arena, transport)
     given = tuple(x.detach() for x in (*inputs, arena.flat))  # the tape tells tensors apart as objects
     with Tape(given) as tape:
@@ -109,6 +111,13 @@ def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fie
 _NEW = object()
 _MOST_BOUND = 8
 """Recorded runs of one prepared attention: of its phases, for each layout of the caller's tensors."""
+
+
+@functools.cache
+def _tell_many() -> None:
+    logger.info(
+        "an attention meets more than %d layouts of its tensors; the others are not replayed", _MOST_BOUND
+    )
 
 
 def _recordable(device: torch.device) -> bool:

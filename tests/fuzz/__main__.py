@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tests.fuzz.attempt import Verdict, attempt
-from tests.fuzz.deadline import within
+from tests.fuzz.attempt import Verdict, attempts
 from tests.fuzz.in_one_process import run_jobs
 from tests.fuzz.over_ranks import run_groups
 from tests.fuzz.random_case import GPU_CLASSES, MOST_RANKS, Case, draw
@@ -66,13 +65,7 @@ def _run(over: str, asked: argparse.Namespace, deadline: float) -> Iterator[tupl
     elif jobs and asked.case is None:
         yield from run_jobs(drawn, numbers, jobs, limit, deadline)
     else:
-        for number in numbers:
-            if time.monotonic() > deadline:
-                return
-            case = drawn(number)
-            with within(limit, case.line):
-                verdict = attempt(case)
-            yield case, verdict
+        yield from attempts(drawn, numbers, limit, deadline)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import gc
 import re
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.nan_memory import nan_memory
+from tests.fuzz.deadline import within
 from tests.fuzz.random_case import Case
 from tests.fuzz.truth import Results, Tensors, dense, distances, rows_of, tensors
 
@@ -79,6 +81,21 @@ def attempt(case: Case, rank: int = 0, group: Any = None) -> Verdict:
         return Verdict(case.number, "right", worst=worst, distances=found)
     off = ", ".join(f"{name} {share:.3g}" for name, share in found.items() if not share <= 1)
     return Verdict(case.number, "failed", f"wrong, in units of the tolerance: {off}", worst, found)
+
+
+def attempts(
+    drawn: Callable[[int], Case], numbers: Iterable[int], limit: float, deadline: float
+) -> Iterator[tuple[Case, Verdict]]:
+    """Draw and judge one case after another; none begins after the deadline.
+
+    A case may take `limit` seconds, and the caller's work on its verdict counts: a lost GPU hangs there.
+    """
+    for number in numbers:
+        if time.monotonic() > deadline:
+            return
+        case = drawn(number)
+        with within(limit, case.line):
+            yield case, attempt(case)
 
 
 REFUSALS: tuple[tuple[str, str, Callable[[Case], bool]], ...] = (

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.attempt import Verdict, attempt
-from tests.fuzz.deadline import within
+from tests.fuzz.attempt import Verdict, attempts
 from tests.fuzz.random_case import Case
 
 GRACE = 15.0
@@ -110,15 +109,10 @@ def _serve(path: Path, drawn: Drawn, numbers: range, limit: float, deadline: flo
         faulthandler.enable()
         torch.set_num_threads(1)
         logging.getLogger("dfa_megatron").setLevel(logging.ERROR)
-        for number in numbers:
-            if time.monotonic() > deadline:
-                return
-            case = drawn(number)
-            with within(limit, case.line):
-                verdict = attempt(case)
-                report.write(json.dumps(verdict.record()) + "\n")
-                if case.device != "cpu" and _device_is_lost():
-                    os._exit(0)  # the report has all its lines; what else would run now may fail once more
+        for case, verdict in attempts(drawn, numbers, limit, deadline):
+            report.write(json.dumps(verdict.record()) + "\n")
+            if case.device != "cpu" and _device_is_lost():
+                os._exit(0)  # the report has all its lines; what else would run now may fail once more
 
 
 def _device_is_lost() -> bool:
