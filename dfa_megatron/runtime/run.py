@@ -115,9 +115,7 @@ _MOST_BOUND = 8
 
 @functools.cache
 def _tell_many() -> None:
-    logger.info(
-        "an attention meets more than %d layouts of its tensors; the others are not replayed", _MOST_BOUND
-    )
+    logger.info("an attention meets more than %d layouts of its tensors; the others are not replayed", _MOST_BOUND)
 
 
 def _recordable(device: torch.device) -> bool:
