@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -80,6 +81,18 @@ def fine(length: int, ranks: int) -> Layout:
 def zigzag(length: int, ranks: int) -> Layout:
     """Give rank r chunks r and 2P-1-r of 2P: equal causal work per rank, but permuted data."""
     return Layout(cut(length, 2 * ranks), tuple(min(chunk, 2 * ranks - 1 - chunk) for chunk in range(2 * ranks)))
+
+
+def cut_at(layout: Layout, tokens: Iterable[int]) -> Layout:
+    """Cut the chunks at these tokens too; every rank holds the same tokens as before."""
+    edges = sorted(set(tokens))
+    chunks, owners = list[Span](), list[int]()
+    for chunk, owner in zip(layout.chunks, layout.owner, strict=True):
+        inside = edges[bisect_right(edges, chunk.lo) : bisect_left(edges, chunk.hi)]
+        parts = [Span(lo, hi) for lo, hi in pairwise([chunk.lo, *inside, chunk.hi])]
+        chunks += parts
+        owners += [owner] * len(parts)
+    return Layout(tuple(chunks), tuple(owners)) if len(chunks) > len(layout.chunks) else layout
 
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Phase, Plan
-from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Phase, Plan, needed_pairs
+from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.balanced import balanced, balanced_shared
 from dfa_megatron.plan.schedules.greedy import greedy
@@ -53,9 +53,28 @@ class Schedule:
                 why = "its messages hop from rank to rank, and cross to a node once already"
                 raise UnsupportedError(f"schedule {self.name!r} with a gateway", why, "the same without")
             route = gateway(ranks_per_node)
-        layout = layout_of(self.chunks, mask, ranks)
+        layout = _cut_where_needed(layout_of(self.chunks, mask, ranks), mask)
         blocks = tuple(sorted(self.assign(mask, layout)))
         return Plan(mask, layout, phase, blocks, route(blocks, layout, phase))
+
+
+def _cut_where_needed(layout: Layout, mask: Mask) -> Layout:
+    """Cut chunks where the rows end that another rank's rows or keys meet: only these travel.
+
+    A document that reaches over ranks needs its own rows, and a window the last rows of a chunk. A mask of many tiles
+    between ranks stays in whole chunks, because planning would take longer than the messages that it saves.
+    """
+    edges: set[int] = set()
+    for (q, kv), tiles in needed_pairs(mask, layout).items():
+        if layout.owner[q] != layout.owner[kv]:
+            for tile in tiles:
+                edges.update((tile.q.lo, tile.q.hi, tile.kv.lo, tile.kv.hi))
+    finer = cut_at(layout, edges)
+    return finer if len(finer.chunks) - len(layout.chunks) <= CUTS_PER_RANK * layout.ranks else layout
+
+
+CUTS_PER_RANK = 4
+"""Two for a document that begins or ends on a rank, and two for a window."""
 
 
 ALL = (

@@ -43,8 +43,8 @@ def _balanced(mask: Mask, layout: Layout, share_last: bool) -> tuple[Block, ...]
             owner, keys = (rank, rank - distance) if owns else (rank - distance + ranks, rank)
             rows = layout.of(owner)
             if far and share_last:
-                half = len(rows) // 2
-                rows = rows[half:] if owns else rows[:half]
+                middle = (layout.chunks[rows[0]].lo + layout.chunks[rows[-1]].hi) // 2
+                rows = tuple(row for row in rows if (layout.chunks[row].lo >= middle) == owns)
             blocks += [Block(distance, rank, q, kv) for q in rows for kv in layout.of(keys) if (q, kv) in needed]
     return tuple(blocks)
 

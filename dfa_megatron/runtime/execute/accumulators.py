@@ -74,8 +74,8 @@ class _Merged:
     _sum: Fields = ()
     _result: Fields = ()
     _saved: dict[int, tuple[int, Fields]] = field(default_factory=dict)
-    _reused: int = -1
-    """The saved partial whose memory is reused for the result."""
+    _stayed: int = -1
+    """The write whose partial's memory became the result."""
     _next: int = 0
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class _Merged:
     def open(self) -> None:
         """See `Accumulator.open`."""
         for span in self.merges.empty:
-            rows = tuple(rows_of(x, span.lo, span.hi) for x in self._in_result(()))
+            rows = tuple(rows_of(x, span.lo, span.hi) for x in self._in_result())
             if self.with_lse:
                 identity_(*rows)
             else:
@@ -100,59 +100,56 @@ class _Merged:
         """See `Accumulator.write`."""
         number, self._next = self._next, self._next + 1
         merging = self.merges.writes[number]
-        if merging.is_result and all(x.dtype == field.dtype for x, field in zip(partial, self.results, strict=True)):
-            self._result = partial
-            return
+        if merging.may_stay and not self._result and self._is_like_result(partial):
+            self._result, self._stayed = partial, number
         if any(rows.into is Destination.SAVED for rows in merging.rows):
             first = merging.rows[0]
             self._saved[number] = first.lo - first.skip, partial
         for rows in merging.rows:
             if rows.into is not Destination.SAVED:
-                self._merge_rows(rows, tuple(rows_of(x, rows.skip, rows.skip + rows.hi - rows.lo) for x in partial))
+                values = tuple(rows_of(x, rows.skip, rows.skip + rows.hi - rows.lo) for x in partial)
+                self._merge_rows(number, rows, values)
         if self._next == len(self.merges.writes):
             self._sum = ()
 
-    def _merge_rows(self, to: RowsMerge, rows: Fields) -> None:
-        into = self._rows(to, to.into)
-        if not to.saved and not to.sum:
-            for x, value in zip(into, rows, strict=True):
-                x.copy_(value)
-            return
-        parts = []
+    def _merge_rows(self, number: int, to: RowsMerge, rows: Fields) -> None:
+        into, parts = self._rows(to, to.into), list[Fields]()
+        in_result = to.into is Destination.RESULT or self._one_dtype
         if to.sum:
-            in_place = to.into is Destination.SUM or self._one_dtype
-            parts.append(into if in_place else self._rows(to, Destination.SUM))
-        for number in to.saved:
-            if number == self._reused and (to.into is Destination.RESULT or self._one_dtype):
+            parts.append(into if to.into is Destination.SUM or self._one_dtype else self._rows(to, Destination.SUM))
+        for other in (*to.saved, number):
+            if other == self._stayed and in_result:
                 parts.insert(0, into)
+            elif other == number:
+                parts.append(rows)
             else:
-                start, fields = self._saved[number]
+                start, fields = self._saved[other]
                 parts.append(tuple(rows_of(x, to.lo - start, to.hi - start) for x in fields))
-        parts.append(rows)
-        if self.with_lse:
+        self._merge(parts, into)
+        for other in to.freed:
+            del self._saved[other]
+
+    def _merge(self, parts: list[Fields], into: Fields) -> None:
+        """Merge parts; the first may be `into`."""
+        if len(parts) == 1:
+            for x, value in zip(into, parts[0], strict=True) if parts[0] is not into else ():
+                x.copy_(value)
+        elif self.with_lse:
             merge([(out, lse) for out, lse in parts], (into[0], into[1]))
         else:
             for x, values in zip(into, zip(*parts, strict=True), strict=True):
                 add(values, x)
-        for number in to.freed:
-            del self._saved[number]
 
     def _rows(self, to: RowsMerge, into: Destination) -> Fields:
         if into is Destination.RESULT or self._one_dtype:
-            return tuple(rows_of(x, to.lo, to.hi) for x in self._in_result(to.saved))
+            return tuple(rows_of(x, to.lo, to.hi) for x in self._in_result())
         span = self.merges.sum
         self._sum = self._sum or self._new(self.sums, len(span))
         return tuple(rows_of(x, to.lo - span.lo, to.hi - span.lo) for x in self._sum)
 
-    def _in_result(self, saved: tuple[int, ...]) -> Fields:
-        """Return memory for the result: reuse a saved partial that covers all rows, else allocate.
-
-        The partial is read before it is overwritten: no row has been written to the result yet, and the merge that
-        writes a row reads every saved partial of it.
-        """
-        if not self._result:
-            self._reused = next((number for number in saved if self._is_like_result(self._saved[number][1])), -1)
-            self._result = self._saved[self._reused][1] if self._reused >= 0 else self._new(self.results, self.rows)
+    def _in_result(self) -> Fields:
+        """Return the memory of the result; a partial of all rows that came first has given its own."""
+        self._result = self._result or self._new(self.results, self.rows)
         return self._result
 
     def _is_like_result(self, fields: Fields) -> bool:

@@ -49,10 +49,10 @@ class RowsMerge:
 
 @dataclass(frozen=True, slots=True)
 class WriteMerge:
-    """How one write is merged; `is_result` where its partial is the whole result as it stands."""
+    """How one write is merged; `may_stay`: a kernel's own output of all rows, whose memory may become the result."""
 
     rows: tuple[RowsMerge, ...]
-    is_result: bool
+    may_stay: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +110,8 @@ def _buffer_merges(rows: int, writes: list[tuple[Write, bool]]) -> BufferMerges:
     _free_after_last_use(merges)
     mergings = []
     for at, (write, may_save) in enumerate(writes):
-        (first, *more) = merges[at]
         whole = (write.region.lo, write.region.hi) == (0, rows)
-        alone = not more and not first.saved and not first.sum and first.into is Destination.RESULT
-        mergings.append(WriteMerge(tuple(merges[at]), is_result=may_save and whole and alone))
+        mergings.append(WriteMerge(tuple(merges[at]), may_stay=may_save and whole))
     sum_rows = Span(min((one.lo for one in summed), default=0), max((one.hi for one in summed), default=0))
     return BufferMerges(tuple(mergings), _joined(empty), sum_rows)
 

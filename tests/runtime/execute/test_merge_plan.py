@@ -159,11 +159,13 @@ def test_partials_wait_for_one_pass_into_the_result() -> None:
     assert merges.writes[2].rows[0].freed == (0, 1)
 
 
-def test_a_lone_partial_becomes_the_result_as_it_is() -> None:
-    (merging,) = _buffer_merges(ROWS, [(Write(Region(0, "out", 0, ROWS), fresh=True), True)]).writes
-    assert merging.is_result
-    (merging,) = _buffer_merges(ROWS, [(Write(Region(0, "out", 0, ROWS), fresh=True), False)]).writes
-    assert not merging.is_result, "landed memory is used again"
+def test_rows_of_a_partial_that_becomes_the_result_are_not_copied() -> None:
+    whole, some = ones(ROWS), ones(4)
+    accumulator = merged([(0, ROWS), (4, 8)], [whole, some])
+    assert accumulator.result[0] is whole
+    assert whole[0, :, 0, 0].tolist() == [1.0] * 4 + [2.0] * 4 + [1.0] * 4
+    landed = ones(ROWS)
+    assert merged([(0, ROWS)], [landed], landed=1).result[0] is not landed, "landed memory is used again"
 
 
 def test_an_arena_forgets_the_plans_that_nobody_keeps() -> None:
