@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
+
+import torch
 
 Registers = list[Any]
 """The values of one replay, by register."""
@@ -40,6 +44,30 @@ def replay(ops: Sequence[Op], registers: Registers) -> None:
                 registers[register] = None
     except Exception as error:
         raise OpFailed(at, error) from error
+
+
+def allocating_late(ops: Sequence[Op], starts: Sequence[int] = ()) -> list[Op]:
+    """Return the same operations, each allocation right before the first that reads it.
+
+    A kernel's package allocates its results first, its workspaces next, and fills the results last.
+
+    starts: where parts of the operations begin; each operation stays in its part.
+    """
+    edges = [0, *starts, len(ops)]
+    return [op for lo, hi in pairwise(edges) for op in _allocating_late(ops[lo:hi])]
+
+
+def _allocating_late(ops: Sequence[Op]) -> Iterator[Op]:
+    waiting: dict[int, Op] = {}
+    for op in ops:
+        if isinstance(op.function, partial) and op.function.func is torch.empty_strided:
+            waiting[op.writes] = op
+            continue
+        for register in op.reads:
+            if register in waiting:
+                yield waiting.pop(register)
+        yield op
+    yield from waiting.values()
 
 
 def freeing(ops: Sequence[Op], written: set[int], *, kept: frozenset[int]) -> list[Op]:

@@ -138,13 +138,16 @@ class _Direct(torch.autograd.Function):
             COUNTERS.replays += 1
             out, lse = (x.detach() for x in call.known)
         _save(ctx, q, k, v, out, lse, sinks, slopes)
+        ctx.set_materialize_grads(False)  # else lse, which has no gradient, would get one of zeros
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, _dlse: None) -> tuple[Any, ...]:
         """Return the gradients of the inputs, and None for the call."""
         saved = ctx.saved_tensors
+        if dout is None:  # a later function has said so; the other ranks wait for this one all the same
+            dout = torch.zeros_like(saved[3])
         prepared = ctx.prepared or prepare(ctx.call.request, ctx.call.group, QKV(*saved[:3]), saved[6])
         with at_layer(ctx.layer):
             *gradients, dsinks = _gradients(dout, saved, prepared, exchanged=ctx.exchanged)

@@ -1,4 +1,7 @@
-"""flash4's backward for some heads at a time, as long calls have it, against dense attention in float64; on GPUs."""
+"""flash4's backward as long calls have it, against dense attention in float64; on GPUs.
+
+It takes some heads at a time, or its memory late.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import pytest
 import torch
 
 from dfa_megatron import kernels
-from dfa_megatron.kernels.adapters import flash4
+from dfa_megatron.kernels.adapters import flash4, flash4_launches
 from dfa_megatron.kernels.api import BlockCall, Need, Saved
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 from dfa_megatron.testing.dense import assert_close, dense_attention
@@ -20,14 +23,15 @@ def skip_unless_flash4_serves() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("band", [FULL, CAUSAL], ids=["full", "causal"])
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4), (8, 8), (12, 4)], ids="heads {0[0]} on {0[1]}".format)
-def test_flash4_is_exact_some_heads_at_a_time(
-    heads: tuple[int, int], band: Band, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+def test_flash4_is_exact_some_heads_at_a_time_and_where_memory_comes_late(
+    heads: tuple[int, int], band: Band, deterministic: bool, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skip_unless_flash4_serves()
-    monkeypatch.setattr(flash4, "_ACCUMULATORS", 1)
+    monkeypatch.setattr(*((flash4_launches, "_LARGE", 0) if late else (flash4, "_ACCUMULATORS", 1)))
     count, kv_count = heads
     generator = torch.Generator("cuda").manual_seed(count * 10 + kv_count)
 
@@ -41,7 +45,7 @@ def test_flash4_is_exact_some_heads_at_a_time(
     out, lse = dense_attention(*exact, band, softmax_scale=0.09)
     want = torch.autograd.grad(out, exact, dout.double())
     delta = (dout.double() * out.detach()).sum(-1).transpose(1, 2).float().contiguous()
-    assert flash4._passes(q, k) > 1
+    assert (flash4._passes(q, k) > 1) is not late
     call = BlockCall.of(q, k, v, band, 0.09, deterministic=deterministic)
     got = kernels.get("flash4").backward(call, dout, Saved(lse.detach().float(), delta))
     for name, g, w in zip(("dq", "dk", "dv"), got, want, strict=True):

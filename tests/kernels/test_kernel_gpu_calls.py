@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dfa_megatron.kernels.adapters import aten, cudnn, flash4
+from dfa_megatron.kernels.adapters import aten, cudnn, flash4, flash4_launches
 from dfa_megatron.kernels.adapters.aten import AtenFlashKernel
 from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
 from dfa_megatron.kernels.adapters.flash2_flash3 import Flash2Kernel, Flash3Kernel
@@ -37,6 +38,7 @@ class Named:
     params=[
         "flash4",
         "flash4, some heads at a time",
+        "flash4, memory that comes late",
         "flash3",
         "flash2",
         "aten",
@@ -52,6 +54,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> B
     if name == "flash4":
         if "heads" in request.param:
             monkeypatch.setattr(flash4, "_ACCUMULATORS", 64)
+        if "late" in request.param:
+            functions = stand_in.forward, late(stand_in.backward, monkeypatch)
         monkeypatch.setattr(flash4, "_functions", lambda: functions)
         return Flash4Kernel()
     if name in ("flash2", "flash3"):
@@ -65,6 +69,34 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> B
     monkeypatch.setattr(aten, "_packs", lambda: True)
     monkeypatch.setattr(cudnn, "_lse_dimensions", lambda: stand_in.lse_dimensions)
     return AtenFlashKernel() if name == "aten" else CudnnKernel()
+
+
+def late(backward: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A backward that converts its gradients by launches, into memory that comes with each and goes with each."""
+    module = SimpleNamespace(**{name: SimpleNamespace(compile_cache={}) for name in flash4_launches._LAUNCHING})
+    monkeypatch.setattr(flash4_launches, "importlib", SimpleNamespace(import_module=lambda _: module))
+    monkeypatch.setattr(flash4_launches, "_LARGE", 0)
+    monkeypatch.setattr(flash4, "_version", lambda: flash4.READ)
+    converting = module._bwd_postprocess_convert
+    converting.compile_cache["any"] = lambda total, result: result.copy_(total)
+
+    def converted(*, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, **a: Any) -> Any:
+        results, totals = (dq, dk, dv), [x.float() for x in backward(**a)]
+        assert not any(map(flash4_launches.has_memory, results))
+        for total, result in zip(totals, results, strict=True):
+            converting.compile_cache["any"](total, result)
+        assert not any(map(flash4_launches.has_memory, totals))
+        return results
+
+    return converted
+
+
+def test_gradients_without_memory_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    late(None, monkeypatch)
+    monkeypatch.setattr(flash4, "_functions", lambda: (None, lambda **a: (a["dq"], a["dk"], a["dv"])))
+    q = torch.randn(1, 8, 2, 16).bfloat16()
+    with pytest.raises(RuntimeError, match="has launched nothing that writes its gradients"):
+        Flash4Kernel().backward(BlockCall.of(q, q, q, FULL, 0.3), q, Saved(*torch.randn(2, 1, 2, 8)))
 
 
 SIZES = [(24, 40), (40, 24), (24, 24), (1, 9), (9, 1), (1, 1), (90, 12), (90, 1)]

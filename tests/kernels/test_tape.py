@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
 
-from dfa_megatron.kernels.replay import OpFailed, freeing, replay
+from dfa_megatron.kernels.replay import Op, OpFailed, allocating_late, freeing, replay
 from dfa_megatron.kernels.tape import Tape, launched, recording, signature
 
 Run = Callable[..., torch.Tensor]
@@ -112,6 +113,14 @@ def test_registers_are_freed_after_their_last_use_and_results_are_not() -> None:
     registers[0] = x
     replay(freeing(tape.ops, set(), kept=frozenset({last})), registers)
     assert [index for index, value in enumerate(registers) if isinstance(value, torch.Tensor)] == [0, last]
+
+
+def test_memory_is_allocated_right_before_its_first_use_and_in_the_same_part() -> None:
+    first, second, unread = (Op(partial(torch.empty_strided, (4,), (1,)), (), register) for register in (1, 2, 3))
+    write, add = Op(torch.Tensor.fill_, (2, 5), 6), Op(torch.add, (2, 1), 7)
+    ops = [first, second, unread, write, add]
+    assert allocating_late(ops) == [second, write, first, add, unread]
+    assert allocating_late(ops, [2]) == [first, second, write, add, unread]
 
 
 def test_the_operation_that_failed_is_named() -> None:

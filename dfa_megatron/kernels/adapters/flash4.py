@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.kernels.adapters.flash4_launches import launches_seen
+from dfa_megatron.kernels.adapters.flash4_launches import has_memory, late_gradients, launches_seen
 from dfa_megatron.kernels.adapters.gpu import build_refusal, capability_text, dense, gpu_refusal, vectorised
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
 from dfa_megatron.kernels.bands import uncut
@@ -80,11 +80,7 @@ class Flash4Kernel(BlockKernel):
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         """See `BlockKernel.launch_backward`; a long call some heads at a time, for the package's accumulators."""
-        with launches_seen():
-            return self._backward(call, dout, saved)
-
-    def _backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
-        lse, delta, backward = saved.lse, saved.delta, _loaded()[1]
+        lse, delta, backward = saved.lse, saved.delta, _differentiate
         assert delta is not None, "the flash4 kernel reads delta"
         pass_name = "deterministic backward" if call.deterministic else "backward"
         if call.segments.window is not None:
@@ -95,8 +91,7 @@ class Flash4Kernel(BlockKernel):
         passes = _passes(q, k)
         if passes == 1:
             known = _known(dout, lse, delta)
-            results = backward(**_arguments(pass_name, call), **known, deterministic=call.deterministic)
-            return results[0], results[1], results[2]
+            return backward(**_arguments(pass_name, call), **known, deterministic=call.deterministic)
         gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         by_heads = [x.chunk(passes, 2) for x in (dout, q, k, v, *gradients)] + [
             x.chunk(passes, 1) for x in (lse, delta)
@@ -234,6 +229,16 @@ def _lengths(segments: Segments, device: torch.device) -> dict[str, Any]:
 
 _BLOCKS = 512
 """More rows than the package has in one block."""
+
+
+def _differentiate(**arguments: Any) -> Gradients:
+    """Call the package's backward, whose gradients get their memory late where its launches are known."""
+    late = late_gradients(*(arguments[x] for x in "qkv")) if "dq" not in arguments and _version() == READ else {}
+    with launches_seen(late=bool(late)):
+        results = _loaded()[1](**arguments, **late)
+    if not all(map(has_memory, late.values())):
+        raise RuntimeError(f"{PACKAGE} {READ} has launched nothing that writes its gradients")
+    return results[0], results[1], results[2]
 
 
 def _loaded() -> Functions:

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dfa_megatron.errors import ExecutionError
-from dfa_megatron.kernels.replay import Op, OpFailed, Registers, freeing, replay
+from dfa_megatron.kernels.replay import Op, OpFailed, Registers, allocating_late, freeing, replay
 from dfa_megatron.kernels.tape import Tape
 from dfa_megatron.runtime.comm.transport import NoTransport, Recv, Send, StepTransport
 
@@ -152,7 +152,7 @@ class Bound:
         self._transport, self._all, self._posts = recorder.own, recorder.all, recorder.posts
         self._registers = tape.registers()
         packed = {op.writes for ops in tape.ops if isinstance(ops.function, Post) for op in ops.function.packing}
-        self._ops = freeing(tape.ops, packed, kept=frozenset(self._results))
+        self._ops = freeing(allocating_late(tape.ops, self._posts), packed, kept=frozenset(self._results))
 
     def __call__(self, inputs: Fields, transport: StepTransport, failed: Failed) -> Fields:
         """Replay. inputs: like the recorded ones, see `tape.signature`. failed: makes the error of a step."""

@@ -13,6 +13,7 @@ import dfa_megatron
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.plan.language.geometry import CAUSAL
+from dfa_megatron.runtime import op
 from dfa_megatron.runtime.comm.gloo import GlooTransport
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.prepare import Prepared, in_use
@@ -150,6 +151,29 @@ def test_autocast_and_an_operation_that_reads_back_are_told_apart(monkeypatch: p
     (why,) = in_use()[-1].bound.values()
     assert isinstance(why, str)
     assert "reads a value back" in why
+
+
+class Stop(torch.autograd.Function):
+    """Passes its input on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+def test_a_backward_makes_zeros_only_of_a_missing_gradient_of_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, backward = [], op._Direct.backward
+    monkeypatch.setattr(op._Direct, "backward", lambda ctx, *g: (given.append(g), backward(ctx, *g))[1])
+    x = torch.randn(1, LOCAL, 2, 16, requires_grad=True)
+    for after in (torch.Tensor.clone, Stop.apply):
+        out = dfa_megatron.dist_flash_attn_func(x, x, x, **arguments(causal=True, group="", kernel="reference"))
+        (found,) = torch.autograd.grad(after(out).sum(), x)
+        assert found.any() == (after is torch.Tensor.clone)
+    assert [[g is None for g in gradients] for gradients in given] == [[False, True], [True, True]]
 
 
 def _broken(rank: int, ranks: int) -> str:
