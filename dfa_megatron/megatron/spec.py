@@ -18,6 +18,7 @@ from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.layers.hybrid import ATTENTION_SLOTS, default_stack_spec, is_stack, recomputed_class
 from dfa_megatron.megatron.layers.layer import layer_class
 from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
+from dfa_megatron.megatron.layers.prediction import follow_batches
 from dfa_megatron.megatron.refusals import ARGS, SPEC, check_config
 from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
 from dfa_megatron.megatron.start.dfa_flags import global_args, options_of
@@ -68,6 +69,7 @@ def distribute_attention(
         UnsupportedError: the spec or the configuration would give wrong numbers silently.
     """
     options = config or DistAttentionConfig()
+    follow_batches()
     if is_stack(spec):
         check_config(transformer_config, options, is_hybrid_model=True)
         return _stack(spec, transformer_config, AttentionContext(options, hybrid=True))

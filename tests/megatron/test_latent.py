@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.layers.latent import ContiguousRotary, make_contiguous
+from dfa_megatron.megatron.layers.latent import OrderedRotary, order_rotary
 from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
+from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
@@ -43,11 +44,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Paths of what one rank with dense attention comes to, by kind of rotary table."""
     folder = tmp_path_factory.mktemp("latent")
     cases = [
-        (str(folder / f"{name}.pt"), Case(options=None, steps=2, config=config))
-        for name, config in (("rope", LATENT), ("yarn", YARN))
+        (str(folder / f"{name}.pt"), Case(options=None, steps=2, config=config, packed=packed))
+        for name, config, packed in (("rope", LATENT, False), ("yarn", YARN, False), ("packed", YARN, True))
     ]
     run_ranks(1, harness.save_references, cases, timeout=120)
-    return dict(zip(("rope", "yarn"), (path for path, _ in cases), strict=True))
+    return dict(zip(("rope", "yarn", "packed"), (path for path, _ in cases), strict=True))
 
 
 def check(topology: Topology, cases: list[tuple[Case, str]]) -> None:
@@ -55,18 +56,19 @@ def check(topology: Topology, cases: list[tuple[Case, str]]) -> None:
     run_ranks(topology.ranks, harness.check_topologies, prepared, timeout=170)
 
 
-@pytest.mark.support("megatron", "latent attention; every layout, CP 2 and 3")
+@pytest.mark.support("megatron", "latent attention, packed and not; every layout, CP 2 and 3")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_layout_trains_like_one_rank(ranks: int, references: dict[str, str]) -> None:
-    rope, yarn = references["rope"], references["yarn"]
+    rope, yarn, packed = references["rope"], references["yarn"], references["packed"]
     check(
         Topology(cp=ranks),
         [
             (full("boundary", config=LATENT), rope),
-            (case("boundary", config=LATENT, steps=2), rope),
-            (full("contiguous", config=LATENT), rope),
+            (case("contiguous", config=LATENT, steps=2), rope),
             (full("zigzag", config=LATENT), rope),
-            (case("zigzag", config=LATENT, steps=2), rope),
+            (full("contiguous", config=YARN, packed=True), packed),
+            (case("boundary", config=YARN, packed=True, steps=2), packed),
+            (full("zigzag", config=YARN, packed=True), packed),
             (full("boundary", config=YARN), yarn),
             (case("contiguous", config=YARN, steps=2), yarn),
         ],
@@ -110,8 +112,8 @@ def _check_tables(rank: int, ranks: int) -> None:
     ]
     attention, whole = torch.nn.Module(), made[1]
     attention.rotary_pos_emb = made[0]
-    make_contiguous(attention)
-    make_contiguous(attention)  # as often as one likes
+    order_rotary(attention, "contiguous")
+    order_rotary(attention, "contiguous")  # as often as one likes
     for length in (8, 48, 24, 24, 48):  # shorter and longer than what it was built for, and than the last
         table, factor = attention.rotary_pos_emb(length)
         assert factor == whole(length)[1]
@@ -123,18 +125,16 @@ def _check_tables(rank: int, ranks: int) -> None:
             strict=True,
         ):
             assert torch.equal(part, expected_part), length
-    with pytest.raises(UnsupportedError, match="one document per row"):
-        attention.rotary_pos_emb(8, packed_seq=True)
 
 
 def test_an_attention_that_makes_its_table_in_another_way_is_refused() -> None:
     attention = torch.nn.Module()
     attention.rotary_pos_emb = torch.nn.Identity()
     with pytest.raises(UnsupportedError, match="order of tokens can be chosen"):
-        make_contiguous(attention)
+        order_rotary(attention, "zigzag")
 
 
-class Counting(ContiguousRotary):
+class Counting(OrderedRotary):
     """A table of token numbers."""
 
     def get_emb(self, length: int, offset: int) -> torch.Tensor:
@@ -147,11 +147,13 @@ class Counting(ContiguousRotary):
 
 def _rows_of_lengths_and_offsets(rank: int, ranks: int) -> list[list[int]]:
     rotary = Counting()
-    return [rotary.forward(length, offset).tolist() for length, offset in ((4, 0), (4, 6), (4, 6), (8, 6))]
+    rows = [rotary.forward(length, offset).tolist() for length, offset in ((4, 0), (4, 6), (4, 6), (8, 6))]
+    rotary.dfa_pack = PlacedPack((0, 3, 8))
+    return [*rows, rotary.forward(8, 6).tolist()]
 
 
-def test_a_rotary_table_is_known_by_its_length_and_its_offset() -> None:
+def test_a_rotary_table_is_known_by_its_length_its_offset_and_its_documents() -> None:
     assert run_ranks(2, _rows_of_lengths_and_offsets) == [
-        [[0, 1], [6, 7], [6, 7], [6, 7, 8, 9]],
-        [[2, 3], [8, 9], [8, 9], [10, 11, 12, 13]],
+        [[0, 1], [6, 7], [6, 7], [6, 7, 8, 9], [6, 7, 8, 6]],
+        [[2, 3], [8, 9], [8, 9], [10, 11, 12, 13], [7, 8, 9, 10]],
     ]

@@ -169,22 +169,6 @@ def test_checkpoints_have_the_keys_of_megatrons_own_model() -> None:
     run_ranks(1, same_checkpoint)
 
 
-def multi_token_prediction(rank: int, world_size: int) -> None:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    from dfa_megatron.megatron import distribute_attention
-
-    start(Topology(cp=world_size))
-    config = make_config(Topology(cp=world_size), case(), mtp_num_layers=1)
-    spec = distribute_attention(get_gpt_layer_local_spec(), config, config=DistAttentionConfig(data_layout="boundary"))
-    with pytest.raises(UnsupportedError, match="multi-token prediction layer"):
-        spec(config=config, layer_number=harness.LAYERS + 1)
-
-
-def test_our_layer_as_a_prediction_layer_is_refused_in_the_boundary_layout() -> None:
-    run_ranks(2, multi_token_prediction)
-
-
 def shim_twice(rank: int, world_size: int) -> None:
     use_cpu()
     patched = (torch.cuda.current_device, torch.empty, torch.Tensor.type)

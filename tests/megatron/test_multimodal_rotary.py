@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology, case
@@ -28,12 +27,14 @@ def places() -> torch.Tensor:
     return torch.stack(rows, dim=1).long()
 
 
-def run(topology: Topology, options: DistAttentionConfig | None, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+def run(
+    topology: Topology, options: DistAttentionConfig | None, batch: dict[str, Any], mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Any]:
     """Losses of this rank's tokens, and gradients summed over the context-parallel ranks."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from dfa_megatron.megatron import distribute_attention
+    from dfa_megatron.megatron import distribute_attention, packed_seq_params
 
     wanted = MEGATRONS if options is None else case(options.data_layout)
     config = harness.make_config(topology, wanted, mrope_section=SECTIONS)
@@ -47,12 +48,21 @@ def run(topology: Topology, options: DistAttentionConfig | None, batch: dict[str
         share_embeddings_and_output_weights=False,
     )
     harness.set_weights(model)
-    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), 1).bool() if options is None else None
-    losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+    packed = {} if options is None else {"packed_seq_params": packed_seq_params(batch)}
+    losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **packed)
     losses.sum().backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=parallel_state.get_context_parallel_group())
     return losses.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def alone(ranks: int, batch: dict[str, Any], offsets: list[list[int]]) -> tuple[torch.Tensor, Any]:
+    """Losses and gradients of one rank, whose mask keeps documents apart."""
+    document = torch.stack(
+        [torch.bucketize(torch.arange(SEQUENCE), torch.tensor(row[1:]), right=True) for row in offsets]
+    )
+    apart = document[:, None, :, None] != document[:, None, None, :]
+    return run(Topology(dp=ranks), None, batch, apart | torch.ones(SEQUENCE, SEQUENCE).triu(1).bool())
 
 
 def compare_with_one_rank(rank: int, ranks: int) -> None:
@@ -62,29 +72,33 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
     from dfa_megatron.megatron.tokens.exchange import positions
 
     batch = {**harness.micro_batch(0, 0), "position_ids": places()}
+    pack = {**batch, "cu_seqlens": harness.documents(0, 0)}
     harness.start(Topology(dp=ranks))
-    expected, expected_gradients = run(Topology(dp=ranks), None, batch)
+    expected = {
+        "rows": alone(ranks, batch, [[0, SEQUENCE]] * BATCH),
+        "pack": alone(ranks, batch, pack["cu_seqlens"].tolist()),
+    }
     plain = dict(batch, position_ids=torch.arange(SEQUENCE).expand(3, BATCH, -1))
-    assert (run(Topology(dp=ranks), None, plain)[0] - expected).abs().max() > 1e-3, "the places tell"
+    losses = alone(ranks, plain, [[0, SEQUENCE]] * BATCH)[0]
+    assert (losses - expected["rows"][0]).abs().max() > 1e-3, "the places tell"
 
     harness.start(Topology(cp=ranks))
     group = parallel_state.get_context_parallel_group()
-    zigzag = DistAttentionConfig(data_layout="zigzag")
-    local = shard_batch(batch, group, zigzag)
-    assert torch.equal(local["position_ids"], batch["position_ids"])
-    losses, gradients = run(Topology(cp=ranks), zigzag, local)
-    torch.testing.assert_close(losses, expected[:, positions("zigzag", SEQUENCE, ranks, rank)], rtol=1e-5, atol=1e-5)
-    for name, gradient in expected_gradients.items():
-        error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
-        assert error <= 1e-5, f"the gradient of {name} is off by {error:.2e}"
-
-    for layout in ("contiguous", "boundary"):
-        with pytest.raises(UnsupportedError, match=rf"position_ids.*data_layout='{layout}'.*data_layout='zigzag'"):
-            shard_batch(batch, group, DistAttentionConfig(data_layout=layout))
-    with pytest.raises(UnsupportedError, match=r"position_ids.*packed documents.*one document per row"):
-        shard_batch({**batch, "cu_seqlens": harness.documents(0, 0)}, group, zigzag)
+    for layout, inside in (("zigzag", "zigzag"), ("boundary", "zigzag"), ("contiguous", "contiguous")):
+        options = DistAttentionConfig(data_layout=layout)
+        for name, whole in (("rows", batch), ("pack", pack)):
+            local = shard_batch(whole, group, options)
+            assert local["position_ids"].shape[-1] == local["tokens"].shape[1] * ranks
+            losses, gradients = run(Topology(cp=ranks), options, local)
+            wanted = expected[name][0].reshape(len(losses), -1)
+            here = positions(inside, wanted.shape[1], ranks, rank)
+            torch.testing.assert_close(losses, wanted[:, here], rtol=1e-5, atol=1e-5)
+            for parameter, gradient in expected[name][1].items():
+                error = (gradients[parameter] - gradient).abs().max() / gradient.abs().max()
+                assert error <= 1e-5, f"{layout}, {name}: the gradient of {parameter} is off by {error:.2e}"
 
 
-@pytest.mark.support("megatron", "multimodal rotary embeddings, layout `zigzag`, CP 2")
-def test_two_ranks_equal_one_with_position_ids_that_stay_whole() -> None:
-    run_ranks(2, compare_with_one_rank)
+@pytest.mark.support("megatron", "multimodal rotary embeddings, packed and not; every layout, CP 2 and 3")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_equal_one_with_position_ids_that_stay_whole(ranks: int) -> None:
+    run_ranks(ranks, compare_with_one_rank)

@@ -138,11 +138,6 @@ def test_experts_in_every_other_layer_train_like_one_rank(tmp_path: Path) -> Non
     check(Topology(cp=2), [case("boundary", "auto", steps=5, config=EXPERTS)], path)
 
 
-@pytest.mark.support("megatron", "multi-token prediction")
-def test_prediction_layers_stay_in_megatrons_order_in_the_boundary_layout() -> None:
-    run_ranks(2, harness.check_prediction_layers, Topology(cp=2))
-
-
 @pytest.mark.parametrize("topology", [Topology(cp=2), Topology(tp=2, cp=2)], ids=["cp2", "tp2-cp2-sequence-parallel"])
 def test_dropout_elsewhere_is_the_same_with_remat(topology: Topology) -> None:
     run_ranks(topology.ranks, harness.check_same_dropout, topology, timeout=120)

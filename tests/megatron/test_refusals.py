@@ -19,10 +19,8 @@ OPTIONS = DistAttentionConfig(data_layout="boundary")
 
 
 def test_the_layouts_that_keep_megatrons_order_refuse_less() -> None:
-    for fields in ({"multi_latent_attention": True}, {"is_hybrid_model": True}, {"mtp_num_layers": 1}):
+    for fields in ({"multi_latent_attention": True}, {"is_hybrid_model": True}):
         check_config(SimpleNamespace(context_parallel_size=2, **fields), DistAttentionConfig(data_layout="zigzag"))
-    check_config(SimpleNamespace(context_parallel_size=2, mtp_num_layers=1), OPTIONS)
-    check_config(SimpleNamespace(context_parallel_size=1, mtp_num_layers=1), DistAttentionConfig())
 
 
 def test_megatrons_real_config_is_read() -> None:

@@ -22,6 +22,8 @@ class DistributedCoreAttention(torch.nn.Module):
 
     Layers with a sliding window (config.window_size and window_attn_skip_freq) attend within it.
 
+    The layer sets `dfa_pack`, the documents of the micro-batch, before every forward.
+
     With config.softmax_type "learnable" the module has one parameter: softmax_offset (heads / TP), a logit per head
     that takes part in the softmax and has no value. With "off-by-one" the offset is zero and no parameter.
 
@@ -71,6 +73,7 @@ class DistributedCoreAttention(torch.nn.Module):
         self.deterministic = options.deterministic or bool(getattr(config, "deterministic_mode", False))
         self.function_config = options.replace(deterministic=self.deterministic).within("function")
         self.softmax_offset = _softmax_offset(config)
+        self.dfa_pack: PlacedPack | None = None
 
     def forward(
         self,
@@ -87,14 +90,14 @@ class DistributedCoreAttention(torch.nn.Module):
         from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
         from dfa_megatron.runtime.agreement.calls import at_layer
 
-        packed = packed_seq_params is not None
+        pack = self.dfa_pack
         CALLS.check(
             attention_mask=attention_mask is not None,
             attention_bias=attention_bias is not None,
             attn_mask_type=_name_of(attn_mask_type),
             unknown_argument=_unknown(others),
-            unplaced_pack=packed and not isinstance(packed_seq_params, PlacedPack),
-            pack_rows=query.shape[1] if packed else None,
+            unplaced_pack=packed_seq_params is not None,
+            pack_rows=None if pack is None else query.shape[1],
             key_cache=None if query.shape[0] == key.shape[0] else (query.shape[0], key.shape[0]),
         )
         # Views only: the functions take any strides.
@@ -110,12 +113,11 @@ class DistributedCoreAttention(torch.nn.Module):
         }
         out: Any
         with at_layer(self.layer_number):
-            if packed_seq_params is None:
+            if pack is None:
                 out = dist_flash_attn_func(q, k, v, **asked)
             else:
                 q, k, v = (x.squeeze(0) for x in (q, k, v))
-                offsets = packed_seq_params.offsets
-                out = dist_flash_attn_varlen_func(q, k, v, offsets, **asked)
+                out = dist_flash_attn_varlen_func(q, k, v, pack.offsets, **asked)
                 out = out.unsqueeze(0)
         rows: torch.Tensor = out.transpose(0, 1).flatten(2)
         return rows

@@ -1,4 +1,4 @@
-"""Rotary tables of multi-latent attention, computed in contiguous order; each layer makes its own table."""
+"""Rotary tables of multi-latent attention, in the order of a rank's tokens; each layer makes its own table."""
 
 from __future__ import annotations
 
@@ -6,35 +6,40 @@ import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from dfa_megatron.megatron.refusals import CALLS, LAYERS
+from dfa_megatron.megatron.refusals import LAYERS
+from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
+from dfa_megatron.sharding import local_positions
 
 
-class ContiguousRotary:
-    """Return this rank's rows of the table in contiguous order; the first base of every class that `_subclass` makes.
+class OrderedRotary:
+    """Return this rank's rows of the table in the layout's order; the first base of every class that `_subclass` makes.
 
-    Megatron's rotary modules compute the whole table and select its zigzag rows. These select the contiguous rows, so
-    nothing is exchanged. Each holds the rows of the latest length, (length / CP, 1, 1, rotary_dim) float32.
+    Megatron's rotary modules compute the whole table and select its zigzag rows. These select the rows of this rank's
+    tokens, or of their positions in their documents, so nothing is exchanged. Each holds the rows of the latest length
+    and pack, (length / CP, 1, 1, rotary_dim) float32.
     """
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
-        """Return the rows of this rank's tokens in a sequence of max_seq_len. Yarn also returns its cos/sin factor.
+    dfa_layout = "contiguous"
+    dfa_pack: PlacedPack | None = None
+    """The documents of the micro-batch; the layer sets it before every forward."""
 
-        Raises:
-            UnsupportedError: packed_seq, which needs the rows of whole documents.
-        """
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
+        """Return the rows of this rank's tokens in max_seq_len tokens. Yarn also returns its cos/sin factor."""
         rotary: Any = self
-        CALLS.check(packed_rotary=packed_seq)
+        documents = None if self.dfa_pack is None else self.dfa_pack.offsets
         known = rotary.__dict__.get("_dfa_rows")
-        if known is not None and known[0] == (max_seq_len, offset):
+        if known is not None and known[0] == (max_seq_len, offset, documents):
             return known[1]
-        group = rotary.cp_group if cp_group is None else cp_group
         made = rotary.get_emb(max_seq_len, offset)
         whole, factor = made if isinstance(made, tuple) else (made, None)
-        rows = whole.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()  # frees the whole table
+        group = rotary.cp_group if cp_group is None else cp_group
+        held = local_positions(
+            max_seq_len, group=group, layout=self.dfa_layout, device=whole.device, cu_seqlens=documents
+        )
+        rows = whole.index_select(0, held)
         answer = rows if factor is None else (rows, factor)
-        rotary.__dict__["_dfa_rows"] = ((max_seq_len, offset), answer)
+        rotary.__dict__["_dfa_rows"] = ((max_seq_len, offset, documents), answer)
         return answer
 
     def get_cached_cos_sin(
@@ -50,8 +55,12 @@ class ContiguousRotary:
         return (rows.cos() * factor).to(dtype).contiguous(), (rows.sin() * factor).to(dtype).contiguous()
 
 
-def make_contiguous(attention: Any) -> None:
-    """Make the rotary table of a Megatron MultiLatentAttention follow contiguous tokens; nothing else changes.
+def order_rotary(attention: Any, layout: str) -> None:
+    """Make the rotary table of a Megatron MultiLatentAttention follow this rank's tokens; nothing else changes.
+
+    Args:
+        attention: the module, whose rotary_pos_emb gets another class.
+        layout: "contiguous" or "zigzag", the layout inside the layers.
 
     Raises:
         UnsupportedError: this attention does not make its table as in Megatron-Core 0.16 to 0.19.
@@ -61,10 +70,11 @@ def make_contiguous(attention: Any) -> None:
         LAYERS.check(own_rotary=type(attention).__name__)
     base: Any = type(rotary)
     rotary.__class__ = _subclass(base)
+    rotary.dfa_layout = layout
 
 
 @functools.cache
 def _subclass(base: type) -> type:
-    if issubclass(base, ContiguousRotary):
+    if issubclass(base, OrderedRotary):
         return base
-    return type(f"Contiguous{base.__name__}", (ContiguousRotary, base), {"__module__": __name__})
+    return type(f"Ordered{base.__name__}", (OrderedRotary, base), {"__module__": __name__})

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from dfa_megatron.megatron.layers.context import AttentionContext
-from dfa_megatron.megatron.layers.latent import make_contiguous
+from dfa_megatron.megatron.layers.latent import order_rotary
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over
 from dfa_megatron.megatron.refusals import CALLS, LAYERS, PACKS, SPEC, check_config
 from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.outside import exchange_extracted, exchange_routing
-from dfa_megatron.megatron.tokens.packed_documents import check_samples, place, rotary_rows
+from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples, place, rotary_rows
 
 
 class DistributedAttentionLayer:
@@ -25,12 +25,13 @@ class DistributedAttentionLayer:
     - Rematerialization: the layer runs inside Megatron's own checkpoint. The first pass records attention's output and
       lse, and the recompute replays them, so attention and its messages never run twice.
     - Layout `boundary`: hidden states go from zigzag to contiguous before global layer 1 and back after the last one;
-      in a hybrid stack, before and after each attention layer.
-    - Layouts `boundary` and `contiguous`: Megatron's zigzag slice of the rotary table is exchanged once. In
-      multi-latent attention every layer makes its own table, which is sliced in order.
+      before and after each attention layer of a hybrid stack, and each layer of multi-token prediction.
+    - Layouts `boundary` and `contiguous`: Megatron's zigzag slice of the rotary table is exchanged once, a multimodal
+      one once per micro-batch. In multi-latent attention every layer makes its own table, which is sliced in order.
     - Layout `boundary`: recorded or replayed routing stays in the caller's order, and so do hidden states that a caller
       extracts between layers; see outside.py.
-    - Packed documents, in every layout: each token gets the rotary row of its position in its document.
+    - Packed documents, in every layout: each token gets the rotary row of its position in its document. A multimodal
+      table follows `position_ids`. The modules in `_dfa_heeds` get the documents, Megatron's arguments do not.
     """
 
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
@@ -46,8 +47,6 @@ class DistributedAttentionLayer:
             is_hybrid_model=getattr(config, "is_hybrid_model", False),
             group_size=layer.pg_collection.cp.size(),
             single_layer=not context.hybrid,
-            prediction_layer=not context.hybrid
-            and (kwargs.get("is_mtp_layer") or layer.layer_number > config.num_layers),
         )
         local_layer = kwargs.get("layer_number", 1)
         self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
@@ -60,11 +59,14 @@ class DistributedAttentionLayer:
             context.options.schedule,
             "layers are recomputed without their attention" if self._dfa_remat else "recomputation is left to Megatron",
         )
-        if self._dfa_permuted and getattr(layer.config, "multi_latent_attention", False):
-            make_contiguous(layer.self_attention)
+        self._dfa_heeds = [layer.self_attention.core_attention]
+        if getattr(layer.config, "multi_latent_attention", False):
+            order_rotary(layer.self_attention, context.options.layout_inside)
+            self._dfa_heeds.append(layer.self_attention.rotary_pos_emb)
         exchanges = self._dfa_exchanges = self._dfa_permuted and context.options.data_layout == "boundary"
         self._dfa_packable = False
-        if context.hybrid:
+        prediction = kwargs.get("is_mtp_layer") or layer.layer_number > config.num_layers
+        if context.hybrid or prediction:
             self._dfa_first = self._dfa_last = exchanges
             return
         if exchanges:
@@ -90,34 +92,41 @@ class DistributedAttentionLayer:
             inference_context=kwargs.get("inference_context") is not None,
             exchanged_padding_mask=self._dfa_exchanges and kwargs.get("padding_mask") is not None,
         )
-        packed = kwargs.get("packed_seq_params")
+        packed = kwargs.get("packed_seq_params") is not None
         if layer.layer_number == 1 or self._dfa.hybrid:
-            check_declared(layer.pg_collection.cp, self._dfa.options.data_layout, packed=packed is not None)
-        if self._dfa_permuted and packed is None:  # with documents Megatron passes the whole table
-            tables = self._dfa.relayout(layer.pg_collection, sequence_parallel=False)
-            rotary_pos_emb = self._dfa.tables.contiguous(rotary_pos_emb, tables, self._dfa_tokens(hidden_states))
-        if packed is None:
-            self._dfa.check_unpacked()
-        else:
-            kwargs["packed_seq_params"], rotary_pos_emb = self._dfa_placed(packed, hidden_states, rotary_pos_emb)
+            check_declared(layer.pg_collection.cp, self._dfa.options.data_layout, packed=packed)
+        pack = self._dfa_placed(kwargs.pop("packed_seq_params", None))
+        rotary_pos_emb = self._dfa_rotary(rotary_pos_emb, pack, self._dfa_tokens(hidden_states))
         kwargs.update(context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
         if self._dfa_first:
             hidden_states = self._dfa_exchange()(hidden_states, "zigzag", "contiguous")
-        hidden_states, context = self._dfa_body(hidden_states, context, kwargs)
+        hidden_states, context = self._dfa_body(hidden_states, context, pack, kwargs)
         if self._dfa_last:
             hidden_states = self._dfa_exchange()(hidden_states, "contiguous", "zigzag")
         return hidden_states, context
 
-    def _dfa_placed(self, packed: Any, hidden_states: torch.Tensor, table: Any) -> tuple[Any, Any]:
-        """Return the documents of a pack, and the rotary rows of this rank's tokens."""
+    def _dfa_placed(self, packed: Any) -> PlacedPack | None:
+        """Return the documents of a micro-batch, None without."""
         layer: Any = self
+        if packed is None:
+            self._dfa.check_unpacked()
+            return None
         if not self._dfa_packable:
             PACKS.check(layer.config, self._dfa.options)
             self._dfa_packable = True
         pack = place(packed)
         check_samples(layer.config, packed, pack)
-        inside = self._dfa.options.layout_inside
-        return pack, rotary_rows(table, pack, self._dfa_tokens(hidden_states), layer.pg_collection.cp, inside)
+        return pack
+
+    def _dfa_rotary(self, table: Any, pack: PlacedPack | None, tokens: int) -> Any:
+        """Return the rotary rows of this rank's tokens, of Megatron's table."""
+        layer: Any = self
+        if pack is not None and getattr(layer.config, "mrope_section", None) is None:  # then the table is whole
+            return rotary_rows(table, pack, tokens, layer.pg_collection.cp, self._dfa.options.layout_inside)
+        if not self._dfa_permuted:
+            return table
+        exchange = self._dfa.relayout(layer.pg_collection, sequence_parallel=False)
+        return self._dfa.tables.contiguous(table, exchange, tokens)
 
     def _dfa_tokens(self, hidden_states: torch.Tensor) -> int:
         """Return the tokens of this context-parallel rank, also where sequence parallelism splits them."""
@@ -128,10 +137,14 @@ class DistributedAttentionLayer:
         layer: Any = self
         return self._dfa.relayout(layer.pg_collection, sequence_parallel=layer.config.sequence_parallel)
 
-    def _dfa_body(self, hidden_states: torch.Tensor, context: torch.Tensor | None, kwargs: dict[str, Any]) -> Any:
+    def _dfa_body(
+        self, hidden_states: torch.Tensor, context: torch.Tensor | None, pack: PlacedPack | None, kwargs: dict[str, Any]
+    ) -> Any:
         layer: Any = self
 
         def body(hidden_states: torch.Tensor, context: torch.Tensor | None) -> Any:
+            for module in self._dfa_heeds:
+                module.dfa_pack = pack
             forward = super(DistributedAttentionLayer, layer).forward  # type: ignore[misc]
             return forward(hidden_states, context=context, **kwargs)
 
@@ -140,7 +153,7 @@ class DistributedAttentionLayer:
             return body(hidden_states, context)
         from dfa_megatron.remat import remat_checkpoint
 
-        self._dfa.report_kept(layer, hidden_states, packed=kwargs.get("packed_seq_params") is not None)
+        self._dfa.report_kept(layer, hidden_states, packed=pack is not None)
         checkpoint = checkpoint_of(layer.config, layer.tp_group)
         offload = self._dfa.options.remat_offload
         return remat_checkpoint(body, hidden_states, context, checkpoint=checkpoint, offload=offload)

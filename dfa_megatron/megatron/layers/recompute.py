@@ -35,7 +35,7 @@ def take_over(config: Any, context: AttentionContext) -> Recompute | None:
     Raises:
         UnsupportedError: a hybrid model does not support the method, or another model already uses the config.
     """
-    taken: Recompute | None = getattr(config, _ATTRIBUTE, None)
+    taken = taken_over(config)
     granularity, method = (getattr(config, f"recompute_{name}", None) for name in ("granularity", "method"))
     LAYERS.check(
         context.options,
@@ -57,16 +57,14 @@ def take_over(config: Any, context: AttentionContext) -> Recompute | None:
             asked.num_layers,
             level=logging.WARNING,
         )
-    if getattr(config, "mtp_num_layers", None):
-        context.say_once(
-            "mtp",
-            "dfa: the multi-token prediction layers are Megatron's own and are not recomputed, because full "
-            "recomputation has been taken over",
-            level=logging.WARNING,
-        )
     config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
     setattr(config, _ATTRIBUTE, asked)
     return asked
+
+
+def taken_over(config: Any) -> Recompute | None:
+    """Return the flags of full recomputation that were cleared on a config, None if there were none."""
+    return getattr(config, _ATTRIBUTE, None)
 
 
 def checkpoint_of(config: Any, tp_group: Any) -> Callable[..., Any]:

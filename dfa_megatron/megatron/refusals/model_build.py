@@ -143,19 +143,12 @@ LAYERS = Stage(
             "distribute_attention of the whole hybrid stack spec, or --dfa-data-layout zigzag",
             {"single_layer": True, "context_parallel_size": 2, "is_hybrid_model": True},
         ),
-        Refusal(
-            lambda a: several_ranks(a) and a.dfa_data_layout != "zigzag" and a.prediction_layer,
-            "this layer as a multi-token prediction layer",
-            "after the last decoder layer tokens are in zigzag order again",
-            "Megatron's own layer spec in get_gpt_mtp_block_spec, or --dfa-data-layout zigzag",
-            {"context_parallel_size": 2, "prediction_layer": True},
-        ),
         stated(
             "own_rotary",
-            "{own_rotary} outside the zigzag layout",
+            "latent attention of class {own_rotary}",
             "its rotary table is not made by a module whose order of tokens can be chosen",
-            "--dfa-data-layout zigzag",
-            "MultiLatentAttention",
+            "a subclass of Megatron's MultiLatentAttention that makes its table as it does",
+            "NewLatentAttention",
         ),
         Refusal(
             lambda a: (

@@ -19,11 +19,6 @@ def several_ranks(a: Asked) -> bool:
     return (a.context_parallel_size or 1) > 1
 
 
-def _permuted(a: Asked) -> bool:
-    """Return whether the layers hold tokens in another order than Megatron's zigzag order."""
-    return several_ranks(a) and a.dfa_data_layout != "zigzag"
-
-
 def _heads(a: Asked) -> int:
     """Return the query heads of a tensor-parallel rank."""
     return int((a.num_attention_heads or 0) // (a.tensor_model_parallel_size or 1))
@@ -212,25 +207,11 @@ CONFIG = Stage(
             "layers that share one config",
         ),
         Refusal(
-            lambda a: _permuted(a) and a.mrope_section is not None,
-            "multimodal rotary embeddings in layout {dfa_data_layout!r}",
-            "their table changes with every micro-batch",
-            "--dfa-data-layout zigzag",
-            {"context_parallel_size": 2, "mrope_section": [4, 2, 2]},
-        ),
-        Refusal(
             lambda a: a.dfa_data_layout == "contiguous" and a.context_parallel_size != 1 and a.is_hybrid_model,
             "a hybrid model in the contiguous layout",
             "its other layers rely on Megatron's zigzag order",
             "--dfa-data-layout boundary or zigzag",
             {"is_hybrid_model": True, "dfa_data_layout": "contiguous"},
-        ),
-        Refusal(
-            lambda a: a.dfa_data_layout == "contiguous" and several_ranks(a) and a.mtp_num_layers,
-            "multi-token prediction in the contiguous layout",
-            "Megatron assumes zigzag order when it shifts the labels",
-            "--dfa-data-layout boundary or zigzag",
-            {"context_parallel_size": 2, "mtp_num_layers": 1, "dfa_data_layout": "contiguous"},
         ),
         Refusal(
             lambda a: a.dfa_schedule != "auto" and a.dfa_data_layout == "zigzag",

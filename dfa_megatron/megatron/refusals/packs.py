@@ -15,20 +15,6 @@ BATCHES = Stage(
             "attention_mask=None (Megatron's scripts: --no-create-attention-mask-in-dataloader)",
         ),
         Refusal(
-            lambda a: a.axes_shape and a.has_documents,
-            "position_ids of shape {axes_shape} with packed documents",
-            "the table of multimodal rotary embeddings follows them, not documents",
-            "one document per row",
-            {"axes_shape": (3, 1, 8), "has_documents": True},
-        ),
-        Refusal(
-            lambda a: a.axes_shape and a.dfa_data_layout != "zigzag" and several_ranks(a),
-            "position_ids of shape {axes_shape} in data_layout={dfa_data_layout!r}",
-            "Megatron slices the table of multimodal rotary embeddings in zigzag order",
-            "data_layout='zigzag'",
-            {"axes_shape": (3, 1, 8), "context_parallel_size": 2},
-        ),
-        Refusal(
             lambda a: a.offsets_shape and (len(a.offsets_shape) != 2 or a.offsets_shape[0] != a.rows),
             "cu_seqlens of shape {offsets_shape} with {rows} rows",
             "it holds offsets into each row",
@@ -84,26 +70,6 @@ BATCHES = Stage(
 PACKS = Stage(
     "Megatron: when packed documents arrive",
     (
-        stated(
-            "multi_latent_attention",
-            "packed documents with multi-latent attention",
-            "it makes its own rotary table inside the layer, in zigzag order of every document",
-            "one document per row",
-        ),
-        Refusal(
-            lambda a: a.mrope_section is not None,
-            "packed documents with multimodal rotary embeddings",
-            "their table follows position_ids, not documents",
-            "one document per row",
-            {"mrope_section": [4, 2, 2]},
-        ),
-        Refusal(
-            lambda a: several_ranks(a) and a.mtp_num_layers,
-            "packed documents with multi-token prediction",
-            "Megatron assumes zigzag order of every document when it shifts the labels",
-            "one document per row, or no prediction layers",
-            {"context_parallel_size": 2, "mtp_num_layers": 1},
-        ),
         Refusal(
             lambda a: several_ranks(a) and a.is_hybrid_model,
             "packed documents in a hybrid model",

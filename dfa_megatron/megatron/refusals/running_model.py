@@ -48,6 +48,13 @@ CALLS = Stage(
             "num_splits=4",
         ),
         stated(
+            "rolled",
+            "roll_tensor with shifts and dims {rolled}",
+            "tokens move by one to the left, in the last dimension",
+            "shifts=-1, dims=-1",
+            (-2, -1),
+        ),
+        stated(
             "key_cache",
             "attention of {key_cache[0]} rows over {key_cache[1]}",
             "there is no key cache: every rank holds as many queries as keys",
@@ -66,12 +73,6 @@ CALLS = Stage(
             "a pack is one row of tokens",
             "a batch from shard_batch",
             {"pack_rows": 2},
-        ),
-        stated(
-            "packed_rotary",
-            "a rotary table for packed documents in multi-latent attention",
-            "its rows would be those of whole documents",
-            "one document per row",
         ),
         Refusal(
             lambda a: a.table_shape and a.table_shape[0] != a.rows,

@@ -38,14 +38,16 @@ def layer_spec(spec: Any, config: Any, vp_stage: int | None = None) -> Any:
 
 
 def prediction_spec(spec: Any, config: Any) -> Any:
-    """Return the spec of a multi-token prediction layer likewise; its tokens stay in Megatron's zigzag order."""
+    """Return the spec of a multi-token prediction layer likewise, for the order of the script's batches."""
     if not asked_for(config):
         return spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    zigzag = options_of().replace(data_layout="zigzag", schedule="auto")
+    options = options_of()
+    if options.data_layout == "boundary":  # which would exchange hidden states around each
+        options = options.replace(data_layout="zigzag", schedule="auto")
     # A block, because Megatron accepts a layer spec only if its class is exactly TransformerLayer.
-    return distribute_attention(TransformerBlockSubmodules(layer_specs=[spec]), config, config=zigzag)
+    return distribute_attention(TransformerBlockSubmodules(layer_specs=[spec]), config, config=options)
 
 
 def get_batch_on_this_cp_rank(*args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,8 @@ These names are replaced once, each only if it exists with the signature that is
 - for layout contiguous, megatron.core.utils.get_batch_on_this_cp_rank and, for packed documents up to 0.17,
   get_thd_batch_on_this_cp_rank, and every Megatron module that has imported them;
 - for layout contiguous, the constructor of Megatron's SFTDataset, which would pad every document to 2 x CP tokens;
-- for layout contiguous, the constructor of Megatron's TransformerLayer, which then refuses layers that are not ours.
+- for layout contiguous, the constructor of Megatron's TransformerLayer, which then refuses layers that are not ours;
+- for layout contiguous, get_gpt_mtp_block_spec, whose prediction layers scripts make from Megatron's default spec.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def prepare(flags: Sequence[str]) -> DistAttentionConfig:
         _slice_in_order(options)
         _leave_documents_unpadded()
         refuse_other_layers()
+        _distribute_predictions(options)
     say_if_not_tried()
     return options
 
@@ -158,6 +160,26 @@ def _slice_in_order(options: DistAttentionConfig) -> None:
         return batch, packed_seq_params(local)
 
     _replace(_SLICE_PACKED, of_packs, packs_sliced_in_order)
+
+
+def _distribute_predictions(options: DistAttentionConfig) -> None:
+    name = "get_gpt_mtp_block_spec"
+    _, megatrons = _named("megatron.core.models.gpt.gpt_layer_specs", name)
+    if hasattr(megatrons, _MARK):
+        return
+
+    @functools.wraps(megatrons)
+    def distributed(config: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+        from dfa_megatron.megatron.spec import distribute_attention
+
+        # A block, because Megatron accepts a layer spec only if its class is exactly TransformerLayer.
+        layers = spec.layer_specs[-1:] if isinstance(spec, TransformerBlockSubmodules) else [spec]
+        block = TransformerBlockSubmodules(layer_specs=layers)
+        return megatrons(config, distribute_attention(block, config, config=options), *args, **kwargs)
+
+    _replace(name, megatrons, distributed)
 
 
 def _replace(name: str, megatrons: Callable[..., Any], ours: Callable[..., Any]) -> None:

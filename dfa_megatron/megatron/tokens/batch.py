@@ -43,46 +43,46 @@ def shard_batch(
     Args:
         batch: tokens, labels, loss_mask, position_ids and the like, each (batch, seq, ...); None stays None.
             position_ids of multimodal rotary embeddings, (3, batch, seq), stay whole: Megatron's module makes the
-            table of all tokens and slices it. cu_seqlens and cu_seqlens_padded are int32 offsets
-            into a row: (documents + 1) for one row, else (batch, documents + 1), the last offset repeated as padding.
-            They and max_seqlen stay whole.
+            table of all tokens and slices it, and the layers exchange that slice. cu_seqlens and cu_seqlens_padded are
+            int32 offsets into a row: (documents + 1) for one row, else (batch, documents + 1), the last offset repeated
+            as padding. They and max_seqlen stay whole.
         cp_group: the context-parallel group; a group of one rank gets the batch unchanged.
         options: the options the model was built with. Layout contiguous slices in order; boundary and zigzag slice as
             Megatron's get_batch_on_this_cp_rank does.
 
     Raises:
-        UnsupportedError: an attention_mask (attention is causal by construction), cu_seqlens of other rows,
-            multimodal position_ids with either of cu_seqlens and another layout than zigzag, or a length that does not
-            divide among the ranks.
+        UnsupportedError: an attention_mask (attention is causal by construction), cu_seqlens of other rows, or a
+            length that does not divide among the ranks.
     """
-    ranks, positions = dist.get_world_size(cp_group), batch.get("position_ids")
-    # Time, height and width of every token.
-    has_axes = positions is not None and positions.dim() == 3
-    BATCHES.check(
-        options,
-        mask_in_batch=batch.get("attention_mask") is not None,
-        axes_shape=tuple(positions.shape) if positions is not None and has_axes else None,
-        has_documents=batch.get("cu_seqlens") is not None,
-        context_parallel_size=ranks,
-    )
+    BATCHES.check(mask_in_batch=batch.get("attention_mask") is not None)
     layout = _DATA_LAYOUT[options.data_layout]
-    stay = (*_WHOLE, "position_ids") if has_axes else _WHOLE
     declare_batch_layout(cp_group, layout)
     batch = _one_row(batch)
-    if ranks == 1:
+    if dist.get_world_size(cp_group) == 1:
         return dict(batch)
     return {
-        name: whole if whole is None or name in stay else shard_sequence(whole, group=cp_group, layout=layout)
-        for name, whole in batch.items()
+        name: x if x is None or _stays(name, x) else shard_sequence(x, group=cp_group, layout=layout)
+        for name, x in batch.items()
     }
+
+
+def _stays(name: str, x: torch.Tensor) -> bool:
+    """Return whether an entry stays whole: of documents, or a time, a height and a width of every token."""
+    return name in _WHOLE or _has_axes(name, x)
+
+
+def _has_axes(name: str, x: torch.Tensor) -> bool:
+    return name == "position_ids" and x.dim() == 3
 
 
 def _one_row(batch: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Tensor | None]:
     """Return packed documents of several rows as documents of a single row."""
-    rows = next((x for name, x in batch.items() if x is not None and name not in _WHOLE), None)
+    rows = next((x for name, x in batch.items() if x is not None and not _stays(name, x)), None)
     if batch.get("cu_seqlens") is None or rows is None or rows.shape[0] == 1:
         return batch
-    one = {name: x if x is None or name in _WHOLE else x.flatten(0, 1)[None] for name, x in batch.items()}
+    one = {name: x if x is None or _stays(name, x) else x.flatten(0, 1)[None] for name, x in batch.items()}
+    if (positions := batch.get("position_ids")) is not None and _has_axes("position_ids", positions):
+        one["position_ids"] = positions.flatten(1, 2)[:, None]
     for name in ("cu_seqlens", "cu_seqlens_padded"):
         if (offsets := batch.get(name)) is not None:
             BATCHES.check(offsets_shape=tuple(offsets.shape), rows=rows.shape[0])
@@ -101,6 +101,17 @@ def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:
     """
     BATCHES.check(declared=layout)
     _DECLARED[cp_group] = layout
+
+
+def slicing_of(cp_group: dist.ProcessGroup, *, packed: bool) -> str | None:
+    """Return "contiguous" or "zigzag" where Megatron's own handling of neighbouring tokens would be wrong, else None.
+
+    It assumes zigzag order of the row, or of every document of a pack. Here a pack is sliced by rows.
+    """
+    order = _DECLARED.get(cp_group)
+    if packed:
+        return order or ("zigzag" if packs_of_args() == "rows" else None)
+    return order if order == "contiguous" and dist.get_world_size(cp_group) > 1 else None
 
 
 def check_declared(cp_group: dist.ProcessGroup, layout_option: str, *, packed: bool = False) -> None:

@@ -2,8 +2,8 @@
 
 Megatron applies rotary embeddings in zigzag order of each document, so its documents need lengths that are multiples of
 2 x CP. Here tokens follow the layout, documents have any length, and each token gets its own row of the rotary table.
-Megatron's attention receives an ordinary sequence of one row, and the documents travel beside it to
-`DistributedCoreAttention`.
+Megatron's attention receives an ordinary sequence of one row and no PackedSeqParams. The layer hands the documents to
+the modules that heed them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,10 @@ _PLACED = "_dfa_placed"
 
 
 @dataclass
-class PlacedPack(PackedSeqParams):  # type: ignore[misc,unused-ignore]  # Megatron has no types
-    """Describe a pack to Megatron's attention and to ours, in place of Megatron's own parameters.
+class PlacedPack:
+    """Describe the documents of a micro-batch to the modules of a layer, beside Megatron's own arguments."""
 
-    Its qkv_format is "sbhd": (seq / CP, 1, heads, head_dim), with a rotary table that has a row for every local token.
-    """
-
-    offsets: Offsets = ()
+    offsets: Offsets
     """Global token offsets of the documents, without empty ones."""
     tables: list[tuple[Any, Any]] = field(default_factory=list)
     """Rotary tables as Megatron made them, each with its rows for the tokens of this rank."""
@@ -63,7 +60,7 @@ def place(params: Any) -> PlacedPack:
     PACKS.check(other_keys=keys is not queries and _documents(keys) != offsets)
     known: PlacedPack | None = getattr(params, _PLACED, None)
     if known is None or known.offsets != offsets:
-        known = PlacedPack(qkv_format="sbhd", offsets=offsets)
+        known = PlacedPack(offsets)
         setattr(params, _PLACED, known)
     return known
 

@@ -1,0 +1,201 @@
+"""Multi-token prediction trains like one rank: its tokens and labels shift across ranks, and not across documents."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.testing.workers import run_ranks
+from tests.megatron import harness
+from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Case, Topology, case
+
+TWO_AHEAD = (("mtp_num_layers", 2),)
+OFFSETS = (0, 1, 2, 17, 20, 60, 83, 84, 96)
+HOMES = ("megatron.core.transformer.multi_token_prediction", "megatron.core.models.gpt.gpt_model")
+
+
+def counted(topology: Topology, wanted: Case) -> dict[str, int]:
+    """Prediction layers are on the last pipeline stage."""
+    return {} if topology.pp > 1 else {"attention_forwards": (harness.LAYERS + 2) * harness.MICRO_BATCHES}
+
+
+@pytest.mark.support("megatron", "multi-token prediction; every layout, CP 2 and 3, TP 2 x CP 2, PP 2 x CP 2")
+def test_prediction_layers_train_like_one_rank_in_every_layout(tmp_path: Path) -> None:
+    path = str(tmp_path / "prediction.pt")
+    run_ranks(1, harness.save_reference, path, Case(options=None, steps=1, config=TWO_AHEAD))
+    whole_rows = (*TWO_AHEAD, ("sequence_parallel", False))  # the norms around the projection are PyTorch's
+    for topology, ways, config in (
+        (Topology(cp=3), [("contiguous", "auto"), ("boundary", "off"), ("zigzag", "auto")], TWO_AHEAD),
+        (Topology(tp=2, cp=2), [("contiguous", "auto")], whole_rows),
+        (Topology(pp=2, cp=2), [("contiguous", "off")], TWO_AHEAD),
+    ):
+        cases = [case(layout, remat, steps=1, config=config) for layout, remat in ways]
+        prepared = [(topology, wanted, counted(topology, wanted), path) for wanted in cases]
+        run_ranks(topology.ranks, harness.check_topologies, prepared, timeout=170)
+
+
+def shifts(rank: int, ranks: int) -> None:
+    from dfa_megatron.megatron.layers.prediction import shift
+    from dfa_megatron.megatron.tokens.exchange import positions
+
+    for layout in ("contiguous", "zigzag"):
+        for offsets in ((), (0, 3, 4, 5, 8, 4 * ranks)):
+            whole = torch.randint(1, 100, (2, 4 * ranks))
+            dist.broadcast(whole, 0)
+            wanted = whole.roll(-1, -1)
+            wanted[:, [offset - 1 for offset in offsets[1:]] or [-1]] = 0
+            here = positions(layout, 4 * ranks, ranks, rank)
+            assert torch.equal(shift(whole[:, here], layout, dist.group.WORLD, offsets), wanted[:, here])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_shift_brings_the_next_token_from_whatever_rank_has_it(ranks: int) -> None:
+    run_ranks(ranks, shifts)
+
+
+def even_mask(layout: str, ranks: int) -> torch.Tensor:
+    """A loss mask whose shifted forms count as many tokens on every rank, because Megatron divides by those."""
+    from dfa_megatron.megatron.tokens.exchange import positions
+
+    masks = torch.rand(20_000, OFFSETS[-1], generator=torch.Generator().manual_seed(4)) < 0.6
+    even, shifted = torch.ones(len(masks), dtype=torch.bool), masks
+    for _ in range(2):
+        shifted = shifted.roll(-1, -1)
+        shifted[:, [offset - 1 for offset in OFFSETS[1:]]] = False
+        counts = [shifted[:, positions(layout, OFFSETS[-1], ranks, rank)].sum(1) for rank in range(ranks)]
+        for count in counts:
+            even &= count == counts[0]
+    return masks[even][0].float()[None]
+
+
+def run(topology: Topology, options: DistAttentionConfig | None, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    """Losses of this rank's tokens, and gradients summed over the context-parallel ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    from dfa_megatron.megatron import packed_seq_params
+
+    wanted = MEGATRONS if options is None else case(options.data_layout)
+    model = harness.make_model(harness.make_config(topology, wanted, mtp_num_layers=2), options)
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(1 / topology.cp))
+    document = torch.bucketize(torch.arange(OFFSETS[-1]), torch.tensor(OFFSETS[1:]), right=True)
+    apart = (document[:, None] != document) | torch.ones(OFFSETS[-1], OFFSETS[-1]).triu(1).bool()
+    mask = apart[None, None] if options is None else None
+    packed = {} if options is None else {"packed_seq_params": packed_seq_params(batch)}
+    given = {"labels": batch["labels"], "loss_mask": batch["loss_mask"], **packed}
+    losses = model(batch["tokens"], batch["position_ids"], mask, **given)
+    (losses * batch["loss_mask"]).sum().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=parallel_state.get_context_parallel_group())
+    return losses.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def alone(ranks: int, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    """What one rank comes to, with Megatron's own shift in documents and a mask that keeps them apart."""
+    from dfa_megatron.megatron import packed_seq_params
+
+    harness.start(Topology(dp=ranks))
+    modules = [module for module in map(importlib.import_module, HOMES) if hasattr(module, "roll_tensor")]
+    kept = [module.roll_tensor for module in modules]
+    megatrons = getattr(kept[0], "_dfa_megatron", kept[0])
+
+    def in_documents(tensor: Any, shifts: int, dims: int, cp_group: Any, packed_seq_params: Any) -> Any:
+        return megatrons(tensor, shifts, dims, cp_group, pack)
+
+    pack = packed_seq_params(batch)
+    for module in modules:
+        module.roll_tensor = in_documents
+    try:
+        return run(Topology(dp=ranks), None, batch)
+    finally:
+        for module, function in zip(modules, kept, strict=True):
+            module.roll_tensor = function
+
+
+def compare_packs(rank: int, ranks: int) -> None:
+    from megatron.core import parallel_state
+
+    from dfa_megatron.megatron import shard_batch
+    from dfa_megatron.megatron.tokens.exchange import positions
+
+    for layout, order in (("contiguous", "contiguous"), ("boundary", "zigzag")):
+        rows = {name: x.reshape(1, -1) for name, x in harness.micro_batch(0, 0).items()}
+        rows["position_ids"] = torch.arange(BATCH * SEQUENCE)[None]
+        whole = {**rows, "loss_mask": even_mask(order, ranks), "cu_seqlens": torch.tensor(OFFSETS).int()}
+        losses, gradients = alone(ranks, whole)
+        harness.start(Topology(cp=ranks))
+        options = DistAttentionConfig(data_layout=layout)
+        local = shard_batch(whole, parallel_state.get_context_parallel_group(), options)
+        ours, our_gradients = run(Topology(cp=ranks), options, local)
+        here = positions(order, OFFSETS[-1], ranks, rank)
+        torch.testing.assert_close(ours, losses[:, here], rtol=1e-5, atol=1e-5)
+        for name, gradient in gradients.items():
+            error = (our_gradients[name] - gradient).abs().max() / gradient.abs().max()
+            assert error <= 1e-5, f"{layout}: the gradient of {name} is off by {error:.2e}"
+
+
+@pytest.mark.support("megatron", "multi-token prediction of packs; layouts `contiguous`, `boundary`, CP 3")
+def test_packs_shift_in_their_documents() -> None:
+    run_ranks(3, compare_packs)
+
+
+def scripts_predictions(rank: int, ranks: int) -> None:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from dfa_megatron.megatron import DistributedAttentionLayer
+    from dfa_megatron.megatron.start import script
+
+    harness.start(Topology(cp=ranks))
+    for _ in range(2):  # the second time replaces nothing
+        script._distribute_predictions(DistAttentionConfig())
+    config = harness.make_config(Topology(cp=ranks), case(), mtp_num_layers=1)
+    block = gpt_layer_specs.get_gpt_mtp_block_spec(config, harness.megatrons_spec(config), use_transformer_engine=False)
+    parts = vars(block.layer_specs[0].submodules)
+    inner = parts.get("transformer_layer") or parts["mtp_model_layer"]
+    assert issubclass(inner.module, DistributedAttentionLayer)
+
+
+def other_attention(rank: int, ranks: int) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from dfa_megatron.megatron import shard_batch
+    from dfa_megatron.megatron.selfcheck import model as small_model
+    from dfa_megatron.megatron.selfcheck.model import DenseAttention
+
+    harness.start(Topology(cp=ranks))
+    options = DistAttentionConfig()
+    config = harness.make_config(Topology(cp=ranks), case(), mtp_num_layers=1)
+    layer = harness.megatrons_spec(config)
+    layer.submodules.self_attention.submodules.core_attention = DenseAttention
+    own = TransformerBlockSubmodules(layer_specs=[layer])
+    model = small_model.build_chunk(
+        config,
+        options,
+        None,
+        harness.WEIGHT,
+        vocab_size=harness.VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, own, use_transformer_engine=False),
+    )
+    batch = shard_batch(harness.micro_batch(0, 0), parallel_state.get_context_parallel_group(), options)
+    with pytest.raises(UnsupportedError, match=r"own attention beside --dfa-data-layout contiguous"):
+        model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+
+def test_a_prediction_layer_with_another_attention_is_refused_where_tokens_are_in_order() -> None:
+    run_ranks(2, other_attention)
+
+
+def test_the_launcher_distributes_the_prediction_layers_that_scripts_make_from_megatrons_default_spec() -> None:
+    run_ranks(2, scripts_predictions)
