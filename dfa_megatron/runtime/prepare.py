@@ -40,7 +40,7 @@ The number is per group because all ranks of a group must drop the same one: a n
 """
 
 LARGEST_ARENA = 5 << 30
-"""Bytes of symmetric memory up to which "auto" uses the copy engines; the memory stays reserved between calls.
+"""Bytes of symmetric memory up to which "auto" uses the copy engines; the memory stays between calls, see `KeptArena`.
 
 Larger calls take seconds, so NCCL's messages cost them little, and NCCL's memory returns to PyTorch.
 """
@@ -57,6 +57,8 @@ class Prepared:
     graphs: captured phases, if the request asks for CUDA graphs.
     whole: the channel of the whole group, which compares calls; None if verify is off or the group has one rank.
     kinds: how that comparison records its forward and its backward.
+    arena_bytes: of receive memory: the larger of forward and backward. Equal on all ranks.
+    transport: the transport to request. "auto" becomes "p2p" if the messages need more than LARGEST_ARENA.
     """
 
     request: Request
@@ -69,6 +71,15 @@ class Prepared:
     graphs: dict[tuple[str | int, ...], Captured] = field(default_factory=dict, compare=False, repr=False)
     whole: Channel | None = None
     kinds: tuple[Kind, Kind] | None = None
+    arena_bytes: int = field(init=False)
+    transport: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Work out once what every call asks for."""
+        needed, asked = max(self.forward.arena_bytes, self.backward.arena_bytes), self.request.config.transport
+        needed = _roomy(needed) if self.request.cu_seqlens else needed
+        object.__setattr__(self, "arena_bytes", needed)
+        object.__setattr__(self, "transport", "p2p" if asked == "auto" and needed > LARGEST_ARENA else asked)
 
     def running(self, phase: int, device: torch.device) -> AbstractContextManager[None]:
         """Return a context manager for one forward (0) or backward (1), which counts the call."""
@@ -95,18 +106,6 @@ class Prepared:
     def plan(self) -> AttentionPlan:
         """The whole plan, for pictures and reports."""
         return self.rank_plan.plan
-
-    @property
-    def arena_bytes(self) -> int:
-        """Bytes of receive memory: the larger of forward and backward. Equal on all ranks."""
-        needed = max(self.forward.arena_bytes, self.backward.arena_bytes)
-        return _roomy(needed) if self.request.cu_seqlens else needed
-
-    @property
-    def transport(self) -> str:
-        """The transport to request. "auto" becomes "p2p" if the messages need more than LARGEST_ARENA."""
-        asked = self.request.config.transport
-        return "p2p" if asked == "auto" and self.arena_bytes > LARGEST_ARENA else asked
 
     @property
     def symmetric_bytes(self) -> int:

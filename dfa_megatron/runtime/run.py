@@ -143,17 +143,16 @@ def _captured_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> 
     """Run, or replay where graphs were asked for and the caller is not capturing one of its own."""
     if not prepared.request.config.cuda_graph or torch.cuda.is_current_stream_capturing():
         return _bound_or_not(prepared, memory, inputs)
-    # An arena that has grown lies elsewhere.
-    key: tuple[str | int, ...] = (
-        memory.program.phase.name,
-        _way(prepared, memory, inputs[0].device)[0].generation,
-        *[hook.name for hook in ACTIVE],
-    )
+    # An arena that has moved lies elsewhere.
+    transport, _ = _way(prepared, memory, inputs[0].device)
+    pinned = transport.pinned
+    key: tuple[str | int, ...] = memory.program.phase.name, transport.generation, *[hook.name for hook in ACTIVE]
     if key not in prepared.graphs:
         for stale in [other for other in prepared.graphs if other[0] == key[0]]:
             del prepared.graphs[stale]
         run = functools.partial(_bound_or_not, prepared, memory)
         prepared.graphs[key] = Captured(lambda *tensors: run(tensors), inputs, prepared.channel)
+        transport.pinned = pinned  # this graph is captured again where the arena has moved
     return prepared.graphs[key](inputs)
 
 
@@ -179,7 +178,7 @@ def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[
     """Return the transport, and the memory that receives messages."""
     channel, transport = prepared.channel, _ALONE
     if channel is not None:
-        transport = channel.transports.get(device, prepared.transport)
+        transport = channel.transports.reserve(device, prepared.transport, prepared.arena_bytes)
         channel.calls.where = transport.where
     return transport, transport.arena(memory.arena_bytes, device)
 

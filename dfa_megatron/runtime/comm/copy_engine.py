@@ -20,7 +20,7 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.agreement.process import host
-from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.comm.kept_arena import KeptArena
 from dfa_megatron.runtime.comm.streams import Streams
 from dfa_megatron.runtime.comm.transport import Recv, Send
 from dfa_megatron.runtime.cuda_driver import driver
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 
 _TRIAL_SECONDS = 30.0
 _SUBJECT = "open the copy engines"
-_ALIGNMENT = 1 << 21
 _WORD = 4
 
 
-class CopyEngineTransport:
+class CopyEngineTransport(KeptArena):
     """Moves messages with the GPUs' copy engines; all ranks on one host, each GPU able to reach all others.
 
     Args:
@@ -44,17 +43,15 @@ class CopyEngineTransport:
     """
 
     def __init__(self, over: Channel, device: torch.device) -> None:
-        self.over, self.device, self.streams = over, device, Streams(device)
+        super().__init__(over, device)
+        self.streams = Streams(device)
         self.driver = driver()
         self._flags, addresses = _symmetric(2 * over.size * _WORD, over, device)
         self._place_flags(over.rank, addresses)
-        self._arena = Arena.allocate(0, device)
-        self._arenas: list[int] = []
         self._receives: Sequence[Recv] = ()
         self._sending: Sequence[Send] = ()
         self._finished = torch.cuda.Event()
         self._token = 1
-        self.generation = 0
 
     def _place_flags(self, rank: int, addresses: Sequence[int]) -> None:
         """Locate the flags. Each rank has one array: `ready` by the peer to send to, then `filled` by the sender."""
@@ -64,32 +61,21 @@ class CopyEngineTransport:
         self._their_ready = [address + rank * _WORD for address in addresses]
         self._their_filled = [address + (size + rank) * _WORD for address in addresses]
 
-    def reserve(self, nbytes: int) -> None:
-        """Make the arena at least that large; every rank of the group calls this with the same number.
+    def allocate(self, nbytes: int) -> tuple[torch.Tensor, list[int]]:
+        """See `KeptArena`: symmetric memory."""
+        return _symmetric(nbytes, self.over, self.device)
 
-        Raises:
-            UnsupportedError: on every rank if one has no memory for it; there is no arena then.
-        """
-        if nbytes <= self._arena.flat.numel():
-            return
+    def settle(self) -> None:
+        """See `KeptArena`. What other ranks write here is awaited here."""
         torch.cuda.synchronize(self.device)
-        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        # The old arena goes first, even if the new one fails. Its memory is free once every rank has let go of it.
-        self._arena, self._arenas = Arena.allocate(0, self.device), []
-        self.generation += 1
-        self.over.exchange({}, "let go of the memory for messages")
-        flat, self._arenas = _symmetric(size, self.over, self.device)
-        self._arena = Arena(flat)
-
-    def arena(self, nbytes: int, device: torch.device) -> Arena:
-        """Return the reserved symmetric memory. It stays between calls, and belongs to one call at a time."""
-        return self._arena
 
     def start(self) -> None:
         """Hold messages until the inputs are ready and the previous call has read its arena."""
         capturing = torch.cuda.is_current_stream_capturing()
         self._token = self.over.calls.token(capturing)
-        if not capturing:
+        if capturing:
+            self.pinned = True
+        else:
             self.streams.stream.wait_event(self._finished)
         self.streams.start()
 

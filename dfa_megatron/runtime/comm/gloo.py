@@ -16,6 +16,7 @@ class GlooTransport:
     """Point-to-point over gloo: the host waits where a batch lands."""
 
     generation = 0
+    pinned = False
 
     def __init__(self, communicator: Communicator, wait: Callable[[Callable[[], object]], None]) -> None:
         """Use a communicator. `wait` runs a blocking call, and raises if another rank has failed."""

@@ -17,6 +17,7 @@ class NcclTransport:
     """Point-to-point over NCCL, on a communicator and a stream of its own; the host never waits."""
 
     generation = 0
+    pinned = False
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self._communicator, self.streams = communicator, Streams(device)

@@ -53,12 +53,14 @@ class Transport(StepTransport, Protocol):
     """Moves the messages of one rank of one group.
 
     generation: changes when reserved memory has moved.
+    pinned: it must not move, because a captured CUDA graph of the caller holds addresses in it.
     """
 
     generation: int
+    pinned: bool
 
     def reserve(self, nbytes: int) -> None:
-        """Prepare for arenas of this size; all ranks of the group call it at set-up with the same number."""
+        """Have memory for the next call; all ranks of the group say the same number, at set-up and before each call."""
         ...
 
     def arena(self, nbytes: int, device: torch.device) -> Arena:
@@ -74,6 +76,7 @@ class NoTransport:
     """Moves nothing: for a plan of one rank, and to time the program of one rank alone."""
 
     generation = 0
+    pinned = False
 
     def reserve(self, nbytes: int) -> None:
         """Do nothing."""

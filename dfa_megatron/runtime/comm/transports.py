@@ -65,21 +65,23 @@ class Transports:
         own = self._channel.new_communicator(device)
         return GlooTransport(own, self._channel.wait) if device.type == "cpu" else NcclTransport(own, device)
 
-    def reserve(self, device: torch.device, kind: str, nbytes: int) -> None:
-        """Reserve receive memory for that kind of transport; collective, as `get` is.
+    def reserve(self, device: torch.device, kind: str, nbytes: int) -> Transport:
+        """Return that kind of transport, with receive memory for the next call; collective where memory moves.
 
         Where a GPU has no memory for it, "auto" is point to point from then on.
 
         Raises:
             UnsupportedError: "copy_engine" was asked for, and a GPU has no memory for it; on every rank.
         """
+        transport = self.get(device, kind)
         try:
-            self.get(device, kind).reserve(nbytes)
+            transport.reserve(nbytes)
         except UnsupportedError as error:
             if kind != "auto":
                 raise
             logger.warning("messages go point to point from now on: %s", error.why)
-            self._open[device.type, kind] = self.get(device, "p2p")
+            transport = self._open[device.type, kind] = self.get(device, "p2p")
+        return transport
 
     def has_symmetric_memory(self, kind: str) -> bool:
         """Return whether that kind of transport has reserved memory outside of PyTorch's allocator."""

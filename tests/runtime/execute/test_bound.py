@@ -25,9 +25,9 @@ from tests.support.cases import positions
 LOCAL = 12
 
 
-def compare(rank: int, ranks: int, seed: int, *, strided: bool = False, **options: Any) -> None:
+def compare(rank: int, ranks: int, seed: int, *, local: int = LOCAL, strided: bool = False, **options: Any) -> None:
     """Forward and backward of fresh random inputs against dense float64, to 10^-12."""
-    length = ranks * LOCAL
+    length = ranks * local
     generator = torch.Generator().manual_seed(seed)
     q, k, v, dout = (torch.randn(2, length, h, 16, generator=generator, dtype=torch.float64) for h in (4, 2, 2, 4))
     whole = [x.clone().requires_grad_() for x in (q, k, v)]

@@ -1,0 +1,199 @@
+"""An arena that stays between calls: shared by plans, given back on all ranks at one call, and never read once gone.
+
+The ranks are processes, and their messages go over gloo into an arena that is kept as the copy engines keep theirs.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.errors import DistAttentionError, UnsupportedError
+from dfa_megatron.runtime.comm import kept_arena
+from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
+from dfa_megatron.runtime.comm.gloo import GlooTransport
+from dfa_megatron.runtime.comm.groups import group_name
+from dfa_megatron.runtime.comm.kept_arena import KeptArena
+from dfa_megatron.runtime.comm.registry import channel
+from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
+from dfa_megatron.runtime.comm.transports import Transports
+from dfa_megatron.runtime.prepare import in_use
+from dfa_megatron.testing.workers import run_ranks
+from tests.runtime.comm.test_nccl import compare as compare_on_gpu
+from tests.runtime.comm.test_nccl import gpu_case
+from tests.runtime.execute.test_bound import compare, recorded
+
+BIG, MIDDLE, SMALL = 64, 48, 8
+CPU = torch.device("cpu")
+PATIENCE = 7
+
+
+class KeptGloo(KeptArena, GlooTransport):
+    """gloo into an arena that stays; its memory begins as NaN, and messages must land in it."""
+
+    def __init__(self, over: Channel) -> None:
+        KeptArena.__init__(self, over, CPU)
+        GlooTransport.__init__(self, over.new_communicator(CPU), over.wait)
+
+    def allocate(self, nbytes: int) -> tuple[torch.Tensor, list[int]]:
+        self.over.exchange({}, "map the memory for messages")
+        return torch.full((nbytes,), 0xFF, dtype=torch.uint8), []
+
+    def settle(self) -> None:
+        pass
+
+    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
+        first = self._arena.flat.data_ptr()
+        for x in (x for recv in receives for x in recv.tensors):
+            assert first <= x.data_ptr() <= first + self.size - x.nbytes, "a message lands where the arena was"
+        GlooTransport.post(self, after, sends, receives)
+
+    @property
+    def size(self) -> int:
+        return self._arena.flat.numel()
+
+
+def keep() -> None:
+    """Keep arenas from here on; the process ends with its test."""
+    make = Transports._make
+
+    def kept(self: Transports, device: torch.device, kind: str) -> Transport:
+        return make(self, device, kind) if kind == "p2p" else KeptGloo(self._channel)
+
+    Transports._make = kept  # type: ignore[method-assign]
+    kept_arena.PATIENCE, kept_arena._ALIGNMENT = PATIENCE, 64
+
+
+def kept_by(group: dist.ProcessGroup | None = None) -> KeptGloo:
+    found = channel(group_name(group)).transports.get(CPU, "auto")
+    assert isinstance(found, KeptGloo)
+    return found
+
+
+def _given_back(rank: int, ranks: int) -> list[int]:
+    """Sizes of the arena after each forward and backward."""
+    keep()
+    found: list[int] = []
+
+    def run(local: int, times: int) -> None:
+        for _ in range(times):
+            compare(rank, ranks, len(found), local=local, schedule="balanced")
+            found.append(kept_by().size)
+
+    run(BIG, 3)
+    assert recorded(in_use()[-1]) == 2
+    before = weakref.ref(kept_by()._arena.flat.untyped_storage())
+    run(SMALL, 4)
+    assert before() is None, "something holds the old arena, such as a list that could be replayed"
+    run(BIG, 1)
+    assert recorded(in_use()[-1]) == 2, "the big call is replayed, in the new arena"
+    for _ in range(2):
+        run(SMALL, 3)
+        run(MIDDLE, 1)
+    assert kept_by().generation == 3, "made, given back, made again"
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_after_many_small_calls_all_ranks_give_memory_back_and_a_big_call_is_still_exact(ranks: int) -> None:
+    sizes, *others = run_ranks(ranks, _given_back)
+    assert all(found == sizes for found in others), "at the same call"
+    big, small = max(sizes), min(sizes)
+    assert sizes == [big] * 5 + [small] * 2 + [big] * 9, "prepared, and three times forward and backward"
+    assert big == BIG // SMALL * small
+
+
+def _shared(rank: int, ranks: int) -> None:
+    """Plans of two groups in turns: each group has one arena, as large as its largest plan needs."""
+    keep()
+    pair = dist.new_group([0, 1])
+    plans: tuple[dict[str, Any], ...] = (
+        {"schedule": "ring", "local": 12},
+        {"schedule": "balanced", "local": 40},
+        {"layout": "zigzag", "local": 24},
+        {"schedule": "ring", "kernel": "reference", "local": BIG},
+    )
+    for turn in range(3):
+        for plan in plans:
+            compare(rank, ranks, turn, **plan)
+            if rank < 2:
+                compare(rank, 2, turn, group=pair, **plan)
+    arenas = [kept_by(group) for group in (None, pair)[: 2 if rank < 2 else 1]]
+    for group, engine in zip((None, pair), arenas, strict=False):
+        used = [prepared for prepared in in_use() if prepared.channel is channel(group_name(group))]
+        assert len(used) == len(plans)
+        assert engine.size == max(prepared.arena_bytes for prepared in used)
+        assert len(channel(group_name(group)).transports._open) == 1
+    before = [(engine._arena, engine.generation) for engine in arenas]
+    for turn in range(PATIENCE):
+        compare(rank, ranks, turn, **plans[0])
+    assert arenas[0].generation > before[0][1]
+    if rank < 2:
+        assert (arenas[1]._arena, arenas[1].generation) == before[1], "the other group's is as it was"
+        compare(rank, 2, 9, group=pair, **plans[-1])
+    _pinned(rank, ranks, arenas[0])
+
+
+def _pinned(rank: int, ranks: int, engine: KeptGloo) -> None:
+    """A graph of the caller's holds addresses: the arena stays, and what needs more memory goes another way."""
+    engine.pinned, before = True, engine._arena
+    for turn in range(PATIENCE):
+        compare(rank, ranks, turn, schedule="ring", local=2)
+    with pytest.raises(UnsupportedError, match="a captured CUDA graph holds addresses in it"):
+        engine.reserve(1 << 30)
+    compare(rank, ranks, 0, schedule="balanced", local=2 * BIG)
+    assert engine._arena is before
+    assert type(channel(group_name(None)).transports.get(CPU, "auto")) is GlooTransport
+
+
+def test_plans_share_the_arena_of_their_group_and_leave_those_of_others_alone() -> None:
+    run_ranks(3, _shared)
+
+
+def _parted(rank: int, ranks: int) -> tuple[str, float]:
+    """What a rank is told where only rank 0 needs the memory that all have given back."""
+    keep()
+    for local, times in ((BIG, 2), (SMALL, PATIENCE)):
+        for seed in range(times):
+            compare(rank, ranks, seed, local=local, schedule="ring")
+    Channel._meet = lambda self: None  # type: ignore[method-assign]  # between GPUs the host meets nobody in a call
+    start = time.monotonic()
+    try:
+        compare(rank, ranks, 0, local=SMALL if rank else BIG, schedule="ring")
+    except DistAttentionError as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+def test_ranks_whose_calls_part_where_memory_moves_are_told_so_at_once() -> None:
+    for told, seconds in run_ranks(3, _parted):
+        assert f"q (2, {BIG}, 4, 16)" in told
+        assert f"q (2, {SMALL}, 4, 16)" in told
+        assert seconds < 15
+
+
+def _on_gpus(rank: int, ranks: int) -> None:
+    kept_arena.PATIENCE = PATIENCE
+    big, small = (gpu_case(ranks * local, heads=4, kv_heads=2, head_dim=128) for local in (4096, 64))
+    for graph in (False, True):
+        sizes = []
+        for whole in [big] * 3 + [small] * 5 + [big] * 2:
+            compare_on_gpu(whole, rank, ranks, transport="copy_engine", schedule="ring", cuda_graph=graph)
+            (engine,) = channel(group_name(None)).transports._open.values()
+            assert isinstance(engine, CopyEngineTransport)
+            sizes.append(engine._arena.flat.numel())
+        assert {*sizes[:3], *sizes[-2:]} == {max(sizes)}
+        assert min(sizes) == kept_arena._ALIGNMENT
+        assert not engine.pinned
+
+
+@pytest.mark.gpu(2)
+def test_the_copy_engines_give_memory_back_and_take_it_again_beside_replays_and_graphs() -> None:
+    run_ranks(2, _on_gpus, cuda=True)
