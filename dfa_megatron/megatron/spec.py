@@ -19,6 +19,7 @@ from dfa_megatron.megatron.layers.hybrid import ATTENTION_SLOTS, default_stack_s
 from dfa_megatron.megatron.layers.layer import layer_class
 from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
 from dfa_megatron.megatron.layers.prediction import follow_batches
+from dfa_megatron.megatron.layers.recompute import take_over
 from dfa_megatron.megatron.refusals import ARGS, SPEC, check_config
 from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
 from dfa_megatron.megatron.start.dfa_flags import global_args, options_of
@@ -27,6 +28,8 @@ _NORMS = ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm")
 _ATTENTION_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
 _REPLACED = ("DotProductAttention", "TEDotProductAttention", "DistributedCoreAttention")
 """Core attentions whose every setting is in the config: Megatron's two, and ours."""
+_NO_ATTENTION = ("IdentityOp", "ColumnParallelLinearGathered", "TELayerNormColumnParallelLinearGathered")
+"""What Megatron's heterogeneous specs put in the place of an attention: it treats each token by itself."""
 _NOT_IN_SPEC = (
     "kitchen_config_file", "kitchen_recipe_number", "mla_down_proj_fusion", "use_grouped_gemm_for_dense_mlp",
     "use_kitchen", "use_te_activation_func",
@@ -75,6 +78,8 @@ def distribute_attention(
         return _stack(spec, transformer_config, AttentionContext(options, hybrid=True))
     check_config(transformer_config, options)
     context = AttentionContext(options)
+    if getattr(transformer_config, "heterogeneous_block_specs", False):
+        context.recompute = take_over(transformer_config, context)
     if isinstance(spec, TransformerBlockSubmodules):
         block = copy.copy(spec)
         block.layer_specs = [_layer(layer, transformer_config, context) for layer in spec.layer_specs or []]
@@ -90,15 +95,14 @@ def distribute_attention(
 
 def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
     attention: Any = getattr(getattr(spec, "submodules", None), "self_attention", None)
+    if getattr(getattr(attention, "module", None), "__name__", None) in _NO_ATTENTION:
+        return _wrapped(spec, context)
     if not isinstance(spec, ModuleSpec) or not hasattr(getattr(attention, "submodules", None), "core_attention"):
         SPEC.check(no_core_attention=type(spec).__name__)
     _check_replaced(attention.submodules.core_attention)
-    layer = copy.copy(spec)  # the changed parts are copied, the rest is shared with the given spec
-    layer.submodules = copy.copy(spec.submodules)
+    layer = _wrapped(spec, context)
     layer.submodules.self_attention = copy.copy(attention)
     layer.submodules.self_attention.submodules = copy.copy(attention.submodules)
-    layer.module = layer_class(spec.module)
-    layer.params = {**(spec.params or {}), "distributed_attention": context}
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
         module=DistributedCoreAttention, params={"options": context.options}
     )
@@ -106,6 +110,14 @@ def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
         for slot in slots:
             if hasattr(owner, slot):
                 setattr(owner, slot, _norm(getattr(owner, slot), config))
+    return layer
+
+
+def _wrapped(spec: Any, context: AttentionContext) -> ModuleSpec:
+    layer = copy.copy(spec)  # the changed parts are copied, the rest is shared with the given spec
+    layer.submodules = copy.copy(spec.submodules)
+    layer.module = layer_class(spec.module)
+    layer.params = {**(spec.params or {}), "distributed_attention": context}
     return layer
 
 

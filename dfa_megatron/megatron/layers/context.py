@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.refusals import PACKS
 from dfa_megatron.megatron.start.dfa_flags import packs_of_args
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache
+
+if TYPE_CHECKING:
+    from dfa_megatron.megatron.layers.recompute import Recompute
 
 logger = logging.getLogger("dfa_megatron.megatron")
 
@@ -27,6 +30,8 @@ class AttentionContext:
     def __init__(self, options: DistAttentionConfig, *, hybrid: bool = False) -> None:
         self.options = options
         self.hybrid = hybrid
+        self.recompute: Recompute | None = None
+        """The flags that were cleared on the model's config, where each layer has a config of its own."""
         self.tables = TableCache()
         self._relayouts: dict[tuple[Any, ...], Relayout] = {}
         self._said: set[str] = set()

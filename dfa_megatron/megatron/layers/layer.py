@@ -59,8 +59,9 @@ class DistributedAttentionLayer:
             context.options.schedule,
             "layers are recomputed without their attention" if self._dfa_remat else "recomputation is left to Megatron",
         )
-        self._dfa_heeds = [layer.self_attention.core_attention]
-        if getattr(layer.config, "multi_latent_attention", False):
+        core = getattr(layer.self_attention, "core_attention", None)
+        self._dfa_heeds = [] if core is None else [core]
+        if self._dfa_heeds and getattr(layer.config, "multi_latent_attention", False):
             order_rotary(layer.self_attention, context.options.layout_inside)
             self._dfa_heeds.append(layer.self_attention.rotary_pos_emb)
         exchanges = self._dfa_exchanges = self._dfa_permuted and context.options.data_layout == "boundary"

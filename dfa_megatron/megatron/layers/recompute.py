@@ -35,10 +35,12 @@ def take_over(config: Any, context: AttentionContext) -> Recompute | None:
     Raises:
         UnsupportedError: a hybrid model does not support the method, or another model already uses the config.
     """
-    taken = taken_over(config)
+    own = getattr(config, "heterogeneous_block_specs", False) and not hasattr(config, "get_config_for_layer")
+    taken = context.recompute if own else taken_over(config)
     granularity, method = (getattr(config, f"recompute_{name}", None) for name in ("granularity", "method"))
     LAYERS.check(
         context.options,
+        config_of_one_layer=own,
         taken_over=taken is not None,
         hybrid_stack=context.hybrid,
         recompute_granularity=granularity,

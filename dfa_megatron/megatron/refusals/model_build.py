@@ -125,6 +125,13 @@ LAYERS = Stage(
             {"dfa_remat": "off", "taken_over": True},
         ),
         Refusal(
+            lambda a: a.config_of_one_layer and a.recompute_granularity == "full" and a.dfa_remat != "off",
+            "full recomputation of layers that each have a config of their own",
+            "the flags must be taken over on the model's config",
+            "distribute_attention(spec, transformer_config), or remat='off'",
+            {"config_of_one_layer": True, "recompute_granularity": "full"},
+        ),
+        Refusal(
             lambda a: (
                 a.hybrid_stack
                 and a.recompute_granularity == "full"

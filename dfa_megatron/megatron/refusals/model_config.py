@@ -200,12 +200,6 @@ CONFIG = Stage(
             "leaving it off, or remat='off'",
             {"num_microbatches_with_partial_activation_checkpoints": 1},
         ),
-        stated(
-            "heterogeneous_block_specs",
-            "heterogeneous_block_specs",
-            "each layer has a config of its own, so recomputation cannot be taken over in one place",
-            "layers that share one config",
-        ),
         Refusal(
             lambda a: a.dfa_data_layout == "contiguous" and a.context_parallel_size != 1 and a.is_hybrid_model,
             "a hybrid model in the contiguous layout",

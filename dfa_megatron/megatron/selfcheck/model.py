@@ -68,6 +68,10 @@ def config_of(given: Mapping[str, Any], parallel: Parallel, **changes: Any) -> A
         batch_p2p_comm=parallel.vp is None,
     )
     fields.update(changes)
+    if "heterogeneous_layers_config_encoded_json" in fields:
+        from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+
+        return HeterogeneousTransformerConfig(**fields)
     latent = fields.get("multi_latent_attention") or "kv_lora_rank" in fields
     return (MLATransformerConfig if latent else TransformerConfig)(**fields)
 
@@ -108,8 +112,13 @@ def megatrons_spec(config: Any, stage: int | None = None, *, dense: bool = False
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.transformer import multi_latent_attention
 
+    spec: Any
+    if config.heterogeneous_block_specs:
+        from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+
+        return get_gpt_heterogeneous_layer_spec(config, vp_stage=stage)
     if config.num_moe_experts:
-        spec: Any = get_gpt_decoder_block_spec(
+        spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=config.normalization, vp_stage=stage
         )
         layers = spec.layer_specs
