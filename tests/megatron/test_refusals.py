@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.refusals import check_config
 from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments, options_of
+from dfa_megatron.runtime.comm.kept_arena import KeptArena
 from tests.megatron.harness import Case, Topology, case, make_config
 
 OPTIONS = DistAttentionConfig(data_layout="boundary")
@@ -41,6 +43,14 @@ def build(**changes: Any) -> DistributedCoreAttention:
         "options": OPTIONS,
     }
     return DistributedCoreAttention(**{**arguments, **changes})
+
+
+def test_stages_of_a_pipeline_keep_the_memory_for_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeptArena, "gives_back", True)
+    for stages in (1, 2):
+        changes = {"pipeline_model_parallel_size": stages, "pipeline_dtype": torch.float32}
+        build(config=make_config(Topology(), case(), **changes))
+        assert KeptArena.gives_back is (stages == 1)
 
 
 def test_core_attention_refuses_what_it_is_not_built_for() -> None:

@@ -221,12 +221,16 @@ def _symmetric(nbytes: int, over: Channel, device: torch.device) -> tuple[torch.
 
 @torch.inference_mode(False)  # it outlives the call that asks for it
 def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate memory that others can map. It comes from the driver, so PyTorch's cache is emptied first."""
+    """Allocate memory that others can map. It comes from the driver: if that has none, PyTorch's cache is emptied."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    torch.cuda.empty_cache()
     with without_multicast():
-        return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).zero_()
+        try:
+            memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        except RuntimeError:
+            torch.cuda.empty_cache()
+            memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    return memory.zero_()
 
 
 def _mapped(memory: torch.Tensor, over: Channel) -> list[int]:

@@ -40,10 +40,12 @@ class KeptArena(ABC):
     Attributes:
         generation: how often the arena has moved. Whoever holds an address in it must look.
         pinned: a CUDA graph that the caller has captured holds addresses in it, so it stays.
+    gives_back: for the whole process, see `keep_arenas`.
     """
 
     generation = 0
     pinned = False
+    gives_back = True
     _calls = _most = 0
     """Of the calls since the last that needed more than half of the arena: how many, and the most bytes."""
 
@@ -74,7 +76,7 @@ class KeptArena(ABC):
         size = self._arena.flat.numel()
         if nbytes > size:
             self._move(nbytes)
-        elif 2 * nbytes >= size or self.pinned:
+        elif 2 * nbytes >= size or self.pinned or not self.gives_back:
             self._calls = self._most = 0
         else:
             self._calls, self._most = self._calls + 1, max(self._most, nbytes)
@@ -119,6 +121,15 @@ class KeptArena(ABC):
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured"
         return ""
+
+
+def keep_arenas() -> None:
+    """Give nothing back in this process; every rank says so.
+
+    PyTorch frees this memory once the device has done all its work. In a pipeline that may include a message from
+    another stage, which waits in the same way for one from here.
+    """
+    KeptArena.gives_back = False
 
 
 def _aligned(nbytes: int) -> int:

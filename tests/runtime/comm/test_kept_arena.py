@@ -143,9 +143,12 @@ def _shared(rank: int, ranks: int) -> None:
 
 def _pinned(rank: int, ranks: int, engine: KeptGloo) -> None:
     """A graph of the caller's holds addresses: the arena stays, and what needs more memory goes another way."""
-    engine.pinned, before = True, engine._arena
-    for turn in range(PATIENCE):
-        compare(rank, ranks, turn, schedule="ring", local=2)
+    before = engine._arena
+    for stays in ("gives_back", "pinned"):
+        setattr(engine, stays, stays == "pinned")
+        for _ in range(2 * PATIENCE):
+            engine.reserve(1)
+        assert engine._arena is before
     with pytest.raises(UnsupportedError, match="a captured CUDA graph holds addresses in it"):
         engine.reserve(1 << 30)
     compare(rank, ranks, 0, schedule="balanced", local=2 * BIG)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -101,6 +103,25 @@ def test_where_one_gpu_has_no_memory_for_messages_all_ranks_hear_of_it_and_auto_
         assert left == 0
         assert generation == 5  # what was captured with an arena of before is not replayed
         assert auto == "GlooTransport"
+
+
+def test_pytorchs_cache_is_emptied_only_where_the_driver_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    emptied, full = [], [False, True]
+
+    def empty(nbytes: int, **options: Any) -> torch.Tensor:
+        if full.pop():
+            raise RuntimeError("CUDA driver error: out of memory")
+        return torch.full((nbytes,), 7, **options)
+
+    monkeypatch.setattr(symmetric_memory, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    assert torch.equal(copy_engine._zeros(8, torch.device("cpu")), torch.zeros(8, dtype=torch.uint8))
+    assert (emptied, full) == ([True], [])
+    full.append(False)
+    copy_engine._zeros(8, torch.device("cpu"))
+    assert emptied == [True]
 
 
 @pytest.mark.gpu(2)
