@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 from benchmarks.attention.job import ABLATIONS
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.interpret import Algebra
-from dfa_megatron.runtime.comm.transport import Recv, Send, StepTransport
+from dfa_megatron.runtime.comm.transport import Recv, Sends, StepTransport
 from dfa_megatron.runtime.hooks import Run, hooked
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class _InTurn:
     def start(self) -> None:
         self.inner.start()
 
-    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
+    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         self.inner.post(self.last, sends, receives)
         self.inner.land()
 
@@ -76,7 +76,7 @@ class _Silent:
     def start(self) -> None:
         pass
 
-    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
+    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         pass
 
     def land(self) -> None:

@@ -121,7 +121,7 @@ def _exchange(transport: Transport, outgoing: torch.Tensor, ring: tuple[int, int
     to, source = ring
     incoming = transport.arena(outgoing.nbytes, outgoing.device).flat[: outgoing.nbytes]
     transport.start()
-    transport.post(-1, lambda: [Send(to, [outgoing], [0])], [Recv(source, [incoming])])
+    transport.post(-1, lambda _: [Send(to, [outgoing], [0])], [Recv(source, [incoming])])
     transport.land()
     transport.computed(0)
     transport.finish()

@@ -16,7 +16,7 @@ from dfa_megatron.plan.language.grid import cell
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Merge
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.comm.transport import Recv, Send, StepTransport
+from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, Sends, StepTransport
 from dfa_megatron.runtime.hooks import Run, hooked
 
 
@@ -108,12 +108,12 @@ class _RecordedRun:
     def start(self) -> None:
         self.run.transport.start()
 
-    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
+    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         """Mark the time when the batch may leave: the transport asks for the tensors to send then."""
 
-        def marked() -> Sequence[Send]:
+        def marked(moving: Moving) -> Sequence[Send]:
             self.posted = self._mark(self.stream)
-            return sends()
+            return sends(moving)
 
         self.run.transport.post(after, marked, receives)
 

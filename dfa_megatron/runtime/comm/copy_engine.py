@@ -13,8 +13,8 @@ rank raises its `ready` flags of a step before it waits for any: by induction on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,8 +22,8 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.agreement.process import host
 from dfa_megatron.runtime.comm.kept_arena import KeptArena
 from dfa_megatron.runtime.comm.streams import Streams
-from dfa_megatron.runtime.comm.transport import Recv, Send
-from dfa_megatron.runtime.cuda_driver import driver
+from dfa_megatron.runtime.comm.transport import Recv, Send, Sends
+from dfa_megatron.runtime.cuda_driver import Flag, Flags, driver
 from dfa_megatron.runtime.environment import forbids_p2p, without_multicast
 
 if TYPE_CHECKING:
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 _TRIAL_SECONDS = 30.0
 _SUBJECT = "open the copy engines"
 _WORD = 4
+
+
+class _Batch(NamedTuple):
+    """Operations on flags: before the message to each receiver, after the last one, and where the batch lands."""
+
+    before: list[Flags]
+    after: Flags
+    landed: Flags
 
 
 class CopyEngineTransport(KeptArena):
@@ -48,9 +56,10 @@ class CopyEngineTransport(KeptArena):
         self.driver = driver()
         self._flags, addresses = _symmetric(2 * over.size * _WORD, over, device)
         self._place_flags(over.rank, addresses)
-        self._receives: Sequence[Recv] = ()
         self._sending: Sequence[Send] = ()
-        self._finished = torch.cuda.Event()
+        self._queue = self.streams.stream.cuda_stream
+        self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], _Batch] = {}
+        self._finished, self._finished_on = torch.cuda.Event(), -1
         self._token = 1
 
     def _place_flags(self, rank: int, addresses: Sequence[int]) -> None:
@@ -73,41 +82,48 @@ class CopyEngineTransport(KeptArena):
         """Hold messages until the inputs are ready and the previous call has read its arena."""
         capturing = torch.cuda.is_current_stream_capturing()
         self._token = self.over.calls.token(capturing)
+        self.streams.start()
         if capturing:
             self.pinned = True
-        else:
+        elif self._finished_on != self.streams.raw:
             self.streams.stream.wait_event(self._finished)
-        self.streams.start()
 
     def where(self) -> tuple[int, tuple[int, ...]]:
         """See `Transport`."""
         return self.streams.where()
 
-    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
-        """Queue the batch on the communication stream: raise `ready` flags, then write where peers are ready."""
-        stream, queue = self.streams.stream.cuda_stream, self.driver
+    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
+        """Queue the batch on the communication stream: raise `ready` flags, then write where ranks are ready."""
+        token, queue = self._token, self.driver
         self.streams.wait_for_compute(after)
-        for recv in receives:
-            queue.write(stream, self._their_ready[recv.peer], self._token)
-        with self.streams.moving():
-            self._sending = sends()
-        for send in self._sending:
-            queue.wait(stream, self._my_ready[send.peer], self._token)
-            queue.write(stream, self._my_ready[send.peer], 0)
+        self._sending, senders = sends(self.streams.moving), tuple([recv.peer for recv in receives])
+        self._batch = self._flags_of(tuple([send.peer for send in self._sending]), senders)
+        for flags, send in zip(self._batch.before, self._sending, strict=True):
+            queue.flags(self._queue, flags, token)
             for x, offset in zip(send.tensors, send.offsets, strict=True):
-                queue.copy(stream, self._arenas[send.peer] + offset, x.data_ptr(), x.nbytes)
-            queue.write(stream, self._their_filled[send.peer], self._token)
-        self._receives = receives
-        self.streams.awaited.append(tuple(recv.peer for recv in receives))
+                queue.copy(self._queue, self._arenas[send.peer] + offset, x.data_ptr(), x.nbytes)
+        queue.flags(self._queue, self._batch.after, token)
+        self.streams.await_ranks(senders)
 
     def land(self) -> None:
         """Queue the wait of the compute stream."""
-        stream, queue = self.streams.stream.cuda_stream, self.driver
-        for recv in self._receives:
-            queue.wait(stream, self._my_filled[recv.peer], self._token)
-            queue.write(stream, self._my_filled[recv.peer], 0)
-        self._receives, self._sending = (), ()
+        self.driver.flags(self._queue, self._batch.landed, self._token)
+        self._sending = ()
         self.streams.land()
+
+    def _flags_of(self, receivers: tuple[int, ...], senders: tuple[int, ...]) -> _Batch:
+        """Return the operations on flags around the messages of a batch, in this order of messages."""
+        if (receivers, senders) in self._batches:
+            return self._batches[receivers, senders]
+        batches = [[Flag(False, self._their_ready[peer], True) for peer in senders]]
+        for peer in receivers:
+            ready = self._my_ready[peer]
+            batches[-1] += Flag(True, ready, True), Flag(False, ready, False)
+            batches.append([Flag(False, self._their_filled[peer], True)])
+        landed = [self._my_filled[peer] for peer in senders]
+        waits = [flag for filled in landed for flag in (Flag(True, filled, True), Flag(False, filled, False))]
+        *before, after = map(Flags, batches)
+        return self._batches.setdefault((receivers, senders), _Batch(before, after, Flags(waits)))
 
     def computed(self, step: int) -> None:
         """See `Streams.computed`."""
@@ -117,6 +133,7 @@ class CopyEngineTransport(KeptArena):
         """Record the end of the call's compute, after which the next call may use the arena."""
         if not torch.cuda.is_current_stream_capturing():
             self._finished.record(self.streams.compute)
+            self._finished_on = self.streams.raw
 
     def trial(self) -> None:
         """Send a word to every other rank and check the words that arrive.
@@ -132,7 +149,7 @@ class CopyEngineTransport(KeptArena):
         self.start()
         self.post(
             -1,
-            lambda: [Send(peer, [mine[peer : peer + 1]], [rank * _WORD]) for peer in peers],
+            lambda _: [Send(peer, [mine[peer : peer + 1]], [rank * _WORD]) for peer in peers],
             [Recv(peer, [landing[peer : peer + 1]]) for peer in peers],
         )
         self.land()

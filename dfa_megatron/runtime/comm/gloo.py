@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
 from dfa_megatron.runtime.comm.arena import Arena
 from dfa_megatron.runtime.comm.communicator import Communicator
-from dfa_megatron.runtime.comm.transport import Recv, Send
+from dfa_megatron.runtime.comm.transport import Recv, Send, Sends
 
 
 class GlooTransport:
@@ -33,17 +34,17 @@ class GlooTransport:
         return Arena.allocate(nbytes, device)
 
     def start(self) -> None:
-        """Begin at no step."""
-        self._where = (-1, ())
+        """Begin at the first step."""
+        self._where = (0, ())
 
     def where(self) -> tuple[int, tuple[int, ...]]:
         """See `Transport`."""
         return self._where
 
-    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
+    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         """Start the batch; gloo's threads move it during compute."""
-        self.sending = sends()
-        self._where = self._where[0] + 1, tuple(recv.peer for recv in receives)
+        self.sending = sends(nullcontext)
+        self._where = self._where[0], tuple(recv.peer for recv in receives)
         self.works = self._communicator.post(self.sending, receives)
 
     def land(self) -> None:
@@ -53,7 +54,8 @@ class GlooTransport:
         self.works, self.sending = [], ()
 
     def computed(self, step: int) -> None:
-        """Do nothing: on a CPU the host has computed the step already."""
+        """Go to the next step: on a CPU the host has computed this one already."""
+        self._where = (step + 1, ())
 
     def finish(self) -> None:
         """Do nothing: all batches have landed."""

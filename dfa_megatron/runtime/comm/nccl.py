@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from dfa_megatron.runtime.comm.arena import Arena
 from dfa_megatron.runtime.comm.communicator import Communicator
 from dfa_megatron.runtime.comm.streams import Streams
-from dfa_megatron.runtime.comm.transport import Recv, Send
+from dfa_megatron.runtime.comm.transport import Recv, Send, Sends
 
 
 class NcclTransport:
@@ -39,13 +40,13 @@ class NcclTransport:
         """See `Streams.where`."""
         return self.streams.where()
 
-    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
+    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         """Queue the batch on the communication stream."""
         with self.streams.moving():
             self.streams.wait_for_compute(after)
-            self.sending = sends()
+            self.sending = sends(nullcontext)
             self.works = self._communicator.post(self.sending, receives)
-        self.streams.awaited.append(tuple(recv.peer for recv in receives))
+        self.streams.await_ranks(tuple(recv.peer for recv in receives))
 
     def land(self) -> None:
         """Queue the wait of the compute stream."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,6 +26,13 @@ class Recv(NamedTuple):
     tensors: Sequence[torch.Tensor]
 
 
+Moving = Callable[[], AbstractContextManager[object]]
+"""Send PyTorch's operations inside to the queue on which messages move."""
+
+Sends = Callable[[Moving], Sequence[Send]]
+"""Return what a batch sends; tensors that are made for it are made inside of a `Moving`."""
+
+
 class StepTransport(Protocol):
     """The part of a transport that a running program uses. Measurements may wrap it."""
 
@@ -32,8 +40,8 @@ class StepTransport(Protocol):
         """Begin a run: the inputs are ready on the caller's stream."""
         ...
 
-    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
-        """Start a step's batch once the compute of step `after` is over; `sends` packs, on the transport's queue."""
+    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
+        """Start a step's batch once the compute of step `after` is over. A step without messages posts nothing."""
         ...
 
     def land(self) -> None:
@@ -92,7 +100,7 @@ class NoTransport:
         """Return no step."""
         return -1, ()
 
-    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
+    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         """Do nothing."""
 
     def land(self) -> None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.replay import Op, OpFailed, Registers, allocating_late, freeing, replay
 from dfa_megatron.kernels.tape import Tape
-from dfa_megatron.runtime.comm.transport import NoTransport, Recv, Send, StepTransport
+from dfa_megatron.runtime.comm.transport import Moving, NoTransport, Recv, Send, Sends, StepTransport
 
 Fields = tuple[torch.Tensor, ...]
 
@@ -48,9 +48,10 @@ class Post:
             receives.append(Recv(peer, list(map(read, where))))
         transport.post(self.after, partial(self._sends, registers), receives)
 
-    def _sends(self, registers: Registers) -> list[Send]:
+    def _sends(self, registers: Registers, moving: Moving) -> list[Send]:
         if self.packing:
-            replay(self.packing, registers)
+            with moving():
+                replay(self.packing, registers)
         sends, read = [], registers.__getitem__
         for peer, where, offsets in self.sends:
             sends.append(Send(peer, list(map(read, where)), offsets))
@@ -81,27 +82,26 @@ class Recorder:
         self._moves = not isinstance(transport, NoTransport)
         self.own, self.all = tape.reserve(), tape.reserve()
         """The registers that hold, in a replay, its transport and the list of its registers."""
-        self.posts: list[int] = []
-        """Where in the operations each step's batch is posted."""
+        self.steps: list[int] = []
+        """Where in the operations the compute of each step ends."""
         self._posted: tuple[int, ...] = ()
 
     def start(self) -> None:
         """Begin the run."""
         self._pass_on("start")
 
-    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
+    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         """Post the batch, and record the packing apart."""
         tape = self.tape
-        self.posts.append(len(tape.ops))
         if not self._moves:
             return
         landing = tuple((r.peer, tuple(map(tape.register, r.tensors))) for r in receives)
         before = tape.cut()
         bound: list[tuple[int, tuple[int, ...], Sequence[int]]] = []
 
-        def recorded() -> Sequence[Send]:
+        def recorded(moving: Moving) -> Sequence[Send]:
             with tape:
-                found = sends()
+                found = sends(moving)
             bound.extend((s.peer, tuple(map(tape.register, s.tensors)), s.offsets) for s in found)
             return found
 
@@ -109,7 +109,6 @@ class Recorder:
             self.transport.post(after, recorded, receives)
         post = Post(after, tuple(bound), landing, tuple(tape.cut()))
         tape.ops = before
-        self.posts[-1] = len(before)
         self._posted = post.touched
         tape.act(post, (self.own, self.all, *self._posted))
 
@@ -123,6 +122,7 @@ class Recorder:
 
     def computed(self, step: int) -> None:
         """Note the end of a step's compute."""
+        self.steps.append(len(self.tape.ops))
         self._pass_on("computed", step)
 
     def finish(self) -> None:
@@ -149,10 +149,10 @@ class Bound:
     def __init__(self, recorder: Recorder, results: Fields) -> None:
         tape = recorder.tape
         self._results = tuple(map(tape.register, results))
-        self._transport, self._all, self._posts = recorder.own, recorder.all, recorder.posts
+        self._transport, self._all, self._steps = recorder.own, recorder.all, recorder.steps
         self._registers = tape.registers()
         packed = {op.writes for ops in tape.ops if isinstance(ops.function, Post) for op in ops.function.packing}
-        self._ops = freeing(allocating_late(tape.ops, self._posts), packed, kept=frozenset(self._results))
+        self._ops = freeing(allocating_late(tape.ops, self._steps), packed, kept=frozenset(self._results))
 
     def __call__(self, inputs: Fields, transport: StepTransport, failed: Failed) -> Fields:
         """Replay. inputs: like the recorded ones, see `tape.signature`. failed: makes the error of a step."""
@@ -163,6 +163,6 @@ class Bound:
             replay(self._ops, registers)
             return tuple(map(registers.__getitem__, self._results))
         except OpFailed as at:
-            raise failed(max(bisect_right(self._posts, at.at) - 1, 0), at.error) from at.error
+            raise failed(bisect_right(self._steps, at.at), at.error) from at.error
         finally:
             registers.clear()  # it holds itself

@@ -8,7 +8,7 @@ import torch
 
 from dfa_megatron.plan.interpret import Algebra, rank_loop
 from dfa_megatron.plan.language.program import Step
-from dfa_megatron.runtime.comm.transport import Recv, Send, StepTransport
+from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, StepTransport
 from dfa_megatron.runtime.execute.bound import Failed
 from dfa_megatron.runtime.execute.tensors import Tensors
 
@@ -35,9 +35,10 @@ def execute(tensors: Tensors, algebra: Algebra, transport: StepTransport, failed
                     transport.computed(number - 1)
                     ranges.close()
                 ranges.open(f"dfa {phase} step {number}")
-                receives = [Recv(message.peer, tensors.incoming(message)) for message in step.receives]
-                transport.post(step.after, functools.partial(_sends, tensors, number, step), receives)
-            else:
+                if step.sends or step.receives:
+                    receives = [Recv(message.peer, tensors.incoming(message)) for message in step.receives]
+                    transport.post(step.after, functools.partial(_sends, tensors, number, step), receives)
+            elif step.sends or step.receives:
                 transport.land()
         transport.finish()
         ranges.close()
@@ -46,11 +47,12 @@ def execute(tensors: Tensors, algebra: Algebra, transport: StepTransport, failed
         raise failed(number, error) from error
 
 
-def _sends(tensors: Tensors, number: int, step: Step) -> list[Send]:
-    return [
-        Send(message.peer, tensors.outgoing(message), tensors.memory.offsets[number, message.peer])
-        for message in step.sends
-    ]
+def _sends(tensors: Tensors, number: int, step: Step, moving: Moving) -> list[Send]:
+    with moving():
+        return [
+            Send(message.peer, tensors.outgoing(message), tensors.memory.offsets[number, message.peer])
+            for message in step.sends
+        ]
 
 
 class _Ranges:

@@ -26,8 +26,9 @@ from dfa_megatron.plan.proof.check import check
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
 from dfa_megatron.runtime.comm import copy_engine
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
-from dfa_megatron.runtime.comm.transport import Recv, Send
+from dfa_megatron.runtime.comm.transport import Moving, Recv, Send
 from dfa_megatron.runtime.comm.transports import _refuse_one_queue
+from dfa_megatron.runtime.cuda_driver import Flag, Flags
 from dfa_megatron.runtime.environment import without_multicast
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
 from dfa_megatron.runtime.execute.wire_format import Format
@@ -104,7 +105,7 @@ class Stream:
 
 
 class Driver:
-    """The driver's three operations on simulated memory."""
+    """The driver's operations on simulated memory."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
@@ -113,11 +114,15 @@ class Driver:
         content = self.world.content
         self.world.put(self.rank, stream, lambda: content.update({to: content[source]}) is None)
 
-    def write(self, stream: str, address: int, value: int) -> None:
-        self.world.put(self.rank, stream, lambda: self.world.content.update({address: value}) is None)
+    def flags(self, stream: str, flags: Flags, token: int) -> None:
+        for flag in flags.flags:
+            self.world.put(self.rank, stream, self._flag(flag, token if flag.token else 0))
 
-    def wait(self, stream: str, address: int, value: int) -> None:
-        self.world.put(self.rank, stream, lambda: self.world.content.get(address, 0) == value)
+    def _flag(self, flag: Flag, value: int) -> Operation:
+        content = self.world.content
+        if flag.wait:
+            return lambda: content.get(flag.address, 0) == value
+        return lambda: content.update({flag.address: value}) is None
 
 
 class Streams:
@@ -128,7 +133,10 @@ class Streams:
         self.stream, self.compute = Stream(world, rank, "moves"), Stream(world, rank, "computes")
         self.started, self.filled = Event(world, rank), Event(world, rank)
         self.free: list[Event] = []
-        self.awaited: list[tuple[int, ...]] = []
+        self.raw = 0
+
+    def await_ranks(self, ranks: tuple[int, ...]) -> None:
+        pass
 
     def start(self) -> None:
         self.started.record(self.compute)
@@ -160,7 +168,8 @@ def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTra
         one.device, one.driver = torch.device("cpu"), Driver(world, rank)  # type: ignore[assignment]
         one.streams, one._finished = Streams(world, rank), Event(world, rank)  # type: ignore[assignment]
         one._place_flags(rank, flags)
-        one._arenas, one._receives, one._sending, one.generation = arenas, (), (), 1
+        one._arenas, one._sending, one.generation, one._batches = arenas, (), 1, {}
+        one._queue, one._finished_on = "moves", -1  # type: ignore[assignment]
         one.over = SimpleNamespace(calls=Calls())  # type: ignore[assignment]
         made.append(one)
     return made
@@ -225,7 +234,7 @@ def queue_call(
             if number:
                 transport.computed(number - 1)
 
-            def sends(number: int = number, step: Any = step) -> list[Send]:
+            def sends(_: Moving, number: int = number, step: Any = step) -> list[Send]:
                 messages = []
                 for message in step.sends:
                     offsets = memory.offsets[number, message.peer]
@@ -237,9 +246,11 @@ def queue_call(
                     messages.append(Send(message.peer, tensors, offsets))  # type: ignore[arg-type]
                 return messages
 
-            transport.post(step.after, sends, [Recv(message.peer, []) for message in step.receives])
+            if step.sends or step.receives:
+                transport.post(step.after, sends, [Recv(message.peer, []) for message in step.receives])
         else:
-            transport.land()
+            if step.sends or step.receives:
+                transport.land()
             for message in step.receives:
                 reader.landed(message, call)
     transport.finish()
