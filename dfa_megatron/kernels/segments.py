@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from dfa_megatron.kernels.current_stream import stream_of
 from dfa_megatron.plan.language.geometry import Band, Segment, Span, Tile
 
 Takes = Literal["segment", "window", "segments"]
@@ -234,11 +235,6 @@ def _serves(window: Band, segment: Segment) -> bool:
     left = window.left == band.left or (band.left < 0 and window.left >= kv_len - 1)
     right = window.right == band.right or (band.right < 0 and window.right >= q_len - 1)
     return left and right
-
-
-def stream_of(device: torch.device) -> int:
-    """Return the current stream; another stream may not yet read what this one has copied to a device."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def moved(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

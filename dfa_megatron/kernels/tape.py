@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dfa_megatron.kernels.current_stream import stream_of
 from dfa_megatron.kernels.replay import Op, Registers
 
 aten = torch.ops.aten
@@ -206,8 +207,7 @@ def signature(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     kind = tensors[0].device.type
     around: tuple[Any, ...] = (torch.is_autocast_enabled(kind),) if kind in _WITH_AUTOCAST else ()
     if kind == "cuda":
-        stream = torch.cuda.current_stream(tensors[0].device).cuda_stream
-        around = *around, stream, torch.cuda.current_device()
+        around = *around, stream_of(tensors[0].device), torch.cuda.current_device()
     return around, *([(x.stride(), x.storage_offset(), x.data_ptr() % _ALIGNMENT == 0) for x in tensors])
 
 

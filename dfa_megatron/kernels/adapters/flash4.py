@@ -17,7 +17,8 @@ from dfa_megatron.kernels.adapters.flash4_launches import has_memory, late_gradi
 from dfa_megatron.kernels.adapters.gpu import build_refusal, capability_text, dense, gpu_refusal, vectorised
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
 from dfa_megatron.kernels.bands import uncut
-from dfa_megatron.kernels.segments import Segments, Takes, stream_of
+from dfa_megatron.kernels.current_stream import stream_of
+from dfa_megatron.kernels.segments import Segments, Takes
 
 logger = logging.getLogger(__name__)
 

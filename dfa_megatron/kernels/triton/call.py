@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 
 from dfa_megatron.kernels.api import BlockCall
-from dfa_megatron.kernels.segments import Segments, moved, stream_of
+from dfa_megatron.kernels.current_stream import stream_of
+from dfa_megatron.kernels.segments import Segments, moved
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import Band
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.kernels.current_stream import stream_of
 from dfa_megatron.kernels.tape import recording
 
 OLDEST = (3, 2)
@@ -59,7 +60,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         tape.launch(functools.partial(kernel[grid], **constants), *args)
     else:
         others = (constants[name] for name in kernel.arg_names[len(args) :])
-        tape.launch(compiled[(*grid, 1, 1)[:3]], *args, *others)
+        # A replay is on the recorded stream: Triton need not look it up.
+        run = functools.partial(compiled[(*grid, 1, 1)[:3]], stream=stream_of(args[0].device))
+        tape.launch(run, *args, *others)
 
 
 @functools.cache

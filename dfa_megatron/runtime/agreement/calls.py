@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from dfa_megatron.errors import DistAttentionError, LostGroupError, UnsupportedError
+from dfa_megatron.kernels.current_stream import current_stream
 
 KEPT = 4096
 """Calls that a rank remembers: more than ranks can be apart."""
@@ -176,13 +177,13 @@ class Calls:
         finally:
             self.doing = ""
 
-    def on_device(self) -> None:
+    def on_device(self, device: torch.device) -> None:
         """Let `pending` follow the device, which works on after the host has issued a call."""
         done = torch.cuda.Event()
 
         def issued() -> None:
             if not torch.cuda.is_current_stream_capturing():
-                done.record()
+                done.record(current_stream(device))
 
         self.issued, self.pending = issued, lambda: not done.query()
 

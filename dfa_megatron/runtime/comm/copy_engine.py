@@ -59,7 +59,7 @@ class CopyEngineTransport(KeptArena):
         self._sending: Sequence[Send] = ()
         self._queue = self.streams.stream.cuda_stream
         self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], _Batch] = {}
-        self._finished, self._finished_on = torch.cuda.Event(), -1
+        self._finished, self._finished_on = torch.cuda.Event(), self.streams.compute
         self._token = 1
 
     def _place_flags(self, rank: int, addresses: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ class CopyEngineTransport(KeptArena):
         self.streams.start()
         if capturing:
             self.pinned = True
-        elif self._finished_on != self.streams.raw:
+        elif self._finished_on is not self.streams.compute:
             self.streams.stream.wait_event(self._finished)
 
     def where(self) -> tuple[int, tuple[int, ...]]:
@@ -133,7 +133,7 @@ class CopyEngineTransport(KeptArena):
         """Record the end of the call's compute, after which the next call may use the arena."""
         if not torch.cuda.is_current_stream_capturing():
             self._finished.record(self.streams.compute)
-            self._finished_on = self.streams.raw
+            self._finished_on = self.streams.compute
 
     def trial(self) -> None:
         """Send a word to every other rank and check the words that arrive.

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from dfa_megatron.kernels.current_stream import current_stream
+
 
 class _Switch:
     """A faster `torch.cuda.stream`: the stream to return to is known, and on the current device."""
@@ -34,12 +36,11 @@ class Streams:
         self.free: list[torch.cuda.Event] = []
         self.steps, self.awaited = 0, dict[int, tuple[int, ...]]()
         self.captured = False
-        self.compute, self.raw = torch.cuda.current_stream(device), current_raw_stream(device)
+        self.compute = current_stream(device)
 
     def start(self) -> None:
         """Hold messages until the caller's stream has computed the inputs."""
-        if self.raw != (raw := current_raw_stream(self.device)):
-            self.compute, self.raw = torch.cuda.current_stream(self.device), raw
+        self.compute = current_stream(self.device)
         self.captured = torch.cuda.is_current_stream_capturing()
         self.steps, self.awaited = 0, {}
         self.started.record(self.compute)
@@ -81,9 +82,3 @@ class Streams:
             return -1, ()
         step = next((n for n, event in enumerate(self.free[: self.steps]) if not event.query()), self.steps)
         return step, self.awaited.get(step, ())
-
-
-def current_raw_stream(device: torch.device) -> int:
-    """Return the handle of the current stream: `torch.cuda.current_stream` takes longer."""
-    handle: int = torch._C._cuda_getCurrentRawStream(device.index)
-    return handle

@@ -44,7 +44,7 @@ class Transports:
         if known is None:
             known = self._open[device.type, kind] = self._make(device, kind)
             if device.type == "cuda":
-                self._channel.calls.on_device()
+                self._channel.calls.on_device(device)
         return known
 
     def _make(self, device: torch.device, kind: str) -> Transport:

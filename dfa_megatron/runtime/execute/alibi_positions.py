@@ -9,7 +9,7 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Alibi
-from dfa_megatron.kernels.segments import stream_of
+from dfa_megatron.kernels.current_stream import stream_of
 from dfa_megatron.plan.language.program import Call, Region
 from dfa_megatron.plan.lowering.positions import Tokens
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan

@@ -133,7 +133,6 @@ class Streams:
         self.stream, self.compute = Stream(world, rank, "moves"), Stream(world, rank, "computes")
         self.started, self.filled = Event(world, rank), Event(world, rank)
         self.free: list[Event] = []
-        self.raw = 0
 
     def await_ranks(self, ranks: tuple[int, ...]) -> None:
         pass
@@ -169,7 +168,7 @@ def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTra
         one.streams, one._finished = Streams(world, rank), Event(world, rank)  # type: ignore[assignment]
         one._place_flags(rank, flags)
         one._arenas, one._sending, one.generation, one._batches = arenas, (), 1, {}
-        one._queue, one._finished_on = "moves", -1  # type: ignore[assignment]
+        one._queue, one._finished_on = "moves", one.streams.stream  # type: ignore[assignment]
         one.over = SimpleNamespace(calls=Calls())  # type: ignore[assignment]
         made.append(one)
     return made

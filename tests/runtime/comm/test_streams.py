@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from dfa_megatron.runtime.comm import streams as streams_module
 from dfa_megatron.runtime.comm.streams import Streams
 
 
@@ -15,9 +16,8 @@ def test_events_of_a_graph_are_never_queried(
     monkeypatch: pytest.MonkeyPatch, capturing: bool, where: tuple[int, tuple[int, ...]]
 ) -> None:
     """Step 0 is over and step 1 waits for rank 3; in a capture every query is an error of CUDA."""
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, MagicMock())
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", MagicMock())
+    monkeypatch.setattr(streams_module, "current_stream", MagicMock())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     over = iter((True, False))
 
