@@ -321,6 +321,13 @@ def test_the_flags_of_another_call_are_not_taken(monkeypatch: pytest.MonkeyPatch
         run()
 
 
+def test_flags_are_laid_out_as_the_driver_reads_them() -> None:
+    flags = Flags([Flag(True, 0x1234, True), Flag(False, 0x5678, False)])
+    flags.set_token(77)
+    words = memoryview(bytes(flags.queued)).cast("Q").tolist()
+    assert [x & 0xFFFFFFFF for x in words] == [1, 0x1234, 77, 1, 0, 0, 2, 0x5678, 0, 0, 0, 0]
+
+
 def test_a_machine_without_gpus_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "between GPUs, not on cpu" in copy_engine._local_refusal(torch.device("cpu"))
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")

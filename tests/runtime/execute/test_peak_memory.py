@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.comm.arena import Arena
-from dfa_megatron.runtime.comm.transport import Recv, Send, StepTransport
+from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, StepTransport
 from dfa_megatron.runtime.execute import accumulators
 from dfa_megatron.runtime.execute.bound import Bound, Fields, Recorder
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
@@ -121,8 +122,8 @@ class Holding(StepTransport):
 
     sending: Sequence[Send] = ()
 
-    def post(self, after: int, sends: Callable[[], Sequence[Send]], receives: Sequence[Recv]) -> None:
-        self.sending = sends()
+    def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
+        self.sending = sends(nullcontext)
 
     def land(self) -> None:
         self.sending = ()
