@@ -2,6 +2,7 @@
 #
 # `make quick` passes some of every kind of test in less than a minute.
 # `make fuzz` compares attentions drawn at random with dense float64; ARGS="--help" says how many, and over which ranks.
+# `make models` compares a tiny model of every type of transformers on two ranks with one process, in ten minutes.
 # `make gpu` runs every test that computes on a GPU; benchmarks/README.md has the commands that measure.
 #
 #   make train PROCS=4 ARGS="--train-iters 20"     more ranks, other arguments of examples/train.py
@@ -40,7 +41,7 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q $(if $(WORKERS),-n $(WORKERS) --dist loadgroup)
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test quick fuzz gpu lint format docs clean
+.PHONY: train test quick fuzz models gpu lint format docs clean
 
 train: $(READY)
 	$(PY) examples/train.py $(if $(PROCS),--nproc-per-node $(PROCS)) $(ARGS)
@@ -53,6 +54,10 @@ quick: $(READY)
 
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(or $(ARGS),--over together gloo)
+
+models: $(READY)
+	ONLY_SET_UP=1 .ci/deepspeed.sh
+	OMP_NUM_THREADS=1 $(VENV)/deepspeed/bin/python -W ignore -m tests.huggingface.sweep $(or $(ARGS),--out docs/models.json)
 
 gpu: $(READY)
 	$(PY) -m pytest -q -m gpu $(ARGS)

@@ -18,6 +18,7 @@ from pathlib import Path
 from docs import (
     fault_tables,
     house_picture,
+    model_tables,
     performance_tables,
     reference_tables,
     scale_tables,
@@ -41,6 +42,7 @@ SITE: dict[str, Tables] = {
     "refusals": {name: partial(reference_tables.refusals, name) for name in ("megatron", "deepspeed", "huggingface")},
     "schedules": scale_tables.SITE,
     "support": support_tables.TABLES,
+    "huggingface": model_tables.TABLES,
     "trust": {"faults": fault_tables.every},
     "options": {"options": reference_tables.options},
 }
@@ -72,7 +74,7 @@ def for_site(page: str, text: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Take in the reports and write every page, or print one."""
+    """Take in the reports and write every page and list, or print one page."""
     if arguments[:1] == ["--show"]:
         name = arguments[1]
         print(for_site(name, (DOCS / f"{name}.md").read_text(encoding="utf-8")))
@@ -84,6 +86,7 @@ def main(arguments: list[str]) -> None:
     for name, tables in PAGES.items():
         path = ROOT / name
         path.write_text(filled(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    model_tables.LIST.write_text(model_tables.list_of_types(), encoding="utf-8")
     for picture, svg in {**schedule_tables.pictures(), "house.svg": house_picture.picture()}.items():
         (DOCS / "pictures" / picture).write_text(svg, encoding="utf-8")
 

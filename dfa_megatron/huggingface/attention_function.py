@@ -9,9 +9,10 @@ import torch
 
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.huggingface.document_starts import KEYWORD, Documents
+from dfa_megatron.huggingface.positions.document_starts import KEYWORD, Documents, in_chunks
+from dfa_megatron.huggingface.positions.temperature import tempered
 from dfa_megatron.huggingface.refusals import ATTENTION, INPUTS
-from dfa_megatron.huggingface.windows import WindowMask, window_of
+from dfa_megatron.huggingface.windows import OtherMask, WindowMask, chunk_of, window_of
 from dfa_megatron.runtime.agreement.calls import at_layer
 
 NAME = "dfa"
@@ -25,10 +26,17 @@ _CHECKED = "_dfa_checked"
 
 
 @dataclass(slots=True)
-class Packed:
-    """Record whether the current batch holds packed documents, for layers that do not receive them."""
+class Current:
+    """Hold facts of the last forward's batch, for modules that do not receive them.
 
-    now: bool = False
+    packed: whether rows hold several documents.
+    longest: tokens of its longest document, on all ranks.
+    positions: int64 (batch or 1, local_seq), of this rank's tokens.
+    """
+
+    packed: bool = False
+    longest: int = 0
+    positions: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +45,7 @@ class LayerContext:
 
     group: name of the process group that shares the sequence, "" for a single process.
     before: the attention implementation that the model had.
-    packed: whether the last forward's batch was packed.
+    current: facts of the last forward's batch.
     accelerate: batches come from accelerate: in evaluation every rank has whole sequences of its own, and the loss of
         this rank's tokens is weighed by who called the model.
     """
@@ -47,7 +55,7 @@ class LayerContext:
     options: DistAttentionConfig
     before: str
     accelerate: bool = False
-    packed: Packed = field(default_factory=Packed)
+    current: Current = field(default_factory=Current)
 
 
 def register() -> None:
@@ -63,7 +71,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | WindowMask | None,
+    attention_mask: torch.Tensor | WindowMask | OtherMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -104,9 +112,15 @@ def attention(
         not_passed=", ".join(n for n, x in given.items() if x is None and getattr(module, n, None) is not None),
     )
     assert context is not None
+    INPUTS.check(other_mask=isinstance(attention_mask, OtherMask))
     ATTENTION.check(ready_mask=isinstance(attention_mask, torch.Tensor))
     windowed = attention_mask if isinstance(attention_mask, WindowMask) else None
-    window = window_of(module, windowed, sliding_window, query.shape[2] * context.size)
+    batch, whole = query.shape[0], query.shape[2] * context.size
+    documents = _documents(module, context, others)
+    query = tempered(module, query, documents, context.group)
+    if chunk := chunk_of(module, windowed):
+        windowed, documents = None, in_chunks(documents or ((0, whole),) * batch, chunk)
+    window = window_of(module, windowed, sliding_window, whole)
     asked: dict[str, Any] = {
         "group": context.group,
         "causal": True,
@@ -120,7 +134,7 @@ def attention(
     number = int(getattr(module, "layer_idx", None) or 0) + 1
     # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(number):
-        return _run(q, k, v, _documents(module, context, others), asked), None
+        return _run(q, k, v, documents, asked), None
 
 
 def _run(
@@ -158,24 +172,25 @@ def mask(
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
     **others: Any,
-) -> WindowMask | None:
+) -> WindowMask | OtherMask | None:
     """Return no mask tensor, because the plan holds causality and the window; called once per forward.
 
     attention_mask: (batch, local_seq) as the user gave it, or `nothing_hidden`.
-    local_size: the sliding window of the layers that this mask is for; None for those without. (For chunks of a
-        sequence too, but a model with such layers has been refused.)
+    local_size: the sliding window of the layers that this mask is for, or their chunk; None for those without.
 
     Raises:
-        UnsupportedError: it hides a token, or the model masks more than what is causal and in the window.
+        UnsupportedError: it hides a token.
     """
     hides = attention_mask is not None and not hasattr(attention_mask, _CHECKED) and not bool(attention_mask.all())
-    INPUTS.check(hidden_tokens=hides, other_mask=not allow_is_causal_skip)
+    INPUTS.check(hidden_tokens=hides)
+    if not allow_is_causal_skip:
+        return OtherMask()
     return None if local_size is None else WindowMask(local_size)
 
 
 def _documents(module: torch.nn.Module, context: LayerContext, others: dict[str, Any]) -> Documents | None:
     """Return the documents of every row, or None if each row is one."""
     documents: Documents | None = others.get(KEYWORD)
-    unseen = documents is None and KEYWORD not in others and context.packed.now
+    unseen = documents is None and KEYWORD not in others and context.current.packed
     ATTENTION.check(unseen_documents=unseen, layer=type(module).__name__)
     return documents

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from dfa_megatron.huggingface import document_starts as packed
 from dfa_megatron.huggingface.padding import IGNORED, check_right, check_unlabelled
+from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.refusals import BATCHES
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.sharding import local_positions, shard_sequence

@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.huggingface.positions.own_positions import LOCAL_ROPE, rotaries_of, table_of
 from dfa_megatron.huggingface.refusals import MODEL
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _OWN_MASKS = ("doge",)
 """Types whose layers derive a mask of their own from the one that their model gives them."""
 
-_LOCAL_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings that depend on the longest position of the batch, which differs between ranks."""
+_AT_ENCODER = ("encoder_attn", "crossattention")
+"""Names of a decoder layer's attention at an encoder; without an encoder's states it does not run."""
 
 
 def check_model(model: Any) -> list[torch.nn.Module]:
-    """Return the attention layers of a transformers model that can be distributed.
+    """Return the attention layers of a transformers model that can be distributed, with those at an encoder.
 
     Raises:
         UnsupportedError: the model computes something that distributed attention would not; it is named.
@@ -37,22 +38,21 @@ def check_model(model: Any) -> list[torch.nn.Module]:
         own_masks=config.model_type in _OWN_MASKS,
         router_loss=getattr(config, "output_router_logits", False),
         dropout=getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0),
-        local_rope=_local_rope(config),
     )
-    layers = [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "layer_idx")]
+    named = {n: x for n, x in model.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
+    layers = [module for name, module in named.items() if name.split(".")[-1] not in _AT_ENCODER]
     decoder = model.get_decoder()
     MODEL.check(
         kind=kind,
         not_causal=sum(not layer.is_causal for layer in layers),
         attentions=len(layers),
-        layers=config.num_hidden_layers,
-        temperature_tuning=any(
-            getattr(layer, "attn_temperature_tuning", False) and not layer.use_rope for layer in layers
-        ),
+        layers=getattr(config, "decoder_layers", config.num_hidden_layers),
         other_decoder=not hasattr(decoder, "config"),
-        no_positions="position_ids" not in inspect.signature(type(decoder).forward).parameters,
+        local_rope=_local_rope(config) if not rotaries_of(decoder) else None,
+        no_positions="position_ids" not in inspect.signature(type(decoder).forward).parameters
+        and table_of(decoder) is None,
     )
-    return layers
+    return list(named.values())
 
 
 def kind_of(model: Any) -> str:
@@ -69,13 +69,15 @@ def _pooling_head(model: Any) -> str:
 
 
 def _other_layers(config: Any) -> str:
-    chunks = ("chunked_attention",) if getattr(config, "attention_chunk_size", None) else ()
-    return ", ".join(sorted(set(getattr(config, "layer_types", None) or chunks) - _LAYER_TYPES))
+    types = getattr(config, "layer_types", None)
+    if types is None:  # a model without types of layers has no chunks in training, but generates with them
+        return "chunked_attention" if getattr(config, "attention_chunk_size", None) else ""
+    return ", ".join(sorted(set(types) - _LAYER_TYPES))
 
 
 def _local_rope(config: Any) -> str | None:
-    """Return the first rotary embedding that depends on the batch; transformers keeps one, or one per layer type."""
+    """Return the first type of rotary embedding that depends on the batch; there is one, or one per layer type."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     sets = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     kinds = (one.get("rope_type", one.get("type")) for one in sets)
-    return next((kind for kind in kinds if kind in _LOCAL_ROPE), None)
+    return next((kind for kind in kinds if kind in LOCAL_ROPE), None)

@@ -16,19 +16,14 @@ from dfa_megatron.huggingface import model_inputs as inputs
 from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, LayerContext
 from dfa_megatron.huggingface.check_model import check_model, kind_of
 from dfa_megatron.huggingface.checkpointing import check_layers, set_checkpointing
-from dfa_megatron.huggingface.embedded_positions import padding_of
+from dfa_megatron.huggingface.exact_types import EXACT
+from dfa_megatron.huggingface.positions import own_positions
+from dfa_megatron.huggingface.positions.embedded_positions import padding_of
 from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.plan.language.heads import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 
 logger = logging.getLogger(__name__)
-
-TESTED = (
-    "camembert", "data2vec-text", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "llama", "llama4_text",
-    "mistral", "mixtral", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "roberta",
-    "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
-)  # fmt: skip
-"""Model types whose logits and gradients are compared with eager attention in this project's tests."""
 
 
 def distribute_attention(
@@ -84,7 +79,8 @@ def distribute_attention(
         if inner is not decoder:
             inner.register_forward_pre_hook(inputs.check_loss, with_kwargs=True)
         decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
-    for module in {inner, decoder, *layers}:
+        own_positions.hook(decoder)
+    for module in {inner, decoder, *layers, *own_positions.modules_of(decoder)}:
         setattr(module, CONTEXT, context)
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
@@ -131,10 +127,9 @@ def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 @functools.cache
 def _note_untested(model_type: str) -> None:
-    if model_type not in TESTED:
+    if model_type not in EXACT:
         logger.warning(
             "models of type %r pass the checks of distribute_attention, but their gradients have not been compared "
-            "with eager attention; tested are %s",
+            "with eager attention; `dfa-megatron selfcheck huggingface CONFIG` compares them",
             model_type,
-            ", ".join(TESTED),
         )

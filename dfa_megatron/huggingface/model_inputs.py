@@ -9,14 +9,16 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface import document_starts as packed
 from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, LayerContext, nothing_hidden
-from dfa_megatron.huggingface.embedded_positions import after_padding, padding_of, places
 from dfa_megatron.huggingface.padding import check_right, check_unlabelled
+from dfa_megatron.huggingface.positions import document_starts as packed
+from dfa_megatron.huggingface.positions.embedded_positions import after_padding, padding_of, places
+from dfa_megatron.huggingface.positions.own_positions import table_of
 from dfa_megatron.huggingface.refusals import INPUTS
 from dfa_megatron.sharding import local_positions, shard_sequence
 
@@ -39,9 +41,10 @@ def prepare(
         UnsupportedError: no or other positions (of a whole sequence, or that begin nowhere), padding that is not on the
             right, a cache, images or sound, or masks of another model.
     """
-    if module.config._attn_implementation != NAME:
-        return None
     context: LayerContext = getattr(module, CONTEXT)
+    if module.config._attn_implementation != NAME:
+        context.current.longest, context.current.positions = 0, None
+        return None
     _check_arguments(args, kwargs, context)
     tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
     given = places(module, kwargs)
@@ -52,12 +55,24 @@ def prepare(
     if (mask := kwargs.get("attention_mask")) is not None and mask.dim() == 2:
         check_right(mask, context.group)
         kept["attention_mask"] = None
-    context.packed.now = documents is not None
+    _note(context, documents, tokens, kept["position_ids"])
+    if table_of(module) is not None:
+        del kept["position_ids"]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in _parameters(module.__class__)):
         kept[packed.KEYWORD] = documents  # the decoder passes every keyword to its layers
     if documents is not None:
         kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
     return args, kept
+
+
+def _note(
+    context: LayerContext, documents: packed.Documents | None, tokens: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Note the facts of this forward for the modules that do not receive them."""
+    current = context.current
+    current.packed, current.positions = documents is not None, positions
+    ends = documents or ((0, tokens.shape[1] * context.size),)
+    current.longest = max(hi - lo for offsets in ends for lo, hi in pairwise(offsets))
 
 
 def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerContext) -> None:
@@ -193,9 +208,15 @@ def check_loss(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     if context.size == 1:
         return
     INPUTS.check(
+        own_loss=None if computes_loss(module) else type(module).__name__,
         no_shift_labels=given.get("shift_labels") is None,
         no_item_count=given.get("num_items_in_batch") is None and not context.accelerate,
     )
+
+
+def computes_loss(model: Any) -> bool:
+    """Return whether a model computes its loss by transformers' loss function, which takes the number of labels."""
+    return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
 
 
 def _equal(given: torch.Tensor, expected: torch.Tensor) -> bool:

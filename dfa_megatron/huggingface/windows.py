@@ -1,4 +1,4 @@
-"""Read the sliding window of an attention layer from its mask, as in eager attention.
+"""Read the sliding window or the chunk of an attention layer from its mask, as in eager attention.
 
 Models pass windows to their layers in masks. Many layers also pass a keyword to the attention implementation. Flash
 attention honours the keyword only, eager attention the mask only. `WindowMask` replaces a mask and keeps its window. A
@@ -17,9 +17,9 @@ from dfa_megatron.huggingface.refusals import ATTENTION
 
 @dataclass(frozen=True, slots=True)
 class WindowMask:
-    """Replace a causal mask with a sliding window. It is no tensor, so models do not copy or cast it.
+    """Replace a causal mask with a sliding window or chunks. It is no tensor, so models do not copy or cast it.
 
-    size: tokens that a token sees, including itself.
+    size: tokens that a token sees, including itself; of layers with chunks, the tokens of a chunk.
     """
 
     size: int
@@ -31,6 +31,14 @@ class WindowMask:
             UnsupportedError: a slice of some rows.
         """
         ATTENTION.check(some_rows=any(part not in (slice(None), slice(0, None)) for part in index))
+        return self
+
+
+class OtherMask:
+    """Replace a mask beyond causality and windows. A layer that is given it is refused, but one may never run."""
+
+    def __getitem__(self, index: Any) -> OtherMask:
+        """Return itself for any slice."""
         return self
 
 
@@ -54,9 +62,29 @@ def window_of(module: torch.nn.Module, mask: WindowMask | None, named: int | Non
     return (-1, -1) if size == whole else (size - 1, 0)
 
 
+def chunk_of(module: torch.nn.Module, mask: WindowMask | None) -> int | None:
+    """Return the tokens of a chunk, if the layer's type is chunked attention; None for other layers.
+
+    Raises:
+        UnsupportedError: the layer's mask has no chunks of this size.
+    """
+    if _type(module) != "chunked_attention":
+        return None
+    config: Any = module.config
+    size: int = config.attention_chunk_size
+    if mask is None or mask.size != size:
+        mask_window = "none" if mask is None else f"those of {mask.size}"
+        ATTENTION.check(chunk=size, layer=type(module).__name__, mask_window=mask_window)
+    return size
+
+
+def _type(module: torch.nn.Module) -> str | None:
+    """Return the layer's type in the configuration."""
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    return None if types is None else str(types[module.layer_idx])
+
+
 def _of_its_type(module: torch.nn.Module) -> int | None:
     """Return the window of a layer that the configuration calls sliding; `sliding_window` alone may be a leftover."""
-    config: Any = getattr(module, "config", None)
-    types = getattr(config, "layer_types", None)
-    sliding = types is not None and types[module.layer_idx] == "sliding_attention"
-    return getattr(config, "sliding_window", None) if sliding else None
+    sliding = _type(module) == "sliding_attention"
+    return getattr(module.config, "sliding_window", None) if sliding else None

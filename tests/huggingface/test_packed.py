@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface import document_starts as packed
+from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
 from dfa_megatron.testing.dense import assert_close
@@ -78,11 +78,11 @@ def compare(rank: int, world_size: int, names: list[str], rows: int) -> None:
 @pytest.mark.support("models", "the same, packed documents")
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 2), (2, 1), (2, 2), (3, 1)])
 def test_logits_loss_and_gradients_are_those_of_eager_attention_on_one_rank(ranks: int, rows: int) -> None:
-    names = list(MODELS) if (ranks, rows) == (2, 1) else ["llama", "gemma3-window-in-one-layer"]
+    names = list(MODELS) if (ranks, rows) == (2, 1) else ["llama-yarn", "gemma3-window-in-one-layer"]
     run_ranks(ranks, compare, names, rows, timeout=170)
 
 
-def test_documents_do_not_meet_where_layers_share_keys() -> None:
+def test_documents_do_not_meet_where_layers_share_keys_or_see_chunks() -> None:
     run_ranks(2, compare, list(NEWER), 2, timeout=120)
 
 

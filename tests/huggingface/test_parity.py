@@ -20,19 +20,13 @@ _MIXED = ["sliding_attention", "full_attention"]
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
     "llama-one-kv-head-of-three": ("Llama", {"heads": 3, "kv_heads": 1}),
     "llama-window-left-over-in-the-config": ("Llama", {"sliding_window": 5}),
     "llama-yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {}),
     "mistral-window": ("Mistral", {"sliding_window": 7}),
     "mistral-window-longer-than-a-ranks-part": ("Mistral", {"sliding_window": 15}),
     "mistral-window-longer-than-the-text": ("Mistral", {"sliding_window": 64}),
     "qwen2-window-in-one-layer": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
-    "mixtral": ("Mixtral", {"num_local_experts": 2}),
-    "gemma": ("Gemma", {}),
     "gemma2-window-in-one-layer": ("Gemma2", {"attn_logit_softcapping": None, "sliding_window": 5}),
     "gemma2-capped-scores": ("Gemma2", {"attn_logit_softcapping": 3.0, "sliding_window": 5}),
     "gpt-oss-sinks": ("GptOss", {**_EXPERTS, "sliding_window": 64}),
@@ -51,7 +45,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phimoe-window": ("Phimoe", {**_EXPERTS, "sliding_window": 9, "router_jitter_noise": 0.0}),
-    "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", {"sliding_window": 9}),
 }
 
@@ -68,24 +61,46 @@ NEWER: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size_per_layer_input": 8,
         },
     ),
-    "llama4-without-chunks": (
+    "llama4-chunks-and-temperature": (
         "Llama4Text",
         {
             **_EXPERTS,
             "intermediate_size_mlp": 24,
-            "layer_types": ["full_attention"] * 2,
-            "attention_chunk_size": 64,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "attention_chunk_size": 7,
             "no_rope_layers": [1, 0],
-            "attn_temperature_tuning": False,
+            "attn_temperature_tuning": True,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
         },
     ),
 }
 """Of types that older releases of transformers do not have."""
 
 
+_ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 20}
+
+OF_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-dynamic": ("Llama", {"max_position_embeddings": 20, "rope_parameters": {"rope_type": "dynamic", **_ROPE}}),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 20,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0, 3.0, 1.5, 4.0],
+                **_ROPE,
+            },
+        },
+    ),
+}
+"""Whose RoPE depends on the length of the longest sequence; no rank's part reaches the length at which it changes."""
+
+
 def compare(rank: int, world_size: int, names: list[str], schedule: str) -> None:
     for seed, name in enumerate(names):
-        kind, changes = (MODELS | NEWER)[name]
+        kind, changes = (MODELS | NEWER | OF_LENGTH)[name]
         batch = text(2, 12 * world_size, seed=seed, unlabelled=13 if world_size > 1 else 5)  # rank 0 may have no label
         reference = build(kind, seed, **changes)
         want = reference(**batch)
@@ -111,7 +126,7 @@ def compare(rank: int, world_size: int, names: list[str], schedule: str) -> None
                 assert_close(gradient / world_size, wanted, tolerance=1e-5, name=f"{name} {key}")
 
 
-@pytest.mark.support("models", f"{', '.join(sorted({kind for kind, _ in MODELS.values()}))}: logits, loss, gradients")
+@pytest.mark.support("models", "windows, caps, sinks, experts, RoPE of other lengths: logits, loss, gradients")
 @pytest.mark.parametrize(("ranks", "schedule"), [(1, "auto"), (2, "auto"), (3, "balanced")])
 def test_logits_loss_and_gradients_are_those_of_one_rank(ranks: int, schedule: str) -> None:
     names = [name for name in MODELS if schedule == "auto" or "window" not in name]
@@ -119,8 +134,8 @@ def test_logits_loss_and_gradients_are_those_of_one_rank(ranks: int, schedule: s
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_layers_that_share_keys_and_those_without_rope_are_those_of_one_rank(ranks: int) -> None:
-    run_ranks(ranks, compare, list(NEWER), "auto", timeout=120)
+def test_shared_keys_chunks_temperature_and_rope_of_the_whole_length_are_those_of_one_rank(ranks: int) -> None:
+    run_ranks(ranks, compare, [*NEWER, *OF_LENGTH], "auto", timeout=120)
 
 
 def windows(rank: int, world_size: int, kernel: str) -> None:

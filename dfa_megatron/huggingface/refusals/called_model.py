@@ -135,6 +135,13 @@ INPUTS = Stage(
             "from 8 to 15",
         ),
         stated(
+            "own_loss",
+            "labels for a model of type {own_loss}",
+            "its loss is a mean over the tokens of this rank, not of all",
+            "no labels, and causal_lm_loss on its logits",
+            "BartForCausalLM",
+        ),
+        stated(
             "no_shift_labels",
             "labels without shift_labels",
             "the model would shift them and lose a token at every boundary between ranks",
@@ -223,6 +230,15 @@ ATTENTION = Stage(
             "logits_to_keep in a model whose layers share keys",
             "the layers that share them would have fewer queries than keys",
             "logits_to_keep=0",
+        ),
+        stated(
+            "chunk",
+            "chunks of {chunk} tokens in a layer of type {layer} whose mask has {mask_window}",
+            "attention implementations would differ in which tokens are visible",
+            "attention_chunk_size as in the model's masks",
+            8192,
+            layer="Llama4TextAttention",
+            mask_window="none",
         ),
         stated(
             "window",

@@ -73,7 +73,7 @@ MODEL = Stage(
             "other_layers",
             "{kind} with layers of type {other_layers}",
             "only attention is distributed",
-            "layers of type full_attention and sliding_attention",
+            "layers of type full_attention, sliding_attention and chunked_attention",
             "linear_attention",
             kind="a qwen3_next model",
         ),
@@ -103,10 +103,10 @@ MODEL = Stage(
         stated(
             "local_rope",
             "{kind} with rope_type={local_rope!r}",
-            "its frequencies depend on the longest position in the batch, which each rank would see differently",
+            "its frequencies depend on the longest position in the batch, and its layers embed positions themselves",
             "rope_type 'default', 'linear', 'yarn' or 'llama3'",
             "dynamic",
-            kind=_LLAMA,
+            kind="a moshi model",
         ),
         stated(
             "not_causal",
@@ -123,13 +123,6 @@ MODEL = Stage(
             "other layers mix tokens in ways that are not distributed, or do not take attention implementations",
             "a model with causal self-attention in every layer",
             {"kind": _LLAMA, "attentions": 1, "layers": 2},
-        ),
-        stated(
-            "temperature_tuning",
-            "{kind} with attn_temperature_tuning",
-            "its layers without RoPE scale queries by a token's place in this rank's part, not in the sequence",
-            "attn_temperature_tuning=False, or RoPE in every layer (no_rope_layers)",
-            kind="a llama4_text model",
         ),
         stated(
             "other_decoder",

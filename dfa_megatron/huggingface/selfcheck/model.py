@@ -21,7 +21,11 @@ def build(config: Mapping[str, Any]) -> Any:
 
     torch.manual_seed(7)
     made = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-    model: Any = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32)
+    return with_noise(AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32)).train()
+
+
+def with_noise(model: Any) -> Any:
+    """Return the model with random weights that depend on their names alone, so that every rank makes the same ones."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             random = noise(name, parameter.shape)
@@ -30,7 +34,7 @@ def build(config: Mapping[str, Any]) -> Any:
                 parameter.copy_(random / parameter.shape[-1] ** 0.5)
             else:
                 parameter.add_(0.1 * random)
-    return model.train()
+    return model
 
 
 def batch_of(words: int, ranks: int, seed: int, samples: int = SAMPLES) -> dict[str, torch.Tensor]:

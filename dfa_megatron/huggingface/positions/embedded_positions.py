@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface import document_starts as packed
 from dfa_megatron.huggingface.padding import gathered
+from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.refusals import INPUTS
 from dfa_megatron.sharding import shard_sequence
 

@@ -1,0 +1,1 @@
+"""Where a token stands: in its document, in the tables that models embed, and in RoPE that knows the length."""

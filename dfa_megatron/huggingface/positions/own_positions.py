@@ -1,0 +1,93 @@
+"""Give the whole sequence's positions to modules that would count them in this rank's part.
+
+RoPE of the types `dynamic` and `longrope` takes its frequencies from the longest position that it is given: it is given
+that of the longest document as well. A table of positions in a decoder that takes no position_ids is given them.
+
+These are hooks of modules that the decoder itself calls, outside the layers that may be recomputed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from dfa_megatron.huggingface.attention_function import CONTEXT, LayerContext
+
+LOCAL_ROPE = ("dynamic", "longrope")
+"""Types of rotary embeddings whose frequencies depend on the longest position in the batch."""
+
+
+def rotaries_of(decoder: Any) -> list[torch.nn.Module]:
+    """Return the rotary embeddings that a decoder calls itself and whose frequencies depend on the batch."""
+    return [child for child in decoder.children() if _local(getattr(child, "rope_type", None))]
+
+
+def table_of(decoder: Any) -> torch.nn.Module | None:
+    """Return the table of positions of a decoder that takes no position_ids; None for others."""
+    table: torch.nn.Module | None = getattr(decoder, "embed_positions", None)
+    if _takes(decoder) or table is None or not _takes(table):
+        return None
+    return table
+
+
+def modules_of(decoder: Any) -> list[torch.nn.Module]:
+    """Return the modules of a decoder that count positions by themselves."""
+    table = table_of(decoder)
+    return [*rotaries_of(decoder), *([] if table is None else [table])]
+
+
+def hook(decoder: Any) -> None:
+    """Hook these modules; they need a `LayerContext` when they run."""
+    for rotary in rotaries_of(decoder):
+        rotary.register_forward_pre_hook(_with_longest, with_kwargs=True)
+        rotary.register_forward_hook(_without_longest)
+    if (table := table_of(decoder)) is not None:
+        table.register_forward_pre_hook(_with_positions, with_kwargs=True)
+        table.register_forward_hook(_of_rows)
+
+
+def _local(kind: Any) -> bool:
+    """Return whether a rotary embedding's type, or one of its types by kind of layer, depends on the batch."""
+    return any(each in LOCAL_ROPE for each in (kind.values() if isinstance(kind, dict) else (kind,)))
+
+
+def _takes(module: Any) -> bool:
+    return "position_ids" in inspect.signature(type(module).forward).parameters
+
+
+def _longest(module: Any) -> int:
+    """Return the tokens of the longest document; 0 while attention is local."""
+    context: LayerContext = getattr(module, CONTEXT)
+    return context.current.longest
+
+
+def _with_longest(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not (longest := _longest(module)):
+        return None
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    del given["self"]
+    positions: torch.Tensor = given["position_ids"]
+    last = positions.new_full((*positions.shape[:-1], 1), longest - 1)
+    return (), given | {"position_ids": torch.cat((positions, last), -1)}
+
+
+def _without_longest(module: Any, args: tuple[Any, ...], output: Any) -> Any:
+    if not _longest(module):
+        return None
+    cut = [x[..., :-1, :] for x in (output if isinstance(output, tuple) else (output,))]
+    return tuple(cut) if isinstance(output, tuple) else cut[0]
+
+
+def _with_positions(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    context: LayerContext = getattr(module, CONTEXT)
+    positions = context.current.positions
+    return None if positions is None else (args, kwargs | {"position_ids": positions})
+
+
+def _of_rows(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+    """Return the embeddings by row: tables that expect the positions of one row add a dimension."""
+    context: LayerContext = getattr(module, CONTEXT)
+    positions = context.current.positions
+    return None if positions is None else output.view(*positions.shape, -1)

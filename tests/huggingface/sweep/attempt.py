@@ -1,0 +1,156 @@
+"""Compare one model type on this rank and its peers with the same model on one process, and judge."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.model_inputs import computes_loss
+from dfa_megatron.huggingface.padding import IGNORED
+from dfa_megatron.sharding import shard_sequence
+from tests.huggingface.sweep.tiny import build
+
+TOLERANCE = 1e-5
+"""Of the largest entry: many models compute rotary embeddings and softmax in float32 whatever their dtype."""
+ROWS = 20
+"""Tokens of a rank."""
+DOCUMENTS = (0, 1, 9, 23)
+"""Where packed documents begin: one of a single token, one that reaches over two ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Hold what became of a type: "exact", "refused", "wrong", "crash" or "not run".
+
+    section: one of SECTIONS. reason: of a refusal, or what is wrong. worst: the largest difference.
+    """
+
+    kind: str
+    state: str
+    section: str
+    reason: str = ""
+    worst: float = 0.0
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+
+class WrongError(Exception):
+    """A number differs from one process's."""
+
+
+def attempt(kind: str, sections: tuple[str, ...] = ("plain", "packed", "remat")) -> list[Verdict]:
+    """Return a verdict of each section; the ranks of the default group call this together."""
+    found = []
+    for section in sections:
+        try:
+            worst = SECTIONS[section](kind)
+            found.append(Verdict(kind, "exact", section, worst=worst))
+        except UnsupportedError as error:
+            found.append(Verdict(kind, "refused", section, str(error)))
+        except WrongError as error:
+            found.append(Verdict(kind, "wrong", section, str(error)))
+        except Exception:  # noqa: BLE001 (whatever it is, it is the verdict)
+            found.append(Verdict(kind, "crash", section, traceback.format_exc()))
+        if found[-1].state != "exact" and section == "plain":
+            break
+    return found
+
+
+def _plain(kind: str) -> float:
+    return _compare(kind, _whole, DistAttentionConfig(), packed=False)
+
+
+def _packed(kind: str) -> float:
+    return _compare(kind, _one_by_one, DistAttentionConfig(), packed=True)
+
+
+def _remat(kind: str) -> float:
+    return _compare(kind, _whole, DistAttentionConfig(checkpoint="remat"), packed=False)
+
+
+SECTIONS: dict[str, Callable[[str], float]] = {"plain": _plain, "packed": _packed, "remat": _remat}
+
+
+def _compare(kind: str, run: Callable[[Any, Any], Any], options: DistAttentionConfig, *, packed: bool) -> float:
+    """Return the largest difference of logits, loss and gradients."""
+    size = dist.get_world_size()
+    reference = build(kind)
+    batch = batch_of(reference.config.get_text_config().vocab_size, ROWS * size, packed=packed)
+    model = dfa_hf.distribute_attention(copy.deepcopy(reference), config=options)
+    local = dfa_hf.shard_batch(batch)
+    logits = run(reference, batch)
+    loss = _mean(logits, batch["labels"])
+    loss.backward()
+    labels = local["shift_labels"]
+    if not computes_loss(model):
+        del local["labels"], local["shift_labels"], local["num_items_in_batch"]
+    got = model(**local)
+    own = got.loss if computes_loss(model) else dfa_hf.causal_lm_loss(got.logits, labels)
+    own.backward()
+    worst = _far("logits", got.logits, shard_sequence(logits))
+    mean = own.detach().clone()
+    dist.all_reduce(mean)
+    worst = max(worst, _far("loss", mean / size, loss))
+    theirs = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in reference.named_parameters()}
+    least = 1e-2 * max(float(g.abs().max()) for g in theirs.values())
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(gradient)
+        worst = max(worst, _far(name, gradient / size, theirs[name], least))
+    if worst > TOLERANCE:
+        raise WrongError(f"{_FAR[worst]}: {worst:.1e}")
+    return worst
+
+
+_FAR: dict[float, str] = {}
+
+
+def _far(name: str, got: torch.Tensor, want: torch.Tensor, least: float = 0.0) -> float:
+    distance = (got.detach().double() - want.detach().double()).abs().max() / max(float(want.abs().max()), least, 1e-30)
+    both = torch.tensor([float(distance) if torch.isfinite(distance) else 1e9])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    _FAR[float(both)] = name
+    return float(both)
+
+
+def _whole(reference: Any, batch: Any) -> torch.Tensor:
+    logits: torch.Tensor = reference(input_ids=batch["input_ids"], use_cache=False).logits
+    return logits
+
+
+def _one_by_one(reference: Any, batch: Any) -> torch.Tensor:
+    """Return the logits of packed documents, each in a call of its own."""
+    starts = [*DOCUMENTS, batch["input_ids"].shape[1]]
+    ids = [batch["input_ids"][:, lo:hi] for lo, hi in pairwise(starts)]
+    return torch.cat([_whole(reference, {"input_ids": part}) for part in ids], 1)
+
+
+def _mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    following = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten(), ignore_index=IGNORED)
+
+
+def batch_of(words: int, length: int, *, packed: bool) -> dict[str, torch.Tensor]:
+    """Return random tokens with labels, most of them on the last rank."""
+    ids = torch.randint(4, words - 2, (1 if packed else 2, length), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, : length // 3] = IGNORED
+    labels[:, 7::5] = IGNORED
+    if not packed:
+        return {"input_ids": ids, "labels": labels}
+    starts = torch.zeros(length, dtype=torch.long)
+    starts[list(DOCUMENTS)] = torch.tensor(DOCUMENTS)
+    labels[:, list(DOCUMENTS)] = IGNORED
+    return {"input_ids": ids, "labels": labels, "position_ids": (torch.arange(length) - starts.cummax(0).values)[None]}

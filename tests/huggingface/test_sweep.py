@@ -1,0 +1,48 @@
+"""The popular types are exact as a whole, packed and rematerialized, and a type that differs would be noticed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dfa_megatron.testing.workers import preload, run_ranks
+from tests.huggingface import conftest
+
+POPULAR = (
+    *("cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm4"),
+    *("glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "granite", "granitemoe", "llama", "llama4_text", "minimax_m2"),
+    *("mistral", "mixtral", "olmo2", "olmo3", "opt", "phi", "phi3", "phi4_multimodal", "qwen2", "qwen3", "qwen3_moe"),
+    *("smollm3", "starcoder2"),
+)
+
+if conftest.INSTALLED:
+    preload("tests.huggingface.sweep.attempt")
+
+
+def states(rank: int, world_size: int, kinds: tuple[str, ...]) -> dict[str, Any]:
+    from tests.huggingface.sweep.attempt import attempt
+
+    return {kind: [(v.section, v.state, v.reason) for v in attempt(kind)] for kind in kinds}
+
+
+@pytest.mark.support("models", "the popular types of the sweep: whole, packed, rematerialized")
+def test_popular_types_are_exact_whole_packed_and_rematerialized() -> None:
+    for found in run_ranks(2, states, POPULAR, timeout=150):
+        sections = [(section, "exact", "") for section in ("plain", "packed", "remat")]
+        assert found == dict.fromkeys(POPULAR, sections)
+
+
+def planted(rank: int, world_size: int) -> dict[str, Any]:
+    from dfa_megatron.huggingface import attention_function as attention
+
+    real = attention.dist_flash_attn_func
+    vars(attention)["dist_flash_attn_func"] = lambda *x, **y: real(
+        *x, **{**y, "softmax_scale": 0.9 * y["softmax_scale"]}
+    )
+    return states(rank, world_size, ("llama",))
+
+
+def test_a_type_that_differs_is_wrong_on_every_rank() -> None:
+    for found in run_ranks(2, planted, timeout=100):
+        assert [state for _, state, _ in found["llama"]] == ["wrong"]
