@@ -138,7 +138,6 @@ class _Direct(torch.autograd.Function):
             COUNTERS.replays += 1
             out, lse = (x.detach() for x in call.known)
         _save(ctx, q, k, v, out, lse, sinks, slopes)
-        ctx.set_materialize_grads(False)  # else lse, which has no gradient, would get one of zeros
         return out, lse
 
     @staticmethod
@@ -146,8 +145,7 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, _dlse: None) -> tuple[Any, ...]:
         """Return the gradients of the inputs, and None for the call."""
         saved = ctx.saved_tensors
-        if dout is None:  # a later function has said so; the other ranks wait for this one all the same
-            dout = torch.zeros_like(saved[3])
+        dout = torch.zeros_like(saved[3]) if dout is None else dout
         prepared = ctx.prepared or prepare(ctx.call.request, ctx.call.group, QKV(*saved[:3]), saved[6])
         with at_layer(ctx.layer):
             *gradients, dsinks = _gradients(dout, saved, prepared, exchanged=ctx.exchanged)
@@ -155,9 +153,14 @@ class _Direct(torch.autograd.Function):
 
 
 def _save(ctx: Any, *saved: torch.Tensor | None) -> None:
-    """Save the same for every way of running, because torch.utils.checkpoint compares: see `Saved`."""
+    """Save the same for every way of running, because torch.utils.checkpoint compares: see `Saved`.
+
+    A backward gets None for the gradient of lse, not zeros. It may get None for that of out, and runs all the same:
+    other ranks wait for this one.
+    """
     ctx.save_for_backward(*saved)
     ctx.mark_non_differentiable(saved[4])
+    ctx.set_materialize_grads(False)
 
 
 @torch.library.custom_op("dfa_megatron::attention", mutates_args=())
@@ -224,8 +227,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
     _save(ctx, q, k, v, *output, sinks, slopes)
 
 
-def _backward(ctx: Any, dout: torch.Tensor, _dlse: torch.Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, dout: torch.Tensor | None, _dlse: None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
+    dout = torch.zeros_like(saved[3]) if dout is None else dout
     *gradients, dsinks = attention_backward(dout, *saved, ctx.request, ctx.group)
     return *gradients, None if saved[5] is None else dsinks, None, None, None
 
