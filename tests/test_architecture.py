@@ -24,7 +24,7 @@ LANGUAGE = {"plan.language"}
 PLAN = {"plan", "plan.language", "plan.schedules", "plan.lowering", "plan.proof", "plan.cost", "plan.draw"}
 KERNELS = PLAN | {"kernels", "kernels.adapters", "kernels.triton"}
 RUNTIME = KERNELS | {"runtime", "runtime.agreement", "runtime.comm", "runtime.execute"}
-FUNCTIONS = RUNTIME | {"remat", "attention", "sharding"}
+FUNCTIONS = RUNTIME | {"remat", "attention", "sharding", "recurrence"}
 FRAMEWORKS = {"megatron", "huggingface", "deepspeed"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "remat": RUNTIME,
     "attention": RUNTIME | {"remat"},
     "sharding": RUNTIME,
+    "recurrence": RUNTIME | {"remat", "sharding"},
     "pack_planner": RUNTIME,
     "selfcheck": set(),
     "megatron": FUNCTIONS | {"selfcheck", "refusals"},
@@ -79,6 +80,7 @@ OUTSIDE: dict[str, set[str]] = {
     "remat": {"torch"},
     "attention": {"torch"},
     "sharding": {"torch"},
+    "recurrence": {"torch"},
     "pack_planner": {"torch"},
     "selfcheck": {"torch"},
     "doctor": {"torch"},

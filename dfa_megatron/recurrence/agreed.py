@@ -1,0 +1,134 @@
+"""One kind of exchange over a group: the ranks compare it as they compare an attention, then gather."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.recurrence.share import Share
+from dfa_megatron.runtime.agreement.calls import Kind
+from dfa_megatron.runtime.agreement.guard import Guard
+from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, resolve
+from dfa_megatron.runtime.comm.registry import channel
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.cu_seqlens import describe, offsets_of
+from dfa_megatron.runtime.prepare import refuse
+from dfa_megatron.runtime.request import DEFAULTS, Request
+from dfa_megatron.sharding import CuSeqlens
+
+_KEPT = 64
+"""Kinds that a group keeps; all ranks drop the same one, because all agree on a new one."""
+
+
+@lru_cache(maxsize=16)
+def _guard(config: DistAttentionConfig) -> Guard:
+    return Request(softmax_scale=1.0, config=config).guard
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the ranks of a group stand in a sequence: the group's name, this rank's share, and how calls compare."""
+
+    group: str
+    share: Share
+    guard: Guard
+
+    @classmethod
+    def of(
+        cls, x: torch.Tensor, dim: int, group: Group, cu_seqlens: CuSeqlens, config: DistAttentionConfig = DEFAULTS
+    ) -> Place:
+        """Return the place of tokens, which lie along dimension `dim` of x, the same number on every rank.
+
+        Args:
+            group: the ranks that share the sequence, in the order of their tokens.
+            cu_seqlens: global token offsets of packed documents; None for sequences that are one document.
+            config: its verify and timeouts are used.
+
+        Raises:
+            UnsupportedError: cu_seqlens do not fit the tokens, or this process is not in the group.
+        """
+        name, guard = group_name(group), _guard(config)
+        rank = resolve(name).rank() if name else 0
+        try:
+            offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
+            return cls(name, Share(rank, group_size(name), x.shape[dim], offsets), guard)
+        except UnsupportedError as error:
+            refuse(error, name, guard)
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """An exchange that all ranks of a place make. phases: how its forward and its backward are compared."""
+
+    share: Share
+    over: Channel
+    phases: tuple[Kind, Kind]
+    verify: bool
+
+    def gather(self, phase: int, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor, by rank, in the forward (0) or the backward (1); collective.
+
+        Raises:
+            DisagreementError: the ranks run different calls; the message is a table.
+        """
+        with self.over.running(self.phases[phase], mine.device) if self.verify else nullcontext():
+            sent = mine.contiguous().view(-1).view(torch.uint8)  # backends support different dtypes, but all bytes
+            COUNTERS.state_exchanges += 1
+            if phase:
+                COUNTERS.state_backward_bytes += sent.numel()
+            else:
+                COUNTERS.state_forward_bytes += sent.numel()
+            found, work = self.over.collectives(mine.device).gather(sent)
+            if mine.is_cuda:
+                work.wait()  # the current stream waits, not the host
+            else:
+                self.over.wait(work.wait)
+        if phase and self.verify:
+            self.over.end_of_backward()
+        return [x.view(mine.dtype).view(mine.shape) for x in found]
+
+
+def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.device) -> Agreed:
+    """Return the exchange of that description; ranks compare it when it is new. Collective.
+
+    Documents are compared at each call by their digest, so that a new pack costs no round of its own.
+
+    Raises:
+        DisagreementError: the ranks ask for different exchanges; the message is a table.
+    """
+    share, guard = place.share, place.guard
+    over = channel(place.group, guard)
+    facts = {"exchange": what, "tokens of a rank": str(share.tokens), **facts, "device": device.type}
+    key = tuple(facts.items())
+    known = _known.setdefault(over, OrderedDict())
+    if key not in known:
+        if guard.verify:
+            with over.calls.preparing():
+                over.agree(facts | {"thread": over.calls.thread})
+            over.collectives(device)
+        if not known:
+            over.before_closing(lambda: _known.pop(over, None))
+        known[key] = None
+        if len(known) > _KEPT:
+            known.popitem(last=False)
+    known.move_to_end(key)
+    text = ", ".join((what, *(f"{name} {value}" for name, value in facts.items() if name != "exchange")))
+    return Agreed(share, over, _phases(text, describe(share.offsets) if share.offsets else ""), guard.verify)
+
+
+_known: dict[Channel, OrderedDict[tuple[tuple[str, str], ...], None]] = {}
+"""What the ranks of a channel have agreed on, the one used last at the end."""
+
+
+@lru_cache(maxsize=256)
+def _phases(text: str, documents: str) -> tuple[Kind, Kind]:
+    text = f"{text}, {documents}" if documents else text
+    return Kind.of(f"forward of {text}"), Kind.of(f"backward of {text}")

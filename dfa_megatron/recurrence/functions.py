@@ -1,0 +1,106 @@
+"""Recurrences and causal convolutions over a sequence sharded across ranks: what layers call in place of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.recurrence.agreed import Place
+from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens, local_scan
+from dfa_megatron.recurrence.passing import pass_states, tokens_before
+from dfa_megatron.runtime.comm.groups import Group
+from dfa_megatron.runtime.cu_seqlens import Offsets
+from dfa_megatron.runtime.request import DEFAULTS
+from dfa_megatron.sharding import CuSeqlens
+
+
+def dist_scan(
+    scan: Scan,
+    tokens: Tokens,
+    *,
+    decay: Decay | None = None,
+    group: Group = None,
+    cu_seqlens: CuSeqlens = None,
+    config: DistAttentionConfig = DEFAULTS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, final state) of a recurrence over contiguous tokens; collective, and exact with its gradients.
+
+    The kernel runs once; one all-gather of states follows, and one in the backward. In a group of one, and where no
+    document has tokens on two ranks, nothing is sent.
+
+    Args:
+        scan: the kernel and the names of its tokens.
+        tokens: its arguments that have this rank's tokens along dimension 1, by name.
+        decay: for decays that multiply elementwise (Mamba-2, lightning attention, GLA): the cheaper way. None finds M
+            as a matrix, by running the kernel on wider values.
+        group: the ranks that share the sequence, in the order of their tokens.
+        cu_seqlens: global token offsets of packed documents. None: each sequence of the batch is one document.
+        config: its verify and timeouts are used.
+
+    Returns:
+        out as the kernel gives it; the state (batch, heads, keys, values) after this rank's last document, float32 (or
+        float64) where a state came in, else as the kernel gives it.
+
+    Raises:
+        UnsupportedError: tokens or cu_seqlens do not fit together.
+        DisagreementError: the ranks ask for different recurrences, or run different calls; the message is a table.
+    """
+    place = Place.of(next(iter(tokens.values())), 1, group, cu_seqlens, config)
+    local = local_scan(scan, tokens, place.share, decay)
+    if not place.share.crosses:
+        return local.out, local.state
+    return local.finish(pass_states(local.m, local.state, place, matrix=local.matrix))
+
+
+Convolve = Callable[[torch.Tensor, Offsets], torch.Tensor]
+"""A causal convolution with what follows token by token: (x, local offsets of documents or ()) -> like x."""
+
+
+def dist_conv(
+    run: Convolve,
+    x: torch.Tensor,
+    width: int,
+    *,
+    dim: int = 1,
+    packs: bool = False,
+    group: Group = None,
+    cu_seqlens: CuSeqlens = None,
+    config: DistAttentionConfig = DEFAULTS,
+) -> torch.Tensor:
+    """Return a causal convolution over contiguous tokens; collective, and exact with its gradients.
+
+    Each rank gets the `width - 1` tokens before its own, cut at the start of their document, and convolves them too.
+
+    Args:
+        run: convolves whole documents that have zeros before them.
+        x: this rank's tokens along dimension `dim`.
+        width: of the convolution, in tokens.
+        packs: whether `run` takes documents; otherwise it is called for each of them with ().
+        group, cu_seqlens, config: as for `dist_scan`.
+
+    Raises:
+        UnsupportedError: a width below 1, or cu_seqlens that do not fit.
+        DisagreementError: as for `dist_scan`.
+    """
+    if width < 1:
+        raise UnsupportedError(f"a convolution of width {width}", "it reads no token", "a width of 1 or more")
+    dim %= x.dim()
+    place = Place.of(x, dim, group, cu_seqlens, config)
+    share, added = place.share, width - 1
+    pieces = share.pieces
+    if share.crosses and added:
+        x = torch.cat([tokens_before(x, added, place, dim=dim), x], dim)
+        pieces = (0, *(offset + added for offset in pieces[1:]))
+    else:
+        added = 0
+    if len(pieces) == 2:
+        out = run(x, ())
+    elif packs:
+        out = run(x, pieces)
+    else:
+        out = torch.cat([run(x.narrow(dim, lo, hi - lo), ()) for lo, hi in pairwise(pieces)], dim)
+    return out.narrow(dim, added, share.tokens)

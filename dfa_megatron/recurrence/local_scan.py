@@ -1,0 +1,182 @@
+"""A rank's own pass of a recurrence: one run of the kernel finds the outputs, M and how a state to come is read.
+
+The output is affine in the incoming state as the final state is: `out = out_local + R S_in`, with a row of R per token
+and head. So the kernel runs once, with nothing coming in, and R S_in is added after the exchange. There are two ways
+to find R and M:
+
+closed    the decays multiply elementwise: R is the query times the decays since the rank's first token.
+widened   the kernel runs on values [v, 0] from the state [0, identity]: its output is [out_local, R] and its final
+          state [S_local, M]. Any recurrence that is linear in (state, values) allows it; this is for delta rules.
+
+Only the first piece of a rank's tokens, where it continues another rank's document, is widened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.recurrence.fold import apply
+from dfa_megatron.recurrence.share import Share
+from dfa_megatron.runtime.cu_seqlens import Offsets
+
+Tokens = Mapping[str, torch.Tensor]
+"""The kernel's arguments that have tokens along dimension 1, by name."""
+
+Run = Callable[[dict[str, torch.Tensor], torch.Tensor | None, Offsets], tuple[torch.Tensor, torch.Tensor]]
+"""The kernel: (tokens, initial state or None for zero, local offsets of documents or ()) -> (out, final states).
+
+out (batch, tokens, heads, values); states (batch, heads, keys, values), or one for each document in place of batch.
+Both are linear in (initial state, values) together.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """A kernel that takes and returns states.
+
+    run: see `Run`.
+    keys, values: the names of those tokens; keys (batch, tokens, any heads, key_dim), values (batch, tokens, heads,
+        value_dim).
+    packs: whether `run` takes documents in a batch of one; otherwise it is called for each of them with ().
+    """
+
+    run: Run
+    keys: str
+    values: str
+    packs: bool = False
+
+
+class Decay(NamedTuple):
+    """What the closed way needs: the recurrence is S = decay S + k v, out = read S.
+
+    read: (batch, tokens, heads or a divisor, keys): the query with all its scales. log: the logarithm of each token's
+    decay, (batch, tokens, heads), or (batch, tokens, heads, keys) for a decay per key.
+    """
+
+    read: torch.Tensor
+    log: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a rank knows before the exchange.
+
+    out: (batch, tokens, heads, values), with no state coming in.
+    reads: R of the first piece's tokens, (batch, some tokens, heads, keys); None where no state comes in.
+    m, matrix, state: as `passing.pass_states` takes them.
+    passes: whether a state that comes in goes out again.
+    """
+
+    out: torch.Tensor
+    reads: torch.Tensor | None
+    m: torch.Tensor
+    state: torch.Tensor
+    matrix: bool
+    passes: bool
+
+    def finish(self, incoming: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, final state) with the state that came in; the result depends on it on every rank."""
+        if self.reads is None:
+            out: torch.Tensor = _Tie.apply(self.out, incoming)  # type: ignore[no-untyped-call]
+            return out, self.state
+        with torch.autocast(self.out.device.type, enabled=False):
+            reads = self.reads.to(self.out.dtype)
+            seen = torch.einsum("bthk,bhkv->bthv", reads, incoming.to(self.out.dtype))
+            first, rest = self.out[:, : seen.shape[1]] + seen, self.out[:, seen.shape[1] :]
+            final = self.state
+            if self.passes:
+                final = apply(self.m.to(incoming.dtype), incoming, matrix=self.matrix) + final
+        return torch.cat([first, rest], 1) if rest.shape[1] else first, final
+
+
+def local_scan(scan: Scan, tokens: Tokens, share: Share, decay: Decay | None = None) -> Local:
+    """Run the kernel once over this rank's tokens, with no state coming in.
+
+    Raises:
+        UnsupportedError: tokens that do not belong together.
+    """
+    _check(tokens, scan, share)
+    pieces, first = share.pieces, share.pieces[1]
+    comes, passes = share.continues(share.rank), share.continues(share.rank) and share.keeps(share.rank)
+    keys, (batch, _, heads, values) = tokens[scan.keys].shape[-1], tokens[scan.values].shape
+    if decay is not None:
+        out, state = _run_pieces(scan, tokens, pieces)
+        with torch.autocast(out.device.type, enabled=False):
+            reads, m = _closed(decay, first, heads, accumulator_dtype(state.dtype))
+        return Local(out, reads if comes else None, m, state, matrix=False, passes=passes)
+    if not comes:
+        out, state = _run_pieces(scan, tokens, pieces)
+        nothing = state.new_zeros(batch, heads, keys, keys, dtype=accumulator_dtype(state.dtype))
+        return Local(out, None, nothing, state, matrix=True, passes=False)
+    wide, state = scan.run(*_widened(scan, tokens, first))
+    (out, reads), (state, m) = (x.split([values, keys], -1) for x in (wide, state))
+    if len(pieces) > 2:
+        rest = {name: x[:, first:] for name, x in tokens.items()}
+        out_rest, state = _run_pieces(scan, rest, tuple(offset - first for offset in pieces[1:]))
+        out = torch.cat([out, out_rest], 1)
+    return Local(out, reads, m, state, matrix=True, passes=passes)
+
+
+def _run_pieces(scan: Scan, tokens: Tokens, pieces: Offsets) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, final state of the last piece) of documents of which none has a state coming in."""
+    if len(pieces) == 2:
+        return scan.run(dict(tokens), None, ())
+    if scan.packs and tokens[scan.values].shape[0] == 1:  # kernels take a pack as a batch of one
+        out, states = scan.run(dict(tokens), None, pieces)
+        return out, states[-1:]
+    found = [scan.run({name: x[:, lo:hi] for name, x in tokens.items()}, None, ()) for lo, hi in pairwise(pieces)]
+    return torch.cat([out for out, _ in found], 1), found[-1][1]
+
+
+def _widened(scan: Scan, tokens: Tokens, first: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, Offsets]:
+    """Return the kernel's arguments for values [v, 0] from the state [0, identity], over the first tokens."""
+    taken = {name: x[:, :first] for name, x in tokens.items()}
+    v, keys = taken[scan.values], taken[scan.keys].shape[-1]
+    batch, _, heads, values = v.shape
+    state = v.new_zeros((batch, heads, keys, values + keys), dtype=accumulator_dtype(v.dtype))
+    state[..., values:].diagonal(dim1=-2, dim2=-1).fill_(1)
+    taken[scan.values] = torch.cat([v, v.new_zeros((*v.shape[:3], keys))], -1)
+    return taken, state, ()
+
+
+def _closed(decay: Decay, first: int, heads: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return R of the first tokens and M after them, in float32 or float64."""
+    since = decay.log[:, :first].to(dtype).cumsum(1)
+    read = decay.read[:, :first].to(dtype)
+    read = read.repeat_interleave(heads // read.shape[2], 2)
+    since = since.unsqueeze(3) if since.dim() == 3 else since
+    return read * since.exp(), since[:, -1].exp().unsqueeze(3)
+
+
+def _check(tokens: Tokens, scan: Scan, share: Share) -> None:
+    """Refuse tokens of several lengths, and tokens without the named ones."""
+    for name in (scan.keys, scan.values):
+        if name not in tokens:
+            what = f"a recurrence over tokens named {', '.join(sorted(tokens))}"
+            raise UnsupportedError(what, f"there is no {name!r} among them", "a Scan that names them")
+    lengths = {name: x.shape[1] for name, x in tokens.items()}
+    if set(lengths.values()) != {share.tokens}:
+        why = f"this rank has {share.tokens} tokens"
+        raise UnsupportedError(f"lengths {lengths} along dimension 1", why, "tensors with tokens along dimension 1")
+
+
+class _Tie(torch.autograd.Function):
+    """Return `out`, and have the backward reach the exchange although nothing came in: the other ranks wait for it."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(incoming)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, torch.zeros_like(ctx.saved_tensors[0])

@@ -1,0 +1,69 @@
+"""Every recurrence as a loop over tokens: what the fast kernels compute, in any dtype, for tests and for reading.
+
+All take tokens (batch, tokens, heads, ...) by name, an initial state (batch, heads, keys, values) or None, and local
+offsets of documents or (); they return (out, final states), one state for each document. They are `Run`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.runtime.cu_seqlens import Offsets
+
+Tensors = dict[str, torch.Tensor]
+
+
+def linear_attention(x: Tensors, state: torch.Tensor | None = None, documents: Offsets = ()) -> Result:
+    """S = exp(g) S + k v, out = q S: lightning attention and Mamba-2 (g (batch, tokens, heads)), GLA (g per key).
+
+    In Mamba-2's words q is C, k is B, v is x dt, and g is A dt.
+    """
+
+    def step(state: torch.Tensor, t: Tensors) -> torch.Tensor:
+        g = t["g"][..., None, None] if t["g"].dim() == 2 else t["g"][..., None]
+        return g.exp() * state + t["k"][..., None] * t["v"][..., None, :]
+
+    return _scan(step, x, state, documents)
+
+
+def delta_rule(x: Tensors, state: torch.Tensor | None = None, documents: Offsets = ()) -> Result:
+    """S = exp(g) S, then S + beta k (v - k S), out = q S, with beta (batch, tokens, heads).
+
+    No g: the delta rule. g (batch, tokens, heads): the gated delta rule. g per key: KDA.
+    """
+
+    def step(state: torch.Tensor, t: Tensors) -> torch.Tensor:
+        if "g" in t:
+            g = t["g"][..., None, None] if t["g"].dim() == 2 else t["g"][..., None]
+            state = g.exp() * state
+        seen = torch.einsum("bhk,bhkv->bhv", t["k"], state)
+        return state + t["k"][..., None] * (t["beta"][..., None] * (t["v"] - seen))[..., None, :]
+
+    return _scan(step, x, state, documents)
+
+
+Result = tuple[torch.Tensor, torch.Tensor]
+Step = Callable[[torch.Tensor, Tensors], torch.Tensor]
+
+
+def _scan(step: Step, x: Tensors, state: torch.Tensor | None, documents: Offsets) -> Result:
+    """Run over tokens, from zero at every document; an initial state is of the only one."""
+    if documents:
+        pieces = [{name: t[:, lo:hi] for name, t in x.items()} for lo, hi in pairwise(documents)]
+        found = list(map(partial(_scan, step, state=None, documents=()), pieces))
+        return torch.cat([out for out, _ in found], 1), torch.cat([final for _, final in found])
+    batch, tokens, heads, values = x["v"].shape
+    dtype = accumulator_dtype(x["v"].dtype)
+    if state is None:
+        state = x["v"].new_zeros((batch, heads, x["k"].shape[3], values), dtype=dtype)
+    out = []
+    for token in range(tokens):
+        now = {name: t[:, token].to(dtype) for name, t in x.items()}
+        state = step(state, now)
+        out.append(torch.einsum("bhk,bhkv->bhv", now["q"], state))
+    return torch.stack(out, 1).to(x["v"].dtype), state

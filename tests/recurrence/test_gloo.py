@@ -1,0 +1,202 @@
+"""Recurrences and convolutions between processes over gloo: exact, agreed on, counted, and sent once with remat."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from dfa_megatron import remat
+from dfa_megatron.errors import DisagreementError
+from dfa_megatron.recurrence import Scan, dist_conv, dist_scan
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.dense import assert_close
+from dfa_megatron.testing.workers import run_ranks
+from tests.support.packs import random_offsets
+from tests.support.recurrences import KINDS, Recurrence, convolve, recurrence
+
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4}
+
+
+def compare(whole: Recurrence, rank: int, ranks: int, offsets: tuple[int, ...] | None = None) -> None:
+    """One forward and backward of this rank's tokens, compared with its rows of one process's."""
+    tokens = whole.rows(rank, ranks)
+    out, _ = dist_scan(whole.scan, tokens, decay=whole.decay(tokens), cu_seqlens=offsets)
+    rows = slice(rank * out.shape[1], (rank + 1) * out.shape[1])
+    wanted, of_tokens = whole.whole(offsets or ())
+    tolerance = TOLERANCE[out.dtype]
+    assert_close(out, wanted[:, rows], tolerance=tolerance, name="out")
+    for name, got in zip(tokens, torch.autograd.grad(out, list(tokens.values()), whole.dout[:, rows]), strict=True):
+        assert_close(got, of_tokens[name][:, rows], tolerance=8 * tolerance, name=f"gradient of {name}")
+
+
+def _every_kind(rank: int, ranks: int) -> None:
+    draw = random.Random(ranks)
+    for seed, kind in enumerate(KINDS):
+        compare(recurrence(kind, 5 * ranks, seed=seed), rank, ranks)
+        length = 4 * ranks
+        compare(recurrence(kind, length, seed=seed, packs=bool(seed % 2)), rank, ranks, random_offsets(length, draw))
+        compare(recurrence(kind, length, seed=seed), rank, ranks, tuple(range(length + 1)))
+    compare(recurrence("kda", 3 * ranks, seed=9, dtype=torch.float32), rank, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_every_recurrence_is_exact_over_gloo(ranks: int) -> None:
+    run_ranks(ranks, _every_kind)
+
+
+def _convolutions(rank: int, ranks: int) -> None:
+    draw = random.Random(7)
+    for tokens, width in ((2, 4), (1, 5), (3, 1), (6, 4)):
+        length = tokens * ranks
+        torch.manual_seed(tokens)
+        x, dout, weight = (*torch.randn(2, 2, length, 3).double().unbind(0), torch.randn(3, width).double())
+        for offsets in (None, random_offsets(length, draw), tuple(range(length + 1))):
+            everything = x.clone().requires_grad_(), weight.clone().requires_grad_()
+            wanted = convolve(everything[1])(everything[0], offsets or ())
+            dx, dweight = torch.autograd.grad(wanted, everything, dout)
+            rows = slice(rank * tokens, (rank + 1) * tokens)
+            mine, own = x[:, rows].clone().requires_grad_(), weight.clone().requires_grad_()
+            out = dist_conv(convolve(own), mine, width, packs=bool(tokens % 2), cu_seqlens=offsets)
+            assert_close(out, wanted[:, rows], tolerance=1e-11, name="out")
+            got, of_weight = torch.autograd.grad(out, (mine, own), dout[:, rows])
+            assert_close(got, dx[:, rows], tolerance=1e-10, name="dx")
+            torch.distributed.all_reduce(of_weight)
+            assert_close(of_weight, dweight, tolerance=1e-10, name="dweight")
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_a_convolution_reaches_over_ranks_that_hold_fewer_tokens_than_it_is_wide(ranks: int) -> None:
+    run_ranks(ranks, _convolutions)
+
+
+def _layer(whole: Recurrence, names: list[str], *tensors: torch.Tensor) -> torch.Tensor:
+    tokens = dict(zip(names, tensors, strict=True))
+    weight = torch.ones(tokens["v"].shape[3], 3, dtype=tokens["v"].dtype)
+    v = dist_conv(convolve(weight), tokens["v"].flatten(2)[..., : weight.shape[0]], 3)
+    tokens["v"] = tokens["v"] + v[:, :, None]
+    out, _ = dist_scan(whole.scan, tokens, decay=whole.decay(tokens))
+    return out.tanh()
+
+
+def _remat(rank: int, ranks: int) -> list[dict[str, int]]:
+    found, first = [], None
+    for region in (_plain, _frames, _reentrant, _offloaded):
+        for kind in ("gated_delta", "gla"):
+            whole = recurrence(kind, 4 * ranks, seed=1)
+            tokens = whole.rows(rank, ranks)
+            COUNTERS.reset()
+            out = region(lambda *x, whole=whole, names=list(tokens): _layer(whole, names, *x), *tokens.values())
+            gradients = torch.autograd.grad if region is not _reentrant else _by_backward
+            got = gradients(out, list(tokens.values()), torch.ones_like(out))
+            found.append(COUNTERS.snapshot())
+            first = {**(first or {}), kind: got} if region is _plain else first
+            assert all(torch.equal(a, b) for a, b in zip(got, first[kind], strict=True))
+    return found
+
+
+def _plain(layer: Callable[..., Any], *x: torch.Tensor) -> Any:
+    return layer(*x)
+
+
+def _frames(layer: Callable[..., Any], *x: torch.Tensor) -> Any:
+    return checkpoint(layer, *x, use_reentrant=False, context_fn=remat.context_fn)
+
+
+def _reentrant(layer: Callable[..., Any], *x: torch.Tensor) -> Any:
+    return remat.remat_checkpoint(layer, *x)
+
+
+def _offloaded(layer: Callable[..., Any], *x: torch.Tensor) -> Any:
+    return checkpoint(layer, *x, use_reentrant=False, context_fn=partial(remat.context_fn, offload=True))
+
+
+def _by_backward(out: torch.Tensor, leaves: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor | None]:
+    out.backward(dout)
+    return [x.grad for x in leaves]
+
+
+def test_a_recompute_sends_nothing() -> None:
+    for plain, delta, *others in (run[::2] for run in run_ranks(3, _remat)):
+        assert plain["state_exchanges"] == 4  # two each way
+        for again in (delta, *others):
+            assert again["replays"] == 2
+            for name in ("state_exchanges", "state_forward_bytes", "state_backward_bytes"):
+                assert again[name] == plain[name] > 0
+
+
+def _autocast(rank: int, ranks: int) -> None:
+    for kind in ("gated_delta", "mamba2"):
+        whole = recurrence(kind, 4 * ranks, seed=2, dtype=torch.float32)
+        tokens = whole.rows(rank, ranks)
+        rows = slice(rank * 4, rank * 4 + 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            out, state = dist_scan(_without_autocast(whole.scan), tokens, decay=whole.decay(tokens))
+        gradients = torch.autograd.grad(out, list(tokens.values()), whole.dout[:, rows])
+        assert state.dtype == torch.float32
+        wanted, of_tokens = whole.whole()
+        assert_close(out, wanted[:, rows], tolerance=2e-4, name="out")
+        for name, got in zip(tokens, gradients, strict=True):
+            assert_close(got, of_tokens[name][:, rows], tolerance=2e-4, name=name)
+
+
+def _without_autocast(scan: Scan) -> Scan:
+    def run(*given: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return scan.run(*given)
+
+    return Scan(run, scan.keys, scan.values)
+
+
+def test_states_stay_float32_under_autocast() -> None:
+    run_ranks(3, _autocast)
+
+
+def _bytes(rank: int, ranks: int) -> None:
+    whole = recurrence("gated_delta", 4 * ranks, seed=3)
+    for offsets, with_m in ((None, True), (tuple(range(0, 4 * ranks + 1, 4)), None), ((0, 6, 10, 12), False)):
+        COUNTERS.reset()
+        with torch.no_grad():
+            dist_scan(whole.scan, whole.rows(rank, ranks), cu_seqlens=offsets)
+        state, m = 2 * 2 * 3 * 4 * 8, 2 * 2 * 3 * 3 * 8
+        assert COUNTERS.state_forward_bytes == (0 if with_m is None else state + m * with_m)
+
+
+def test_only_states_that_cross_ranks_travel_and_m_only_where_they_go_through_one() -> None:
+    run_ranks(3, _bytes)
+
+
+def _differ(rank: int, ranks: int, what: str) -> str:
+    whole = recurrence("gla", 4 * ranks, seed=3)
+    x = whole.rows(rank, ranks)
+    try:
+        if what == "documents":
+            for offsets in ((0, 5, 8), (0, 5, 8) if rank else (0, 6, 8)):
+                dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=offsets)
+        elif what == "order":
+            dist_scan(whole.scan, x, decay=whole.decay(x))
+            dist_conv(lambda x, _: x, x["v"].flatten(2), 3)
+            if rank:
+                dist_scan(whole.scan, x, decay=whole.decay(x))
+            else:
+                dist_conv(lambda x, _: x, x["v"].flatten(2), 3)
+        else:
+            dist_scan(whole.scan, x, decay=whole.decay(x) if rank else None)
+    except DisagreementError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [("documents", "cu_seqlens (0, 6, 8) on rank 0"), ("order", "convolution"), ("M", "(2, 2, 3, 1), elementwise")],
+)
+def test_ranks_that_disagree_get_a_readable_error(what: str, told: str) -> None:
+    for error in run_ranks(2, _differ, what):
+        assert told in error
+        assert "rank" in error

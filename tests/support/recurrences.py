@@ -1,0 +1,80 @@
+"""Random recurrences of every kind: their tokens, their one-process results, and how they are distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from dfa_megatron.recurrence import Decay, Scan
+from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
+
+BATCH, HEADS, KEYS, VALUES = 2, 2, 3, 4
+KINDS = ("mamba2", "gla", "mamba1", "delta", "gated_delta", "kda")
+
+Tokens = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """One kind: its tokens, its kernel, and the decays where they multiply elementwise."""
+
+    kind: str
+    tokens: Tokens
+    scan: Scan
+    dout: torch.Tensor
+
+    def decay(self, tokens: Tokens) -> Decay | None:
+        """The closed way, for the kinds that have one."""
+        return Decay(tokens["q"], tokens["g"]) if self.scan.run is linear_attention else None
+
+    def rows(self, rank: int, ranks: int) -> Tokens:
+        """A rank's tokens, as leaves that need gradients."""
+        size = self.dout.shape[1] // ranks
+        return {n: x[:, rank * size : (rank + 1) * size].clone().requires_grad_() for n, x in self.tokens.items()}
+
+    def whole(self, offsets: tuple[int, ...] = ()) -> tuple[torch.Tensor, Tokens]:
+        """(out, gradient by name) of one process: every document alone, token by token."""
+        tokens = {name: x.clone().requires_grad_() for name, x in self.tokens.items()}
+        length = self.dout.shape[1]
+        pieces = pairwise(offsets or (0, length))
+        outs = [self.scan.run({n: x[:, lo:hi] for n, x in tokens.items()}, None, ())[0] for lo, hi in pieces]
+        out = torch.cat(outs, 1)
+        gradients = torch.autograd.grad(out, list(tokens.values()), self.dout)
+        return out.detach(), dict(zip(tokens, gradients, strict=True))
+
+
+def recurrence(
+    kind: str, length: int, *, seed: int, dtype: torch.dtype = torch.float64, packs: bool = False
+) -> Recurrence:
+    """Draw one; decays are strong enough to matter and weak enough to reach several ranks."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(1 if packs else BATCH, length, *shape, generator=draw, dtype=torch.float64).to(dtype)
+
+    keys = torch.nn.functional.normalize(normal(HEADS, KEYS), dim=-1)
+    tokens = {"q": normal(HEADS, KEYS), "k": keys, "v": normal(HEADS, VALUES)}
+    per_key = kind in ("gla", "mamba1", "kda")
+    if kind == "mamba1":  # every channel is a head with one value
+        tokens["v"] = normal(HEADS, 1)
+    if kind != "delta":
+        tokens["g"] = -0.3 * normal(HEADS, KEYS).abs() if per_key else -0.3 * normal(HEADS).abs()
+    if kind in ("delta", "gated_delta", "kda"):
+        tokens["beta"] = normal(HEADS).sigmoid()
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]] = delta_rule if "beta" in tokens else linear_attention
+    return Recurrence(kind, tokens, Scan(run, "k", "v", packs=packs), torch.randn_like(tokens["v"]))
+
+
+def convolve(weight: torch.Tensor) -> Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]:
+    """A causal depthwise convolution of (batch, tokens, channels), and a nonlinearity; weight (channels, width)."""
+
+    def run(x: torch.Tensor, documents: tuple[int, ...] = ()) -> torch.Tensor:
+        if documents:
+            return torch.cat([run(x[:, lo:hi]) for lo, hi in pairwise(documents)], 1)
+        padded = torch.nn.functional.pad(x.mT, (weight.shape[1] - 1, 0))
+        return torch.nn.functional.conv1d(padded, weight[:, None], groups=x.shape[2]).mT.tanh()
+
+    return run
