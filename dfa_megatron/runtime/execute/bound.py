@@ -7,7 +7,7 @@ A replay fills in the call's tensors: it looks nothing up, and computes no shape
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
@@ -138,6 +138,20 @@ class Recorder:
         self.tape.act(call, (self.own,))
 
 
+def computing_first(ops: Sequence[Op], launches: Set[int], transport: int) -> list[Op]:
+    """Return the same operations with the first batch posted after the first kernel, if that waits for no message.
+
+    An idle GPU need not wait while the host posts messages. The batch waits for what was computed before the run.
+
+    launches: registers that kernels write. transport: its register.
+    """
+    post = next((at for at, op in enumerate(ops) if isinstance(op.function, Post)), len(ops))
+    kernel = next((at for at, op in enumerate(ops) if op.writes in launches), 0)
+    if not post < kernel or any(transport in op.reads for op in ops[post + 1 : kernel]):
+        return list(ops)
+    return [*ops[:post], *ops[post + 1 : kernel + 1], ops[post], *ops[kernel + 1 :]]
+
+
 class Bound:
     """A recorded run of one phase.
 
@@ -152,7 +166,8 @@ class Bound:
         self._transport, self._all, self._steps = recorder.own, recorder.all, recorder.steps
         self._registers = tape.registers()
         packed = {op.writes for ops in tape.ops if isinstance(ops.function, Post) for op in ops.function.packing}
-        self._ops = freeing(allocating_late(tape.ops, self._steps), packed, kept=frozenset(self._results))
+        ops = computing_first(allocating_late(tape.ops, self._steps), tape.launches, recorder.own)
+        self._ops = freeing(ops, packed, kept=frozenset(self._results))
 
     def __call__(self, inputs: Fields, transport: StepTransport, failed: Failed) -> Fields:
         """Replay. inputs: like the recorded ones, see `tape.signature`. failed: makes the error of a step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dfa_megatron
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
+from dfa_megatron.kernels.replay import Op
 from dfa_megatron.plan.language.geometry import CAUSAL
 from dfa_megatron.runtime.comm.gloo import GlooTransport
-from dfa_megatron.runtime.execute.bound import Bound
+from dfa_megatron.runtime.execute.bound import Bound, Post, computing_first
 from dfa_megatron.runtime.prepare import Prepared, in_use
 from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close, dense_attention
@@ -192,6 +194,15 @@ def test_a_backward_makes_zeros_only_of_a_missing_gradient_of_out(by: Any) -> No
             (found,) = torch.autograd.grad(loss, x)
         assert found.any() == (after is torch.Tensor.clone)
         assert made.shapes == ([] if found.any() else [tuple(out.shape)])
+
+
+def test_the_first_kernel_is_launched_before_the_first_batch_is_posted() -> None:
+    post = Op(Post(-1, (), (), ()), (0,), 9)
+    start, land = Op(methodcaller("start"), (0,), 9), Op(print, (0,), 9)
+    view, kernel, other = Op(torch.clone, (1,), 2), Op(print, (2,), 3), Op(print, (2,), 4)
+    assert computing_first([start, post, view, kernel, other], {3, 4}, 0) == [start, view, kernel, post, other]
+    for same in ([start, kernel, post, view, other], [start, post, land, kernel], [start, post, view]):
+        assert computing_first(same, {3, 4}, 0) == same
 
 
 def _broken(rank: int, ranks: int) -> str:
