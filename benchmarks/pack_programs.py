@@ -134,8 +134,8 @@ def kernel_alone(shapes: Shapes, offsets: tuple[int, ...], kernel: BlockKernel) 
 
     def call() -> object:
         out, lse = kernel.forward(block)
-        saved = Saved(lse, row_dot(dout, out)) if kernel.backward_needs == "delta" else Saved(lse, out=out)
-        return kernel.backward(block, dout, saved)
+        known = {"out": out} if kernel.takes_out or kernel.backward_needs == "out" else {"delta": row_dot(dout, out)}
+        return kernel.backward(block, dout, Saved(lse, **known))
 
     return call
 

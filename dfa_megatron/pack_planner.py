@@ -106,7 +106,7 @@ class PackPlanner:
             self.rank, ranks, over = outer.index(self.rank), len(outer), None
             qkv = QKV(*stand_ins(split, *qkv))
         self.problem = problem_of(request, ranks, qkv, over)
-        self.formats = _formats(request, qkv)
+        self.formats = _formats(request, qkv, alone=ranks == 1 and config.fixed_degree == 1)
 
     def __call__(self, cu_seqlens: torch.Tensor | Sequence[int]) -> PackPlan:
         """Return the plan of these documents: global token offsets, as `dist_flash_attn_varlen_func` takes them.
@@ -126,14 +126,14 @@ class PackPlanner:
         return found
 
 
-def _formats(request: Request, qkv: QKV) -> Mapping[frozenset[Form], Format | str]:
+def _formats(request: Request, qkv: QKV, *, alone: bool) -> Mapping[frozenset[Form], Format | str]:
     """Return the format for every set of forms, which decides the kernel; or why no kernel serves it."""
     every: tuple[Form, ...] = get_args(Form)
     found: dict[frozenset[Form], Format | str] = {}
     for some in chain.from_iterable(combinations(every, count) for count in range(len(every) + 1)):
         forms = frozenset(some)
         try:
-            found[forms] = format_of(request, kernel_of(request, forms, qkv), qkv)
+            found[forms] = format_of(request, kernel_of(request, forms, qkv), qkv, alone=alone)
         except UnsupportedError as error:
             found[forms] = str(error)
     return found

@@ -154,6 +154,8 @@ class BlockKernel(ABC):
     name: ClassVar[str]
     backward_needs: ClassVar[Literal["delta", "out"]]
     """The result of the forward that a backward reads beside lse; a helping rank is sent the same."""
+    takes_out: ClassVar[bool] = False
+    """The backward takes out in place of delta, too: one rank sends nothing, and leaves delta to the kernel."""
     cut: Cut | None = None
     """Divides the tile of a segment into tiles that a launch takes; None where it takes any band."""
     caps_scores: ClassVar[bool] = False

@@ -120,8 +120,12 @@ class Prepared:
         return grid(plan, mark=(step, self.forward.program.rank))
 
 
-def build(request: Request, ranks: int, rank: int, qkv: QKV, over: Channel | None = None) -> Prepared:
+def build(
+    request: Request, ranks: int, rank: int, qkv: QKV, over: Channel | None = None, *, exchanged: bool = False
+) -> Prepared:
     """Prepare without asking the other ranks.
+
+    exchanged: the tensors are results of an exchange of heads.
 
     Raises:
         UnsupportedError: the tensors do not fit together, or nothing serves the request.
@@ -132,7 +136,7 @@ def build(request: Request, ranks: int, rank: int, qkv: QKV, over: Channel | Non
         raise UnsupportedError(f"cuda_graph=True on {qkv.q.device}", "it has no CUDA graphs", "cuda_graph=False")
 
     def format_for(forms: frozenset[Form]) -> Format:
-        return format_of(request, kernel_of(request, forms, qkv), qkv)
+        return format_of(request, kernel_of(request, forms, qkv), qkv, alone=ranks == 1 and not exchanged)
 
     known = rank_plan(problem_of(request, ranks, qkv, over), rank, format_for)
     kernel = kernel_of(request, known.forms, qkv)
@@ -239,7 +243,8 @@ def _build_with_degree(request: Request, over: Channel | None, qkv: QKV) -> tupl
             heads = split_heads(degree, size, qkv.q.shape[2], qkv.k.shape[2])
             tokens = split_tokens(degree, rank, size, request.layout, qkv.q.shape[1])
             stands = QKV(*stand_ins(heads, *qkv))
-            return build(request, len(tokens.plan_group), tokens.plan_group.index(rank), stands), (heads, tokens)
+            ranks, place = len(tokens.plan_group), tokens.plan_group.index(rank)
+            return build(request, ranks, place, stands, exchanged=True), (heads, tokens)
         except UnsupportedError:
             if request.config.ulysses_degree != "auto":
                 raise

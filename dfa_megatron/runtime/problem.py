@@ -141,11 +141,11 @@ def _wire_dtype(request: Request, q: torch.Tensor) -> torch.dtype:
     return q.dtype if request.config.wire_dtype == "input" else accumulator_dtype(q.dtype)
 
 
-def format_of(request: Request, kernel: BlockKernel, qkv: QKV) -> Format:
-    """Return the sizes and dtypes of messages between ranks that hold tensors like these."""
+def format_of(request: Request, kernel: BlockKernel, qkv: QKV, *, alone: bool) -> Format:
+    """Return the sizes and dtypes of messages between ranks that hold tensors like these; alone: nothing is sent."""
     q, k, v = qkv
-    wire = _wire_dtype(request, q)
-    return Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, kernel.backward_needs)
+    needs = "out" if alone and kernel.takes_out else kernel.backward_needs
+    return Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, _wire_dtype(request, q), needs)
 
 
 def degree_of(request: Request, qkv: QKV, over: Channel | None) -> int:

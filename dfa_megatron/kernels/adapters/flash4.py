@@ -46,6 +46,7 @@ class Flash4Kernel(BlockKernel):
 
     name = "flash4"
     backward_needs = "delta"
+    takes_out = True
     caps_scores = True
     cut = staticmethod(uncut)
 
@@ -81,24 +82,22 @@ class Flash4Kernel(BlockKernel):
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         """See `BlockKernel.launch_backward`; a long call some heads at a time, for the package's accumulators."""
-        lse, delta, backward = saved.lse, saved.delta, _differentiate
-        assert delta is not None, "the flash4 kernel reads delta"
+        lse, row, backward = saved.lse, saved.out if saved.delta is None else saved.delta, _differentiate
+        assert row is not None, "the flash4 kernel reads delta or out"
         pass_name = "deterministic backward" if call.deterministic else "backward"
         if call.segments.window is not None:
-            known = _known(dout[0], lse[0], delta[0])
+            known = _known(dout[0], lse[0], row[0])
             results = backward(**_arguments(pass_name, call), **known, deterministic=call.deterministic)
             return results[0].unsqueeze(0), results[1].unsqueeze(0), results[2].unsqueeze(0)
         q, k, v = call.q, call.k, call.v
         passes = _passes(q, k)
         if passes == 1:
-            known = _known(dout, lse, delta)
+            known = _known(dout, lse, row)
             return backward(**_arguments(pass_name, call), **known, deterministic=call.deterministic)
         gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        by_heads = [x.chunk(passes, 2) for x in (dout, q, k, v, *gradients)] + [
-            x.chunk(passes, 1) for x in (lse, delta)
-        ]
-        for dout, q, k, v, dq, dk, dv, lse, delta in zip(*by_heads, strict=True):
-            arguments = _arguments(pass_name, replace(call, q=q, k=k, v=v)) | _known(dout, lse, delta)
+        by_heads = [x.chunk(passes, x.dim() - 2) for x in (dout, q, k, v, *gradients, lse, row)]
+        for dout, q, k, v, dq, dk, dv, lse, row in zip(*by_heads, strict=True):
+            arguments = _arguments(pass_name, replace(call, q=q, k=k, v=v)) | _known(dout, lse, row)
             backward(**arguments, deterministic=call.deterministic, dq=dq, dk=dk, dv=dv)
         return gradients
 
@@ -180,11 +179,13 @@ calls in place of one cost 1 to 2.6 % of a backward at 32K rows, where this allo
 _WORD = 4
 
 
-def _known(dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the backward's arguments from the forward, with or without a batch dimension."""
+def _known(dout: torch.Tensor, lse: torch.Tensor, row: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the backward's arguments from the forward, with or without a batch dimension; row: delta, or out."""
     dout = vectorised(dout)
+    if row.dim() == dout.dim():
+        return {"dout": dout, "lse": dense(lse), "out": vectorised(row)}
     nothing = _zeros(dout.shape[-1], dout.dtype, dout.device, stream_of(dout.device)).expand_as(dout)
-    return {"dout": dout, "lse": dense(lse), "out": nothing, "dlse": -dense(delta)}
+    return {"dout": dout, "lse": dense(lse), "out": nothing, "dlse": -dense(row)}
 
 
 @functools.lru_cache(maxsize=64)
