@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
@@ -29,6 +31,8 @@ from dfa_megatron.runtime.cu_seqlens import Offsets
 
 Tokens = Mapping[str, torch.Tensor]
 """The kernel's arguments that have tokens along dimension 1, by name."""
+
+Read = Callable[[torch.Tensor], torch.Tensor]
 
 Run = Callable[[dict[str, torch.Tensor], torch.Tensor | None, Offsets], tuple[torch.Tensor, torch.Tensor]]
 """The kernel: (tokens, initial state or None for zero, local offsets of documents or ()) -> (out, final states).
@@ -58,11 +62,13 @@ class Decay(NamedTuple):
     """What the closed way needs: the recurrence is S = decay S + k v, out = read S.
 
     read: (batch, tokens, heads or a divisor, keys): the query with all its scales. log: the logarithm of each token's
-    decay, (batch, tokens, heads), or (batch, tokens, heads, keys) for a decay per key.
+    decay, (batch, tokens, heads), or (batch, tokens, heads, keys) for a decay per key. rate: where given, the logarithm
+    is log (batch, tokens, heads) times rate (heads, 1 or keys): the step size and A of a state space.
     """
 
     read: torch.Tensor
     log: torch.Tensor
+    rate: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +76,13 @@ class Local:
     """What a rank knows before the exchange.
 
     out: (batch, tokens, heads, values), with no state coming in.
-    reads: R of the first piece's tokens, (batch, some tokens, heads, keys); None where no state comes in.
+    read: returns R S_in of the first piece's tokens (batch, some tokens, heads, values); None where none comes in.
     m, matrix, state: as `passing.pass_states` takes them.
     passes: whether a state that comes in goes out again.
     """
 
     out: torch.Tensor
-    reads: torch.Tensor | None
+    read: Read | None
     m: torch.Tensor
     state: torch.Tensor
     matrix: bool
@@ -84,12 +90,11 @@ class Local:
 
     def finish(self, incoming: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, final state) with the state that came in; the result depends on it on every rank."""
-        if self.reads is None:
+        if self.read is None:
             out: torch.Tensor = _Tie.apply(self.out, incoming)  # type: ignore[no-untyped-call]
             return out, self.state
         with torch.autocast(self.out.device.type, enabled=False):
-            reads = self.reads.to(self.out.dtype)
-            seen = torch.einsum("bthk,bhkv->bthv", reads, incoming.to(self.out.dtype))
+            seen = self.read(incoming).to(self.out.dtype)
             first, rest = self.out[:, : seen.shape[1]] + seen, self.out[:, seen.shape[1] :]
             final = self.state
             if self.passes:
@@ -110,8 +115,8 @@ def local_scan(scan: Scan, tokens: Tokens, share: Share, decay: Decay | None = N
     if decay is not None:
         out, state = _run_pieces(scan, tokens, pieces)
         with torch.autocast(out.device.type, enabled=False):
-            reads, m = _closed(decay, first, heads, accumulator_dtype(state.dtype))
-        return Local(out, reads if comes else None, m, state, matrix=False, passes=passes)
+            read, m = _closed(decay, first, heads, accumulator_dtype(state.dtype))
+        return Local(out, read if comes else None, m, state, matrix=False, passes=passes)
     if not comes:
         out, state = _run_pieces(scan, tokens, pieces)
         nothing = state.new_zeros(batch, heads, keys, keys, dtype=accumulator_dtype(state.dtype))
@@ -122,7 +127,7 @@ def local_scan(scan: Scan, tokens: Tokens, share: Share, decay: Decay | None = N
         rest = {name: x[:, first:] for name, x in tokens.items()}
         out_rest, state = _run_pieces(scan, rest, tuple(offset - first for offset in pieces[1:]))
         out = torch.cat([out, out_rest], 1)
-    return Local(out, reads, m, state, matrix=True, passes=passes)
+    return Local(out, partial(_read, reads), m, state, matrix=True, passes=passes)
 
 
 def _run_pieces(scan: Scan, tokens: Tokens, pieces: Offsets) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,13 +152,39 @@ def _widened(scan: Scan, tokens: Tokens, first: int) -> tuple[dict[str, torch.Te
     return taken, state, ()
 
 
-def _closed(decay: Decay, first: int, heads: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return R of the first tokens and M after them, in float32 or float64."""
+def _read(reads: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
+    """Return R S_in (batch, tokens, heads, values), in the dtype of R as kernels multiply it."""
+    return torch.einsum("bthk,bhkv->bthv", reads, incoming.to(reads.dtype))
+
+
+def _closed(decay: Decay, first: int, heads: int, dtype: torch.dtype) -> tuple[Read, torch.Tensor]:
+    """Return how R of the first tokens reads a state, and M after them, in float32 or float64."""
     since = decay.log[:, :first].to(dtype).cumsum(1)
-    read = decay.read[:, :first].to(dtype)
-    read = read.repeat_interleave(heads // read.shape[2], 2)
     since = since.unsqueeze(3) if since.dim() == 3 else since
-    return read * since.exp(), since[:, -1].exp().unsqueeze(3)
+    rate = since.new_ones(1, 1) if decay.rate is None else decay.rate.to(dtype)
+    read = decay.read[:, :first]
+    return partial(_read_decayed, read, since, rate), (since[:, -1] * rate).exp().unsqueeze(3)
+
+
+def _read_decayed(read: torch.Tensor, since: torch.Tensor, rate: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
+    """Return R S_in in chunks of tokens: R has every head's keys, and is made again in the backward."""
+    batch, heads, keys, _ = incoming.shape
+    size = max(1, _CHUNK // (batch * heads * keys))
+    parts = zip(read.split(size, 1), since.split(size, 1), strict=True)
+    found = [
+        checkpoint(_read_chunk, *part, rate, incoming, use_reentrant=False, preserve_rng_state=False) for part in parts
+    ]
+    return torch.cat(found, 1)
+
+
+_CHUNK = 1 << 26
+"""Elements of R in a chunk: 256 MiB."""
+
+
+def _read_chunk(read: torch.Tensor, since: torch.Tensor, rate: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
+    heads, dtype = incoming.shape[1], read.dtype
+    wide = read.to(since.dtype).repeat_interleave(heads // read.shape[2], 2) * (since * rate).exp()
+    return _read(wide.to(dtype), incoming)
 
 
 def _check(tokens: Tokens, scan: Scan, share: Share) -> None:

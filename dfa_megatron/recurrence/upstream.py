@@ -1,0 +1,132 @@
+"""Kernels of other packages by their state interface: flash-linear-attention, mamba-ssm, and functions like theirs.
+
+Nothing is imported here: the caller hands over the function that its layer calls, as transformers and Megatron name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.recurrence.functions import dist_scan
+from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens
+from dfa_megatron.runtime.comm.groups import Group
+from dfa_megatron.runtime.cu_seqlens import Offsets
+from dfa_megatron.runtime.request import DEFAULTS
+from dfa_megatron.sharding import CuSeqlens
+
+
+def fla_scan(
+    function: Callable[..., Any], *, keys: str = "k", values: str = "v", packs: bool = True, **options: Any
+) -> Scan:
+    """Return the `Scan` of a function with the interface of flash-linear-attention.
+
+    Args:
+        function: takes tokens by name, initial_state, output_final_state and cu_seqlens, and returns (out, state):
+            `chunk_gated_delta_rule`, `chunk_kda`, `chunk_delta_rule`, `chunk_gla`, `chunk_simple_gla` of fla.ops, and
+            the chunked functions that transformers brings.
+        keys, values: its names of them: "key" and "value" in transformers.
+        packs: whether it obeys cu_seqlens; functions of transformers do not.
+        options: passed on, such as scale and use_qk_l2norm_in_kernel.
+    """
+
+    def run(x: dict[str, torch.Tensor], state: torch.Tensor | None, documents: Offsets) -> Any:
+        offsets = {"cu_seqlens": torch.tensor(documents, device=x[values].device)} if documents else {}
+        return function(**x, initial_state=state, output_final_state=True, **offsets, **options)
+
+    return Scan(run, keys, values, packs)
+
+
+def dist_mamba2(
+    function: Callable[..., Any],
+    tokens: Tokens,
+    a: torch.Tensor,
+    *,
+    packs: bool = False,
+    group: Group = None,
+    cu_seqlens: CuSeqlens = None,
+    config: DistAttentionConfig = DEFAULTS,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, final state) of Mamba-2 over contiguous tokens; collective, see `dist_scan`.
+
+    Args:
+        function: `mamba_chunk_scan_combined` of mamba-ssm, or transformers' `mamba2_chunk_scan`.
+        tokens: x (batch, tokens, heads, head_dim), dt (batch, tokens, heads), B and C (batch, tokens, groups, states).
+        a: its A, (heads,), negative.
+        packs: whether it obeys seq_idx; transformers' does not.
+        options: passed on: chunk_size, D, dt_bias, dt_softplus, dt_limit; z is applied after the exchange.
+
+    Returns:
+        out like x, and the state (batch, heads, head_dim, states), as the function has it.
+    """
+    z = options.pop("z", None)
+
+    def run(x: dict[str, torch.Tensor], state: torch.Tensor | None, documents: Offsets) -> Any:
+        more = {"seq_idx": _numbers(documents, x["dt"].device)} if documents else {}
+        given = (x["x"], x["dt"], a, x["B"], x["C"])
+        out, final = function(*given, return_final_states=True, **more, **options)
+        return out, final.mT
+
+    dt = _step(tokens["dt"], options.get("dt_bias"), bool(options.get("dt_softplus")))
+    dt = dt.clamp(*options.get("dt_limit", (0.0, float("inf"))))
+    decay = Decay(tokens["C"], dt, a[:, None])
+    scan = Scan(run, "B", "x", packs)
+    out, final = dist_scan(scan, tokens, decay=decay, group=group, cu_seqlens=cu_seqlens, config=config)
+    return out if z is None else out * F.silu(z), final.mT
+
+
+def dist_mamba1(
+    function: Callable[..., Any],
+    tokens: Tokens,
+    a: torch.Tensor,
+    *,
+    group: Group = None,
+    cu_seqlens: CuSeqlens = None,
+    config: DistAttentionConfig = DEFAULTS,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, final state) of Mamba-1's selective scan over contiguous tokens; collective, see `dist_scan`.
+
+    Args:
+        function: `selective_scan_fn` of mamba-ssm, or transformers' `mamba_selective_scan`.
+        tokens: x and dt (batch, channels, tokens), B and C (batch, states, tokens).
+        a: its A, (channels, states), negative.
+        options: passed on: D, delta_bias, delta_softplus; z is applied after the exchange.
+
+    Returns:
+        out like x, and the state (batch, channels, states).
+    """
+    z = options.pop("z", None)
+
+    def run(x: dict[str, torch.Tensor], state: torch.Tensor | None, documents: Offsets) -> Any:
+        b, c = (x[name].squeeze(2).mT for name in ("B", "C"))
+        given = (x["x"].squeeze(3).mT, x["dt"].mT, a, b, c)
+        out, final = function(*given, return_last_state=True, **options)
+        return out.mT.unsqueeze(3), final.unsqueeze(3)
+
+    turned = {name: x.mT for name, x in tokens.items()}
+    dt = _step(turned["dt"], options.get("delta_bias"), bool(options.get("delta_softplus")))
+    # Every channel is a head with one value; all of them share B and C.
+    turned |= {"x": turned["x"].unsqueeze(3), "B": turned["B"].unsqueeze(2), "C": turned["C"].unsqueeze(2)}
+    decay = Decay(turned["C"], dt, a)
+    out, final = dist_scan(Scan(run, "B", "x"), turned, decay=decay, group=group, cu_seqlens=cu_seqlens, config=config)
+    out = out.squeeze(3).mT
+    return out if z is None else out * F.silu(z), final.squeeze(3)
+
+
+def _step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
+    """Return the step size that the kernels make of (batch, tokens, heads or channels)."""
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return F.softplus(dt) if softplus else dt
+
+
+def _numbers(documents: Offsets, device: torch.device) -> torch.Tensor:
+    """Return the number of each token's document, int32 (1, tokens)."""
+    starts = torch.zeros(documents[-1], dtype=torch.int32)
+    starts[list(documents[1:-1])] = 1
+    return starts.cumsum(0, dtype=torch.int32)[None].to(device)
