@@ -15,7 +15,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.layers.hybrid import ATTENTION_SLOTS, default_stack_spec, is_stack, recomputed_class
+from dfa_megatron.megatron.layers.hybrid import ATTENTION_SLOTS, MIXERS, default_stack_spec, is_stack, recomputed_class
+from dfa_megatron.megatron.layers.in_order import in_order_class, is_delta
 from dfa_megatron.megatron.layers.layer import layer_class
 from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
 from dfa_megatron.megatron.layers.prediction import follow_batches
@@ -24,8 +25,11 @@ from dfa_megatron.megatron.refusals import ARGS, SPEC, check_config
 from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
 from dfa_megatron.megatron.start.dfa_flags import global_args, options_of
 
-_NORMS = ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm")
-_ATTENTION_NORMS = ("q_layernorm", "k_layernorm", "kv_layernorm")
+_NORMS = (
+    "input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm",
+    "norm", "out_norm",
+)  # fmt: skip
+"""The slots of layers, attentions and mixers that hold a norm."""
 _REPLACED = ("DotProductAttention", "TEDotProductAttention", "DistributedCoreAttention")
 """Core attentions whose every setting is in the config: Megatron's two, and ours."""
 _NO_ATTENTION = ("IdentityOp", "ColumnParallelLinearGathered", "TELayerNormColumnParallelLinearGathered")
@@ -96,29 +100,40 @@ def distribute_attention(
 def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
     attention: Any = getattr(getattr(spec, "submodules", None), "self_attention", None)
     if getattr(getattr(attention, "module", None), "__name__", None) in _NO_ATTENTION:
-        return _wrapped(spec, context)
+        return _wrapped(spec, config, context)
+    if is_delta(getattr(attention, "module", None)):
+        layer = _wrapped(spec, config, context)
+        layer.submodules.self_attention = _mixer(attention, config, context)
+        return layer
     if not isinstance(spec, ModuleSpec) or not hasattr(getattr(attention, "submodules", None), "core_attention"):
         SPEC.check(no_core_attention=type(spec).__name__)
     _check_replaced(attention.submodules.core_attention)
-    layer = _wrapped(spec, context)
+    layer = _wrapped(spec, config, context)
     layer.submodules.self_attention = copy.copy(attention)
     layer.submodules.self_attention.submodules = copy.copy(attention.submodules)
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
         module=DistributedCoreAttention, params={"options": context.options}
     )
-    for owner, slots in ((layer.submodules, _NORMS), (layer.submodules.self_attention.submodules, _ATTENTION_NORMS)):
-        for slot in slots:
-            if hasattr(owner, slot):
-                setattr(owner, slot, _norm(getattr(owner, slot), config))
+    _replace_norms(layer.submodules.self_attention.submodules, config)
     return layer
 
 
-def _wrapped(spec: Any, context: AttentionContext) -> ModuleSpec:
+def _wrapped(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
     layer = copy.copy(spec)  # the changed parts are copied, the rest is shared with the given spec
     layer.submodules = copy.copy(spec.submodules)
     layer.module = layer_class(spec.module)
     layer.params = {**(spec.params or {}), "distributed_attention": context}
+    _replace_norms(layer.submodules, config)
     return layer
+
+
+def _mixer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
+    mixer: ModuleSpec = copy.copy(spec)
+    mixer.module = in_order_class(spec.module)
+    mixer.params = {**(spec.params or {}), "options": context.options}
+    mixer.submodules = copy.copy(spec.submodules)
+    _replace_norms(mixer.submodules, config)
+    return mixer
 
 
 def _check_replaced(core_attention: Any) -> None:
@@ -142,8 +157,14 @@ def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
             made = _layer(layer, config, context)
         else:
             made = copy.copy(layer)
+            made.submodules = copy.copy(layer.submodules)
             made.module = recomputed_class(layer.module)
             made.params = {**(layer.params or {}), "distributed_attention": context}
+            _replace_norms(made.submodules, config)
+            if slot in MIXERS and context.options.data_layout == "contiguous":
+                mixer = getattr(made.submodules, MIXERS[slot], None)
+                SPEC.check(no_mixer=None if isinstance(mixer, ModuleSpec) else slot)
+                setattr(made.submodules, MIXERS[slot], _mixer(mixer, config, context))
         setattr(stack.submodules, slot, made)
     return stack
 
@@ -158,6 +179,12 @@ def _norm(norm: Any, config: Any) -> Any:
     """Return the norm to use: ours in place of Megatron's PyTorch norm, which refuses sequence parallelism."""
     stands_in = config is not None and config.sequence_parallel and norm is WrappedTorchNorm
     return SequenceParallelNorm if stands_in else norm
+
+
+def _replace_norms(submodules: Any, config: Any) -> None:
+    for slot in _NORMS:
+        if hasattr(submodules, slot):
+            setattr(submodules, slot, _norm(getattr(submodules, slot), config))
 
 
 def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:

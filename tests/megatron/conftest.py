@@ -11,6 +11,7 @@ from tests.megatron import harness
 
 # Importing a GPT model takes seconds: once in the fork server, not in every rank of every test.
 preload("megatron.core.parallel_state", "megatron.core.models.gpt.gpt_model", "megatron.core.distributed")
+preload("megatron.core.ssm.mamba_layer", "megatron.core.ssm.mamba_mixer", "megatron.core.models.mamba.mamba_model")
 
 
 @pytest.fixture(autouse=True)

@@ -74,14 +74,12 @@ def plain_spec() -> Any:
     return ModuleSpec(module=stack, submodules=submodules(mamba_layer=mamba, attention_layer=attention, mlp_layer=mlp))
 
 
-def build(spec: Any, config: Any, groups: Any) -> Any:
+def build(spec: Any, config: Any, groups: Any, layers: str = PATTERN) -> Any:
     from megatron.core.transformer.spec_utils import build_module
 
     takes = inspect.signature(spec.module.__init__).parameters
-    pattern = {"layer_type_list": list(PATTERN)} if "layer_type_list" in takes else {"hybrid_override_pattern": PATTERN}
-    stack = build_module(spec, config=config, post_layer_norm=False, pg_collection=groups, **pattern)
-    harness.set_weights(stack)
-    return stack.train()
+    pattern = {"layer_type_list": list(layers)} if "layer_type_list" in takes else {"hybrid_override_pattern": layers}
+    return build_module(spec, config=config, post_layer_norm=False, pg_collection=groups, **pattern).train()
 
 
 def run(stack: Any, groups: Any, mask: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -118,12 +116,14 @@ def compare_with_one_rank(rank: int, world_size: int, layout: str, remat: str) -
     layers = {"num_layers": len(PATTERN)}
     causal = torch.triu(torch.ones(1, 1, LENGTH, LENGTH), 1).bool()
     reference = build(spec, make_config(Topology(), harness.MEGATRONS, **layers), alone)
+    harness.set_weights(reference)
     expected, expected_gradients = run(reference, alone, causal)
 
     config = make_config(Topology(cp=world_size), case(layout, remat), **layers)
     ours = build(
         distribute_attention(spec, config, config=DistAttentionConfig(data_layout=layout, remat=remat)), config, groups
     )
+    harness.set_weights(ours)
     assert set(ours.state_dict()) == set(reference.state_dict())
     COUNTERS.reset()
     InMegatronsOrder.calls = 0
@@ -173,8 +173,9 @@ def refuse(rank: int, world_size: int) -> None:
     harness.start(Topology(cp=2))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     boundary = DistAttentionConfig(data_layout="boundary")
-    with pytest.raises(UnsupportedError, match=r"a hybrid model in the contiguous layout.*boundary or zigzag"):
-        distribute_attention(plain_spec(), config=DistAttentionConfig(data_layout="contiguous"))
+    in_order = DistAttentionConfig(data_layout="contiguous")
+    with pytest.raises(UnsupportedError, match=r"whose mamba_layer has no mixer.*data_layout='boundary'"):
+        distribute_attention(plain_spec(), config=in_order)
     config = make_config(Topology(cp=2), case("boundary", recompute=("block", 1)), num_layers=len(PATTERN))
     with pytest.raises(UnsupportedError, match=r"'block' in a hybrid model.*uniform"):
         build(distribute_attention(plain_spec(), config, config=boundary), config, groups)

@@ -1,8 +1,9 @@
 """Hybrid models (Mamba, MLP, experts and attention in one stack): distribute attention, recompute the other layers.
 
-The other layers rely on Megatron's zigzag order, so in layout `boundary` hidden states are exchanged around each
-attention layer. Full recomputation is one flag on one config, so this module replaces it for the whole stack. The
-other layers are checkpointed one by one, as in Megatron's own full recomputation.
+In layout `contiguous` all layers see tokens in order (see in_order.py). Otherwise the other layers rely on Megatron's
+zigzag order, and in layout `boundary` hidden states are exchanged around each attention layer. Full recomputation is
+one flag on one config, so this module replaces it for the whole stack. The other layers are checkpointed one by one, as
+in Megatron's own full recomputation.
 """
 
 from __future__ import annotations
@@ -11,13 +12,21 @@ import functools
 from typing import Any
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.layers.context import AttentionContext
+from dfa_megatron.megatron.layers.in_order import InOrder
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over
-from dfa_megatron.megatron.refusals import SPEC
+from dfa_megatron.megatron.refusals import LAYERS, SPEC
+from dfa_megatron.megatron.tokens.batch import check_declared
+from dfa_megatron.megatron.tokens.packed_documents import place
 
 ATTENTION_SLOTS = ("attention_layer", "mla_layer")
 """The submodules of a hybrid stack that hold TransformerLayers with a core_attention."""
+
+MIXERS = {"mamba_layer": "mixer", "gdn_layer": "self_attention"}
+"""The submodules of a hybrid stack with a recurrence, and where in them it is."""
 
 
 class RecomputedLayer:
@@ -26,22 +35,48 @@ class RecomputedLayer:
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
         asked = take_over(config, distributed_attention)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        self._dfa = distributed_attention
         self._dfa_recompute = distributed_attention.options.remat == "on" or asked is not None
-        self._dfa_tp_group = kwargs["pg_collection"].tp
+        self._dfa_groups = kwargs["pg_collection"]
+        self._dfa_mixer = mixer_of(self, distributed_attention.options)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward, with the same result."""
         layer: Any = self
+        pack = None
+        if self._dfa_mixer is not None:
+            packed = kwargs.pop("packed_seq_params", None)
+            check_declared(self._dfa_groups.cp, self._dfa.options.data_layout, packed=packed is not None)
+            pack = None if packed is None else place(packed)
 
         def body(hidden_states: torch.Tensor) -> Any:
+            if self._dfa_mixer is not None:
+                self._dfa_mixer.dfa_pack = pack
             forward = super(RecomputedLayer, layer).forward  # type: ignore[misc]
             return forward(hidden_states, *args, **kwargs)
 
         wanted = self._dfa_recompute and layer.training and kwargs.get("inference_context") is None
+        from dfa_megatron.remat import remat_checkpoint
+
         # A re-entrant checkpoint gives the layer's parameters no gradient if the input has none.
         if not (wanted and torch.is_grad_enabled() and hidden_states.requires_grad):
             return body(hidden_states)
-        return checkpoint_of(layer.config, self._dfa_tp_group)(body, hidden_states)
+        checkpoint = checkpoint_of(layer.config, self._dfa_groups.tp)
+        return remat_checkpoint(body, hidden_states, checkpoint=checkpoint, offload=self._dfa.options.remat_offload)
+
+
+def mixer_of(layer: Any, options: DistAttentionConfig) -> InOrder | None:
+    """Return the layer's mixer where it runs in order, None where tokens do not meet in the layer.
+
+    Raises:
+        UnsupportedError: tokens are in order, and the layer has a mixer that assumes another.
+    """
+    mixer = getattr(layer, "mixer", getattr(layer, "self_attention", None))
+    if isinstance(mixer, InOrder):
+        return mixer
+    mixes = mixer is not None and not isinstance(mixer, IdentityOp)
+    LAYERS.check(other_mixer=type(mixer).__name__ if mixes and options.data_layout == "contiguous" else None)
+    return None
 
 
 @functools.cache

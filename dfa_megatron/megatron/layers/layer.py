@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.megatron.layers.context import AttentionContext
+from dfa_megatron.megatron.layers.in_order import InOrder
 from dfa_megatron.megatron.layers.latent import order_rotary
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over
 from dfa_megatron.megatron.refusals import CALLS, LAYERS, PACKS, SPEC, check_config
@@ -60,8 +61,9 @@ class DistributedAttentionLayer:
             "layers are recomputed without their attention" if self._dfa_remat else "recomputation is left to Megatron",
         )
         core = getattr(layer.self_attention, "core_attention", None)
-        self._dfa_heeds = [] if core is None else [core]
-        if self._dfa_heeds and getattr(layer.config, "multi_latent_attention", False):
+        listening = layer.self_attention if isinstance(layer.self_attention, InOrder) else core
+        self._dfa_heeds = [] if listening is None else [listening]
+        if core is not None and getattr(layer.config, "multi_latent_attention", False):
             order_rotary(layer.self_attention, context.options.layout_inside)
             self._dfa_heeds.append(layer.self_attention.rotary_pos_emb)
         exchanges = self._dfa_exchanges = self._dfa_permuted and context.options.data_layout == "boundary"

@@ -42,6 +42,13 @@ SPEC = Stage(
             "No module named 'mamba_ssm'",
         ),
         stated(
+            "no_mixer",
+            "a hybrid stack whose {no_mixer} has no mixer",
+            "tokens are in order, and the layer may assume zigzag order",
+            "Megatron's MambaLayer and TransformerLayer, or data_layout='boundary'",
+            "mamba_layer",
+        ),
+        stated(
             "no_script",
             "SPEC outside a Megatron script",
             "it is made from Megatron's global arguments",
@@ -149,6 +156,19 @@ LAYERS = Stage(
             "the layers beside it rely on Megatron's zigzag order",
             "distribute_attention of the whole hybrid stack spec, or --dfa-data-layout zigzag",
             {"single_layer": True, "context_parallel_size": 2, "is_hybrid_model": True},
+        ),
+        stated(
+            "other_mixer",
+            "the mixer {other_mixer} where tokens are in order",
+            "it is neither Megatron's MambaMixer nor its GatedDeltaNet, and may assume zigzag order",
+            "a mixer of these classes, or --dfa-data-layout boundary",
+            "DSAttention",
+        ),
+        stated(
+            "deterministic_delta",
+            "gated delta net with deterministic_mode",
+            "Megatron then computes its convolution with PyTorch's function, where no tokens of another rank can enter",
+            "no --deterministic-mode",
         ),
         stated(
             "own_rotary",

@@ -65,7 +65,12 @@ CONFIG = Stage(
             {"window_size": (128, 4)},
         ),
         *(
-            stated(name, name, "it needs the largest logit of every head", f"no --{name.replace('_', '-')}")
+            stated(
+                name,
+                name,
+                "it needs the largest logit of every head, and the kernels return the logarithm of their sum only",
+                f"no --{name.replace('_', '-')}",
+            )
             for name in ("qk_clip", "log_max_attention_logit")
         ),
         *(
@@ -130,12 +135,15 @@ CONFIG = Stage(
             {"experimental_attention_variant": "dsa"},
         ),
         Refusal(
-            lambda a: a.experimental_attention_variant == "gated_delta_net" or a.linear_attention_freq is not None,
-            "gated delta net among the layers of a GPT model",
-            "these layers have no core attention to replace, and rely on Megatron's zigzag order",
-            "a hybrid model, which has them beside attention layers (--spec dfa_megatron.megatron hybrid_stack_spec, "
-            f"Megatron-Core 0.19 and later), or {_OWN_ATTENTION}",
-            {"linear_attention_freq": 4},
+            lambda a: (
+                (a.experimental_attention_variant == "gated_delta_net" or a.linear_attention_freq is not None)
+                and several_ranks(a)
+                and a.dfa_data_layout == "zigzag"
+            ),
+            "gated delta net among the layers of a GPT model in layout 'zigzag'",
+            "these layers need tokens in order",
+            "--dfa-data-layout contiguous or boundary",
+            {"linear_attention_freq": 4, "context_parallel_size": 2, "dfa_data_layout": "zigzag"},
         ),
         Refusal(
             lambda a: a.experimental_attention_variant not in (None, "dsa", "gated_delta_net"),
@@ -199,13 +207,6 @@ CONFIG = Stage(
             "rematerialization recomputes the same layers in every micro-batch",
             "leaving it off, or remat='off'",
             {"num_microbatches_with_partial_activation_checkpoints": 1},
-        ),
-        Refusal(
-            lambda a: a.dfa_data_layout == "contiguous" and a.context_parallel_size != 1 and a.is_hybrid_model,
-            "a hybrid model in the contiguous layout",
-            "its other layers rely on Megatron's zigzag order",
-            "--dfa-data-layout boundary or zigzag",
-            {"is_hybrid_model": True, "dfa_data_layout": "contiguous"},
         ),
         Refusal(
             lambda a: a.dfa_schedule != "auto" and a.dfa_data_layout == "zigzag",

@@ -71,10 +71,10 @@ PACKS = Stage(
     "Megatron: when packed documents arrive",
     (
         Refusal(
-            lambda a: several_ranks(a) and a.is_hybrid_model,
-            "packed documents in a hybrid model",
+            lambda a: several_ranks(a) and a.is_hybrid_model and a.dfa_data_layout != "contiguous",
+            "packed documents in a hybrid model in layout {dfa_data_layout!r}",
             "its other layers rely on Megatron's zigzag order of every document",
-            "one document per row",
+            "--dfa-data-layout contiguous",
             {"context_parallel_size": 2, "is_hybrid_model": True},
         ),
         Refusal(

@@ -1,0 +1,220 @@
+"""Mamba mixers and gated delta nets on tokens in order: this rank's tokens, from the state that earlier ranks leave.
+
+Megatron's mixers exchange heads for tokens around their kernels, and assume its zigzag order. Here a mixer is built as
+on one rank and sees this rank's tokens only. Its short convolution and its recurrence are distributed instead; weights,
+state dictionaries and the layer around it are Megatron's.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.megatron.layers import mixer_kernels
+from dfa_megatron.megatron.refusals import CALLS, LAYERS
+from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
+
+_MARK = "_dfa_megatron"
+
+
+class _OneRank:
+    """Stand in for a context-parallel group of one rank; Megatron's mixers ask it for nothing else."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+class _Running(threading.local):
+    mixer: InOrder | None = None
+
+
+_RUNNING = _Running()
+"""The gated delta net whose forward this thread runs."""
+
+
+class InOrder:
+    """Run a mixer on this rank's tokens; the first base of every class that `in_order_class` makes."""
+
+    dfa_pack: PlacedPack | None = None
+    """The documents of the micro-batch; the layer sets it before every forward."""
+
+    def __init__(
+        self, config: Any, *args: Any, pg_collection: Any, options: DistAttentionConfig, **kwargs: Any
+    ) -> None:
+        alone = copy.copy(pg_collection)
+        alone.cp = _OneRank()
+        super().__init__(config, *args, pg_collection=alone, **kwargs)  # type: ignore[call-arg]
+        self._dfa_group = pg_collection.cp
+        self._dfa_config = options.within("function")
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the mixer's own forward, with the same result."""
+        from dfa_megatron.runtime.agreement.calls import at_layer
+
+        CALLS.check(inference_context=kwargs.get("inference_context") is not None)
+        mixer: Any = self
+        before, _RUNNING.mixer = _RUNNING.mixer, self
+        try:
+            with at_layer(mixer.layer_number):
+                return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            _RUNNING.mixer = before
+
+    def dfa_where(self) -> dict[str, Any]:
+        """Return the ranks that share the sequence, the offsets of its documents, and the options."""
+        documents = None if self.dfa_pack is None else self.dfa_pack.offsets
+        return {"group": self._dfa_group, "cu_seqlens": documents, "config": self._dfa_config}
+
+
+class InOrderMamba(InOrder):
+    """Compute a MambaMixer's convolution and scan over the ranks' tokens."""
+
+    def _ssm_training(self, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
+        """Return what the mixer's kernel and norm make of the projected z, x, B, C and dt, (tokens, batch, width).
+
+        Megatron's one kernel for both takes no tokens before the convolution, so they are two here.
+        """
+        mixer: Any = self
+        home = importlib.import_module("megatron.core.ssm.mamba_mixer")
+        local = mixer.cp
+        inner, groups = local.d_inner_local_tpcp, local.ngroups_local_tpcp
+        mixed = inner + 2 * groups * mixer.d_state
+        z, convolved, dt = projected.transpose(0, 1).split([inner, mixed, local.nheads_local_tpcp], -1)
+        run = _best(home.causal_conv1d_fn, local.get_conv1d_weight().squeeze(1), local.get_conv1d_bias())
+        convolved = mixer_kernels.convolution(run, convolved, mixer.d_conv, **self.dfa_where())
+        x, b, c = convolved.split([inner, groups * mixer.d_state, groups * mixer.d_state], -1)
+        skip = local.get_D().float()
+        fixed = {
+            "A": -local.get_A_log().float().exp(),
+            "D": skip.unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else skip,
+            "dt_bias": local.get_dt_bias().float(),
+            "chunk_size": mixer.chunk_size,
+        }
+        y = mixer_kernels.state_space(
+            home.mamba_chunk_scan_combined,
+            x.unflatten(-1, (-1, mixer.headdim)),
+            dt,
+            b.unflatten(-1, (groups, -1)),
+            c.unflatten(-1, (groups, -1)),
+            fixed,
+            **self.dfa_where(),
+        )
+        y = y.flatten(2).transpose(0, 1)
+        z = z.transpose(0, 1)
+        return mixer.norm(y, z) if mixer.rmsnorm else y * torch.nn.functional.silu(z)
+
+    def _ssm_prefill(self, projected: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Do the same where use_mamba_mem_eff_path is off."""
+        return self._ssm_training(projected)
+
+
+class InOrderDelta(InOrder):
+    """Compute a GatedDeltaNet's convolution and delta rule over the ranks' tokens."""
+
+    def __init__(self, config: Any, *args: Any, cp_comm_type: Any = None, **kwargs: Any) -> None:
+        LAYERS.check(deterministic_delta=config.deterministic_mode)
+        super().__init__(config, *args, **kwargs)
+        net: Any = self
+        if hasattr(net, "gated_delta_rule"):  # Megatron-Core 0.19; before it is a function of the module
+            net.gated_delta_rule = _ruling(net.gated_delta_rule)
+
+
+def is_delta(base: Any) -> bool:
+    """Return whether a module of a spec is Megatron's gated delta net, which stands in the place of an attention."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    return isinstance(base, type) and issubclass(base, GatedDeltaNet)
+
+
+@functools.cache
+def in_order_class(base: type) -> type:
+    """Return the subclass of Megatron's MambaMixer or GatedDeltaNet that runs in order, made once per base.
+
+    Raises:
+        UnsupportedError: base is neither.
+    """
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    if issubclass(base, InOrder):
+        return base
+    LAYERS.check(other_mixer=None if issubclass(base, (MambaMixer, GatedDeltaNet)) else base.__name__)
+    if issubclass(base, MambaMixer):
+        return type(f"InOrder{base.__name__}", (InOrderMamba, base), {"__module__": __name__})
+    _replace_calls()
+    return type(f"InOrder{base.__name__}", (InOrderDelta, base), {"__module__": __name__})
+
+
+def _replace_calls() -> None:
+    """Replace the functions that Megatron's gated delta nets call, for those that run in order only."""
+    try:
+        home = importlib.import_module("megatron.core.ssm.gated_delta_net.gdn")
+        replaced = {"causal_conv1d": _convolving_tokens}
+    except ModuleNotFoundError:
+        home = importlib.import_module("megatron.core.ssm.gated_delta_net")
+        replaced = {"causal_conv1d_fn": _convolving_channels, "chunk_gated_delta_rule": _ruling}
+    for name, replacing in replaced.items():
+        megatrons = getattr(home, name)
+        if not hasattr(megatrons, _MARK):
+            vars(home)[name] = replacing(megatrons)
+
+
+def _ruling(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(kernel)
+    def rule(query: Any, key: Any, value: Any, g: Any, beta: Any, **given: Any) -> Any:
+        mixer = _RUNNING.mixer
+        if mixer is None:
+            return kernel(query, key, value, g=g, beta=beta, **given)
+        tokens = {"q": query, "k": key, "v": value, "g": g, "beta": beta}
+        return mixer_kernels.gated_delta_rule(kernel, tokens, **mixer.dfa_where()), None
+
+    setattr(rule, _MARK, kernel)
+    return rule
+
+
+def _convolving_tokens(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """FLA's convolution, over (batch, tokens, channels)."""
+
+    @functools.wraps(kernel)
+    def convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str, **given: Any) -> Any:
+        mixer = _RUNNING.mixer
+        if mixer is None:
+            return kernel(x=x, weight=weight, bias=bias, activation=activation, **given)
+        run = mixer_kernels.by_fla(kernel, weight, bias, activation)
+        return mixer_kernels.convolution(run, x, weight.shape[1], **mixer.dfa_where()), None
+
+    setattr(convolution, _MARK, kernel)
+    return convolution
+
+
+def _convolving_channels(kernel: Callable[..., Any] | None) -> Callable[..., Any]:
+    """causal-conv1d's convolution, over (batch, channels, tokens); None where the package is missing."""
+
+    def convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str) -> Any:
+        mixer = _RUNNING.mixer
+        if mixer is not None:
+            run = _best(kernel, weight, bias)
+            return mixer_kernels.convolution(run, x.mT, weight.shape[1], **mixer.dfa_where()).mT
+        if kernel is not None:
+            return kernel(x=x, weight=weight, bias=bias, activation=activation)
+        return mixer_kernels.by_pytorch(weight, bias)(x.mT, ()).mT
+
+    setattr(convolution, _MARK, kernel)
+    return convolution
+
+
+def _best(kernel: Callable[..., Any] | None, weight: torch.Tensor, bias: Any) -> Any:
+    """Return causal-conv1d's convolution with SiLU, or PyTorch's where that package is missing."""
+    if kernel is None:
+        return mixer_kernels.by_pytorch(weight, bias)
+    return mixer_kernels.by_causal_conv1d(kernel, weight, bias, "silu")

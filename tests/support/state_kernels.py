@@ -1,0 +1,199 @@
+"""Small functions with the signatures of mamba-ssm, causal-conv1d, FLA and einops, that Megatron's layers call.
+
+They go token by token, take and give states, and keep float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+_CUTS: list[torch.Tensor] = []
+"""Document numbers (1, seq) of calls that give none, while `cut` is active."""
+
+
+@contextlib.contextmanager
+def cut(offsets: Sequence[int]) -> Iterator[None]:
+    """Cut every sequence at these offsets: Megatron's layers on one rank hand no documents to their kernels on CPUs."""
+    _CUTS.append(torch.bucketize(torch.arange(offsets[-1]), torch.tensor(offsets[1:]), right=True)[None])
+    try:
+        yield
+    finally:
+        _CUTS.pop()
+
+
+@contextlib.contextmanager
+def _uncut() -> Iterator[None]:
+    kept, _CUTS[:] = list(_CUTS), []
+    try:
+        yield
+    finally:
+        _CUTS[:] = kept
+
+
+def causal_conv1d_fn(
+    x: torch.Tensor, weight: torch.Tensor, bias: Any = None, seq_idx: Any = None, activation: Any = None, **_: Any
+) -> torch.Tensor:
+    """causal-conv1d: x (batch, channels, seq), weight (channels, width), seq_idx (batch, seq)."""
+    width, seq_idx = weight.shape[1], _CUTS[-1] if _CUTS else seq_idx
+    idx = torch.zeros(x.shape[0], x.shape[2]) if seq_idx is None else seq_idx
+    rows, ids = functional.pad(x, (width - 1, 0)), functional.pad(idx.float(), (width - 1, 0), value=-1)
+    seen = zip(rows.unfold(2, x.shape[2], 1).unbind(2), ids.unfold(1, x.shape[2], 1).unbind(1), strict=True)
+    taps = [row * (one == idx)[:, None] for row, one in seen]
+    out = sum(tap * weight[:, at, None] for at, tap in enumerate(taps))
+    out = out if bias is None else out + bias[:, None]
+    return functional.silu(out) if activation in ("silu", "swish") else out
+
+
+def mamba_chunk_scan_combined(
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, chunk_size: int, **given: Any
+) -> Any:
+    """mamba-ssm: x (batch, seq, heads, width), dt (batch, seq, heads), B, C (batch, seq, groups, state)."""
+    skip, z, state, ids = (given.get(name) for name in ("D", "z", "initial_states", "seq_idx"))
+    dt = functional.softplus(dt + given["dt_bias"])
+    per_group = x.shape[2] // B.shape[2]
+    B, C = B.repeat_interleave(per_group, 2), C.repeat_interleave(per_group, 2)
+    batch, seq, heads, width = x.shape
+    state = x.new_zeros(batch, heads, width, B.shape[-1]) if state is None else state
+    ids = _CUTS[-1] if _CUTS else ids
+    before, rows = torch.zeros(batch, dtype=torch.int64), []
+    for at in range(seq):
+        if ids is not None:
+            state = state * (ids[:, at] == before)[:, None, None, None]
+            before = ids[:, at]
+        state = state * (dt[:, at] * A).exp()[..., None, None]
+        state = state + (dt[:, at, :, None] * x[:, at])[..., None] * B[:, at, :, None]
+        rows.append((state * C[:, at, :, None]).sum(-1))
+    y = torch.stack(rows, 1)
+    y = y + x * (skip if skip.dim() == 2 else skip[:, None])
+    y = y if z is None else y * functional.silu(z)
+    return (y, state) if given.get("return_final_states") else y
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: torch.Tensor, conv1d_weight: torch.Tensor, conv1d_bias: Any, dt_bias: Any, A: torch.Tensor, **given: Any
+) -> torch.Tensor:
+    """mamba-ssm: the projected (batch, seq, z + x + B + C + dt), as one kernel."""
+    heads = len(A)
+    width = given["headdim"] or given["D"].shape[1]
+    inner = heads * width
+    groups = (conv1d_weight.shape[0] - inner) // 2
+    z, mixed, dt = zxbcdt.split([inner, inner + 2 * groups, heads], -1)
+    mixed = causal_conv1d_fn(mixed.mT, conv1d_weight, conv1d_bias, given["seq_idx"], given["activation"]).mT
+    x, b, c = mixed.split([inner, groups, groups], -1)
+    x, z = x.unflatten(-1, (heads, width)), z.unflatten(-1, (heads, width))
+    b, c = (mix.unflatten(-1, (given["ngroups"], -1)) for mix in (b, c))
+    more = {"D": given["D"], "z": z, "dt_bias": dt_bias, "seq_idx": given["seq_idx"]}
+    return mamba_chunk_scan_combined(x, dt, A, b, c, given["chunk_size"], **more).flatten(2)
+
+
+class RMSNormGated(torch.nn.Module):
+    """mamba-ssm: the norm of x * silu(z), in groups."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, group_size: int | None = None, **where: Any) -> None:
+        super().__init__()
+        self.eps, self.group_size = eps, group_size or hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=where.get("dtype")))
+
+    def forward(self, x: torch.Tensor, z: Any = None) -> torch.Tensor:
+        x = x if z is None else x * functional.silu(z)
+        grouped = x.unflatten(-1, (-1, self.group_size))
+        return (grouped * (grouped.square().mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(-2) * self.weight
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """As Megatron's subclass of it: cut over tensor-parallel ranks."""
+        from megatron.core import parallel_state
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": metadata["dp_cp_group"]}
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
+
+
+def l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
+    """FLA."""
+    return x * (x.square().sum(dim, keepdim=True) + eps).rsqrt()
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **given: Any
+) -> tuple[torch.Tensor, Any]:
+    """FLA: q, k (batch, seq, heads, key), v (batch, seq, heads, value), g and beta (batch, seq, heads).
+
+    States are (documents, heads, key, value); with cu_seqlens the batch is one.
+    """
+    state, cu_seqlens = given.get("initial_state"), given.get("cu_seqlens")
+    if cu_seqlens is None and _CUTS:
+        cu_seqlens = torch.cat((torch.zeros(1), _CUTS[-1][0].bincount().cumsum(0))).long()
+    if cu_seqlens is not None:
+        outs, states = [], []
+        with _uncut():
+            for number, (lo, hi) in enumerate(pairwise(cu_seqlens.tolist())):
+                first = None if state is None else state[number : number + 1]
+                found = chunk_gated_delta_rule(*(x[:, lo:hi] for x in (q, k, v, g, beta)), initial_state=first)
+                outs.append(found[0])
+                states.append(found[1])
+        return torch.cat(outs, 1), torch.cat(states)
+    scale = k.shape[-1] ** -0.5
+    state = q.new_zeros(*k.shape[:1], k.shape[2], k.shape[3], v.shape[3]) if state is None else state
+    rows = []
+    for at in range(q.shape[1]):
+        state = state * g[:, at].exp()[..., None, None]
+        wrong = v[:, at] - (state * k[:, at, ..., None]).sum(-2)
+        state = state + k[:, at, ..., None] * (beta[:, at, :, None] * wrong)[..., None, :]
+        rows.append((state * q[:, at, ..., None]).sum(-2) * scale)
+    return torch.stack(rows, 1), state
+
+
+def causal_conv1d(
+    x: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: Any = None, cu_seqlens: Any = None, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """FLA: x (batch, seq, channels), weight (channels, width)."""
+    idx = None
+    if cu_seqlens is not None:
+        idx = torch.bucketize(torch.arange(x.shape[1]), cu_seqlens[1:], right=True)[None]
+    return causal_conv1d_fn(x.mT, weight, bias, idx, activation).mT, None
+
+
+def rearrange(x: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
+    """einops, as far as Megatron's Mamba mixer uses it in training."""
+    done = {
+        "l b d -> b l d": lambda: x.transpose(0, 1),
+        "b l d -> l b d": lambda: x.transpose(0, 1),
+        "d 1 w -> d w": lambda: x.squeeze(1),
+        "(h p) -> h p": lambda: x.unflatten(0, (-1, sizes["p"])),
+    }
+    return done[pattern]()
+
+
+@functools.cache
+def install() -> None:
+    """Put these functions where Megatron's mixers look for the packages'."""
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+
+    here = globals()
+    vars(mamba_context_parallel)["HAVE_EINOPS"] = True
+    for name in ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined", "causal_conv1d_fn", "rearrange"):
+        vars(mamba_mixer)[name] = here[name]
+    vars(mamba_mixer).update(
+        HAVE_MAMBA_SSM=True, HAVE_EINOPS=True, RMSNormGated=RMSNormGated, ExtendedRMSNorm=RMSNormGated
+    )
+    vars(mamba_mixer)["_check_mamba_sequence_packing_support"] = lambda **_: (True, None)
+    try:
+        from megatron.core.ssm.gated_delta_net import common, gdn
+
+        homes = [common, gdn]
+    except ImportError:
+        from megatron.core.ssm import gated_delta_net
+
+        homes = [gated_delta_net]
+    for home in homes:
+        for name in ("chunk_gated_delta_rule", "l2norm", "causal_conv1d", "causal_conv1d_fn"):
+            vars(home)[name] = here[name]
+        vars(home)["HAVE_FLA"] = True
