@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.megatron.layers import mixer_kernels
+from dfa_megatron.megatron.layers.convolutions import by_causal_conv1d, by_fla, by_pytorch
 from dfa_megatron.megatron.refusals import CALLS, LAYERS
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
+from dfa_megatron.recurrence import Convolve, dist_conv, dist_mamba2, dist_scan, fla_scan
 
 _MARK = "_dfa_megatron"
 
@@ -70,6 +71,10 @@ class InOrder:
         finally:
             _RUNNING.mixer = before
 
+    def dfa_convolve(self, run: Convolve, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the convolution of (batch, tokens, channels) with a weight of (channels, width)."""
+        return dist_conv(run, x, weight.shape[1], packs=True, **self.dfa_where())
+
     def dfa_where(self) -> dict[str, Any]:
         """Return the ranks that share the sequence, the offsets of its documents, and the options."""
         documents = None if self.dfa_pack is None else self.dfa_pack.offsets
@@ -90,23 +95,25 @@ class InOrderMamba(InOrder):
         inner, groups = local.d_inner_local_tpcp, local.ngroups_local_tpcp
         mixed = inner + 2 * groups * mixer.d_state
         z, convolved, dt = projected.transpose(0, 1).split([inner, mixed, local.nheads_local_tpcp], -1)
-        run = _best(home.causal_conv1d_fn, local.get_conv1d_weight().squeeze(1), local.get_conv1d_bias())
-        convolved = mixer_kernels.convolution(run, convolved, mixer.d_conv, **self.dfa_where())
+        weight = local.get_conv1d_weight().squeeze(1)
+        run = by_causal_conv1d(home.causal_conv1d_fn, weight, local.get_conv1d_bias())
+        convolved = self.dfa_convolve(run, convolved, weight)
         x, b, c = convolved.split([inner, groups * mixer.d_state, groups * mixer.d_state], -1)
         skip = local.get_D().float()
-        fixed = {
-            "A": -local.get_A_log().float().exp(),
-            "D": skip.unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else skip,
-            "dt_bias": local.get_dt_bias().float(),
-            "chunk_size": mixer.chunk_size,
-        }
-        y = mixer_kernels.state_space(
+        y, _ = dist_mamba2(
             home.mamba_chunk_scan_combined,
-            x.unflatten(-1, (-1, mixer.headdim)),
-            dt,
-            b.unflatten(-1, (groups, -1)),
-            c.unflatten(-1, (groups, -1)),
-            fixed,
+            {
+                "x": x.unflatten(-1, (-1, mixer.headdim)),
+                "dt": dt.float(),
+                "B": b.unflatten(-1, (groups, -1)),
+                "C": c.unflatten(-1, (groups, -1)),
+            },
+            -local.get_A_log().float().exp(),
+            packs=True,
+            chunk_size=mixer.chunk_size,
+            D=skip.unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else skip,
+            dt_bias=local.get_dt_bias().float(),
+            dt_softplus=True,
             **self.dfa_where(),
         )
         y = y.flatten(2).transpose(0, 1)
@@ -176,7 +183,7 @@ def _ruling(kernel: Callable[..., Any]) -> Callable[..., Any]:
         if mixer is None:
             return kernel(query, key, value, g=g, beta=beta, **given)
         tokens = {"q": query, "k": key, "v": value, "g": g, "beta": beta}
-        return mixer_kernels.gated_delta_rule(kernel, tokens, **mixer.dfa_where()), None
+        return dist_scan(fla_scan(kernel), tokens, **mixer.dfa_where())[0], None
 
     setattr(rule, _MARK, kernel)
     return rule
@@ -190,8 +197,7 @@ def _convolving_tokens(kernel: Callable[..., Any]) -> Callable[..., Any]:
         mixer = _RUNNING.mixer
         if mixer is None:
             return kernel(x=x, weight=weight, bias=bias, activation=activation, **given)
-        run = mixer_kernels.by_fla(kernel, weight, bias, activation)
-        return mixer_kernels.convolution(run, x, weight.shape[1], **mixer.dfa_where()), None
+        return mixer.dfa_convolve(by_fla(kernel, weight, bias, activation), x, weight), None
 
     setattr(convolution, _MARK, kernel)
     return convolution
@@ -203,18 +209,10 @@ def _convolving_channels(kernel: Callable[..., Any] | None) -> Callable[..., Any
     def convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str) -> Any:
         mixer = _RUNNING.mixer
         if mixer is not None:
-            run = _best(kernel, weight, bias)
-            return mixer_kernels.convolution(run, x.mT, weight.shape[1], **mixer.dfa_where()).mT
+            return mixer.dfa_convolve(by_causal_conv1d(kernel, weight, bias), x.mT, weight).mT
         if kernel is not None:
             return kernel(x=x, weight=weight, bias=bias, activation=activation)
-        return mixer_kernels.by_pytorch(weight, bias)(x.mT, ()).mT
+        return by_pytorch(weight, bias)(x.mT, ()).mT
 
     setattr(convolution, _MARK, kernel)
     return convolution
-
-
-def _best(kernel: Callable[..., Any] | None, weight: torch.Tensor, bias: Any) -> Any:
-    """Return causal-conv1d's convolution with SiLU, or PyTorch's where that package is missing."""
-    if kernel is None:
-        return mixer_kernels.by_pytorch(weight, bias)
-    return mixer_kernels.by_causal_conv1d(kernel, weight, bias, "silu")
