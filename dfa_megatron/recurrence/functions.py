@@ -18,6 +18,7 @@ from dfa_megatron.runtime.request import DEFAULTS
 from dfa_megatron.sharding import CuSeqlens
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
 def dist_scan(
     scan: Scan,
     tokens: Tokens,
@@ -60,6 +61,7 @@ Convolve = Callable[[torch.Tensor, Offsets], torch.Tensor]
 """A causal convolution with what follows token by token: (x, local offsets of documents or ()) -> like x."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
 def dist_conv(
     run: Convolve,
     x: torch.Tensor,

@@ -120,29 +120,30 @@ class _States(torch.autograd.Function):
             incoming = torch.zeros_like(local, dtype=dtype) if folded is None else folded.clone()
         else:
             incoming = incoming.detach()
-        ctx.save_for_backward(wide, incoming)
+        ctx.save_for_backward(*((wide, incoming) if share.chains else ()))
         return incoming
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        (m, incoming), agreed = ctx.saved_tensors, ctx.agreed
-        share: Share = agreed.share
-        with at_layer(ctx.layer), torch.autocast(m.device.type, enabled=False):
-            carries = _gather(agreed, 1, m, gradient.to(m.dtype))
-            outgoing = fold_back([carries[rank] for rank in share.after], matrix=ctx.matrix)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None]:
+        agreed: Agreed = ctx.agreed
+        share, matrix = agreed.share, ctx.matrix
+        m, incoming = ctx.saved_tensors if share.chains else (None, None)
+        wide = gradient.to(accumulator_dtype(gradient.dtype))
+        with at_layer(ctx.layer), torch.autocast(wide.device.type, enabled=False):
+            carries = _gather(agreed, 1, m, wide)
+            outgoing = fold_back([carries[rank] for rank in share.after], matrix=matrix)
             if outgoing is None:
-                outgoing = torch.zeros_like(incoming)
-            if share.keeps(share.rank) and share.continues(share.rank):
-                of_m = gradient_of_m(outgoing, incoming, m, matrix=ctx.matrix)
-            else:
-                of_m = torch.zeros_like(m)
-        return of_m.to(ctx.dtypes[0]), outgoing.to(ctx.dtypes[1]), None, None, None
+                outgoing = torch.zeros_like(wide)
+            of_m = None
+            if m is not None and incoming is not None and share.before and share.keeps(share.rank):
+                of_m = gradient_of_m(outgoing, incoming, m, matrix=matrix).to(ctx.dtypes[0])
+        return of_m, outgoing.to(ctx.dtypes[1]), None, None, None
 
 
-def _gather(agreed: Agreed, phase: int, m: torch.Tensor, state: torch.Tensor) -> list[Carry]:
+def _gather(agreed: Agreed, phase: int, m: torch.Tensor | None, state: torch.Tensor) -> list[Carry]:
     """Return (M, state) of every rank by one all-gather; M stays at home where no state passes through a rank."""
-    if not agreed.share.chains:
+    if m is None or not agreed.share.chains:
         return [(None, theirs) for theirs in agreed.gather(phase, state)]
     both = agreed.gather(phase, torch.cat([m.reshape(-1), state.reshape(-1)]))
     return [(x[: m.numel()].view(m.shape), x[m.numel() :].view(state.shape)) for x in both]

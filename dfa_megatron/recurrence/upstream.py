@@ -6,6 +6,7 @@ Nothing is imported here: the caller hands over the function that its layer call
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def fla_scan(
     """
 
     def run(x: dict[str, torch.Tensor], state: torch.Tensor | None, documents: Offsets) -> Any:
-        offsets = {"cu_seqlens": torch.tensor(documents, device=x[values].device)} if documents else {}
+        offsets = {"cu_seqlens": _offsets(documents, x[values].device)} if documents else {}
         return function(**x, initial_state=state, output_final_state=True, **offsets, **options)
 
     return Scan(run, keys, values, packs)
@@ -125,6 +126,13 @@ def _step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.
     return F.softplus(dt) if softplus else dt
 
 
+@lru_cache(maxsize=64)
+def _offsets(documents: Offsets, device: torch.device) -> torch.Tensor:
+    """Return int64 (documents + 1), the same tensor for all layers: kernels keep what they derive from it."""
+    return torch.tensor(documents, device=device)
+
+
+@lru_cache(maxsize=64)
 def _numbers(documents: Offsets, device: torch.device) -> torch.Tensor:
     """Return the number of each token's document, int32 (1, tokens)."""
     starts = torch.zeros(documents[-1], dtype=torch.int32)
