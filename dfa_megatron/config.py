@@ -82,8 +82,8 @@ class DistAttentionConfig:
         "auto",
         "Number of neighbouring ranks that exchange heads for tokens, all-to-all, around the schedule. The schedule "
         "then runs over the ranks divided by it, with the heads divided by it. It must divide both; kv heads that "
-        "several ranks need are copied. 1: no exchange. auto: more than 1 only where the planner's simulation says "
-        "that it is clearly faster, which slow links make it; 1 for packed documents.",
+        "several ranks need are copied. 1: no exchange. auto: the fastest in the planner's simulation, which is more "
+        "than 1 over slow links and for short calls of many ranks; 1 for packed documents.",
         ("auto",),
         numbers=RANKS,
     )

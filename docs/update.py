@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from docs import (
+    automatic_tables,
     fault_tables,
     house_picture,
     model_tables,
@@ -40,6 +41,7 @@ PAGES: dict[str, Tables] = {
 
 SITE: dict[str, Tables] = {
     "refusals": {name: partial(reference_tables.refusals, name) for name in ("megatron", "deepspeed", "huggingface")},
+    "performance": automatic_tables.SITE,
     "schedules": scale_tables.SITE,
     "support": support_tables.TABLES,
     "huggingface": model_tables.TABLES,

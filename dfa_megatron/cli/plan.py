@@ -14,7 +14,8 @@ from dfa_megatron.cli import memory_estimate as models
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.names import LAYOUTS, SCHEDULES, nearest
-from dfa_megatron.plan.cost.choose import Candidate, automatic_degree, candidates, make_plan
+from dfa_megatron.plan.cost.candidate import Candidate
+from dfa_megatron.plan.cost.choose import automatic_degree, candidates, make_plan
 from dfa_megatron.plan.cost.explain import explain
 from dfa_megatron.plan.cost.hardware import PROFILES, Hardware
 from dfa_megatron.plan.cost.profile import profile_named
@@ -114,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
     degree = _degree(flags.ulysses_degree) or automatic_degree(mask, flags.ranks, shape=whole, **choice)
     heads = split_heads(degree, flags.ranks, whole.heads, whole.kv_heads)
     shape, ranks = heads.shape(whole), flags.ranks // degree
+    machine, hardware = hardware, hardware.inside(degree)
+    choice["hardware"] = hardware
     plan = make_plan(mask, ranks, shape=shape, **choice)
     tokens = flags.seq_length // flags.ranks
     print(report(plan, shape, hardware, flags.phase, flags.width))
@@ -126,12 +129,12 @@ def run(args: argparse.Namespace) -> int:
         sized = dataclasses.replace(model, seq_length=flags.seq_length, micro_batch_size=flags.batch)
         messages = _message_bytes(plan, shape) + heads.landed(whole, tokens)
         print("\n" + models.report(sized, flags.ranks, messages))
-    seen: dict[str, Any] = {"layout": flags.layout, "hardware": hardware}
     if flags.explain:
+        seen: dict[str, Any] = {"layout": flags.layout, "hardware": machine}
         looked_at = candidates(mask, flags.ranks, shape=whole, degrees=True, kept=not flags.remat, **seen)
         print("\n" + _comparison(f"the candidates on {hardware.name}", looked_at))
     elif flags.schedule == "auto":
-        looked_at = candidates(mask, ranks, shape=shape, **seen)
+        looked_at = candidates(mask, ranks, shape=shape, layout=flags.layout, hardware=hardware)
         print("\n" + _comparison(f"auto took {plan.schedule}", looked_at))
     about: dict[str, Any] = {"phase": flags.phase, "shape": shape, "hardware": hardware}
     if flags.svg is not None:

@@ -22,7 +22,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels import select
 from dfa_megatron.kernels.api import BlockKernel, form_of
 from dfa_megatron.plan.cost import profile as profiles
-from dfa_megatron.plan.cost.hardware import Hardware, Link
+from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware, Link
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL
 
 LENGTHS = {"cuda": (1024, 2048, 4096, 8192, 16384, 32768), "cpu": (64, 128, 256, 512)}
@@ -69,6 +69,9 @@ def measure(kernel: BlockKernel, shape: Trial, name: str) -> tuple[Hardware, dic
     several, all_to_alls = _all_to_all(device, node, SIZES[device.type])
     forward, backward = (tuple(sorted(curves[phase])) for phase in ("forward", "backward"))
     hardware = Hardware(name, forward, backward, links, overhead, nodes, network, several)
+    if device.type == "cuda":  # the host's figures are the shipped ones
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        hardware = replace(hardware, host=H200_NVLINK.host, multiprocessors=count)
     measured = {
         "versions": versions(), "devices": devices(), "kernel": kernel.name,
         "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "dtype": str(shape.dtype),
@@ -134,8 +137,8 @@ def _links(
 
 
 def _all_to_all(device: Any, node: int, sizes: tuple[int, ...]) -> tuple[float | None, list[dict[str, Any]]]:
-    """Return (bytes per second that a rank sends to several others of its node at once, raw timings), or (None, [])."""
-    if node < 3:
+    """Return (bytes per second that a rank sends to the others of its node at once, raw timings), or (None, [])."""
+    if node < 2:
         return None, []
     first = dist.get_rank() // node * node
     timings = time_all_to_alls(device, range(first, first + node), sizes)

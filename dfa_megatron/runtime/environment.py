@@ -3,10 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
 
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+_INSIDE, _NETWORK = ("p2p", "memory", "network"), ("adapters", "sockets")
+
+
+class Links(NamedTuple):
+    """How NCCL reaches other ranks, the fastest named first.
+
+    inside: a machine: "p2p", "memory" of the host, or its "network". network: "adapters" or TCP "sockets".
+    """
+
+    inside: str = "p2p"
+    network: str = "adapters"
+
+
+def links(adapters: Path = Path("/sys/class/infiniband")) -> Links:
+    """Return how this process's NCCL will reach others, as its environment and the machine's adapters say."""
+    asked, plugin = os.environ.get("NCCL_NET", ""), os.environ.get("NCCL_NET_PLUGIN", "none")
+    has_adapters = os.environ.get("NCCL_IB_DISABLE", "0") != "1" and adapters.is_dir() and any(adapters.iterdir())
+    sockets = asked.lower() == "socket" or (not asked and plugin == "none" and not has_adapters)
+    without_memory = forbids_p2p() and os.environ.get("NCCL_SHM_DISABLE") == "1"
+    return Links(_INSIDE[forbids_p2p() + without_memory], _NETWORK[sockets])
+
+
+def slowest(ranks: Sequence[Mapping[str, str]]) -> Links:
+    """Return the slowest links of all ranks' `links`, so that every rank plans for the same."""
+    return Links(
+        max((rank["inside"] for rank in ranks), key=_INSIDE.index),
+        max((rank["network"] for rank in ranks), key=_NETWORK.index),
+    )
 
 
 def has_one_queue() -> bool:

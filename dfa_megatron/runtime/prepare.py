@@ -244,7 +244,8 @@ def _build_with_degree(request: Request, over: Channel | None, qkv: QKV) -> tupl
             tokens = split_tokens(degree, rank, size, request.layout, qkv.q.shape[1])
             stands = QKV(*stand_ins(heads, *qkv))
             ranks, place = len(tokens.plan_group), tokens.plan_group.index(rank)
-            return build(request, ranks, place, stands, exchanged=True), (heads, tokens)
+            built = build(request, ranks, place, stands, over, exchanged=True)
+            return replace(built, channel=None), (heads, tokens)
         except UnsupportedError:
             if request.config.ulysses_degree != "auto":
                 raise

@@ -17,13 +17,14 @@ from dfa_megatron.plan.cost.hardware import (
     H200_NIC_400G,
     H200_NVLINK,
     H200_SLOW_LINK,
+    H200_SOCKETS,
     Hardware,
     computing_with,
 )
 from dfa_megatron.plan.cost.profile import profile_named
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.runtime.comm.channel import Channel
-from dfa_megatron.runtime.environment import forbids_p2p
+from dfa_megatron.runtime.environment import Links
 from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.rank_plan import Problem
 from dfa_megatron.runtime.request import Request
@@ -79,8 +80,13 @@ def refuse_tensors(qkv: QKV) -> None:
 
 
 def problem_of(request: Request, ranks: int, qkv: QKV, over: Channel | None) -> Problem:
-    """Return what the plan of a request depends on, for tensors like these on each of so many ranks."""
+    """Return what the plan of a request depends on, for tensors like these on each of so many ranks.
+
+    Fewer ranks than `over` has run a plan around which neighbours exchange heads.
+    """
     shape, hardware = _timed_as(request, qkv, over)
+    if over is not None:
+        hardware = hardware.inside(over.size // ranks)
     return Problem(request.for_plan(), request.config.schedule, ranks, qkv.q.shape[1], shape, hardware)
 
 
@@ -173,7 +179,7 @@ _named = lru_cache(maxsize=8)(profile_named)  # a file, read again for every new
 def profile_of(hardware: str, cuda: bool, over: Channel | None, kernel: str | None) -> Hardware:
     """Return the machine that "auto" simulates: a CPU's loopback, one host with or without NVLink, or several hosts.
 
-    NCCL_P2P_DISABLE=1 is how a host whose GPUs do not reach each other is run.
+    Several hosts have adapters or sockets between them. The links are those that the ranks told each other.
 
     Args:
         hardware: the option of that name; a profile that it names overrides what the ranks see.
@@ -188,8 +194,10 @@ def profile_of(hardware: str, cuda: bool, over: Channel | None, kernel: str | No
         return computing_with(kernel, _named(hardware))
     if not cuda:
         return CPU_LOOPBACK
-    if over is not None and over.hosts > 1:
-        found = dataclasses.replace(H200_NIC_400G, ranks_per_node=max(1, over.size // over.hosts))
+    hosts, (inside, network) = (1, Links()) if over is None else (over.hosts, over.links)
+    if over is not None and (hosts > 1 or inside == "network"):
+        nodes = 1 if inside == "network" else max(1, over.size // hosts)
+        found = dataclasses.replace(H200_SOCKETS if network == "sockets" else H200_NIC_400G, ranks_per_node=nodes)
     else:
-        found = H200_SLOW_LINK if forbids_p2p() else H200_NVLINK
+        found = H200_NVLINK if inside == "p2p" else H200_SLOW_LINK
     return computing_with(kernel, found)

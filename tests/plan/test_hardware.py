@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.cost.hardware import H200_NIC_400G, H200_NVLINK, H200_SLOW_LINK, PROFILES, Hardware, Link, flat
+from dfa_megatron.plan.cost.hardware import (
+    H200_NIC_400G,
+    H200_NVLINK,
+    H200_SLOW_LINK,
+    PROFILES,
+    Hardware,
+    Host,
+    Link,
+    computing_with,
+    flat,
+)
 from dfa_megatron.plan.cost.profile import from_json, load, profile_named, save, to_json
 from dfa_megatron.plan.cost.simulate import Network, Wire, simulate
 from dfa_megatron.plan.language.mask import causal
@@ -106,6 +116,9 @@ def edited(change: Callable[[dict[str, Any]], object]) -> str:
         (lambda v: v["links"][0].update(latency=None), "links, latency.*None is no finite number"),
         (lambda v: v["links"][0].update(bytes_per_second=-3.0), "bytes_per_second=-3.0"),
         (lambda v: v["links"][0].update(transport=3), "3 is no name"),
+        (lambda v: v.update(multiprocessors=0), "multiprocessors=0.*no whole number"),
+        (lambda v: v["host"].update(call=-1), "host, call=-1"),
+        (lambda v: v["host"].pop("run"), "host.*lacks run"),
         (lambda v: v.update(all_to_all=0), "all_to_all=0.*must be positive"),
         (lambda v: v.update(all_to_all="fast"), "all_to_all.*'fast' is no finite number"),
     ],
@@ -116,14 +129,28 @@ def test_a_profile_that_makes_no_sense_is_refused_with_the_key(change: Callable[
     assert str(refusal.value).startswith("the profile x.json")
 
 
-def test_a_file_from_before_all_to_alls_were_measured_is_read() -> None:
-    assert from_json(edited(lambda v: v.pop("all_to_all"))) == dataclasses.replace(H200_NIC_400G, all_to_all=None)
+def test_a_file_from_before_a_key_was_measured_is_read() -> None:
+    for key, value in (("all_to_all", None), ("host", Host()), ("multiprocessors", None)):
+        older = edited(lambda v, key=key: v.pop(key))  # type: ignore[misc]
+        assert from_json(older) == dataclasses.replace(H200_NIC_400G, **{key: value})
+
+
+def test_few_heads_with_few_rows_leave_multiprocessors_idle() -> None:
+    flash = computing_with("flash4", H200_NVLINK)
+    rates = [flash.rate("forward", 4096**2, rows, 2) for rows in (128, 4096, 65536)]
+    assert rates == sorted(rates)
+    assert rates[0] < 0.1 * rates[2]
+    assert flash.rate("forward", 4096**2, 4096, 33) == pytest.approx(flash.rate("forward", 4096**2), rel=0.05)
+    assert dataclasses.replace(flash, multiprocessors=None).rate("forward", 4096**2, 128, 2) == max(
+        flash.rate("forward", 4096**2, rows, 32) for rows in (128, 4096)
+    )
 
 
 def test_an_exchange_takes_the_rate_of_where_it_goes() -> None:
-    assert H200_SLOW_LINK.seconds_of_exchange(2, 24 * 10**9) == pytest.approx(1, abs=1e-3)
+    assert H200_SLOW_LINK.seconds_of_exchange(2, 26 * 10**9) == pytest.approx(1, abs=1e-3)
     assert H200_SLOW_LINK.seconds_of_exchange(4, 30 * 10**9) == pytest.approx(1, abs=1e-3)
-    assert dataclasses.replace(H200_SLOW_LINK, all_to_all=None).seconds_of_exchange(4, 24 * 10**9) > 1
+    assert H200_NVLINK.seconds_of_exchange(2, 180 * 10**9) == pytest.approx(1, abs=1e-3), "the copies, not the link"
+    assert dataclasses.replace(H200_SLOW_LINK, all_to_all=None).seconds_of_exchange(4, 26 * 10**9) > 1
     assert H200_NIC_400G.seconds_of_exchange(8, 180 * 10**9) == pytest.approx(1, abs=1e-3)
     assert H200_NIC_400G.seconds_of_exchange(16, 45 * 10**9) == pytest.approx(1, abs=1e-3)
 

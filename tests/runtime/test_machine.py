@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,9 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.plan.cost.hardware import CPU_LOOPBACK, H200_NVLINK, H200_SLOW_LINK, computing_with
 from dfa_megatron.plan.cost.profile import save
+from dfa_megatron.runtime.comm.groups import group_name
+from dfa_megatron.runtime.comm.registry import channel
+from dfa_megatron.runtime.environment import Links, links
 from dfa_megatron.runtime.prepare import build
 from dfa_megatron.runtime.problem import QKV, problem_of, profile_of
 from dfa_megatron.runtime.request import Request
@@ -46,6 +52,59 @@ def test_a_measured_profile_is_taken_as_it_is_and_a_shipped_one_at_the_rates_of_
     assert profile_of("h200-nvlink", True, None, "flash4") == computing_with("flash4", H200_NVLINK)
     assert profile_of("auto", False, None, "cpu") == CPU_LOOPBACK
     assert problem_of(Request(**arguments(softmax_scale=1.0)), RANKS, QKV(*tensors()), None).hardware == CPU_LOOPBACK
+
+
+@pytest.mark.parametrize(
+    ("environment", "adapters", "wanted"),
+    [
+        ({}, True, ("p2p", "adapters")),
+        ({}, False, ("p2p", "sockets")),
+        ({"NCCL_IB_DISABLE": "1"}, True, ("p2p", "sockets")),
+        ({"NCCL_NET": "Socket"}, True, ("p2p", "sockets")),
+        ({"NCCL_NET_PLUGIN": "ofi"}, False, ("p2p", "adapters")),
+        ({"NCCL_P2P_DISABLE": "1"}, True, ("memory", "adapters")),
+        ({"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}, False, ("network", "sockets")),
+    ],
+)
+def test_links_are_what_nccl_is_told_and_finds(
+    environment: dict[str, str], adapters: bool, wanted: Links, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if adapters:
+        (tmp_path / "mlx5_0").mkdir()
+    assert links(tmp_path) == wanted
+
+
+@pytest.mark.parametrize(
+    ("hosts", "found", "machine", "per_node"),
+    [
+        (1, Links(), "h200-nvlink", None),
+        (1, Links("memory", "sockets"), "h200-slow-link", None),
+        (1, Links("network", "sockets"), "h200-sockets", 1),
+        (2, Links("p2p", "sockets"), "h200-sockets", 4),
+        (2, Links(), "h200-nic-400g", 4),
+    ],
+)
+def test_auto_simulates_the_links_that_the_ranks_told(
+    hosts: int, found: Links, machine: str, per_node: int | None
+) -> None:
+    over: Any = SimpleNamespace(hosts=hosts, links=found, size=8)
+    hardware = profile_of("auto", True, over, None)
+    assert (hardware.name, hardware.ranks_per_node) == (machine, per_node)
+
+
+def _links(rank: int, ranks: int) -> Links:
+    """Return the links that all plan for, where the last rank alone may not use memory of other GPUs."""
+    if rank == ranks - 1:
+        os.environ["NCCL_P2P_DISABLE"] = "1"
+    return channel(group_name(None)).links
+
+
+def test_every_rank_plans_for_the_slowest_links_of_all() -> None:
+    assert [found.inside for found in run_ranks(2, _links)] == ["memory", "memory"]
 
 
 def _attend(rank: int, ranks: int, names: tuple[str, str]) -> str:

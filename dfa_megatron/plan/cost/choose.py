@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
+from dfa_megatron.plan.cost.candidate import Candidate, best
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
 from dfa_megatron.plan.cost.outline import estimate, outline
 from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
 from dfa_megatron.plan.language.components import components
 from dfa_megatron.plan.language.heads import split_heads
-from dfa_megatron.plan.language.ir import AttentionPlan
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.schedules import ALL, SCHEDULES, plan_named
 from dfa_megatron.plan.schedules.route import direct
 
-TIE = 0.02
-"""Plans whose makespans differ by less than this share are a tie. The order of `schedules.ALL` decides a tie."""
-
 EVEN = 1.05
 """Work of the most loaded rank over the mean up to which `greedy` is not tried."""
 
-WAITING, MARGIN = 0.25, 0.1
-"""Conditions of ulysses_degree="auto" for a head exchange. Over NVLink the simulated idle share is under a quarter, and
-an exchange was measured to be slower. MARGIN is there because all-to-alls are not overlapped.
+EXCHANGES = 4
+"""All-to-alls of a degree above 1: before and after a forward and a backward."""
+
+COPIED = 180e9
+"""Bytes per second that an exchange brings to a plan of several ranks, which reads a copy in order. Measured: degree 2
+on four ranks in benchmarks/results/2026-11-21-4xh200-ulysses-flash4.json.
 """
 
 MANY_RANKS = 16
@@ -38,38 +39,6 @@ MANY_TILES = 4
 """Above this many tiles only the winner is fully simulated, because a pack comes with every batch. The others use the
 fast estimate, which is optimistic when a step has many small tiles.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A candidate of `auto`: its plan and its cost, or the reason for its refusal.
-
-    seconds, idle_share: of forward and backward together. sent: the most bytes that one rank sends in both phases.
-    slots: the most buffers of one rank in either phase. simulated: True by `simulate`; False by `outline`, where slots
-    is 0.
-    ulysses_degree: number of neighbours that exchange heads around the plan; `seconds` and `sent` include the exchange.
-    refusal, instead: set in place of a plan; the reason, and an alternative.
-    """
-
-    schedule: str
-    layout: str = "contiguous"
-    plan: AttentionPlan | None = None
-    seconds: float = 0.0
-    refusal: str = ""
-    instead: str = ""
-    idle_share: float = 0.0
-    sent: int = 0
-    slots: int = 0
-    simulated: bool = False
-    ulysses_degree: int = 1
-
-    @property
-    def name(self) -> str:
-        """Return the schedule, a layout other than contiguous, "gateway" if its route knows nodes, a degree above 1."""
-        where = f" on {self.layout}" if self.layout != "contiguous" else ""
-        nodes = ", gateway" if self.plan is not None and self.plan.ranks_per_node is not None else ""
-        degree = f", ulysses {self.ulysses_degree}" if self.ulysses_degree > 1 else ""
-        return f"{self.schedule}{where}{nodes}{degree}"
 
 
 def make_plan(
@@ -120,33 +89,39 @@ def _make_plan(
     return taken.plan
 
 
-def best(looked_at: tuple[Candidate, ...]) -> Candidate | None:
-    """Return the first candidate within TIE of the cheapest, or None if every candidate is refused."""
-    served = [candidate for candidate in looked_at if candidate.plan]
-    least = min((candidate.seconds for candidate in served), default=0.0)
-    return next((candidate for candidate in served if candidate.seconds <= least * (1 + TIE)), None)
-
-
 def automatic_degree(
     mask: Mask, ranks: int, *, schedule: str, layout: str, shape: AttentionShape, hardware: Hardware
 ) -> int:
     """Return the number of neighbours that exchange heads for ulysses_degree="auto".
 
-    A degree above 1 has two conditions. Ranks wait for more than WAITING of the time without an exchange, and the
-    simulation with one is faster by more than MARGIN. Several documents always give 1, because they send little.
+    It is the degree of the first candidate within TIE of the cheapest, so 1 wins a tie. Several documents always give
+    1, because they send little.
     """
     if len(components(mask)) > 1:
         return 1
-
-    def fastest(degrees: bool) -> Candidate | None:
-        looked_at = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware, degrees=degrees)
-        return best(tuple(one for one in looked_at if schedule in ("auto", one.schedule)))
-
-    without = fastest(degrees=False)
-    if without is None or without.idle_share <= WAITING:
+    without = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware)
+    looked_at = tuple(one for one in without if schedule in ("auto", one.schedule))
+    if (least := best(looked_at)) is None:
         return 1
-    taken = fastest(degrees=True)
-    return taken.ulysses_degree if taken is not None and taken.seconds < (1 - MARGIN) * without.seconds else 1
+    for degree in _degrees(ranks, shape):
+        if _least_seconds(mask, ranks, shape, hardware, degree) < least.seconds:
+            found = _with_ulysses(mask, ranks, layout, shape, hardware, degree, kept=True)
+            looked_at += tuple(one for one in found if schedule in ("auto", one.schedule))
+    taken = best(looked_at)
+    return taken.ulysses_degree if taken is not None else 1
+
+
+def _degrees(ranks: int, shape: AttentionShape) -> list[int]:
+    return [d for d in range(2, ranks + 1) if ranks % d == 0 and shape.heads % d == 0]
+
+
+def _least_seconds(mask: Mask, ranks: int, shape: AttentionShape, hardware: Hardware, degree: int) -> float:
+    """Return a time below that of every plan with a degree: its exchanges, and even work at the highest rate."""
+    pairs = sum(tile.area for tile in mask.tiles) / ranks
+    seconds, _ = _exchange_seconds(mask, ranks, shape, hardware, degree, kept=True)
+    for phase, curve in ((FORWARD, hardware.forward), (BACKWARD, hardware.backward)):
+        seconds += pairs * shape.flops_per_pair(phase) / max(rate for _, rate in curve)
+    return seconds
 
 
 def candidates(
@@ -165,18 +140,22 @@ def candidates(
 
     Args:
         mask, ranks, layout, shape, hardware: as for `make_plan`.
-        degrees: append every degree of Ulysses that divides ranks and heads.
+        degrees: append every degree of Ulysses that divides ranks and heads, for one sequence.
         kept: with Ulysses, the backward reuses the exchanged q, k, v where it can; nothing is rematerialized.
     """
     shape, hardware = shape or AttentionShape(), hardware or H200_NVLINK
-    looked_at = _of_schedules(mask, ranks, layout, shape, hardware)
-    if degrees:
-        for degree in (d for d in range(2, ranks + 1) if ranks % d == 0 and shape.heads % d == 0):
+    looked_at = list(_of_schedules(mask, ranks, layout, shape, hardware))
+    if degrees and len(components(mask)) == 1:
+        for degree in _degrees(ranks, shape):
             looked_at += _with_ulysses(mask, ranks, layout, shape, hardware, degree, kept)
     return tuple(looked_at)
 
 
-def _of_schedules(mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware) -> list[Candidate]:
+@lru_cache(maxsize=16)
+def _of_schedules(
+    mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware
+) -> tuple[Candidate, ...]:
+    """Return candidates without an exchange; the choice of a degree and of a schedule both ask for them."""
     looked_at: list[Candidate] = []
     nodes = _nodes(hardware, ranks)
     cost = _simulated if ranks <= MANY_RANKS and len(mask.tiles) <= MANY_TILES else _outlined
@@ -198,7 +177,7 @@ def _of_schedules(mask: Mask, ranks: int, layout: str, shape: AttentionShape, ha
         looked_at += [cost(plan, shape, hardware) for plan in plans]
     while ranks <= MANY_RANKS and (taken := best(tuple(looked_at))) and taken.plan and not taken.simulated:
         looked_at[looked_at.index(taken)] = _simulated(taken.plan, shape, hardware)
-    return looked_at
+    return tuple(looked_at)
 
 
 def _needless(one: Candidate, mask: Mask, looked_at: list[Candidate]) -> str:
@@ -223,16 +202,16 @@ def imbalance(plan: AttentionPlan) -> float:
 
 def _outlined(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
     parts = [estimate(outline(phase, shape.batch), shape, hardware) for phase in plan.phases]
-    seconds, sent = sum(part.seconds for part in parts), max(bytes_sent(plan, shape))
-    idle = sum(part.idle_share * part.seconds for part in parts) / seconds if seconds else 0.0
-    return Candidate(plan.schedule, plan.layout, plan, seconds, idle_share=idle, sent=sent)
+    device, host = sum(part.seconds for part in parts), sum(part.host_seconds for part in parts)
+    busy, sent = sum((1 - part.idle_share) * part.seconds for part in parts), max(bytes_sent(plan, shape))
+    return Candidate(plan.schedule, plan.layout, plan, device=device, host=host, busy=busy, sent=sent)
 
 
 def _simulated(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
     run, sent = simulate(plan, shape, hardware), max(bytes_sent(plan, shape))
     slots = max(len(program.slots) for phase in plan.phases for program in lower_all(phase, shape.batch))
-    found = Candidate(plan.schedule, plan.layout, plan, run.makespan, idle_share=run.idle_share, sent=sent)
-    return replace(found, slots=slots, simulated=True)
+    found = Candidate(plan.schedule, plan.layout, plan, device=run.makespan, host=max(run.host), sent=sent)
+    return replace(found, busy=sum(run.busy) / len(run.busy), slots=slots, simulated=True)
 
 
 def _with_ulysses(
@@ -240,24 +219,29 @@ def _with_ulysses(
 ) -> list[Candidate]:
     """Return candidates with fewer ranks per plan: `degree` neighbours exchange heads for tokens around it."""
     split = split_heads(degree, ranks, shape.heads, shape.kv_heads)
-    nbytes = split.exchanges(shape, mask.length // ranks, kept=kept)
-    # Before and after each phase; no compute overlaps it.
-    exchange, sent = sum(hardware.seconds_of_exchange(degree, each) for each in nbytes), sum(nbytes)
-    inner = hardware
-    if hardware.ranks_per_node is not None:
-        inner = replace(hardware, ranks_per_node=max(1, hardware.ranks_per_node // degree))
+    exchange, sent = _exchange_seconds(mask, ranks, shape, hardware, degree, kept=kept)
+    inner = hardware.inside(degree)
     found = []
     for one in _of_schedules(mask, ranks // degree, layout, split.shape(shape), inner):
         if one.layout == "load_balanced":
             why = "neighbours do not hold the tokens that one rank of its plan would"
             one = Candidate(one.schedule, one.layout, refusal=why)
         elif one.plan:
-            seconds = one.seconds + exchange
-            idle = 1 - (1 - one.idle_share) * one.seconds / seconds
-            one = replace(one, seconds=seconds, idle_share=idle, sent=one.sent + sent)
+            host = one.host + EXCHANGES * hardware.host.exchange
+            one = replace(one, device=one.device + exchange, host=host, sent=one.sent + sent)
         found.append(replace(one, ulysses_degree=degree))
     # With one rank per plan every schedule is the same.
     return found if degree < ranks else [one for one in found if one.plan][:1]
+
+
+def _exchange_seconds(
+    mask: Mask, ranks: int, shape: AttentionShape, hardware: Hardware, degree: int, *, kept: bool
+) -> tuple[float, int]:
+    """Return (seconds, bytes that a rank sends) of all exchanges of a forward and a backward; no compute overlaps."""
+    split = split_heads(degree, ranks, shape.heads, shape.kv_heads)
+    nbytes = split.exchanges(shape, mask.length // ranks, kept=kept)
+    copied = sum(nbytes) / COPIED if degree < ranks else 0.0
+    return copied + sum(hardware.seconds_of_exchange(degree, each) for each in nbytes), sum(nbytes)
 
 
 def _nodes(hardware: Hardware, ranks: int) -> int | None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dfa_megatron.plan.cost.choose import TIE, Candidate, best
+from dfa_megatron.plan.cost.candidate import TIE, Candidate, best
 
 
 def explain(looked_at: tuple[Candidate, ...]) -> str:
     """Format candidates as a table, the cheapest first, with the cost or the refusal of each.
 
-    A star marks the choice of `auto`, which never picks a degree of Ulysses.
+    A star marks the choice of `auto`.
     """
-    taken = best(tuple(candidate for candidate in looked_at if candidate.ulysses_degree == 1))
+    taken = best(looked_at)
     served = sorted((c for c in looked_at if c.plan), key=lambda candidate: candidate.seconds)
     width = max(len(candidate.name) for candidate in looked_at) + 2
     lines = [f"  {'schedule':{width}s} {'ms':>9s} {'idle':>6s} {'MB sent':>9s} {'slots':>5s}  why"]
@@ -34,7 +34,4 @@ def _why(candidate: Candidate, taken: Candidate | None, least: Candidate) -> str
         return "taken: the cheapest"
     if candidate is taken and more <= TIE:
         return "taken: a tie with the cheapest, and simpler"
-    if candidate is least and candidate.ulysses_degree > 1:
-        return f"the cheapest, with ulysses_degree={candidate.ulysses_degree}"
-    slower = "a tie" if more <= TIE else f"{100 * more:.0f} % slower"
-    return f"taken: the cheapest without an exchange of heads, {slower}" if candidate is taken else slower
+    return "a tie" if more <= TIE else f"{100 * more:.0f} % slower"

@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost.checks import refuse_name, refuse_number, refuse_rate, refuse_time
 
 Curve = tuple[tuple[float, float], ...]
 """A rate by block length: (tokens, floating-point operations per second), tokens increasing."""
 
 
 RATED_HEADS = 32
-"""Heads times batch at which a curve is measured. More heads use a GPU as well as more pairs do."""
+"""Heads times batch at which a curve is measured."""
+
+TILE = 128
+"""Rows of one head that a multiprocessor computes at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Seconds of the host, which issues the work of a rank ahead of its device.
+
+    run: one forward or backward, from the call to the return. call: a kernel call. merge: the merge of a partial.
+    message: to post or to receive one. exchange: an all-to-all of heads, with its copies.
+    """
+
+    run: float = 0.0
+    call: float = 0.0
+    merge: float = 0.0
+    message: float = 0.0
+    exchange: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("run", "call", "merge", "message", "exchange"):
+            refuse_time(name, getattr(self, name))
+
+    def seconds(self, calls: int, merges: int, messages: int) -> float:
+        """Return the seconds of one run with so many parts."""
+        return self.run + calls * self.call + merges * self.merge + messages * self.message
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +61,9 @@ class Link:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        _refuse_name("transport", self.transport)
-        _refuse_rate("bytes_per_second", self.bytes_per_second, math.inf)
-        _refuse_time("latency", self.latency)
+        refuse_name("transport", self.transport)
+        refuse_rate("bytes_per_second", self.bytes_per_second, math.inf)
+        refuse_time("latency", self.latency)
 
     def seconds(self, nbytes: int) -> float:
         """Return the seconds that one message takes."""
@@ -53,11 +80,14 @@ class Hardware:
             same number of pairs. Between points both axes are interpolated logarithmically. Beyond the last point the
             rate is constant; below the first of several it falls with the length.
         links: links between ranks of one node, one per transport; the first is the one in use.
-        launch_overhead: seconds that every kernel call costs beside its arithmetic.
+        launch_overhead: seconds of the device that every kernel call costs beside its arithmetic.
         ranks_per_node: rank r is on node r // ranks_per_node; None puts all ranks on one node.
         network: the link between nodes. Each rank has its own adapter, which works beside its link.
-        all_to_all: bytes per second that a rank sends to several others of its node at once, copies included, as in
+        all_to_all: bytes per second that a rank sends to the others of its node at once, copies included, as in
             Ulysses; None: the rate of the link.
+        host: what a rank's host takes for each part of a run.
+        multiprocessors: of a GPU. Each computes TILE rows of a head at once, so few heads with few rows leave some
+            idle. None: any work uses all of the device.
 
     Raises:
         UnsupportedError: no name, a rate that is not positive, a negative time, or nodes without a network.
@@ -71,12 +101,14 @@ class Hardware:
     ranks_per_node: int | None = None
     network: Link | None = None
     all_to_all: float | None = None
+    host: Host = Host()
+    multiprocessors: int | None = None
 
     def __post_init__(self) -> None:
-        _refuse_name("name", self.name)
+        refuse_name("name", self.name)
         for which in ("forward", "backward"):
             _refuse_curve(which, getattr(self, which))
-        _refuse_time("launch_overhead", self.launch_overhead)
+        refuse_time("launch_overhead", self.launch_overhead)
         names = [link.transport for link in self.links]
         if not names or len(set(names)) < len(names):
             raise UnsupportedError(f"links {names}", "one per transport is needed, at least one", "for example p2p")
@@ -87,9 +119,11 @@ class Hardware:
                 "both, or neither",
             )
         if self.all_to_all is not None:
-            _refuse_rate("all_to_all", self.all_to_all)
-        if self.ranks_per_node is not None and (type(self.ranks_per_node) is not int or self.ranks_per_node < 1):
-            raise UnsupportedError(f"ranks_per_node={self.ranks_per_node}", "no whole number above 0", "for example 8")
+            refuse_rate("all_to_all", self.all_to_all)
+        for which in ("ranks_per_node", "multiprocessors"):
+            count = getattr(self, which)
+            if count is not None and (type(count) is not int or count < 1):
+                raise UnsupportedError(f"{which}={count}", "no whole number above 0", "for example 8")
 
     @property
     def link(self) -> Link:
@@ -116,17 +150,40 @@ class Hardware:
         """Return the seconds of an all-to-all among `ranks` neighbours; each sends `nbytes` to the others together."""
         if self.network is not None and self.ranks_per_node is not None and ranks > self.ranks_per_node:
             return (ranks - 1) * self.network.latency + nbytes / self.network.bytes_per_second
-        several = self.all_to_all if ranks > 2 else None
-        return (ranks - 1) * self.link.latency + nbytes / (several or self.link.bytes_per_second)
+        rate = self.all_to_all or self.link.bytes_per_second
+        if ranks == 2:  # one message, and the same copies
+            rate = min(rate, self.link.bytes_per_second)
+        return (ranks - 1) * self.link.latency + nbytes / rate
+
+    def inside(self, degree: int) -> Hardware:
+        """Return the machine as a plan sees it around which `degree` neighbours exchange heads: with smaller nodes."""
+        nodes = self.ranks_per_node
+        return self if nodes is None else replace(self, ranks_per_node=max(1, nodes // degree))
 
     def node(self, rank: int) -> int:
         """Return the node of a rank."""
         return 0 if self.ranks_per_node is None else rank // self.ranks_per_node
 
-    def rate(self, phase: str, pairs: float) -> float:
-        """Return operations per second of a kernel call over `pairs` (query, key) pairs; phase: forward or backward."""
+    def rate(self, phase: str, pairs: float, rows: int = 0, heads: int = RATED_HEADS) -> float:
+        """Return operations per second of a kernel call.
+
+        Args:
+            phase: forward or backward.
+            pairs: (query, key) pairs of one head.
+            rows: of queries in a forward, of keys in a backward; a kernel shares these among multiprocessors.
+            heads: of queries, times batch.
+        """
         curve = self.forward if phase == "forward" else self.backward
-        return _interpolate(curve, math.sqrt(pairs)) if len(curve) > 1 else curve[0][1]
+        rate = _interpolate(curve, math.sqrt(pairs)) if len(curve) > 1 else curve[0][1]
+        if heads == RATED_HEADS or self.multiprocessors is None:
+            return rate
+        return rate * self._used(rows, heads) / self._used(rows, RATED_HEADS)
+
+    def _used(self, rows: int, heads: int) -> float:
+        """Return the share of the multiprocessors' time that tiles use."""
+        assert self.multiprocessors is not None
+        tiles = max(1, -(-rows // TILE)) * heads
+        return tiles / (self.multiprocessors * -(-tiles // self.multiprocessors))
 
 
 def _interpolate(curve: Curve, tokens: float) -> float:
@@ -141,32 +198,10 @@ def _interpolate(curve: Curve, tokens: float) -> float:
     return r0 * math.exp(share * math.log(r1 / r0))
 
 
-def _refuse_name(name: str, value: object) -> None:
-    if not isinstance(value, str) or not value:
-        raise UnsupportedError(f"{name}={value!r}", f"{value!r} is no name", "some text")
-
-
-def _refuse_number(name: str, value: object, most: float = sys.float_info.max) -> None:
-    if type(value) not in (int, float) or not abs(value) <= most:  # type: ignore[arg-type]
-        raise UnsupportedError(f"{name}={value}", f"{value!r} is no finite number", "a number")
-
-
-def _refuse_rate(name: str, value: float, most: float = sys.float_info.max) -> None:
-    _refuse_number(name, value, most)
-    if value <= 0:
-        raise UnsupportedError(f"{name}={value}", "it must be positive", "a rate above 0")
-
-
-def _refuse_time(name: str, value: float) -> None:
-    _refuse_number(name, value)
-    if value < 0:
-        raise UnsupportedError(f"{name}={value}", "it must not be negative", "seconds, 0 or more")
-
-
 def _refuse_curve(name: str, curve: Curve) -> None:
     for tokens, rate in curve:
-        _refuse_number(name, tokens)
-        _refuse_rate(name, rate)
+        refuse_number(name, tokens)
+        refuse_rate(name, rate)
     lengths = [tokens for tokens, _ in curve]
     if not curve or lengths[0] <= 0 or any(b <= a for a, b in pairwise(lengths)):
         what, why = f"{name} rates at {lengths} tokens", "lengths must be positive and increase"
@@ -181,24 +216,27 @@ def flat(flops: float) -> Curve:
 RATES: Mapping[str, tuple[Curve, Curve]] = MappingProxyType(
     {
         "flash4": (
-            ((2896, 585e12), (23170, 634e12), (32768, 667e12)),
-            ((2896, 463e12), (5793, 580e12), (23170, 609e12), (32768, 614e12)),
+            ((724, 507e12), (1448, 564e12), (2896, 585e12), (23170, 634e12), (32768, 667e12)),
+            ((724, 277e12), (1448, 408e12), (2896, 463e12), (5793, 580e12), (23170, 609e12), (32768, 614e12)),
         ),
         "cudnn": (
-            ((2896, 335e12), (4096, 468e12), (23170, 580e12), (32768, 596e12)),
-            ((2896, 335e12), (4096, 452e12), (23170, 524e12), (32768, 537e12)),
+            ((724, 290e12), (2896, 335e12), (4096, 468e12), (23170, 580e12), (32768, 596e12)),
+            ((724, 200e12), (2896, 335e12), (4096, 452e12), (23170, 524e12), (32768, 537e12)),
         ),
         "triton": (
-            ((2896, 307e12), (4096, 400e12), (23170, 463e12), (32768, 445e12)),
-            ((2896, 275e12), (4096, 325e12), (23170, 355e12), (32768, 333e12)),
+            ((724, 266e12), (2896, 307e12), (4096, 400e12), (23170, 463e12), (32768, 445e12)),
+            ((724, 164e12), (2896, 275e12), (4096, 325e12), (23170, 355e12), (32768, 333e12)),
         ),
         "aten": (
-            ((2896, 227e12), (4096, 326e12), (23170, 334e12), (32768, 338e12)),
-            ((2896, 234e12), (4096, 285e12), (23170, 319e12), (32768, 315e12)),
+            ((724, 197e12), (2896, 227e12), (4096, 326e12), (23170, 334e12), (32768, 338e12)),
+            ((724, 140e12), (2896, 234e12), (4096, 285e12), (23170, 319e12), (32768, 315e12)),
         ),
     }
 )
-"""(forward, backward) by kernel, in bfloat16 with 32 heads of 128 on one H200, causal and full blocks of 4K to 32K."""
+"""(forward, backward) by kernel, in bfloat16 with 32 heads of 128 on one H200, causal and full blocks of 4K to 32K.
+flash4 from 1K causal blocks on: benchmarks/results/2026-11-22-2xh200-profile.json. The shorter blocks of the others
+are not measured: they lose as much as those of flash4.
+"""
 
 
 def computing_with(kernel: str | None, hardware: Hardware) -> Hardware:
@@ -211,27 +249,29 @@ def computing_with(kernel: str | None, hardware: Hardware) -> Hardware:
 
 _HOPPER = RATES["cudnn"]
 
+_HOST = Host(run=265e-6, call=40e-6, merge=42e-6, message=95e-6, exchange=550e-6)
+"""Replayed runs. run, call, merge and message: benchmarks/results/2026-11-22-{1,2}xh200-host-time.json. exchange: a
+degree of 4 in 2026-11-21-4xh200-ulysses-flash4.json, less one rank's run.
+"""
+
+_GPU: dict[str, Any] = {"launch_overhead": 15e-6, "host": _HOST, "multiprocessors": 132}
+
 _NVLINK = (Link("p2p", 340e9, 15e-6), Link("copy_engine", 390e9, 15e-6))
 
-H200_NVLINK = Hardware("h200-nvlink", *_HOPPER, _NVLINK, 15e-6, all_to_all=180e9)
+H200_NVLINK = Hardware("h200-nvlink", *_HOPPER, _NVLINK, all_to_all=180e9, **_GPU)
 """H200s of one host, measured: NCCL send and receive, copy-engine writes, and an all-to-all among four."""
 
-H100_NVLINK = Hardware("h100-nvlink", *_HOPPER, _NVLINK, 15e-6, all_to_all=180e9)
+H100_NVLINK = replace(H200_NVLINK, name="h100-nvlink")
 """H100 SXM of one host. Uses the H200's figures, because multiprocessors and links are the same; not measured."""
 
-H200_SLOW_LINK = Hardware("h200-slow-link", *_HOPPER, (Link("p2p", 24e9, 30e-6),), 15e-6, all_to_all=30e9)
-"""H200s over 24 GB/s each way, measured with the direct link of a host off, all-to-all among four included."""
+H200_SLOW_LINK = Hardware("h200-slow-link", *_HOPPER, (Link("p2p", 26e9, 30e-6),), all_to_all=30e9, **_GPU)
+"""H200s of one host with the direct link off: what fits benchmarks/results/*-p2p-off-*, and an all-to-all of four."""
 
-H200_NIC_400G = Hardware(
-    "h200-nic-400g",
-    *_HOPPER,
-    _NVLINK,
-    15e-6,
-    ranks_per_node=8,
-    network=Link("p2p", 45e9, 30e-6),
-    all_to_all=H200_NVLINK.all_to_all,
-)
+H200_NIC_400G = replace(H200_NVLINK, name="h200-nic-400g", ranks_per_node=8, network=Link("p2p", 45e9, 30e-6))
 """Nodes of 8 H200s with a 400 Gb/s adapter per GPU at nine tenths of its 50 GB/s, a usual figure; not measured."""
+
+H200_SOCKETS = replace(H200_NVLINK, name="h200-sockets", ranks_per_node=8, network=Link("p2p", 2e9, 100e-6))
+"""Nodes of 8 H200s whose NCCL sends over TCP sockets at 2 GB/s a GPU, a usual figure."""
 
 CPU_LOOPBACK = Hardware("cpu-loopback", flat(40e9), flat(30e9), (Link("p2p", 1e9, 2e-4),), 5e-5)
 """Processes of one small machine over gloo; a rough figure."""
@@ -248,6 +288,7 @@ PROFILES: Mapping[str, Hardware] = MappingProxyType(
             H100_NVLINK,
             H200_SLOW_LINK,
             H200_NIC_400G,
+            H200_SOCKETS,
             computing_with("flash4", H200_NVLINK),
             computing_with("flash4", H200_SLOW_LINK),
             CPU_LOOPBACK,

@@ -8,10 +8,10 @@ and merges cost nothing. A test holds it to a few per cent of `simulate`. It ser
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from dfa_megatron.plan.cost.hardware import RATED_HEADS, Hardware
+from dfa_megatron.plan.cost.hardware import Hardware
 from dfa_megatron.plan.language.ir import Phase, Plan, chunk_of, needed_pairs
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.lowering.messages import joined
@@ -22,26 +22,33 @@ Parts = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """One phase, by step. work: (rank, token pairs) of calls; messages: (source, destination, index into `parts`)."""
+    """One phase, by step.
+
+    work: (rank, token pairs, rows of queries or of keys that a kernel shares out) of calls. messages: (source,
+    destination, index into `parts`).
+    """
 
     phase: Phase
     ranks: int
     length: int
-    work: tuple[tuple[tuple[int, int], ...], ...]
+    work: tuple[tuple[tuple[int, int, int], ...], ...]
     messages: tuple[tuple[tuple[int, int, int], ...], ...]
     parts: tuple[Parts, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The estimate of a run: seconds, the idle share of all ranks' time, and the most bytes that a rank sends over its
-    link and over its network adapter.
+    """The estimate of a run.
+
+    seconds: of the devices; host_seconds: of the slowest rank's host, beside them. idle_share: of all ranks' time.
+    link_bytes, network_bytes: the most that a rank sends over its link and over its network adapter.
     """
 
     seconds: float
     idle_share: float
     link_bytes: int
     network_bytes: int
+    host_seconds: float = 0.0
 
 
 def outline(plan: Plan, batch: int = 1) -> Outline:
@@ -50,6 +57,8 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
     area = {pair: sum(tile.area for tile in tiles) for pair, tiles in needed_pairs(plan.mask, plan.layout).items()}
     together = joined(plan.mask, batch)
     work: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(steps)]
+    shared: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(steps)]
+    is_forward = plan.phase.name == "forward"
     for block in plan.blocks:
         call = (
             block.rank,
@@ -59,6 +68,7 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
             ),
         )
         work[block.step][call] += area[block.q_chunk, block.kv_chunk]
+        shared[block.step][call].add(block.q_chunk if is_forward else block.kv_chunk)
     sent: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in range(steps)]
     for t in plan.transfers:
         tokens = sent[t.step].setdefault((t.src, t.dst), {})
@@ -76,7 +86,10 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
         plan.phase,
         plan.ranks,
         plan.mask.length,
-        tuple(tuple((call[0], pairs) for call, pairs in step.items()) for step in work),
+        tuple(
+            tuple((call[0], pairs, sum(rows[chunk] for chunk in chunks[call])) for call, pairs in step.items())
+            for step, chunks in zip(work, shared, strict=True)
+        ),
         tuple(map(tuple, messages)),
         tuple(numbers),
     )
@@ -112,22 +125,36 @@ def estimate(plan: Outline, shape: AttentionShape, hardware: Hardware, length: i
             start, end = sending[src], receiving[dst]
             sending[src] = receiving[dst] = (start if start > end else end) + seconds[number][far]
             sent[far][src] += nbytes[number]
-        for rank, pairs in work:
-            done[rank] += took[pairs]
-            busy[rank] += took[pairs]
+        for rank, *call in work:
+            done[rank] += took[*call]
+            busy[rank] += took[*call]
         ended = done.copy()
         if messages:
             delivered = [max(times) for times in zip(*ports[0], *ports[1], strict=True)]
             done = [max(pair) for pair in zip(done, delivered, strict=True)]
     makespan = max(done)
-    return Estimate(makespan, 1 - math.fsum(busy) / (plan.ranks * makespan), max(sent[0]), max(sent[1]))
+    idle = 1 - math.fsum(busy) / (plan.ranks * makespan)
+    return Estimate(makespan, idle, max(sent[0]), max(sent[1]), _host_seconds(plan, hardware))
 
 
-def _kernel_seconds(plan: Outline, shape: AttentionShape, hardware: Hardware, stretch: float) -> dict[int, float]:
-    """Return the seconds of one kernel call over `pairs` pairs, stretched."""
-    flops, heads = shape.flops_per_pair(plan.phase), shape.batch * shape.heads / RATED_HEADS
-    found = {}
-    for pairs in {pairs for step in plan.work for _, pairs in step}:
+def _host_seconds(plan: Outline, hardware: Hardware) -> float:
+    """Return the time of the slowest host; each message is posted and received."""
+    calls, messages = Counter(rank for step in plan.work for rank, _, _ in step), Counter[int]()
+    for step in plan.messages:
+        for src, dst, _ in step:
+            messages[src] += 1
+            messages[dst] += 1
+    return max(hardware.host.seconds(calls[rank], 0, messages[rank]) for rank in range(plan.ranks))
+
+
+def _kernel_seconds(
+    plan: Outline, shape: AttentionShape, hardware: Hardware, stretch: float
+) -> dict[tuple[int, ...], float]:
+    """Return the seconds of one kernel call over (pairs, rows), stretched."""
+    flops, heads = shape.flops_per_pair(plan.phase), shape.batch * shape.heads
+    found: dict[tuple[int, ...], float] = {}
+    for pairs, rows in {tuple(call) for step in plan.work for _, *call in step}:
         area = pairs * stretch**2
-        found[pairs] = hardware.launch_overhead + area * flops / hardware.rate(plan.phase.name, area * heads)
+        rate = hardware.rate(plan.phase.name, area, round(rows * stretch), heads)
+        found[pairs, rows] = hardware.launch_overhead + area * flops / rate
     return found

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.cost.hardware import PROFILES, Curve, Hardware, Link
+from dfa_megatron.plan.cost.hardware import PROFILES, Curve, Hardware, Host, Link
 
 T = TypeVar("T")
 
 FORMAT = "dfa_megatron hardware profile 1"
 
-_SINCE = {"all_to_all": None}
+_SINCE = {"all_to_all": None, "host": asdict(Host()), "multiprocessors": None}
 """Values of keys that older files lack."""
 
 
@@ -52,6 +52,8 @@ def from_json(text: str, where: str = "the profile") -> Hardware:
     values["links"] = tuple(_link(link, f"{where}, links") for link in values["links"])
     if values["network"] is not None:
         values["network"] = _link(values["network"], f"{where}, network")
+    _refuse_keys(values["host"], _names(Host), f"{where}, host")
+    values["host"] = _made(Host, values["host"], f"{where}, host")
     for phase in ("forward", "backward"):
         values[phase] = _curve(values[phase], f"{where}, {phase}")
     return _made(Hardware, values, where)
@@ -112,7 +114,7 @@ def _made(cls: Callable[..., T], values: dict[str, Any], where: str) -> T:
         raise UnsupportedError(f"{where}, {error.what}", error.why, error.instead) from error
 
 
-def _names(cls: type[Hardware | Link]) -> tuple[str, ...]:
+def _names(cls: type[Hardware | Link | Host]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(cls))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from dfa_megatron.plan.cost.hardware import H200_NVLINK, RATED_HEADS, Hardware
+from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
 from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.plan.language.grid import cell
 from dfa_megatron.plan.language.ir import AttentionPlan, Block, Plan
@@ -55,13 +55,22 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A simulated run. busy: seconds of compute per rank; the rest of the makespan is idle."""
+    """A simulated run of the devices. busy: seconds of compute per rank; the rest of the makespan is idle.
+
+    host: seconds that each rank's host takes to issue the run.
+    """
 
     makespan: float
     busy: tuple[float, ...]
     sent: tuple[int, ...]
     received: tuple[int, ...]
     events: tuple[Event, ...]
+    host: tuple[float, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of a run among others like it: a host issues the next run while its device computes."""
+        return max((self.makespan, *self.host))
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -85,7 +94,8 @@ class Timeline:
         busy = tuple(map(sum, zip(self.busy, after.busy, strict=True)))
         sent = tuple(map(sum, zip(self.sent, after.sent, strict=True)))
         received = tuple(map(sum, zip(self.received, after.received, strict=True)))
-        return Timeline(late + after.makespan, busy, sent, received, (*self.events, *moved))
+        host = tuple(map(sum, zip(self.host, after.host, strict=True)))
+        return Timeline(late + after.makespan, busy, sent, received, (*self.events, *moved), host)
 
 
 def simulate(
@@ -96,7 +106,8 @@ def simulate(
     Each rank has a compute queue and a communication queue. A step's batch starts after the previous batch and after
     the compute it waits for (`Step.after`), once both ends are ready. A rank sends one message at a time and receives
     one at a time. A step lands when its whole batch has landed. Not modelled: the slowdown of a kernel by messages
-    beside it, and the memory traffic of a merge. Both phases of an AttentionPlan run one after the other.
+    beside it, and the memory traffic of a merge. Both phases of an AttentionPlan run one after the other. The host's
+    time is a sum beside the timeline.
 
     Raises:
         PlanError: the plan breaks a rule of the language.
@@ -117,7 +128,15 @@ def simulate_programs(plan: Plan, programs: Sequence[Program], shape: AttentionS
         bytes_sent(plan, shape),
         bytes_received(plan, shape),
         tuple(event for clock in clocks for event in clock.events),
+        tuple(_host_seconds(program, hardware) for program in programs),
     )
+
+
+def _host_seconds(program: Program, hardware: Hardware) -> float:
+    steps = program.steps
+    messages = sum(len(step.sends) + len(step.receives) for step in steps)
+    calls, merges = sum(len(step.calls) for step in steps), sum(len(step.merges) for step in steps)
+    return hardware.host.seconds(calls, merges, messages)
 
 
 class Wire:
@@ -213,7 +232,8 @@ class _Clocks:
     def compute(self, call: Call) -> None:
         """Put one kernel call on the compute queue."""
         label = cell(self.plan, call.blocks)
-        rate = self.hardware.rate(self.plan.phase.name, call.area * self.shape.batch * self.shape.heads / RATED_HEADS)
+        rows = (call.q if self.plan.phase.name == "forward" else call.kv).rows
+        rate = self.hardware.rate(self.plan.phase.name, call.area, rows, self.shape.batch * self.shape.heads)
         self._work(self.hardware.launch_overhead + call.area * self.flops_per_pair / rate, label, call.blocks)
 
     def merge(self, merge: Merge) -> None:

@@ -21,6 +21,7 @@ from dfa_megatron.runtime.agreement.waiter import Waiter
 from dfa_megatron.runtime.agreement.watcher import Watch
 from dfa_megatron.runtime.comm.communicator import Communicator
 from dfa_megatron.runtime.comm.transports import Transports
+from dfa_megatron.runtime.environment import links, slowest
 
 T = TypeVar("T")
 
@@ -37,6 +38,7 @@ class Channel:
     Attributes:
         rank, size: of this process in the group, and of the group.
         hosts: number of machines that the ranks are on.
+        links: the slowest links among them.
         board, calls: what the ranks tell each other, and what this one has run. Subgroups share the calls.
         transports: what moves messages between these ranks.
         ended: called by the watcher once the group is destroyed; closes the channel.
@@ -77,8 +79,9 @@ class Channel:
         self._closing, self._closed = threading.Lock(), False
         self._backward, self.on_cpu, self._name = -1, True, ""
         board.interrupted = self.calls.check
-        everyone = self.exchange({"host": host(), **process()}, "make contact for the first time")
-        self.hosts = len({facts["host"] for facts in everyone})
+        mine = {"host": host(), **process(), **links()._asdict()}
+        everyone = self.exchange(mine, "make contact for the first time")
+        self.hosts, self.links = len({facts["host"] for facts in everyone}), slowest(everyone)
         self._processes = [(facts["space"], int(facts["pid"])) for facts in everyone]
         self.look_after(guard)
 
