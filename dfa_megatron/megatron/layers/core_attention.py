@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.megatron.layers.cached import attend_over_cache
 from dfa_megatron.megatron.refusals import CALLS, LAYERS, check_config
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
 
@@ -95,15 +96,19 @@ class DistributedCoreAttention(torch.nn.Module):
         from dfa_megatron.runtime.agreement.calls import at_layer
 
         pack = self.dfa_pack
+        cached = query.shape[0] != key.shape[0]
         CALLS.check(
             attention_mask=attention_mask is not None,
             attention_bias=attention_bias is not None,
-            attn_mask_type=_name_of(attn_mask_type),
+            attn_mask_type=None if cached else _name_of(attn_mask_type),  # Megatron says no_mask past the prompt
             unknown_argument=_unknown(others),
             unplaced_pack=packed_seq_params is not None,
             pack_rows=None if pack is None else query.shape[1],
-            key_cache=None if query.shape[0] == key.shape[0] else (query.shape[0], key.shape[0]),
+            key_cache=(query.shape[0], key.shape[0]) if cached and self.cp_group.size() > 1 else None,
         )
+        if cached:
+            rest = (self.softmax_scale, self.window_size, self.softmax_offset)
+            return attend_over_cache(query, key, value, *rest)
         # Views only: the functions take any strides.
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         asked: dict[str, Any] = {

@@ -62,7 +62,7 @@ class InOrder:
         """Run the mixer's own forward, with the same result."""
         from dfa_megatron.runtime.agreement.calls import at_layer
 
-        CALLS.check(inference_context=kwargs.get("inference_context") is not None)
+        CALLS.check(mixer_cache=kwargs.get("inference_context") is not None)
         mixer: Any = self
         before, _RUNNING.mixer = _RUNNING.mixer, self
         try:

@@ -89,10 +89,12 @@ class DistributedAttentionLayer:
     ) -> Any:
         """Run TransformerLayer.forward, with the same result."""
         layer: Any = self
+        cache = kwargs.get("inference_context")
+        alone = layer.pg_collection.cp.size() == 1
         CALLS.check(
             attention_mask=attention_mask is not None,
             attention_bias=kwargs.get("attention_bias") is not None,
-            inference_context=kwargs.get("inference_context") is not None,
+            inference_context=cache is not None and not (alone and cache.is_static_batching()),
             exchanged_padding_mask=self._dfa_exchanges and kwargs.get("padding_mask") is not None,
         )
         packed = kwargs.get("packed_seq_params") is not None

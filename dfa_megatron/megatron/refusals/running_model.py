@@ -23,9 +23,15 @@ CALLS = Stage(
         ),
         stated(
             "inference_context",
-            "an inference context",
-            "there is no key cache",
-            "training and evaluation on whole sequences",
+            "an inference context of dynamic batching, or of several context-parallel ranks",
+            "a rank would cache the keys of its own tokens only",
+            "a static one with --context-parallel-size 1, or evaluation on whole sequences",
+        ),
+        stated(
+            "mixer_cache",
+            "an inference context in a Mamba mixer or gated delta net that runs in order",
+            "its states are not kept from call to call",
+            "evaluation on whole sequences, or --dfa-data-layout boundary",
         ),
         stated(
             "exchanged_padding_mask",
