@@ -1,0 +1,262 @@
+"""Time the layers of a Qwen3-Next-shaped group on one device: three gated delta nets and one attention.
+
+    python benchmarks/recurrence.py --link-gbs 370 --out recurrence.json      # needs fla-core
+    python benchmarks/recurrence.py --device cpu --tokens 256 --kernel transformers --rounds 2
+
+One device plays a rank in the middle of `ranks`. Times are of a forward and a backward:
+
+    projections   of a gated delta net, in and out
+    conv          its short convolution, with the tokens before the rank's own
+    scan          the kernel with nothing coming in; `scan, wider` is the same with a state to come, and reads it
+    fold          the fold of all ranks' states, its transpose, and the gradient of M
+    attention     one rank's program of the balanced schedule, with a transport that moves nothing
+
+Bytes are exact: what a rank receives per layer, forward and backward together. Their time is bytes over `--link-gbs`,
+which `dfa-megatron doctor --profile` measures. Beside them stand what moves if hidden states are brought to zigzag and
+back around the attention, and if heads are exchanged for tokens around each gated delta net.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dfa_megatron import DistAttentionConfig
+from dfa_megatron.flags import add_flags, flag, from_flags
+from dfa_megatron.plan.language.layout import by_name
+from dfa_megatron.recurrence import Scan, fla_scan
+from dfa_megatron.recurrence.fold import fold, fold_back, gradient_of_m
+from dfa_megatron.recurrence.local_scan import local_scan
+from dfa_megatron.recurrence.share import Share
+from dfa_megatron.runtime.prepare import build
+from dfa_megatron.runtime.problem import QKV
+from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.run import run_backward, run_forward
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is timed; the defaults are Qwen3-Next-80B-A3B's."""
+
+    device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "where", choices=("cuda", "cpu"))
+    dtype: str = flag("bfloat16", "of the tensors")
+    kernel: str = flag("fla", "of the gated delta net", choices=("fla", "transformers"))
+    attention_kernel: str = flag("auto", "as in the options")
+    tokens: int = flag(32768, "of each rank")
+    ranks: tuple[int, ...] = flag((2, 4, 8), "that are played")
+    hidden: int = flag(2048, "size")
+    key_heads: int = flag(16, "of a gated delta net")
+    value_heads: int = flag(32, "of a gated delta net")
+    head_dim: int = flag(128, "of a gated delta net")
+    width: int = flag(4, "of its convolution")
+    attention: tuple[int, int, int] = flag((16, 2, 256), "heads, kv heads and head_dim of the attention")
+    layers: int = flag(3, "gated delta nets for one attention")
+    link_gbs: float = flag(0.0, "measured, GB/s that a rank receives; 0: bytes only")
+    rounds: int = flag(10, "calls of each, of which the median counts")
+    out: Path | None = flag(None, "write the rows as JSON")
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of q, k and v."""
+        return (2 * self.key_heads + self.value_heads) * self.head_dim
+
+    @property
+    def projected(self) -> int:
+        """Channels of q, k, v, the gate, beta and the decay."""
+        return self.conv_channels + self.value_heads * (self.head_dim + 2)
+
+
+def main() -> None:
+    """Time every number of ranks and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_flags(parser, Shapes)
+    shapes = from_flags(Shapes, parser.parse_args())
+    torch.manual_seed(0)
+    rows = []
+    for ranks in shapes.ranks:
+        row = {"ranks": ranks} | times(shapes, ranks) | received(shapes, ranks)
+        rows.append(row | summary(row, shapes))
+        print(f"\n{ranks} ranks, {shapes.tokens} tokens each")
+        for name, value in rows[-1].items():
+            print(f"  {name:44} {value:.3f}" if isinstance(value, float) else f"  {name:44} {value:,}")
+    if shapes.out:
+        given = {name: str(value) for name, value in vars(shapes).items()}
+        about = {"arguments": given, "torch": torch.__version__}
+        if shapes.device == "cuda":
+            about["gpu"] = torch.cuda.get_device_name()
+        shapes.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+
+def times(shapes: Shapes, ranks: int) -> dict[str, float]:
+    """Return milliseconds of a forward and a backward of every part."""
+    calls = {
+        "projections ms": projections(shapes),
+        "conv ms": convolution(shapes),
+        "scan ms": scan(shapes, Share(0, ranks, shapes.tokens)),
+        "scan, wider ms": scan(shapes, Share(1, ranks, shapes.tokens)),
+        "fold ms": folded(shapes, ranks),
+        "attention ms": attention(shapes, ranks),
+    }
+    return {name: milliseconds(call, shapes) for name, call in calls.items()}
+
+
+def received(shapes: Shapes, ranks: int) -> dict[str, int]:
+    """Return the bytes that a rank receives per layer, forward and backward together."""
+    element, others = getattr(torch, shapes.dtype).itemsize, ranks - 1
+    state = shapes.value_heads * shapes.head_dim**2 * 4
+    tail = (shapes.width - 1) * shapes.conv_channels * element
+    both = shapes.projected + shapes.value_heads * shapes.head_dim
+    zigzag, contiguous = (by_name(name, shapes.tokens * ranks, ranks) for name in ("zigzag", "contiguous"))
+    held = [{token for span in contiguous.spans(rank) for token in range(span.lo, span.hi)} for rank in range(ranks)]
+    wanted = [{token for span in zigzag.spans(rank) for token in range(span.lo, span.hi)} for rank in range(ranks)]
+    moved = max(len(a - b) for a, b in zip(wanted, held, strict=True))
+    return {
+        "states bytes": 2 * others * state * (2 if ranks > 2 else 1),
+        "convolution bytes": 2 * others * tail,
+        "to zigzag and back bytes": 2 * 2 * moved * shapes.hidden * element,
+        "heads for tokens bytes": 2 * shapes.tokens * both * element * others // ranks,
+    }
+
+
+def summary(row: dict[str, Any], shapes: Shapes) -> dict[str, float]:
+    """Return times of the group, and the shares of its local work that distributing it adds."""
+    names = ("projections ms", "conv ms", "scan ms")
+    local = shapes.layers * sum(row[name] for name in names) + row["attention ms"]
+    found = {
+        "group, local work ms": local,
+        "wider scans, % of it": 100 * shapes.layers * (row["scan, wider ms"] - row["scan ms"]) / local,
+        "folds, % of it": 100 * shapes.layers * row["fold ms"] / local,
+    }
+    if shapes.link_gbs:
+        per_ms = shapes.link_gbs * 1e6
+        exchange = shapes.layers * (row["states bytes"] + row["convolution bytes"]) / per_ms
+        found["exchanges, % of it"] = 100 * exchange / local
+        found["to zigzag and back, % of it"] = 100 * row["to zigzag and back bytes"] / per_ms / local
+        found["heads for tokens, % of it"] = 100 * shapes.layers * row["heads for tokens bytes"] / per_ms / local
+    return found
+
+
+def normal(shapes: Shapes, *size: int) -> torch.Tensor:
+    """Return a leaf (1, tokens, ...)."""
+    given = {"device": shapes.device, "dtype": getattr(torch, shapes.dtype)}
+    return torch.randn(1, shapes.tokens, *size, **given).requires_grad_()
+
+
+def both_ways(run: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> Call:
+    """Return a call of the forward and the backward."""
+    dout = torch.randn_like(run())
+    return lambda: torch.autograd.grad(run(), leaves, dout)
+
+
+def projections(shapes: Shapes) -> Call:
+    """Into q, k, v, gate, beta and decay, and out of the values."""
+    x, y = normal(shapes, shapes.hidden), normal(shapes, shapes.value_heads * shapes.head_dim)
+    given = {"device": x.device, "dtype": x.dtype, "requires_grad": True}
+    into = torch.randn(shapes.projected, shapes.hidden, **given)
+    out = torch.randn(shapes.hidden, y.shape[2], **given)
+    one, other = both_ways(lambda: F.linear(x, into), [x, into]), both_ways(lambda: F.linear(y, out), [y, out])
+    return lambda: (one(), other())
+
+
+def convolution(shapes: Shapes) -> Call:
+    """A causal convolution of q, k and v by PyTorch, after `width - 1` tokens of another rank."""
+    x = normal(shapes, shapes.conv_channels)
+    weight = torch.randn(shapes.conv_channels, 1, shapes.width, device=x.device, dtype=x.dtype, requires_grad=True)
+    before = x[:, : shapes.width - 1].detach()
+    channels = shapes.conv_channels
+    return both_ways(lambda: F.conv1d(torch.cat([before, x], 1).mT, weight, groups=channels), [x, weight])
+
+
+def scan(shapes: Shapes, share: Share) -> Call:
+    """The kernel, and where a state comes in what reads it."""
+    keys = [F.normalize(normal(shapes, shapes.key_heads, shapes.head_dim).detach(), dim=-1) for _ in range(2)]
+    value = normal(shapes, shapes.value_heads, shapes.head_dim)
+    gates = (normal(shapes, shapes.value_heads).detach() for _ in range(2))
+    decay, beta = -next(gates).float().abs(), next(gates).sigmoid()
+    names = ("q", "k", "v", "g", "beta") if shapes.kernel == "fla" else ("query", "key", "value", "g", "beta")
+    tokens = dict(zip(names, (x.detach().requires_grad_() for x in (*keys, value, decay, beta)), strict=True))
+    kernel = gated_delta_rule(shapes.kernel)
+    state = torch.randn(1, shapes.value_heads, shapes.head_dim, shapes.head_dim, device=value.device)
+
+    def run() -> torch.Tensor:
+        local = local_scan(kernel, tokens, share)
+        return local.finish(state)[0] if share.continues(share.rank) else local.out
+
+    return both_ways(run, list(tokens.values()))
+
+
+def gated_delta_rule(name: str) -> Scan:
+    """Return flash-linear-attention's kernel or transformers' chunked function."""
+    if name == "fla":
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        return fla_scan(chunk_gated_delta_rule)
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    return fla_scan(torch_chunk_gated_delta_rule, keys="key", values="value", packs=False)
+
+
+def folded(shapes: Shapes, ranks: int) -> Call:
+    """The longest fold forward, the longest one back, and the gradient of M."""
+    size = (ranks, 1, shapes.value_heads, shapes.head_dim, shapes.head_dim)
+    ms, states = (list(torch.randn(size, device=shapes.device) / shapes.head_dim) for _ in range(2))
+    carries = list(zip(ms, states, strict=True))[1:]
+
+    def call() -> object:
+        with torch.no_grad():
+            incoming, outgoing = fold(carries, matrix=True), fold_back(carries, matrix=True)
+            assert incoming is not None and outgoing is not None  # noqa: PT018
+            return gradient_of_m(outgoing, incoming, ms[0], matrix=True)
+
+    return call
+
+
+def attention(shapes: Shapes, ranks: int) -> Call:
+    """The busiest rank's program; numbers of other ranks are noise."""
+    heads, kv_heads, head_dim = shapes.attention
+    q, k, v, dout = (normal(shapes, n, head_dim).detach() for n in (heads, kv_heads, kv_heads, heads))
+    config = DistAttentionConfig(kernel=shapes.attention_kernel, ulysses_degree=1)
+    request = Request(softmax_scale=head_dim**-0.5, causal=True, config=config)
+    prepared = build(request, ranks, ranks - 1, QKV(q, k, v))
+
+    def call() -> object:
+        with torch.no_grad():
+            out, lse = run_forward(prepared, (q, k, v))
+            return run_backward(prepared, (dout, q, k, v, out, lse))
+
+    return call
+
+
+def milliseconds(call: Call, shapes: Shapes) -> float:
+    """Return the median time of a call, by the device's events or the host's clock, after two that warm up."""
+    found = []
+    for number in range(shapes.rounds + 2):
+        if shapes.device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            taken = start.elapsed_time(end)
+        else:
+            began = time.perf_counter()
+            call()
+            taken = 1e3 * (time.perf_counter() - began)
+        if number >= 2:
+            found.append(taken)
+    return statistics.median(found)
+
+
+if __name__ == "__main__":
+    main()
