@@ -10,6 +10,7 @@ import torch
 from benchmarks.attention.job import Problem
 from dfa_megatron import kernels
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Form, Need, Saved
+from dfa_megatron.kernels.merge import row_dot
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 
 Local = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -64,10 +65,9 @@ class KernelAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
         """Return (dq, dk, dv), and None for the rest."""
         q, k, v, out, lse = ctx.saved_tensors
-        if ctx.kernel.backward_needs == "delta":
-            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2).contiguous()
-            saved = Saved(lse, delta=delta)
-        else:
+        if ctx.kernel.backward_needs == "out" or ctx.kernel.takes_out:
             saved = Saved(lse, out=out)
+        else:
+            saved = Saved(lse, delta=row_dot(dout, out))
         gradients = ctx.kernel.backward(BlockCall.of(q, k, v, ctx.band, ctx.scale), dout, saved)
         return (*(gradient.to(q.dtype) for gradient in gradients), None, None, None)

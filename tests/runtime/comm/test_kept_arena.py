@@ -188,7 +188,7 @@ def _on_gpus(rank: int, ranks: int) -> None:
     for graph in (False, True):
         sizes = []
         for whole in [big] * 3 + [small] * 5 + [big] * 2:
-            compare_on_gpu(whole, rank, ranks, transport="copy_engine", schedule="ring", cuda_graph=graph)
+            compare_on_gpu(whole, rank, ranks, kernel="aten", transport="copy_engine", cuda_graph=graph)
             (engine,) = channel(group_name(None)).transports._open.values()
             assert isinstance(engine, CopyEngineTransport)
             sizes.append(engine._arena.flat.numel())
@@ -199,4 +199,4 @@ def _on_gpus(rank: int, ranks: int) -> None:
 
 @pytest.mark.gpu(2)
 def test_the_copy_engines_give_memory_back_and_take_it_again_beside_replays_and_graphs() -> None:
-    run_ranks(2, _on_gpus, cuda=True)
+    run_ranks(2, _on_gpus, cuda=True, timeout=120)
