@@ -50,6 +50,8 @@ class CopyEngineTransport(KeptArena):
         device: this rank's GPU.
     """
 
+    beside_kernels = True
+
     def __init__(self, over: Channel, device: torch.device) -> None:
         super().__init__(over, device)
         self.streams = Streams(device)

@@ -18,6 +18,7 @@ class GlooTransport:
 
     generation = 0
     pinned = False
+    beside_kernels = False
 
     def __init__(self, communicator: Communicator, wait: Callable[[Callable[[], object]], None]) -> None:
         """Use a communicator. `wait` runs a blocking call, and raises if another rank has failed."""

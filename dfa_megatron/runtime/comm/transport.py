@@ -61,11 +61,13 @@ class Transport(StepTransport, Protocol):
     """Moves the messages of one rank of one group.
 
     generation: changes when reserved memory has moved.
+    beside_kernels: messages move while kernels fill the GPU.
     pinned: it must not move, because a captured CUDA graph of the caller holds addresses in it.
     """
 
     generation: int
     pinned: bool
+    beside_kernels: bool
 
     def reserve(self, nbytes: int) -> None:
         """Have memory for the next call; all ranks of the group say the same number, at set-up and before each call."""
@@ -84,6 +86,7 @@ class NoTransport:
     """Moves nothing: for a plan of one rank, and to time the program of one rank alone."""
 
     generation = 0
+    beside_kernels = False
     pinned = False
 
     def reserve(self, nbytes: int) -> None:

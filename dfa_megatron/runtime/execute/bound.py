@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.replay import Op, OpFailed, Registers, allocating_late, freeing, replay
 from dfa_megatron.kernels.tape import Tape
-from dfa_megatron.runtime.comm.transport import Moving, NoTransport, Recv, Send, Sends, StepTransport
+from dfa_megatron.runtime.comm.transport import Moving, NoTransport, Recv, Send, Sends, StepTransport, Transport
 
 Fields = tuple[torch.Tensor, ...]
 
@@ -77,7 +77,7 @@ class Recorder:
         transport: moves the messages; what passes to a NoTransport is left out.
     """
 
-    def __init__(self, tape: Tape, transport: StepTransport) -> None:
+    def __init__(self, tape: Tape, transport: Transport) -> None:
         self.tape, self.transport = tape, transport
         self._moves = not isinstance(transport, NoTransport)
         self.own, self.all = tape.reserve(), tape.reserve()
@@ -139,17 +139,27 @@ class Recorder:
 
 
 def computing_first(ops: Sequence[Op], launches: Set[int], transport: int) -> list[Op]:
-    """Return the same operations with the first batch posted after the first kernel, if that waits for no message.
+    """Return the same operations with the first batch posted after the first kernels, if these wait for no message.
 
-    An idle GPU need not wait while the host posts messages. The batch waits for what was computed before the run.
+    An idle GPU need not wait while the host posts messages. The batch waits for what was computed before the run. One
+    that is packed by kernels of its own stays: they would wait until others leave a multiprocessor.
 
     launches: registers that kernels write. transport: its register.
     """
-    post = next((at for at, op in enumerate(ops) if isinstance(op.function, Post)), len(ops))
-    kernel = next((at for at, op in enumerate(ops) if op.writes in launches), 0)
-    if not post < kernel or any(transport in op.reads for op in ops[post + 1 : kernel]):
-        return list(ops)
-    return [*ops[:post], *ops[post + 1 : kernel + 1], ops[post], *ops[kernel + 1 :]]
+    post, packs = next(
+        ((at, op.function.packing) for at, op in enumerate(ops) if isinstance(op.function, Post)), (len(ops), ())
+    )
+    after, kernels = post, 0
+    for at in range(post + 1, 0 if packs else len(ops)):
+        if transport in ops[at].reads or kernels == KERNELS_FIRST:
+            break
+        if ops[at].writes in launches:
+            after, kernels = at, kernels + 1
+    return [*ops[:post], *ops[post + 1 : after + 1], *ops[post : post + 1], *ops[after + 1 :]]
+
+
+KERNELS_FIRST = 2
+"""flash4's preparation of a backward, and the backward; its three conversions of results take the host longer."""
 
 
 class Bound:
@@ -166,7 +176,9 @@ class Bound:
         self._transport, self._all, self._steps = recorder.own, recorder.all, recorder.steps
         self._registers = tape.registers()
         packed = {op.writes for ops in tape.ops if isinstance(ops.function, Post) for op in ops.function.packing}
-        ops = computing_first(allocating_late(tape.ops, self._steps), tape.launches, recorder.own)
+        ops = allocating_late(tape.ops, self._steps)
+        if recorder.transport.beside_kernels:
+            ops = computing_first(ops, tape.launches, recorder.own)
         self._ops = freeing(ops, packed, kept=frozenset(self._results))
 
     def __call__(self, inputs: Fields, transport: StepTransport, failed: Failed) -> Fields:

@@ -199,10 +199,19 @@ def test_a_backward_makes_zeros_only_of_a_missing_gradient_of_out(by: Any) -> No
 def test_the_first_kernel_is_launched_before_the_first_batch_is_posted() -> None:
     post = Op(Post(-1, (), (), ()), (0,), 9)
     start, land = Op(methodcaller("start"), (0,), 9), Op(print, (0,), 9)
-    view, kernel, other = Op(torch.clone, (1,), 2), Op(print, (2,), 3), Op(print, (2,), 4)
-    assert computing_first([start, post, view, kernel, other], {3, 4}, 0) == [start, view, kernel, post, other]
-    for same in ([start, kernel, post, view, other], [start, post, land, kernel], [start, post, view]):
-        assert computing_first(same, {3, 4}, 0) == same
+    view, first, second, third = Op(torch.clone, (1,), 2), *(Op(print, (2,), into) for into in (3, 4, 5))
+    late, launches = [start, post, view, first, second, third, land], {3, 4, 5}
+    assert computing_first(late, launches, 0) == [start, view, first, second, post, third, land]
+    assert computing_first([start, post, first, land, second], launches, 0) == [start, first, post, land, second]
+    packed = Op(Post(-1, (), (), (view,)), (0,), 9)
+    for same in (
+        [start, packed, first],
+        [start, first, post, view, land, second],
+        [start, post, land, first],
+        [start, post, view],
+        [first],
+    ):
+        assert computing_first(same, launches, 0) == same
 
 
 def _broken(rank: int, ranks: int) -> str:
