@@ -24,7 +24,7 @@ class AttentionContext:
 
     Args:
         options: the user's options.
-        hybrid: layers of other kinds stand between the attention layers and rely on Megatron's order.
+        hybrid: layers of other kinds stand between the attention layers.
     """
 
     def __init__(self, options: DistAttentionConfig, *, hybrid: bool = False) -> None:

@@ -23,6 +23,8 @@ from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
 from dfa_megatron.recurrence import Convolve, dist_conv, dist_mamba2, dist_scan, fla_scan
 
 _MARK = "_dfa_megatron"
+_OURS = ("initial_state", "output_final_state", "cu_seqlens")
+"""The arguments of a kernel that say where states come from and go."""
 
 
 class _OneRank:
@@ -100,6 +102,7 @@ class InOrderMamba(InOrder):
         convolved = self.dfa_convolve(run, convolved, weight)
         x, b, c = convolved.split([inner, groups * mixer.d_state, groups * mixer.d_state], -1)
         skip = local.get_D().float()
+        states = getattr(mixer.config, "mamba_training_ssm_states_dtype", None)
         y, _ = dist_mamba2(
             home.mamba_chunk_scan_combined,
             {
@@ -114,6 +117,7 @@ class InOrderMamba(InOrder):
             D=skip.unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else skip,
             dt_bias=local.get_dt_bias().float(),
             dt_softplus=True,
+            **({} if states is None else {"state_dtype": states}),
             **self.dfa_where(),
         )
         y = y.flatten(2).transpose(0, 1)
@@ -183,7 +187,8 @@ def _ruling(kernel: Callable[..., Any]) -> Callable[..., Any]:
         if mixer is None:
             return kernel(query, key, value, g=g, beta=beta, **given)
         tokens = {"q": query, "k": key, "v": value, "g": g, "beta": beta}
-        return dist_scan(fla_scan(kernel), tokens, **mixer.dfa_where())[0], None
+        options = {name: option for name, option in given.items() if name not in _OURS}
+        return dist_scan(fla_scan(kernel, **options), tokens, **mixer.dfa_where())[0], None
 
     setattr(rule, _MARK, kernel)
     return rule
