@@ -72,17 +72,25 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kv_heads": (32, 8, 1, 33, 2),
     },
     "short": {"seq_length": (8 * K, 32 * K, 64 * K), "heads": (32, 32, 32, 33, 2), "kv_heads": (32, 8, 1, 33, 2)},
+    "automatic": {
+        "seq_length": (8 * K, 32 * K, 128 * K),
+        "heads": (32, 32, 33, 2),
+        "kv_heads": (32, 8, 33, 2),
+        "baselines": ("ulysses", "pytorch"),
+    },
     "schedules": {
         "seq_length": (8 * K, 32 * K, 128 * K),
         "heads": (32,),
         "kv_heads": (32, 8),
         "schedule": ("balanced_shared", "zigzag", "balanced", "ring"),
+        "ulysses_degree": ("1",),
     },
     "ablations": {
         "seq_length": (32 * K, 128 * K),
         "heads": (32,),
         "kv_heads": (32,),
         "schedule": ("balanced_shared", "balanced", "ring"),
+        "ulysses_degree": ("1",),
         "ablation": ("none", "no_overlap", "no_communication"),
     },
     "transports": {
@@ -90,6 +98,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "heads": (32,),
         "kv_heads": (32, 8),
         "transport": ("p2p", "copy_engine"),
+        "ulysses_degree": ("1",),
     },
     "one_gpu": {"seq_length": (4 * K, 8 * K, 32 * K, 64 * K), "heads": (32,), "kv_heads": (32, 8, 1)},
 }
@@ -115,7 +124,7 @@ class Job:
     schedule: tuple[str, ...] = flag(("auto",), "of ours; zigzag: zigzag tokens", choices=(*SCHEDULES, "zigzag"))
     kernel: tuple[str, ...] = flag(("auto",), "of ours, and of the all-to-all baselines", choices=KERNELS)
     transport: tuple[str, ...] = flag(("auto",), "of ours", choices=TRANSPORTS)
-    ulysses_degree: tuple[int, ...] = flag((1,), "of ours", metavar="N")
+    ulysses_degree: tuple[str, ...] = flag(("auto",), "of ours: auto, or ranks that exchange heads", metavar="N")
     ablation: tuple[str, ...] = flag(("none",), "what ours leaves out", choices=ABLATIONS)
     cuda_graph: bool = flag(False, "each of ours as CUDA graphs too")
     baselines: tuple[str, ...] = flag((), f"some of these, or {INSTALLED}", choices=(INSTALLED, *BASELINES))

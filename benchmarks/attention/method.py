@@ -17,7 +17,7 @@ from benchmarks.attention.local import local_attention
 from dfa_megatron.attention import dist_flash_attn_func
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.doctor.world import World
-from dfa_megatron.runtime.prepare import in_use, plans_in_use
+from dfa_megatron.runtime.prepare import in_use
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(batch, local_seq, heads, head_dim) and kv_heads of k and v -> out like q; differentiable."""
@@ -78,17 +78,18 @@ def our_methods(job: Job) -> list[Method]:
 
 
 def _ours(
-    schedule: str, kernel: str, transport: str, ulysses_degree: int, cuda_graph: bool, ablation: Ablation
+    schedule: str, kernel: str, transport: str, ulysses_degree: str, cuda_graph: bool, ablation: Ablation
 ) -> Method:
     layout = "zigzag" if schedule == "zigzag" else "contiguous"
-    options: dict[str, Any] = {"kernel": kernel, "ulysses_degree": ulysses_degree}
+    degree = int(ulysses_degree) if ulysses_degree.isdigit() else ulysses_degree
+    options: dict[str, Any] = {"kernel": kernel, "ulysses_degree": degree}
     if layout == "contiguous":
         options["schedule"] = schedule
     words = ["dfa", schedule, kernel]
     if transport != "auto":
         options["transport"] = transport
         words.append(transport)
-    if ulysses_degree != 1:
+    if ulysses_degree != "auto":
         words.append(f"ulysses{ulysses_degree}")
     if cuda_graph:
         options["cuda_graph"] = True
@@ -117,9 +118,16 @@ def _ours(
         note="not checked: its answer is meant to be wrong" if ablation == "no_communication" else "",
         exact=ablation != "no_communication",
         around=nullcontext if ablation == "none" else around,
-        took=(lambda: plans_in_use()[-1].schedule) if schedule == "auto" else str,
+        took=_taken if "auto" in (schedule, ulysses_degree) else str,
         held=lambda: in_use()[-1].symmetric_bytes,
     )
+
+
+def _taken() -> str:
+    """Return what "auto" came to: the schedule, and a degree above 1."""
+    last = in_use()[-1]
+    degree = last.exchange.heads.degree if last.exchange is not None else 1
+    return last.plan.schedule + (f", ulysses {degree}" if degree > 1 else "")
 
 
 def kernel_methods(job: Job) -> list[Method]:

@@ -96,7 +96,7 @@ def test_transformer_engine_is_not_asked_to_divide_what_it_cannot(
 
 def test_names_tell_our_variants_apart() -> None:
     job = replace(
-        JOB, schedule=("ring", "zigzag"), transport=("auto", "p2p"), ulysses_degree=(1, 2), cuda_graph=True,
+        JOB, schedule=("ring", "zigzag"), transport=("auto", "p2p"), ulysses_degree=("auto", "2"), cuda_graph=True,
         ablation=("none", "no_overlap"),
     )  # fmt: skip
     names = [method.name for method in our_methods(job)]
