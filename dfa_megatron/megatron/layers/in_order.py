@@ -75,7 +75,8 @@ class InOrder:
 
     def dfa_convolve(self, run: Convolve, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the convolution of (batch, tokens, channels) with a weight of (channels, width)."""
-        return dist_conv(run, x, weight.shape[1], packs=True, **self.dfa_where())
+        out: torch.Tensor = dist_conv(run, x, weight.shape[1], packs=True, **self.dfa_where())
+        return out
 
     def dfa_where(self) -> dict[str, Any]:
         """Return the ranks that share the sequence, the offsets of its documents, and the options."""
