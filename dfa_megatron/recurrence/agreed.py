@@ -18,7 +18,7 @@ from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, resolve
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.cu_seqlens import describe, offsets_of
+from dfa_megatron.runtime.cu_seqlens import Offsets, describe, offsets_of
 from dfa_megatron.runtime.prepare import refuse
 from dfa_megatron.runtime.request import DEFAULTS, Request
 from dfa_megatron.sharding import CuSeqlens
@@ -30,6 +30,10 @@ _KEPT = 64
 @lru_cache(maxsize=16)
 def _guard(config: DistAttentionConfig) -> Guard:
     return Request(softmax_scale=1.0, config=config).guard
+
+
+_share = lru_cache(maxsize=64)(Share)
+"""The same object for the layers of a pack: it keeps what it finds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class Place:
         rank = resolve(name).rank() if name else 0
         try:
             offsets = () if cu_seqlens is None else offsets_of(cu_seqlens, x.device)
-            return cls(name, Share(rank, group_size(name), x.shape[dim], offsets), guard)
+            return cls(name, _share(rank, group_size(name), x.shape[dim], offsets), guard)
         except UnsupportedError as error:
             refuse(error, name, guard)
             raise
@@ -121,7 +125,7 @@ def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.devic
             known.popitem(last=False)
     known.move_to_end(key)
     text = ", ".join((what, *(f"{name} {value}" for name, value in facts.items() if name != "exchange")))
-    return Agreed(share, over, _phases(text, describe(share.offsets) if share.offsets else ""), guard.verify)
+    return Agreed(share, over, _phases(text, share.offsets), guard.verify)
 
 
 _known: dict[Channel, OrderedDict[tuple[tuple[str, str], ...], None]] = {}
@@ -129,6 +133,6 @@ _known: dict[Channel, OrderedDict[tuple[tuple[str, str], ...], None]] = {}
 
 
 @lru_cache(maxsize=256)
-def _phases(text: str, documents: str) -> tuple[Kind, Kind]:
-    text = f"{text}, {documents}" if documents else text
+def _phases(text: str, offsets: Offsets) -> tuple[Kind, Kind]:
+    text = f"{text}, {describe(offsets)}" if offsets else text
     return Kind.of(f"forward of {text}"), Kind.of(f"backward of {text}")

@@ -11,14 +11,14 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.recurrence.agreed import Place
 from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens, local_scan
-from dfa_megatron.recurrence.passing import pass_states, tokens_before
+from dfa_megatron.recurrence.passing import outside_graphs, pass_states, tokens_before
 from dfa_megatron.runtime.comm.groups import Group
 from dfa_megatron.runtime.cu_seqlens import Offsets
 from dfa_megatron.runtime.request import DEFAULTS
 from dfa_megatron.sharding import CuSeqlens
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+@outside_graphs
 def dist_scan(
     scan: Scan,
     tokens: Tokens,
@@ -61,7 +61,7 @@ Convolve = Callable[[torch.Tensor, Offsets], torch.Tensor]
 """A causal convolution with what follows token by token: (x, local offsets of documents or ()) -> like x."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+@outside_graphs
 def dist_conv(
     run: Convolve,
     x: torch.Tensor,

@@ -7,7 +7,7 @@ so it sends nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -20,8 +20,16 @@ from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.agreement.calls import at_layer, current_layer
 from dfa_megatron.runtime.counters import COUNTERS
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+
+def outside_graphs(function: F) -> F:
+    """Have Dynamo call a function as it stands, with one break of the graph."""
+    called: F = torch.compiler.disable(function)
+    return called
+
+
+@outside_graphs
 def pass_states(m: torch.Tensor, local: torch.Tensor, place: Place, *, matrix: bool) -> torch.Tensor:
     """Return the state that comes into this rank's tokens: the fold of (M, S_local) over the ranks before.
 
@@ -57,7 +65,7 @@ def pass_states(m: torch.Tensor, local: torch.Tensor, place: Place, *, matrix: b
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+@outside_graphs
 def tokens_before(x: torch.Tensor, count: int, place: Place, *, dim: int = 1) -> torch.Tensor:
     """Return the `count` tokens before this rank's, zero where they belong to another document; collective.
 

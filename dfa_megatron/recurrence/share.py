@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Share:
     """The contiguous tokens of one rank: `tokens` on each of `ranks` ranks.
 
@@ -36,8 +37,8 @@ class Share:
     def seen(self, rank: int, most: int) -> int:
         """Return how many tokens before a rank's first one belong to its document, `most` at most."""
         at = rank * self.tokens
-        starts = self.offsets[:-1] or (0,)
-        return min(most, at - starts[bisect_right(starts, at) - 1])
+        start = self.offsets[bisect_right(self.offsets, at, 0, len(self.offsets) - 1) - 1] if self.offsets else 0
+        return min(most, at - start)
 
     def pieces_of(self, rank: int) -> Offsets:
         """Return 0, the document starts inside a rank's tokens, and their number: local offsets."""
@@ -45,24 +46,24 @@ class Share:
         inside = self.offsets[bisect_right(self.offsets, lo) : bisect_left(self.offsets, hi)]
         return (0, *(offset - lo for offset in inside), self.tokens)
 
-    @property
+    @cached_property
     def pieces(self) -> Offsets:
         """The local offsets of this rank's pieces of documents; the first one may continue another rank's."""
         return self.pieces_of(self.rank)
 
-    @property
+    @cached_property
     def crosses(self) -> bool:
         """Whether any document has tokens on two ranks; otherwise nothing has to travel."""
         return any(self.continues(rank) for rank in range(1, self.ranks))
 
-    @property
+    @cached_property
     def chains(self) -> bool:
         """Whether the state of a document goes through a whole rank; otherwise no M has to travel."""
         return any(
             self.continues(rank) and self.keeps(rank) and self.continues(rank + 1) for rank in range(1, self.ranks - 1)
         )
 
-    @property
+    @cached_property
     def before(self) -> tuple[int, ...]:
         """The ranks whose states come in here, oldest first; M of the oldest does not matter."""
         oldest = self.rank
@@ -72,7 +73,7 @@ class Share:
                 break
         return tuple(range(oldest, self.rank))
 
-    @property
+    @cached_property
     def after(self) -> tuple[int, ...]:
         """The ranks that this rank's state reaches, nearest first; M of the last does not matter."""
         last = self.rank
