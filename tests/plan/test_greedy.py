@@ -19,6 +19,7 @@ from dfa_megatron.plan.language.mask import Mask, documents
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
+from dfa_megatron.plan.schedules.greedy import help_of
 from dfa_megatron.plan.schedules.load_balanced import layout_of, load_balanced
 from tests.support.plan_cases import every_mask, heterogeneous_masks, plan_of
 
@@ -54,7 +55,7 @@ def forward(schedule: str, mask: Mask, ranks: int) -> Plan:
 @pytest.mark.parametrize("seed", range(5))
 def test_greedy_evens_out_log_normal_packs(ranks: int, seed: int) -> None:
     mask = documents(pack(ranks * LOCAL, seed))
-    assert imbalance(forward("greedy", mask, ranks)) <= 1.10
+    assert imbalance(forward("greedy", mask, ranks)) <= 1.04
 
 
 @pytest.mark.parametrize("ranks", [8, 16])
@@ -64,7 +65,7 @@ def test_greedy_evens_out_packs_where_the_fixed_pairing_is_above_two(ranks: int)
         mask = documents(pack(ranks * LOCAL, seed))
         if imbalance(forward("balanced", mask, ranks)) > 2:
             found += 1
-            assert imbalance(forward("greedy", mask, ranks)) <= 1.10
+            assert imbalance(forward("greedy", mask, ranks)) <= 1.04
     assert found >= 2
 
 
@@ -75,6 +76,18 @@ def test_greedy_moves_less_than_a_quarter_of_all_keys_and_queries_on_a_pack() ->
         mask = documents(pack(8 * LOCAL, seed))
         whole = 8 * LOCAL * (2 * 64 + 2 * 8) * 128 * 2
         assert sum(bytes_sent(forward("greedy", mask, 8), shape)) < whole / 2
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+def test_help_is_a_few_runs_of_rows_that_hold_all_the_work_that_moves(ranks: int) -> None:
+    for seed in range(5):
+        mask = documents(pack(ranks * LOCAL, seed))
+        given, plan = help_of(mask, ranks), forward("greedy", mask, ranks)
+        assert len(given) <= 3 * ranks / 2
+        moved = [block for block in plan.blocks if plan.layout.owner[block.q_chunk] != block.rank]
+        area = sum(tile.area for block in moved for tile in plan.tiles(block))
+        assert area == sum(tile.area for h in given for tile in mask.restrict(h.q, h.kv))
+        assert {block.rank for block in moved} == {h.rank for h in given}
 
 
 def test_greedy_leaves_even_work_where_it_is() -> None:
@@ -95,7 +108,7 @@ def test_greedy_evens_out_every_mask(ranks: int) -> None:
     rng = random.Random(ranks)
     for case in [*every_mask(ranks * 256, rng), *heterogeneous_masks(ranks * 256, rng)]:
         if case.mask.area > ranks * 256 * 16:  # beside it a single row is a large part of the work
-            assert imbalance(forward("greedy", case.mask, ranks)) <= 1.15, case.mask.name
+            assert imbalance(forward("greedy", case.mask, ranks)) <= 1.04, case.mask.name
 
 
 # load_balanced tokens.

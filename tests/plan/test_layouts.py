@@ -48,5 +48,5 @@ def test_a_length_that_does_not_divide_is_refused_with_one_that_does(name: str, 
 
 
 def test_an_unknown_layout_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnsupportedError, match="contiguous, halves, fine, zigzag"):
+    with pytest.raises(UnsupportedError, match="contiguous, halves, zigzag"):
         by_name("striped", 8, 2)

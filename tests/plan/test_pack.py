@@ -15,7 +15,7 @@ from dfa_megatron.plan.language.layout import contiguous
 from dfa_megatron.plan.language.mask import causal, documents
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.lowering.messages import rank_messages
-from dfa_megatron.plan.lowering.pack import GAP, packs, segments_of
+from dfa_megatron.plan.lowering.pack import COPIED, GAP, packs, segments_of
 from dfa_megatron.plan.proof.check import check, check_programs
 from dfa_megatron.plan.schedules.owner_computes import by_memory
 from dfa_megatron.plan.schedules.route import direct
@@ -65,6 +65,13 @@ def test_a_wide_gap_is_not_spanned() -> None:
     near, far = square(10 + GAP, 20 + GAP), square(11 + GAP, 21 + GAP)
     assert len(packs([(square(0, 10), ()), (near, ())])) == 1
     assert len(packs([(square(0, 10), ()), (far, ())])) == 2
+
+
+def test_gaps_between_many_rows_are_calls_and_gaps_between_few_are_copies() -> None:
+    one_gap = square(0, COPIED), square(COPIED + 1, COPIED + 9)
+    many = [square(at, at + COPIED // 4) for at in range(0, 2 * COPIED, COPIED // 4 + 1)]
+    assert len(packs([(tile, ()) for tile in one_gap])) == 2
+    assert len(packs([(tile, ()) for tile in many])) == 1
 
 
 @pytest.mark.parametrize("seed", range(6))

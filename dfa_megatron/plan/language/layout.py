@@ -72,12 +72,6 @@ def halves(length: int, ranks: int) -> Layout:
     return Layout(cut(length, 2 * ranks), tuple(chunk // 2 for chunk in range(2 * ranks)))
 
 
-def fine(length: int, ranks: int) -> Layout:
-    """Give each rank the same tokens as `contiguous`, in chunks small enough to even out the work by moving some."""
-    per_rank = min(8, max(2, 64 // ranks))
-    return Layout(cut(length, per_rank * ranks), tuple(chunk // per_rank for chunk in range(per_rank * ranks)))
-
-
 def zigzag(length: int, ranks: int) -> Layout:
     """Give rank r chunks r and 2P-1-r of 2P: equal causal work per rank, but permuted data."""
     return Layout(cut(length, 2 * ranks), tuple(min(chunk, 2 * ranks - 1 - chunk) for chunk in range(2 * ranks)))
@@ -98,12 +92,11 @@ def cut_at(layout: Layout, tokens: Iterable[int]) -> Layout:
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
     "contiguous": contiguous,
     "halves": halves,
-    "fine": fine,
     "zigzag": zigzag,
 }
-"""Layouts by name. In `halves` and `fine` every rank holds the same tokens as in `contiguous`."""
+"""Layouts by name. In `halves` every rank holds the same tokens as in `contiguous`."""
 
-CHUNKS = {"contiguous": 1, "halves": 1, "fine": 1, "zigzag": 2}
+CHUNKS = {"contiguous": 1, "halves": 1, "zigzag": 2}
 """The number of chunks per rank. The sequence length must be a multiple of chunks times ranks, so that all ranks hold
 equally many tokens.
 """

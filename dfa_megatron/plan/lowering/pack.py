@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from dfa_megatron.plan.language.geometry import Segment, Span, Tile
 from dfa_megatron.plan.lowering.fuse import FusedTile
 
 GAP = 2048
 """The largest gap in rows between two segments of one call. A larger gap costs more in merges than another call."""
+
+COPIED = 2048
+"""Rows that a kernel copies in the time of another call. Some copy the rows of a call with gaps to be adjacent."""
 
 
 def packs(tiles: Sequence[FusedTile]) -> list[list[FusedTile]]:
@@ -28,7 +32,18 @@ def packs(tiles: Sequence[FusedTile]) -> list[list[FusedTile]]:
             out.append(group)
             within_reach.append(group)
         group.append(fused)
-    return out
+    return [part for group in out for part in _without_gaps(group)]
+
+
+def _without_gaps(group: list[FusedTile]) -> list[list[FusedTile]]:
+    """Split a group at the gaps between its query rows, if more calls take less time than copies of its rows."""
+    runs = [group[:1]]
+    for before, fused in pairwise(group):
+        if before[0].q.hi < fused[0].q.lo:
+            runs.append([])
+        runs[-1].append(fused)
+    rows = sum(len(tile.q) for tile, _ in group)
+    return runs if rows > COPIED * (len(runs) - 1) else [group]
 
 
 def _follows(before: Tile, after: Tile) -> bool:

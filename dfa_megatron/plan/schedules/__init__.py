@@ -10,7 +10,7 @@ from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Bloc
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.balanced import balanced, balanced_shared
-from dfa_megatron.plan.schedules.greedy import greedy
+from dfa_megatron.plan.schedules.greedy import cut_for_help, greedy
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.plan.schedules.owner_computes import by_distance, by_memory
 from dfa_megatron.plan.schedules.route import Route, direct, gateway, ring_relay
@@ -26,6 +26,7 @@ class Schedule:
         chunks: the layout it is planned in, with the same tokens per rank, in chunks as small as the schedule needs.
         assign: who computes which block, and when.
         route: how data reach the blocks, and results their owners.
+        cut: cuts these chunks further, by the mask.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Schedule:
     chunks: str
     assign: Callable[[Mask, Layout], tuple[Block, ...]]
     route: Route
+    cut: Callable[[Mask, Layout], Layout] = lambda mask, layout: layout
 
     def plan(self, mask: Mask, ranks: int, ranks_per_node: int | None = None) -> AttentionPlan:
         """Plan both phases. With `ranks_per_node`, data that crosses to another node crosses once.
@@ -53,7 +55,7 @@ class Schedule:
                 why = "its messages hop from rank to rank, and cross to a node once already"
                 raise UnsupportedError(f"schedule {self.name!r} with a gateway", why, "the same without")
             route = gateway(ranks_per_node)
-        layout = _cut_where_needed(layout_of(self.chunks, mask, ranks), mask)
+        layout = self.cut(mask, _cut_where_needed(layout_of(self.chunks, mask, ranks), mask))
         blocks = tuple(sorted(self.assign(mask, layout)))
         return Plan(mask, layout, phase, blocks, route(blocks, layout, phase))
 
@@ -83,7 +85,7 @@ ALL = (
     Schedule("owner_computes", "zigzag", "zigzag", by_distance, direct),
     Schedule("owner_computes", "load_balanced", "load_balanced", by_memory, direct),
     Schedule("ring", "contiguous", "contiguous", by_distance, ring_relay),
-    Schedule("greedy", "contiguous", "fine", greedy, direct),
+    Schedule("greedy", "contiguous", "contiguous", greedy, direct, cut_for_help),
 )
 """In the order in which "auto" prefers them where their cost is equal."""
 

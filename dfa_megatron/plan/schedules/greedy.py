@@ -1,118 +1,205 @@
-"""Assign blocks greedily: ranks with much work give blocks to ranks with little, by area, at the least traffic.
+"""Assign work greedily: ranks with much of it give runs of rows to ranks with little, in few and large pieces.
 
-Every block starts with the owner of its rows. While the most loaded rank exceeds the mean by more than TOLERANCE, it
-gives a block to a rank with less work. The candidates are the owner of the block's keys, the least loaded rank that
-already reads the same rows or keys, and the least loaded rank of all. The move that costs the fewest transferred rows
-per pair of work is taken. Short documents therefore stay in place, and a pack with long documents on one side is
-balanced, whatever the mask.
+All work starts with the owner of its rows. While the most loaded rank exceeds the mean by more than TOLERANCE, it gives
+rows of one document to a rank with less work: as many from an end as bring one of the two to the mean. The piece that
+costs least per pair of work is taken. Cost counts transferred rows and kernel calls: one for the helper, and one more
+for the owner where its other rows are no longer adjacent. Short documents therefore stay in place, and a pack with long
+documents on one side is balanced, whatever the mask.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+from math import sqrt
+from typing import NamedTuple
 
+from dfa_megatron.plan.language.components import components
+from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import Block, needed_pairs
-from dfa_megatron.plan.language.layout import Layout
+from dfa_megatron.plan.language.layout import Layout, contiguous, cut_at
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.step_order import Pair, assign_steps
 
 TOLERANCE = 0.03
 """Tolerated work above the mean, as a share of the mean."""
 
-PRICE = {"q": 2.0, "kv": 0.5}
-"""The cost of a remote row by side, in transferred rows of q: q and its result, or keys with four query heads each."""
+LEAST = 0.02
+"""Work that is worth a kernel call, as a share of the mean: 80 microseconds of 4 milliseconds."""
 
-CANDIDATES = 24
-"""Blocks of a rank that are considered for one move."""
+ROW, KEY, CALL = 2.0, 0.5, 600.0
+"""Cost of a remote row of q with its result, of a remote key with four query heads, and of a kernel call."""
+
+CANDIDATES = 6
+"""Pieces of a rank that are considered for one move: the largest, beside the first and the last."""
+
+ALIGNED = 128
+"""Rows of a kernel's tile. A helper gets a multiple of them where a rank has many rows."""
+
+
+class Help(NamedTuple):
+    """`rank` computes the pairs of q x kv, though it does not own these rows."""
+
+    q: Span
+    kv: Span
+    rank: int
 
 
 def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
-    """Return blocks of nearly equal work per rank, on any mask and layout: first local, then help, then own rows."""
-    return assign_steps(_Balance(mask, layout).run(), mask, layout)
+    """Return blocks of nearly equal work per rank on any mask: first local, then help, then own rows.
+
+    Args:
+        mask: the pairs.
+        layout: from `cut_for_help`, so that help is of whole chunks.
+    """
+    given = help_of(mask, layout.ranks)
+    owned: list[list[Pair]] = [[] for _ in range(layout.ranks)]
+    for q, kv in needed_pairs(mask, layout):
+        rows, keys = layout.chunks[q], layout.chunks[kv]
+        helpers = (h.rank for h in given if rows & h.q == rows and keys & h.kv == keys)
+        owned[next(helpers, layout.owner[q])].append((q, kv))
+    return assign_steps(owned, mask, layout)
+
+
+def cut_for_help(mask: Mask, layout: Layout) -> Layout:
+    """Cut contiguous chunks where the rows or keys of a helper begin or end."""
+    given = help_of(mask, layout.ranks)
+    return cut_at(layout, chain.from_iterable((h.q.lo, h.q.hi, h.kv.lo, h.kv.hi) for h in given))
+
+
+@lru_cache(maxsize=32)
+def help_of(mask: Mask, ranks: int) -> tuple[Help, ...]:
+    """Return the pairs that ranks of contiguous tokens compute for others; no two share a pair."""
+    return tuple(_Balance(mask, ranks).run())
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Pairs of one component in the rows of one rank and the keys of rank `home`."""
+
+    home: int
+    tiles: list[Tile]
+    area: int
+    q: Span
+    helpers: set[int] = field(default_factory=set)
+
+    def of_rows(self, q: Span) -> _Piece:
+        """Return the part of this piece in some of its rows."""
+        tiles = [part for tile in self.tiles if (part := tile.restrict(q, tile.kv))]
+        return _Piece(self.home, tiles, sum(tile.area for tile in tiles), q, self.helpers)
+
+    @property
+    def kv(self) -> Span:
+        """Return the keys."""
+        return Span(min(tile.kv.lo for tile in self.tiles), max(tile.kv.hi for tile in self.tiles))
+
+    def rows_of(self, share: float) -> float:
+        """Return the rows from the first that hold this share of the pairs, if rows gain or lose keys evenly."""
+        half = self.of_rows(Span(self.q.lo, (self.q.lo + self.q.hi) // 2)).area / self.area
+        linear, square = 4 * half - 1, 2 - 4 * half
+        root = sqrt(max(0.0, linear * linear + 4 * square * share))
+        return min(1.0, 2 * share / (linear + root)) * len(self.q) if linear + root > 0 else len(self.q)
+
+
+class _Move(NamedTuple):
+    """A piece, its place among those of the same owner of keys, its new rank, and the rows that move there."""
+
+    cost: float
+    place: tuple[int, int]
+    target: int
+    rows: Span
 
 
 class _Balance:
-    """The assignment of pairs to ranks, while blocks change hands."""
+    """The work of every rank, while pieces change hands."""
 
-    def __init__(self, mask: Mask, layout: Layout) -> None:
-        needed = needed_pairs(mask, layout)
-        self.owner = layout.owner
-        self.rows = [len(chunk) for chunk in layout.chunks]
-        self.area = {pair: sum(tile.area for tile in tiles) for pair, tiles in needed.items()}
-        self.ranks = layout.ranks
-        self.mean = sum(self.area.values()) / self.ranks
-        self.load = [0] * self.ranks
-        self.owned: list[list[Pair]] = [[] for _ in range(self.ranks)]  # by area, the largest first
-        # Number of blocks of a rank that read a chunk on this side: a chunk that one reads already comes for free.
-        self.readers: Counter[tuple[int, str, int]] = Counter()
-        self.holders: dict[tuple[str, int], set[int]] = defaultdict(set)
-        for pair in needed:
-            self._assign(self.owner[pair[0]], pair, 1)
+    def __init__(self, mask: Mask, ranks: int) -> None:
+        self.spans = contiguous(mask.length, ranks).chunks
+        self.ranks = ranks
+        self.aligned = max(1, min(ALIGNED, mask.length // ranks // 64))
+        self.pieces: list[dict[int, list[_Piece]]] = [defaultdict(list) for _ in range(ranks)]
+        for component in components(mask):
+            self._add(component.tiles, mask.length // ranks)
+        self.load = [sum(piece.area for row in mine.values() for piece in row) for mine in self.pieces]
+        self.mean = sum(self.load) / ranks
 
-    def run(self) -> list[list[Pair]]:
-        """Move blocks until no rank is too far above the mean, or no move helps; return the pairs of every rank."""
+    def _add(self, tiles: tuple[Tile, ...], per_rank: int) -> None:
+        """Add the pieces of a component."""
+        found: dict[tuple[int, int], list[Tile]] = defaultdict(list)
+        for tile in tiles:
+            for rank in range(tile.q.lo // per_rank, (tile.q.hi - 1) // per_rank + 1):
+                for home in range(tile.kv.lo // per_rank, (tile.kv.hi - 1) // per_rank + 1):
+                    if part := tile.restrict(self.spans[rank], self.spans[home]):
+                        found[rank, home].append(part)
+        for (rank, home), parts in found.items():
+            q = Span(min(part.q.lo for part in parts), max(part.q.hi for part in parts))
+            self.pieces[rank][home].append(_Piece(home, parts, sum(part.area for part in parts), q))
+
+    def run(self) -> Iterator[Help]:
+        """Move pieces until no rank is too far above the mean, or no move helps."""
         stuck: set[int] = set()
         while len(stuck) < self.ranks:
             rank = max((r for r in range(self.ranks) if r not in stuck), key=lambda r: (self.load[r], -r))
             if self.load[rank] <= self.mean * (1 + TOLERANCE):
                 break
             move = min(self._moves(rank), default=None)
-            if move is None:
+            moved = self._take(rank, move) if move else None
+            if move is None or moved is None:
                 stuck.add(rank)
-                continue
-            _, pair, target = move
-            self._assign(rank, pair, -1)
-            self._assign(target, pair, 1)
-        return self.owned
+            else:
+                yield Help(moved.q, moved.kv, move.target)
 
-    def _moves(self, rank: int) -> Iterator[tuple[float, Pair, int]]:
-        """Yield (price per pair taken off, block, new rank) of every move that helps."""
+    def _moves(self, rank: int) -> Iterator[_Move]:
         least = min(range(self.ranks), key=lambda r: (self.load[r], r))
-        surplus = self.load[rank] - self.mean
-        for pair in self._candidates(rank, surplus):
-            area = self.area[pair]
-            for target in self._targets(pair, least):
-                room = self.mean * (1 + TOLERANCE) - self.load[target]
-                taken = min(area, surplus, room)
-                if target == rank or taken <= 0 or self.load[target] + area >= self.load[rank]:
+        surplus, slack = self.load[rank] - self.mean, self.mean * TOLERANCE / 2
+        for home, at, piece in self._candidates(rank):
+            ends = {at == 0, at == len(self.pieces[rank][home]) - 1}
+            for target in {least, home} | piece.helpers:
+                wanted = min(surplus, self.mean - self.load[target])
+                if target == rank or wanted + slack < self.mean * LEAST:
                     continue
-                # A block that overshoots moves more than it takes off: the same price for less.
-                yield (self._price(target, pair, 0) - self._price(rank, pair, 1)) / taken + area / taken, pair, target
+                if piece.area <= wanted + slack:
+                    yield self._move(piece, (home, at), target, piece.q, True in ends)
+                elif wanted > 0 and len(piece.q) > 1:
+                    first = self._round(piece.rows_of(wanted / piece.area), piece)
+                    last = self._round(len(piece.q) - piece.rows_of(1 - wanted / piece.area), piece)
+                    start = Span(piece.q.lo, piece.q.lo + first)
+                    end = Span(piece.q.hi - last, piece.q.hi)
+                    yield self._move(piece, (home, at), target, start, at == 0)
+                    yield self._move(piece, (home, at), target, end, at == len(self.pieces[rank][home]) - 1)
 
-    def _candidates(self, rank: int, surplus: float) -> list[Pair]:
-        """Return a few blocks of about the surplus or less, the largest first; equal ones with neighbours together."""
-        blocks = self.owned[rank]
-        first = bisect_left(blocks, -surplus - self.mean * TOLERANCE, key=lambda pair: -self.area[pair])
-        return blocks[max(0, min(first, len(blocks) - CANDIDATES)) :][:CANDIDATES]
+    def _round(self, rows: float, piece: _Piece) -> int:
+        """Return a number of whole tiles of rows, but some and not all."""
+        return min(max(1, round(rows / self.aligned)) * self.aligned, len(piece.q) - 1)
 
-    def _targets(self, pair: Pair, least: int) -> set[int]:
-        targets = {self.owner[pair[0]], self.owner[pair[1]], least}
-        for side, chunk in zip(PRICE, pair, strict=True):
-            if holders := self.holders[side, chunk]:
-                targets.add(min(holders, key=lambda r: (self.load[r], r)))
-        return targets
+    def _move(self, piece: _Piece, place: tuple[int, int], target: int, rows: Span, is_at_end: bool) -> _Move:
+        keys = 0 if target in piece.helpers or target == piece.home else len(piece.kv)
+        taken = piece.area if rows == piece.q else piece.of_rows(rows).area
+        cost = len(rows) * ROW + keys * KEY + (CALL if is_at_end else 2 * CALL)
+        return _Move(cost / max(1, taken), place, target, rows)
 
-    def _price(self, rank: int, pair: Pair, readers: int) -> float:
-        """Return the cost of the remote rows of a block that so many blocks of a rank read.
+    def _candidates(self, rank: int) -> list[tuple[int, int, _Piece]]:
+        """Return (owner of the keys, place, piece) of a few pieces."""
+        all_of = [(home, at, piece) for home, row in self.pieces[rank].items() for at, piece in enumerate(row)]
+        largest = sorted(all_of, key=lambda one: (-one[2].area, one[2].q, one[0]))
+        row = self.pieces[rank][rank]
+        ends = [(rank, at, row[at]) for at in sorted({0, len(row) - 1}) if row]
+        return [*largest[:CANDIDATES], *(one for one in ends if one not in largest[:CANDIDATES])]
 
-        With 0 readers these are the transfers that the block adds to a rank, with 1 those that only it needs.
-        """
-        return sum(
-            self.rows[chunk] * PRICE[side]
-            for side, chunk in zip(PRICE, pair, strict=True)
-            if self.owner[chunk] != rank and self.readers[rank, side, chunk] == readers
-        )
-
-    def _assign(self, rank: int, pair: Pair, by: int) -> None:
-        """Give a block to a rank (1), or take it away (-1)."""
-        self.load[rank] += by * self.area[pair]
-        if by > 0:
-            insort(self.owned[rank], pair, key=lambda pair: (-self.area[pair], pair))
-        else:
-            self.owned[rank].remove(pair)
-        for side, chunk in zip(PRICE, pair, strict=True):
-            self.readers[rank, side, chunk] += by
-            holders = self.holders[side, chunk]
-            (holders.add if self.readers[rank, side, chunk] else holders.remove)(rank)
+    def _take(self, rank: int, move: _Move) -> _Piece | None:
+        """Give rows of a piece away and return them, or None where that does not help."""
+        (home, at), rows = move.place, move.rows
+        piece = self.pieces[rank][home].pop(at)
+        taken = piece.of_rows(rows)
+        if self.load[move.target] + taken.area >= self.load[rank]:
+            return None
+        self.load[rank] -= taken.area
+        self.load[move.target] += taken.area
+        piece.helpers.add(move.target)
+        left = Span(rows.hi, piece.q.hi) if rows.lo == piece.q.lo else Span(piece.q.lo, rows.lo)
+        if len(left) and (rest := piece.of_rows(left)).area:
+            self.pieces[rank][home].insert(at, rest)
+        return taken
