@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.selfcheck import model as small_model
 from dfa_megatron.megatron.tokens.exchange import positions
+from dfa_megatron.megatron.tokens.others import refuse_other_layers
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.selfcheck.train import noise
 from dfa_megatron.testing.workers import run_ranks
@@ -175,12 +177,26 @@ def compare_with_one_rank(
         _compare(model, topology, ways)
 
 
+@contextlib.contextmanager
+def as_launched() -> Iterator[None]:
+    """Refuse layers that are not ours, as the launcher does for this layout."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    kept = TransformerLayer.__init__
+    refuse_other_layers()
+    try:
+        yield
+    finally:
+        TransformerLayer.__init__ = kept
+
+
 def _compare(model: str, topology: Topology, ways: list[tuple[str, str, bool]]) -> None:
     for layout, remat, packed in ways:
         wanted, wanted_gradients, keys, _ = run(model, Topology(tp=topology.tp, dp=topology.cp), None, packed)
         COUNTERS.reset()
         options = DistAttentionConfig(data_layout=layout, remat=remat)
-        out, gradients, our_keys, here = run(model, topology, options, packed)
+        with as_launched() if layout == "contiguous" else contextlib.nullcontext():
+            out, gradients, our_keys, here = run(model, topology, options, packed)
         assert COUNTERS.state_exchanges > 0
         assert our_keys == keys
         where = f"{model} {topology} {layout} {remat} {packed}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from dfa_megatron.megatron.layers.hybrid import RecomputedLayer
 from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
 from dfa_megatron.megatron.refusals import LAYERS
 
@@ -26,7 +27,7 @@ def refuse_other_layers() -> None:
     @functools.wraps(megatrons)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         megatrons(self, *args, **kwargs)
-        other = not isinstance(self, DistributedAttentionLayer)
+        other = not isinstance(self, (DistributedAttentionLayer, RecomputedLayer))
         LAYERS.check(other_layer=other, context_parallel_size=self.config.context_parallel_size)
 
     setattr(checked, _MARK, megatrons)
