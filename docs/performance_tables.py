@@ -167,6 +167,18 @@ def packed() -> Lines:
     return [head, rule, *table((), cells)[2:]]
 
 
+def pack_programs() -> Lines:
+    """Return the programs of some ranks over a pack beside the kernel alone, on one GPU."""
+    cells = {f"{n} ranks": row("11-23-1xh200-pack-programs", ranks=n) for n in (2, 4, 8)}
+    shown = {
+        "the kernel alone on the whole pack": "{bound TFLOP/s:.0f}",
+        "the slowest rank's program": "{TFLOP/s:.0f}",
+        "its share": "{share of the bound:.2f}",
+    }
+    lines = [[label, *(form.format_map(x) for x in cells.values())] for label, form in shown.items()]
+    return table(["one GPU, TFLOP/s", *cells], lines)
+
+
 def losses() -> Lines:
     """Return differences of losses from PyTorch's attention on one rank."""
     mean = json.loads((RESULTS / "2026-11-22-2xh200-megatron-loss.json").read_text("utf-8"))["summary"][
@@ -192,7 +204,7 @@ def qwen() -> Lines:
 
 def host() -> Lines:
     """Return the host's milliseconds of a call, as it stands and replayed."""
-    one, two = "11-22-1xh200-host-time", "11-22-2xh200-host-time"
+    one, two = "11-23-1xh200-host-time", "11-23-2xh200-host-time"
     cells = {f"{n}": row(one, case=f"program {n}") for n in (1, 2, 4, 8)} | {"2, whole call": row(two, case="function")}
     lines = [[label, *(f"{x[way]:.2f}" for x in cells.values())] for label, way in WAYS.items()]
     return table(["host ms, forward + backward; ranks", *cells], lines)
@@ -204,7 +216,8 @@ WAYS = {"as it stands": "unbound", "replayed": "bound"}
 PAGES: dict[str, dict[str, Callable[[], Lines]]] = {
     "README.md": {"results": readme},
     "docs/performance.md": {
-        "in-short": in_short, "host": host, **ATTENTION, "packed": packed, "layers": layers,
+        "in-short": in_short, "host": host, **ATTENTION, "packed": packed, "pack-programs": pack_programs,
+        "layers": layers,
         "megatron-training": megatron_training, "losses": losses, "deepspeed": deepspeed, "qwen": qwen,
         "longest": longest,
     },
