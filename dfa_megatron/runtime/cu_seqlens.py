@@ -15,6 +15,9 @@ from dfa_megatron.plan.language.mask import Mask, documents, of_window
 Offsets = tuple[int, ...]
 """0, the end of the first document, ..., the length of the pack."""
 
+_seen: list[Offsets] = [()]
+"""The tuple that was checked last: the layers of a model bring the same one."""
+
 _on_device: dict[int, tuple[weakref.ref[torch.Tensor], int, Offsets]] = {}
 """id of a CUDA tensor -> (the tensor, its version when it was read, what it held)."""
 
@@ -32,9 +35,12 @@ def offsets_of(cu_seqlens: torch.Tensor | Sequence[int], device: torch.device | 
     Raises:
         UnsupportedError: another type, dtype, shape or device.
     """
+    if cu_seqlens is _seen[0]:
+        return _seen[0]
     if not isinstance(cu_seqlens, torch.Tensor):
         if all(isinstance(offset, int) for offset in cu_seqlens):
-            return tuple(cu_seqlens)
+            _seen[0] = tuple(cu_seqlens)
+            return _seen[0]
         raise UnsupportedError("cu_seqlens", "it must hold integers", "an int32 tensor, or a tuple of int")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         what = f"cu_seqlens of dtype {cu_seqlens.dtype} and shape {tuple(cu_seqlens.shape)}"
