@@ -6,13 +6,14 @@ import json
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.doctor.host_probe import measure_host
 from dfa_megatron.doctor.kernel_trial import Trial, passes
 from dfa_megatron.doctor.link_probe import SIZES, fit, neighbours, open_transports, time_all_to_alls, time_exchanges
 from dfa_megatron.doctor.machine import devices, versions
@@ -22,7 +23,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels import select
 from dfa_megatron.kernels.api import BlockKernel, form_of
 from dfa_megatron.plan.cost import profile as profiles
-from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware, Link
+from dfa_megatron.plan.cost.hardware import Hardware, Link
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL
 
 LENGTHS = {"cuda": (1024, 2048, 4096, 8192, 16384, 32768), "cpu": (64, 128, 256, 512)}
@@ -69,9 +70,9 @@ def measure(kernel: BlockKernel, shape: Trial, name: str) -> tuple[Hardware, dic
     several, all_to_alls = _all_to_all(device, node, SIZES[device.type])
     forward, backward = (tuple(sorted(curves[phase])) for phase in ("forward", "backward"))
     hardware = Hardware(name, forward, backward, links, overhead, nodes, network, several)
-    if device.type == "cuda":  # the host's figures are the shipped ones
+    if device.type == "cuda":  # a CPU computes where it issues
         count = torch.cuda.get_device_properties(device).multi_processor_count
-        hardware = replace(hardware, host=H200_NVLINK.host, multiprocessors=count)
+        hardware = replace(hardware, host=measure_host(kernel.name, shape), multiprocessors=count)
     measured = {
         "versions": versions(), "devices": devices(), "kernel": kernel.name,
         "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "dtype": str(shape.dtype),
@@ -160,6 +161,9 @@ def table(hardware: Hardware, measured: dict[str, Any]) -> str:
     for place, link in places:
         speed = f"{link.bytes_per_second / 1e9:.3g} GB/s each way"
         lines.append(f"  {place} {link.transport}: {speed}, latency {link.latency * 1e6:.1f} us")
+    host = {name: 1e6 * seconds for name, seconds in asdict(hardware.host).items() if seconds}
+    if host:
+        lines.append("  host, us: " + ", ".join(f"{name} {us:.0f}" for name, us in host.items()))
     if hardware.all_to_all is not None:
         lines.append(f"  all-to-all of a node: {hardware.all_to_all / 1e9:.3g} GB/s out of a rank")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dfa_megatron import dist_flash_attn_func, kernels
 from dfa_megatron.cli import doctor
 from dfa_megatron.cli.main import build_parser, main
-from dfa_megatron.doctor import distributed_call
+from dfa_megatron.doctor import distributed_call, host_probe
 from dfa_megatron.doctor import kernel_survey as examine
 from dfa_megatron.doctor import measure_profile as profile
 from dfa_megatron.doctor.link_probe import fit, neighbours
@@ -25,7 +25,7 @@ from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import from_flags
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.plan.cost import profile as profiles
-from dfa_megatron.plan.cost.hardware import Hardware
+from dfa_megatron.plan.cost.hardware import Hardware, Host
 from dfa_megatron.testing.workers import run_ranks
 
 TINY = [
@@ -168,6 +168,18 @@ def test_ranks_measure_one_profile_that_the_planner_reads(tmp_path: Path) -> Non
     assert 1e6 < (first.all_to_all or 0) < 1e12
     profiles.save(first, tmp_path / "here.json")
     assert profiles.load(tmp_path / "here.json") == first
+
+
+def _host(rank: int, ranks: int) -> Host:
+    args: argparse.Namespace = build_parser().parse_args([*TINY, "--kernel", "cpu"])
+    host_probe._CALLS = 3
+    return host_probe.measure_host("cpu", doctor.shape_of(from_flags(doctor.DoctorFlags, args)))
+
+
+def test_ranks_measure_one_host_and_its_times_are_seconds() -> None:
+    first, second = run_ranks(2, _host)
+    assert first == second
+    assert 0 < first.seconds(calls=4, merges=2, messages=7) < 1
 
 
 def test_rings_stay_on_a_node_or_go_from_node_to_node() -> None:

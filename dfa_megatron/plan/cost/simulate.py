@@ -128,15 +128,15 @@ def simulate_programs(plan: Plan, programs: Sequence[Program], shape: AttentionS
         bytes_sent(plan, shape),
         bytes_received(plan, shape),
         tuple(event for clock in clocks for event in clock.events),
-        tuple(_host_seconds(program, hardware) for program in programs),
+        tuple(hardware.host.seconds(*parts_of(program)) for program in programs),
     )
 
 
-def _host_seconds(program: Program, hardware: Hardware) -> float:
+def parts_of(program: Program) -> tuple[int, int, int]:
+    """Return the number of kernel calls, merges and messages that a host issues; both ends of a message count."""
     steps = program.steps
     messages = sum(len(step.sends) + len(step.receives) for step in steps)
-    calls, merges = sum(len(step.calls) for step in steps), sum(len(step.merges) for step in steps)
-    return hardware.host.seconds(calls, merges, messages)
+    return sum(len(step.calls) for step in steps), sum(len(step.merges) for step in steps), messages
 
 
 class Wire:
