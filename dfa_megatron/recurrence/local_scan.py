@@ -46,10 +46,11 @@ Both are linear in (initial state, values) together.
 class Scan:
     """A kernel that takes and returns states.
 
-    run: see `Run`.
-    keys, values: the names of those tokens; keys (batch, tokens, any heads, key_dim), values (batch, tokens, heads,
-        value_dim).
-    packs: whether `run` takes documents in a batch of one; otherwise it is called for each of them with ().
+    Attributes:
+        run: see `Run`.
+        keys, values: the names of those tokens; keys (batch, tokens, any heads, key_dim), values (batch, tokens, heads,
+            value_dim).
+        packs: whether `run` takes documents in a batch of one; otherwise it is called for each of them with ().
     """
 
     run: Run
@@ -61,9 +62,11 @@ class Scan:
 class Decay(NamedTuple):
     """What the closed way needs: the recurrence is S = decay S + k v, out = read S.
 
-    read: (batch, tokens, heads or a divisor, keys): the query with all its scales. log: the logarithm of each token's
-    decay, (batch, tokens, heads), or (batch, tokens, heads, keys) for a decay per key. rate: where given, the logarithm
-    is log (batch, tokens, heads) times rate (heads, 1 or keys): the step size and A of a state space.
+    Attributes:
+        read: the query with all its scales, (batch, tokens, heads or a divisor, keys).
+        log: the logarithm of each token's decay, (batch, tokens, heads), or (batch, tokens, heads, keys) per key.
+        rate: where given, that logarithm is log (batch, tokens, heads) times rate (heads, 1 or keys): the step size and
+            A of a state space.
     """
 
     read: torch.Tensor
@@ -75,10 +78,11 @@ class Decay(NamedTuple):
 class Local:
     """What a rank knows before the exchange.
 
-    out: (batch, tokens, heads, values), with no state coming in.
-    read: returns R S_in of the first piece's tokens (batch, some tokens, heads, values); None where none comes in.
-    m, matrix, state: as `passing.pass_states` takes them.
-    passes: whether a state that comes in goes out again.
+    Attributes:
+        out: (batch, tokens, heads, values), with no state coming in.
+        read: returns R S_in of the first piece's tokens (batch, some tokens, heads, values); None where none comes in.
+        m, matrix, state: as `passing.pass_states` takes them.
+        passes: whether a state that comes in goes out again.
     """
 
     out: torch.Tensor

@@ -1,0 +1,73 @@
+"""Kernels of flash-linear-attention on a GPU that plays all ranks, in bfloat16 against a token loop in float64."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dfa_megatron.recurrence import Decay, fla_scan
+from dfa_megatron.recurrence.fold import fold
+from dfa_megatron.recurrence.local_scan import local_scan
+from dfa_megatron.recurrence.share import Share
+from dfa_megatron.recurrence.token_loop import delta_rule, linear_attention
+from dfa_megatron.testing.dense import assert_close
+
+HEADS, DIM = 2, 64
+KERNELS = {"gated_delta_rule": "chunk_gated_delta_rule", "kda": "chunk_kda", "simple_gla": "chunk_simple_gla"}
+
+
+def _tokens(kind: str, length: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(length)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(1, length, HEADS, *shape, device="cuda")
+
+    q, k, v = (normal(DIM) for _ in range(3))
+    tokens = {"q": F.normalize(q, dim=-1), "k": F.normalize(k, dim=-1), "v": v}
+    tokens["g"] = -0.02 * (normal(DIM) if kind == "kda" else normal()).abs()
+    if kind != "simple_gla":
+        tokens["beta"] = normal().sigmoid()
+    return {name: x if name == "g" else x.bfloat16() for name, x in tokens.items()}
+
+
+def _outputs(kind: str, tokens: list[dict[str, torch.Tensor]], offsets: tuple[int, ...]) -> torch.Tensor:
+    """Fold over lists in place of an all-gather."""
+    scan = fla_scan(getattr(importlib.import_module(f"fla.ops.{kind}"), KERNELS[kind]), scale=1.0)
+    shares = [Share(rank, len(tokens), x["q"].shape[1], offsets) for rank, x in enumerate(tokens)]
+    found = []
+    for x, share in zip(tokens, shares, strict=True):
+        decay = Decay(x["q"], x["g"]) if kind == "simple_gla" else None
+        found.append(local_scan(scan, x, share, decay))
+    outs = []
+    for share, local in zip(shares, found, strict=True):
+        came = fold([(found[rank].m, found[rank].state) for rank in share.before], matrix=local.matrix)
+        outs.append(local.finish(torch.zeros_like(local.state) if came is None else came)[0])
+    return torch.cat(outs, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("offsets", [(), (0, 1, 200, 201, 999)])
+def test_kernels_of_fla_are_exact_over_ranks(kind: str, offsets: tuple[int, ...]) -> None:
+    pytest.importorskip("fla")
+    ranks, size = 3, 333
+    whole = _tokens(kind, ranks * size)
+    mine = [
+        {n: x[:, rank * size : (rank + 1) * size].clone().requires_grad_() for n, x in whole.items()}
+        for rank in range(ranks)
+    ]
+    reference: Any = linear_attention if kind == "simple_gla" else delta_rule
+    wide = {name: x.double().requires_grad_() for name, x in whole.items()}
+    wanted = reference(wide, None, offsets)[0]
+    out = _outputs(kind, mine, offsets)
+    assert_close(out, wanted, tolerance=2e-2, name="out")
+    dout = torch.randn_like(out)
+    gradients = torch.autograd.grad(wanted, list(wide.values()), dout.double())
+    leaves = [x for rank in mine for x in rank.values()]
+    found = torch.autograd.grad(out, leaves, dout)
+    for at, name in enumerate(whole):
+        assert_close(torch.cat(found[at :: len(whole)], 1), gradients[at], tolerance=4e-2, name=f"gradient of {name}")
