@@ -17,10 +17,11 @@ class Span:
     hi: int
 
     def __len__(self) -> int:
-        return max(0, self.hi - self.lo)
+        return self.hi - self.lo if self.hi > self.lo else 0
 
     def __and__(self, other: Span) -> Span:
-        return Span(max(self.lo, other.lo), min(self.hi, other.hi))
+        lo, hi = self.lo, self.hi
+        return Span(lo if lo > other.lo else other.lo, hi if hi < other.hi else other.hi)
 
     def shift(self, by: int) -> Span:
         """Return the same range, `by` positions later."""
@@ -109,7 +110,13 @@ class Tile:
 
     def __and__(self, other: Tile) -> Tile | None:
         """Return the pairs that both tiles hold."""
-        return Tile(self.q & other.q, self.kv & other.kv, max(self.lo, other.lo), min(self.hi, other.hi)).shrink()
+        lo, hi = max(self.lo, other.lo), min(self.hi, other.hi)
+        return Tile(self.q, self.kv, lo, hi).restrict(other.q, other.kv) if self.meets(other) else None
+
+    def meets(self, other: Tile) -> bool:
+        """Return whether the rectangles of the two tiles overlap."""
+        q, kv = other.q, other.kv
+        return self.q.lo < q.hi and q.lo < self.q.hi and self.kv.lo < kv.hi and kv.lo < self.kv.hi
 
     def __sub__(self, other: Tile) -> tuple[Tile, ...]:
         """Return the pairs that only this tile holds, as disjoint tiles.
@@ -140,12 +147,12 @@ class Tile:
     @property
     def area(self) -> int:
         """Return the number of pairs, in closed form."""
-        rows, columns = len(self.q), len(self.kv)
-        if not rows or not columns or self.lo > self.hi:
+        q, kv = self.q, self.kv
+        rows, columns = q.hi - q.lo, kv.hi - kv.lo
+        if rows <= 0 or columns <= 0 or self.lo > self.hi:
             return 0
-        offset = self.q.lo - self.kv.lo
-        full = rows * columns
-        below_hi = full if self.hi == UNBOUNDED else _pairs_up_to(rows, columns, self.hi + offset)
+        offset = q.lo - kv.lo
+        below_hi = rows * columns if self.hi == UNBOUNDED else _pairs_up_to(rows, columns, self.hi + offset)
         below_lo = 0 if self.lo == -UNBOUNDED else _pairs_up_to(rows, columns, self.lo - 1 + offset)
         return below_hi - below_lo
 
@@ -162,10 +169,10 @@ def _shrunk(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None
     """Compute `Tile.shrink` on numbers, because plans of many ranks restrict a tile hundreds of thousands of times."""
     if q0 >= q1 or k0 >= k1 or lo > hi:
         return None
-    q0, q1 = max(q0, k0 - hi), min(q1, k1 - lo)
+    q0, q1 = (q0 if q0 > k0 - hi else k0 - hi), (q1 if q1 < k1 - lo else k1 - lo)
     if q0 >= q1:
         return None
-    k0, k1 = max(k0, q0 + lo), min(k1, q1 + hi)
+    k0, k1 = (k0 if k0 > q0 + lo else q0 + lo), (k1 if k1 < q1 + hi else q1 + hi)
     if k0 >= k1:
         return None
     return Tile(
@@ -178,15 +185,16 @@ def _shrunk(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None
 
 def _pairs_up_to(rows: int, columns: int, diagonal: int) -> int:
     """Return the number of (a, b), 0 <= a < rows, 0 <= b < columns, with b - a <= diagonal."""
+    return _columns_up_to(columns, rows + diagonal) - _columns_up_to(columns, diagonal)
 
-    def columns_up_to(last: int) -> int:  # sum of clamp(y, 0, columns) for y <= last
-        if last <= 0:
-            return 0
-        if last <= columns:
-            return last * (last + 1) // 2
-        return columns * (columns + 1) // 2 + (last - columns) * columns
 
-    return columns_up_to(rows + diagonal) - columns_up_to(diagonal)
+def _columns_up_to(columns: int, last: int) -> int:
+    """Return the sum of y, between 0 and `columns`, for y <= last."""
+    if last <= 0:
+        return 0
+    if last <= columns:
+        return last * (last + 1) // 2
+    return columns * (columns + 1) // 2 + (last - columns) * columns
 
 
 def joined_spans(spans: Iterable[Span]) -> list[Span]:

@@ -51,7 +51,8 @@ class Mask:
 
     def restrict(self, q: Span, kv: Span) -> tuple[Tile, ...]:
         """Return the tiles of the mask inside q x kv, each shrunk."""
-        return tuple(part for tile in self.tiles if (part := tile.restrict(q, kv)))
+        near = (t for t in self.tiles if t.q.lo < q.hi and q.lo < t.q.hi)
+        return tuple(part for tile in near if (part := tile.restrict(q, kv)))
 
     @property
     def area(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from typing import NoReturn
@@ -102,7 +101,7 @@ class _Lowering:
             landed = {regions[0].buffer for message in receives for regions in message.parts}
             after = self.lives.after(number, [tenants[slots[buffer]] for buffer in landed])
             steps.append(Step(after, sends, receives, tuple(opening[number]), calls, merges))
-        buffers = tuple(replace(b, slot=slots.get(number)) for number, b in enumerate(self.buffers))
+        buffers = tuple(Buffer(b.parts, slots.get(number), b.accumulates) for number, b in enumerate(self.buffers))
         return Program(self.rank, self.plan.ranks, self.phase, buffers, tuple(steps))
 
     # Where things lie.
@@ -208,10 +207,10 @@ class _Lowering:
                 else:
                     buffer, row = self._read_place(name, chunk, step)
                 self.lives.moved(buffer, step)
-                region = Region(buffer, name, row, row + len(self.layout.chunks[chunk]))
+                end = row + len(self.layout.chunks[chunk])
                 if regions and regions[-1].buffer == buffer and regions[-1].hi == row:
-                    region = replace(region, lo=regions.pop().lo)
-                regions.append(region)
+                    row = regions.pop().lo
+                regions.append(Region(buffer, name, row, end))
             sent.append(tuple(regions))
         return Message(peer, tuple(sent))
 

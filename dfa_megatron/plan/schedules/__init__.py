@@ -44,11 +44,16 @@ class Schedule:
         """
         if ranks < 1:
             raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
-        forward, backward = (self.phase(mask, ranks, phase, ranks_per_node) for phase in (FORWARD, BACKWARD))
+        forward, backward = self._phases(mask, ranks, (FORWARD, BACKWARD), ranks_per_node)
         return AttentionPlan(self.name, self.layout, forward, backward, ranks_per_node)
 
     def phase(self, mask: Mask, ranks: int, phase: Phase, ranks_per_node: int | None = None) -> Plan:
         """Plan one phase; arguments and errors as for `plan`."""
+        (only,) = self._phases(mask, ranks, (phase,), ranks_per_node)
+        return only
+
+    def _phases(self, mask: Mask, ranks: int, phases: tuple[Phase, ...], ranks_per_node: int | None) -> list[Plan]:
+        """Assign blocks, which are the same in all phases, and route each phase."""
         route = self.route
         if ranks_per_node is not None:
             if route is not direct:
@@ -57,7 +62,7 @@ class Schedule:
             route = gateway(ranks_per_node)
         layout = self.cut(mask, _cut_where_needed(layout_of(self.chunks, mask, ranks), mask))
         blocks = tuple(sorted(self.assign(mask, layout)))
-        return Plan(mask, layout, phase, blocks, route(blocks, layout, phase))
+        return [Plan(mask, layout, phase, blocks, route(blocks, layout, phase)) for phase in phases]
 
 
 def _cut_where_needed(layout: Layout, mask: Mask) -> Layout:

@@ -17,15 +17,16 @@ def direct(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Trans
     """Send each chunk straight from its owner to its reader, one step ahead, and each result back one step late."""
     out: set[Transfer] = set()
     held: set[tuple[int, str, int]] = set()
+    reads, writes = phase.reads, phase.writes
     for block in sorted(blocks):
-        for side, name in phase.reads:
+        for side, name in reads:
             chunk = chunk_of(block, side)
             if layout.owner[chunk] != block.rank and (block.rank, name, chunk) not in held:
                 held.add((block.rank, name, chunk))
                 out.add(Transfer(block.step - 1, layout.owner[chunk], block.rank, name, chunk))
     last: dict[tuple[int, str, int], int] = {}
     for block in blocks:
-        for side, name in phase.writes:
+        for side, name in writes:
             chunk = chunk_of(block, side)
             if layout.owner[chunk] != block.rank:
                 key = (block.rank, name, chunk)
