@@ -29,14 +29,16 @@ _CHECKED = "_dfa_checked"
 class Current:
     """Hold facts of the last forward's batch, for modules that do not receive them.
 
-    packed: whether rows hold several documents.
+    documents: of every row, None if each row is one.
     longest: tokens of its longest document, on all ranks.
     positions: int64 (batch or 1, local_seq), of this rank's tokens.
+    told: positions and offsets of documents in the call of a model that does not hand them on to its decoder.
     """
 
-    packed: bool = False
+    documents: Documents | None = None
     longest: int = 0
     positions: torch.Tensor | None = None
+    told: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,6 @@ def mask(
 def _documents(module: torch.nn.Module, context: LayerContext, others: dict[str, Any]) -> Documents | None:
     """Return the documents of every row, or None if each row is one."""
     documents: Documents | None = others.get(KEYWORD)
-    unseen = documents is None and KEYWORD not in others and context.current.packed
+    unseen = documents is None and KEYWORD not in others and context.current.documents is not None
     ATTENTION.check(unseen_documents=unseen, layer=type(module).__name__)
     return documents

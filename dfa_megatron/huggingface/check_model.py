@@ -8,9 +8,15 @@ from typing import Any
 import torch
 
 from dfa_megatron.huggingface.positions.own_positions import LOCAL_ROPE, rotaries_of, table_of
+from dfa_megatron.huggingface.recurrent.layers import layers_of
 from dfa_megatron.huggingface.refusals import MODEL
 
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
+_STATES = {"linear_attention", "conv"}
+_BOTH = {"hybrid", "hybrid_sliding"}
+"""Types of layers that have an attention and a state."""
+_EACH_TOKEN = {"mlp", "moe"}
+"""Types of layers that treat every token alone."""
 _OWN_MASKS = ("doge",)
 """Types whose layers derive a mask of their own from the one that their model gives them."""
 
@@ -36,6 +42,7 @@ def check_model(model: Any) -> list[torch.nn.Module]:
         pooling_head=_pooling_head(model),
         other_layers=_other_layers(config),
         own_masks=config.model_type in _OWN_MASKS,
+        ngrams=bool(getattr(config, "ple_layer_ids", None)),
         router_loss=getattr(config, "output_router_logits", False),
         dropout=getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0),
     )
@@ -46,10 +53,13 @@ def check_model(model: Any) -> list[torch.nn.Module]:
         kind=kind,
         not_causal=sum(not layer.is_causal for layer in layers),
         attentions=len(layers),
-        layers=getattr(config, "decoder_layers", config.num_hidden_layers),
+        layers=_count(config, _STATES | _EACH_TOKEN),
+        recurrent=len(layers_of(decoder)),
+        states=_states(config),
         other_decoder=not hasattr(decoder, "config"),
         local_rope=_local_rope(config) if not rotaries_of(decoder) else None,
-        no_positions="position_ids" not in inspect.signature(type(decoder).forward).parameters
+        no_positions=layers
+        and "position_ids" not in inspect.signature(type(decoder).forward).parameters
         and table_of(decoder) is None,
     )
     return list(named.values())
@@ -72,7 +82,21 @@ def _other_layers(config: Any) -> str:
     types = getattr(config, "layer_types", None)
     if types is None:  # a model without types of layers has no chunks in training, but generates with them
         return "chunked_attention" if getattr(config, "attention_chunk_size", None) else ""
-    return ", ".join(sorted(set(types) - _LAYER_TYPES))
+    return ", ".join(sorted({*types} - {*_ATTENTIONS, *_STATES, *_BOTH, *_EACH_TOKEN}))
+
+
+def _states(config: Any) -> int:
+    """Return the number of layers whose type has a state."""
+    return sum(kind in _STATES | _BOTH for kind in getattr(config, "layer_types", None) or ())
+
+
+def _count(config: Any, others: set[str]) -> int:
+    """Return the number of layers whose type is none of these."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        count: int = getattr(config, "decoder_layers", config.num_hidden_layers)
+        return count
+    return sum(kind not in others for kind in types)
 
 
 def _local_rope(config: Any) -> str | None:

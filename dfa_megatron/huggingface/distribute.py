@@ -19,6 +19,7 @@ from dfa_megatron.huggingface.checkpointing import check_layers, set_checkpointi
 from dfa_megatron.huggingface.exact_types import EXACT
 from dfa_megatron.huggingface.positions import own_positions
 from dfa_megatron.huggingface.positions.embedded_positions import padding_of
+from dfa_megatron.huggingface.recurrent import layers as recurrent
 from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.plan.language.heads import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
@@ -71,7 +72,11 @@ def distribute_attention(
     # Of a model that computes attention in code of its own, transformers only warns.
     MODEL.check(kind=kind_of(inner), own_attention=inner.config._attn_implementation != NAME)
     context = LayerContext(
-        group=name, size=group_size(name), options=options.within("function"), before=before, accelerate=accelerate
+        group=name,
+        size=group_size(name),
+        options=options.within("function"),
+        before=before,
+        accelerate=accelerate,
     )
     decoder = inner.get_decoder()
     if known is None:
@@ -80,7 +85,9 @@ def distribute_attention(
             inner.register_forward_pre_hook(inputs.check_loss, with_kwargs=True)
         decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
         own_positions.hook(decoder)
-    for module in {inner, decoder, *layers, *own_positions.modules_of(decoder)}:
+        recurrent.hook(decoder)
+    others = (*own_positions.modules_of(decoder), *recurrent.modules_of(decoder))
+    for module in {inner, decoder, *layers, *others}:
         setattr(module, CONTEXT, context)
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model

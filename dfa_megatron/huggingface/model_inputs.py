@@ -18,7 +18,6 @@ from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, LayerCont
 from dfa_megatron.huggingface.padding import check_right, check_unlabelled
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions.embedded_positions import after_padding, padding_of, places
-from dfa_megatron.huggingface.positions.own_positions import table_of
 from dfa_megatron.huggingface.refusals import INPUTS
 from dfa_megatron.sharding import local_positions, shard_sequence
 
@@ -45,6 +44,8 @@ def prepare(
     if module.config._attn_implementation != NAME:
         context.current.longest, context.current.positions = 0, None
         return None
+    told, context.current.told = context.current.told, {}
+    kwargs = told | kwargs
     _check_arguments(args, kwargs, context)
     tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
     given = places(module, kwargs)
@@ -56,9 +57,10 @@ def prepare(
         check_right(mask, context.group)
         kept["attention_mask"] = None
     _note(context, documents, tokens, kept["position_ids"])
-    if table_of(module) is not None:
+    parameters = _parameters(module.__class__)
+    if not any(parameter.name == "position_ids" for parameter in parameters):
         del kept["position_ids"]
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in _parameters(module.__class__)):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         kept[packed.KEYWORD] = documents  # the decoder passes every keyword to its layers
     if documents is not None:
         kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
@@ -70,7 +72,7 @@ def _note(
 ) -> None:
     """Note the facts of this forward for the modules that do not receive them."""
     current = context.current
-    current.packed, current.positions = documents is not None, positions
+    current.documents, current.positions = documents, positions
     ends = documents or ((0, tokens.shape[1] * context.size),)
     current.longest = max(hi - lo for offsets in ends for lo, hi in pairwise(offsets))
 
@@ -196,6 +198,9 @@ def check_loss(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     if module.config._attn_implementation != NAME:
         return
     given = _by_name(module, args, kwargs)
+    context.current.told = {
+        name: given[name] for name in ("position_ids", *packed.FLASH_KEYS) if given.get(name) is not None
+    }
     asked = given.get("output_router_logits")
     INPUTS.check(
         kind="a call", router_loss=getattr(module.config, "output_router_logits", False) if asked is None else asked

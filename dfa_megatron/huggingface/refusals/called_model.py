@@ -226,6 +226,13 @@ ATTENTION = Stage(
             layer="CodeGenAttention",
         ),
         stated(
+            "lost_in_recompute",
+            "checkpointing of a layer of type {layer}",
+            "its decoder layer does not hand keyword arguments on, and a recompute would not know the documents",
+            "checkpoint='none'",
+            layer="JambaMambaMixer",
+        ),
+        stated(
             "some_rows",
             "logits_to_keep in a model whose layers share keys",
             "the layers that share them would have fewer queries than keys",

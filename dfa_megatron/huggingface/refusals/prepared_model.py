@@ -72,8 +72,8 @@ MODEL = Stage(
         stated(
             "other_layers",
             "{kind} with layers of type {other_layers}",
-            "only attention is distributed",
-            "layers of type full_attention, sliding_attention and chunked_attention",
+            "it is not known how to distribute them",
+            "layers of type full_attention, sliding_attention, chunked_attention, linear_attention and conv",
             "linear_attention",
             kind="a qwen3_next model",
         ),
@@ -84,6 +84,13 @@ MODEL = Stage(
             "a model whose layers pass their mask on unchanged",
             True,
             kind="a doge model",
+        ),
+        stated(
+            "ngrams",
+            "{kind} with embeddings of n-grams (ple_layer_ids)",
+            "they read tokens before this rank's part",
+            "no ple_layer_ids",
+            kind="a qwen4_exp_text model",
         ),
         stated(
             "router_loss",
@@ -123,6 +130,13 @@ MODEL = Stage(
             "other layers mix tokens in ways that are not distributed, or do not take attention implementations",
             "a model with causal self-attention in every layer",
             {"kind": _LLAMA, "attentions": 1, "layers": 2},
+        ),
+        Refusal(
+            lambda a: a.recurrent is not None and a.recurrent < (a.states or 0),
+            "{kind} with {recurrent} layers whose state is distributed, of {states} that have one",
+            "the others do not call the functions of convolutions, delta rules and state spaces that are replaced",
+            "a model of transformers 5.23 whose layers do",
+            {"kind": "a recurrent_gemma model", "recurrent": 1, "states": 2},
         ),
         stated(
             "other_decoder",

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the states as JSON; docs/models.json makes the table")
     asked = parser.parse_args(arguments)
-    every = [config.model_type for config in transformers.MODEL_FOR_CAUSAL_LM_MAPPING]
+    every = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     began, states, counts = time.monotonic(), {}, Counter[str]()
     for kind, verdicts in sweep(asked.types or sorted(every), asked.ranks):
         first = verdicts[0]

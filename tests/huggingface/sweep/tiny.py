@@ -86,6 +86,7 @@ THEN: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 7, "floor_scale": 4, "attn_scale": 0.5},
     "bamba": {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3},
+    **_each(("kimi_linear", "bailing_hybrid"), {"linear_head_dim": 8, "linear_num_heads": 2}),
     "helium": {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4},
     **_each(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _DELTA),
     "falcon_h1": {
@@ -226,7 +227,10 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {
         **_HEADED,
         **_DELTA,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 4,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 16,
+        "eos_token_id": 2,
         "num_key_value_heads": 2,
         "head_dim": 8,
         "num_experts": 4,
