@@ -9,7 +9,7 @@ import pytest
 from dfa_megatron.testing.workers import preload, run_ranks
 from tests.huggingface import conftest
 
-HYBRIDS = ("jamba", "lfm2", "nemotron_h", "qwen3_next", "zamba2")
+HYBRIDS = ("jamba", "lfm2", "nemotron_h", "qwen3_next")
 
 if conftest.INSTALLED:
     preload("tests.huggingface.sweep.attempt", *(f"transformers.models.{name}.modeling_{name}" for name in HYBRIDS))
