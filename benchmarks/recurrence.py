@@ -3,7 +3,7 @@
     python benchmarks/recurrence.py --link-gbs 370 --out recurrence.json      # needs fla-core
     python benchmarks/recurrence.py --device cpu --tokens 256 --kernel transformers --rounds 2
 
-One device plays a rank in the middle of `ranks`. Times are of a forward and a backward:
+One device plays a rank in the middle of `ranks`. Times are of a forward and a backward, or of a forward alone:
 
     projections   of a gated delta net, in and out
     conv          its short convolution, with the tokens before the rank's own
@@ -63,6 +63,7 @@ class Shapes:
     attention: tuple[int, int, int] = flag((16, 2, 256), "heads, kv heads and head_dim of the attention")
     layers: int = flag(3, "gated delta nets for one attention")
     link_gbs: float = flag(0.0, "measured, GB/s that a rank receives; 0: bytes only")
+    backward: bool = flag(True, "time backwards too; fla refuses its own on Hopper with some versions of Triton")
     rounds: int = flag(10, "calls of each, of which the median counts")
     out: Path | None = flag(None, "write the rows as JSON")
 
@@ -153,8 +154,10 @@ def normal(shapes: Shapes, *size: int) -> torch.Tensor:
     return torch.randn(1, shapes.tokens, *size, **given).requires_grad_()
 
 
-def both_ways(run: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> Call:
+def both_ways(run: Callable[[], torch.Tensor], leaves: list[torch.Tensor], shapes: Shapes) -> Call:
     """Return a call of the forward and the backward."""
+    if not shapes.backward:
+        return torch.no_grad()(run)
     dout = torch.randn_like(run())
     return lambda: torch.autograd.grad(run(), leaves, dout)
 
@@ -165,7 +168,10 @@ def projections(shapes: Shapes) -> Call:
     given = {"device": x.device, "dtype": x.dtype, "requires_grad": True}
     into = torch.randn(shapes.projected, shapes.hidden, **given)
     out = torch.randn(shapes.hidden, y.shape[2], **given)
-    one, other = both_ways(lambda: F.linear(x, into), [x, into]), both_ways(lambda: F.linear(y, out), [y, out])
+    one, other = (
+        both_ways(lambda: F.linear(x, into), [x, into], shapes),
+        both_ways(lambda: F.linear(y, out), [y, out], shapes),
+    )
     return lambda: (one(), other())
 
 
@@ -175,7 +181,7 @@ def convolution(shapes: Shapes) -> Call:
     weight = torch.randn(shapes.conv_channels, 1, shapes.width, device=x.device, dtype=x.dtype, requires_grad=True)
     before = x[:, : shapes.width - 1].detach()
     channels = shapes.conv_channels
-    return both_ways(lambda: F.conv1d(torch.cat([before, x], 1).mT, weight, groups=channels), [x, weight])
+    return both_ways(lambda: F.conv1d(torch.cat([before, x], 1).mT, weight, groups=channels), [x, weight], shapes)
 
 
 def scan(shapes: Shapes, share: Share) -> Call:
@@ -193,7 +199,7 @@ def scan(shapes: Shapes, share: Share) -> Call:
         local = local_scan(kernel, tokens, share)
         return local.finish(state)[0] if share.continues(share.rank) else local.out
 
-    return both_ways(run, list(tokens.values()))
+    return both_ways(run, list(tokens.values()), shapes)
 
 
 def gated_delta_rule(name: str) -> Scan:
@@ -215,7 +221,10 @@ def folded(shapes: Shapes, ranks: int) -> Call:
 
     def call() -> object:
         with torch.no_grad():
-            incoming, outgoing = fold(carries, matrix=True), fold_back(carries, matrix=True)
+            incoming = fold(carries, matrix=True)
+            if not shapes.backward:
+                return incoming
+            outgoing = fold_back(carries, matrix=True)
             assert incoming is not None and outgoing is not None  # noqa: PT018
             return gradient_of_m(outgoing, incoming, ms[0], matrix=True)
 
@@ -233,7 +242,7 @@ def attention(shapes: Shapes, ranks: int) -> Call:
     def call() -> object:
         with torch.no_grad():
             out, lse = run_forward(prepared, (q, k, v))
-            return run_backward(prepared, (dout, q, k, v, out, lse))
+            return run_backward(prepared, (dout, q, k, v, out, lse)) if shapes.backward else out
 
     return call
 
