@@ -70,7 +70,7 @@ def grid() -> Lines:
 def short() -> Lines:
     """Return short calls on two GPUs, with the host's work replayed."""
     methods = {"ours": OURS, "ours, `cuda_graph`": GRAPH, "Ulysses": ULYSSES}
-    columns = {f"{n}K, {h[0]} on {h[1]}": ("11-23-2xh200-short-flash4", h, n) for h in (ALL, SOME) for n in (8, 16, 32)}
+    columns = {f"{n}K, {h[0]} on {h[1]}": ("11-22-2xh200-short-flash4", h, n) for h in (ALL, SOME) for n in (8, 16, 32)}
     lines = bold([[label, *(speed(some, one) for one in columns.values())] for label, some in methods.items()])
     return table(["two GPUs", *columns], lines)
 
