@@ -141,8 +141,9 @@ class Channel:
         mine = torch.tensor([last.number, last.chain])
         theirs, work = self.collectives(mine.device).gather(mine)
         self.wait(work.wait)
-        if self._watch is not None and any(not torch.equal(x, mine) for x in theirs):
-            raise self._watch.difference()
+        for found in theirs:
+            if self._watch is not None and not torch.equal(found, mine):
+                raise self._watch.difference()
 
     def wait(self, blocking: Callable[[], object]) -> None:
         """Wait for messages between CPUs.

@@ -61,9 +61,11 @@ class Communicator:
         together = self.device.type != "cpu"
         if together:
             self._group._start_coalescing(self.device)
-        # Gloo tells the tensors of a message apart by their tags.
-        works = [self._group.recv([x], p.peer, tag) for p in receives for tag, x in enumerate(p.tensors)]
-        works += [self._group.send([x], p.peer, tag) for p in sends for tag, x in enumerate(p.tensors)]
+        works = []
+        for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
+            for message in messages:
+                for tag, x in enumerate(message.tensors):  # gloo tells the tensors of a message apart by their tags
+                    works.append(start([x], message.peer, tag))
         return [self._group._end_coalescing(self.device)] if together else works
 
     def gather(self, x: torch.Tensor) -> tuple[list[torch.Tensor], dist.Work]:

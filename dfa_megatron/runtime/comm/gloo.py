@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from dfa_megatron.runtime.comm.arena import Arena
 from dfa_megatron.runtime.comm.communicator import Communicator
 from dfa_megatron.runtime.comm.transport import Recv, Send, Sends
+
+_peer = attrgetter("peer")
 
 
 class GlooTransport:
@@ -45,7 +48,7 @@ class GlooTransport:
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         """Start the batch; gloo's threads move it during compute."""
         self.sending = sends(nullcontext)
-        self._where = self._where[0], tuple(recv.peer for recv in receives)
+        self._where = self._where[0], tuple(map(_peer, receives))
         self.works = self._communicator.post(self.sending, receives)
 
     def land(self) -> None:
