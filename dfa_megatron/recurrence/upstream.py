@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.recurrence.functions import dist_scan
 from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens
 from dfa_megatron.runtime.comm.groups import Group
@@ -121,7 +122,8 @@ def dist_mamba1(
 
 
 def _step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
-    """Return the step size that the kernels make of (batch, tokens, heads or channels)."""
+    """Return the step size that the kernels make of (batch, tokens, heads or channels), in float32 as they do."""
+    dt = dt.to(accumulator_dtype(dt.dtype))
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     return F.softplus(dt) if softplus else dt
 

@@ -15,6 +15,7 @@ from torch.nn.functional import silu, softplus
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.positions.document_starts import Documents
+from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.recurrence import Decay, Place, Scan, dist_conv, dist_scan, pass_states
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
@@ -122,8 +123,12 @@ def mamba(real: Real, over: Sequence, given: Given) -> torch.Tensor:
 
 
 def _steps(given: Given, bias: str, softplus_of: str) -> torch.Tensor:
-    """Return the sizes of a state space's steps: dt, with its bias and softplus if the call asks for them."""
+    """Return the sizes of a state space's steps: dt, with its bias and softplus if the call asks for them.
+
+    In float32, as kernels compute them: over many tokens the rounding of each would add up.
+    """
     dt: torch.Tensor = given["dt"]
+    dt = dt.to(accumulator_dtype(dt.dtype))
     if (added := given.get(bias)) is not None:
         dt = dt + added.to(dt.dtype).view(-1, *(1 for _ in range(dt.dim() - 2 if bias == "delta_bias" else 0)))
     return softplus(dt) if given.get(softplus_of) else dt
