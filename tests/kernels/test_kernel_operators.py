@@ -43,7 +43,7 @@ def flash4_functions(monkeypatch: pytest.MonkeyPatch, interface: object) -> obje
             raise interface
         return interface
 
-    monkeypatch.setattr(flash4.importlib.metadata, "version", lambda name: "4.9.9")
+    monkeypatch.setattr(flash4, "_version", lambda: "4.9.9")
     monkeypatch.setattr(flash4.importlib, "import_module", load)
     return flash4._functions.__wrapped__()
 

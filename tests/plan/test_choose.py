@@ -191,6 +191,8 @@ def test_eight_short_ranks_exchange_heads_because_the_host_posts_fewer_messages(
     shape, hardware = AttentionShape(kv_heads=8, backward_needs="delta"), computing_with("flash4", H200_NVLINK)
     about = {"schedule": "auto", "layout": "contiguous", "shape": shape}
     assert automatic_degree(causal(8192), 8, hardware=hardware, **about) == 8  # type: ignore[arg-type]
+    named = about | {"schedule": "balanced"}
+    assert automatic_degree(causal(8192), 8, hardware=hardware, **named) == 1  # type: ignore[arg-type]
     free = replace(hardware, host=Host())
     assert automatic_degree(causal(8192), 8, hardware=free, **about) == 1  # type: ignore[arg-type]
 

@@ -95,18 +95,16 @@ def automatic_degree(
     """Return the number of neighbours that exchange heads for ulysses_degree="auto".
 
     It is the degree of the first candidate within TIE of the cheapest, so 1 wins a tie. Several documents always give
-    1, because they send little.
+    1, because they send little, and a schedule that is named runs over all ranks.
     """
-    if len(components(mask)) > 1:
+    if schedule != "auto" or len(components(mask)) > 1:
         return 1
-    without = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware)
-    looked_at = tuple(one for one in without if schedule in ("auto", one.schedule))
+    looked_at = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware)
     if (least := best(looked_at)) is None:
         return 1
     for degree in _degrees(ranks, shape):
         if _least_seconds(mask, ranks, shape, hardware, degree) < least.seconds:
-            found = _with_ulysses(mask, ranks, layout, shape, hardware, degree, kept=True)
-            looked_at += tuple(one for one in found if schedule in ("auto", one.schedule))
+            looked_at += tuple(_with_ulysses(mask, ranks, layout, shape, hardware, degree, kept=True))
     taken = best(looked_at)
     return taken.ulysses_degree if taken is not None else 1
 
