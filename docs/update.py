@@ -9,12 +9,14 @@ A table stands in its page between `<!-- NAME -->` and `<!-- /NAME -->`. A table
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from docs import (
     automatic_tables,
     fault_tables,
@@ -49,6 +51,15 @@ SITE: dict[str, Tables] = {
     "options": {"options": reference_tables.options},
 }
 """The tables that only the site shows, and those that are longer there, by page and name."""
+
+
+JSON_SCHEMA = ROOT / "configs/deepspeed/dist_flash_attention.schema.json"
+"""The schema of DeepSpeed's configuration with the block, for editors."""
+
+
+def json_schema() -> str:
+    """Return the text of `JSON_SCHEMA`."""
+    return json.dumps(DeepSpeedOptions.json_schema(), indent=2) + "\n"
 
 
 def filled(text: str, tables: Tables) -> str:
@@ -88,6 +99,7 @@ def main(arguments: list[str]) -> None:
     for name, tables in PAGES.items():
         path = ROOT / name
         path.write_text(filled(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    JSON_SCHEMA.write_text(json_schema(), encoding="utf-8")
     model_tables.LIST.write_text(model_tables.list_of_types(), encoding="utf-8")
     for picture, svg in {**schedule_tables.pictures(), "house.svg": house_picture.picture()}.items():
         (DOCS / "pictures" / picture).write_text(svg, encoding="utf-8")

@@ -20,6 +20,10 @@ SOURCE = re.compile(
 )
 
 
+def test_the_schema_of_deepspeeds_configuration_is_as_the_options_make_it() -> None:
+    assert update.JSON_SCHEMA.read_text(encoding="utf-8") == update.json_schema(), "run `python -m docs.update`"
+
+
 @pytest.mark.parametrize("name", update.PAGES)
 def test_every_table_of_a_page_is_what_code_and_raw_files_say(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -98,8 +97,3 @@ class DeepSpeedOptions:
             "type": "object",
             "properties": {KEY: block},
         }
-
-
-# python -m dfa_megatron.deepspeed.json_block > configs/deepspeed/dist_flash_attention.schema.json
-if __name__ == "__main__":
-    print(json.dumps(DeepSpeedOptions.json_schema(), indent=2))

@@ -18,7 +18,8 @@ from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.refusals import check_settings
 from dfa_megatron.errors import UnsupportedError
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "deepspeed").glob("*.json"))
+FOLDER = Path(__file__).parents[2] / "configs" / "deepspeed"
+CONFIGS = sorted(path for path in FOLDER.glob("*.json") if not path.name.endswith("schema.json"))
 
 
 def test_every_option_is_read() -> None:
@@ -136,9 +137,6 @@ def test_the_schema_names_every_key_that_is_read() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_configuration_is_one_that_is_read(path: Path) -> None:
     settings = json.loads(path.read_text())
-    if path.name.endswith("schema.json"):
-        assert settings == DeepSpeedOptions.json_schema(), f"python -m dfa_megatron.deepspeed.json_block > {path}"
-        return
     block = DeepSpeedOptions.from_mapping(settings[KEY])
     assert block.enabled
     check_settings(settings, block.size)
