@@ -46,7 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     megatron = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
-    workers.preload("dfa_megatron.attention", *(("megatron.core.parallel_state",) if megatron else ()))
+    # pytest is half of what a rank of a short test would import: its test's module needs it.
+    workers.preload("pytest", "dfa_megatron.attention", *(("megatron.core.parallel_state",) if megatron else ()))
     config.addinivalue_line(
         "markers", "support(table, row, column): a cell of docs/support.md: see tests/support/support_rows.py"
     )
