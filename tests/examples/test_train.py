@@ -24,7 +24,10 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 TINY = ("--seq-length", "256", "--hidden-size", "64", "--num-attention-heads", "2", "--num-query-groups", "1")
 
 
-def test_the_loss_falls_on_two_ranks_and_the_report_is_written(run: Run, tmp_path: Path) -> None:
+def test_the_loss_falls_on_two_ranks_and_the_report_is_written(
+    run: Run, environment: dict[str, str], tmp_path: Path
+) -> None:
+    del environment["TORCHDYNAMO_DISABLE"]  # once as a user runs it
     done = run(*TINY, "--train-iters", "12", "--save-report", "report", "--nproc-per-node", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     records = [json.loads(line) for line in (tmp_path / "report" / "log.jsonl").read_text().splitlines()]

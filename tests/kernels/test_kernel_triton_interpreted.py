@@ -18,28 +18,26 @@ HERE = Path(__file__).parent
 CHOSEN = {
     "test_kernel_conformance.py": {
         "float32 and says": [
-            "64x64-full", "130x33", "1x5", "7x1", "129x129", "48x48-band5", "48x48-band0", "32x80-band20",
-            "80x32-band12", "80x8-band12", "48x64-band11", "d17", "d33", "d24v40", "24x24-band-1 and 6:1",
+            "64x64-full", "130x33", "1x5", "7x1", "129x129", "48x48-band0", "32x80-band20", "80x8-band12", "d17",
+            "d33", "d24v40", "24x24-band-1 and 6:1",
         ],
         "bfloat16 and says": ["40x72", "1x24"],
-        "float16 and says": ["40x72"],
-        "strided": ["sbhd and 56x40", "misaligned and 40x56", "last and b1"],
+        "strided": ["misaligned and 40x56", "last and b1"],
         "nothing and float32": ["70x30-band2"],
         "longer and float32": ["window", "see"],
         "logits and float32": ["64x64-full", "64x64-band9"],
         "inputs_are_left": [],
     },
     "test_kernel_segments.py": {
-        "float32 and several": ["tokens", "gaps", "windows and sides"],
-        "bfloat16 and several": ["kinds"],
+        "float32 and several": ["tokens", "kinds", "windows and sides"],
     },
-    "test_kernel_merge.py": {"": []},
+    "test_kernel_merge.py": {"not drift": []},
     "test_kernel_alibi.py": {
         "float32 and alibi": ["2.0 and apart and window", "0.0 and apart and full"],
         "float32 and segments": [],
     },
     "test_kernel_softcap.py": {
-        "float32 and capped": ["0.7 and full", "0.7 and window", "30.0 and window"],
+        "float32 and capped": ["0.7 and window"],
         "bfloat16 and capped": ["2.0 and window"],
     },
 }  # fmt: skip
@@ -57,8 +55,8 @@ def expression(file: str) -> str:
 @pytest.mark.parametrize(
     ("files", "passes"),
     [
-        (("test_kernel_conformance.py", "test_kernel_merge.py"), 26 + 75),
-        (("test_kernel_segments.py", "test_kernel_softcap.py", "test_kernel_alibi.py"), 5 + 4 + 4),
+        (("test_kernel_conformance.py", "test_kernel_merge.py"), 22 + 74),
+        (("test_kernel_segments.py", "test_kernel_softcap.py", "test_kernel_alibi.py"), 3 + 2 + 4),
     ],
 )
 def test_the_triton_kernels_pass_in_the_interpreter(files: tuple[str, ...], passes: int) -> None:

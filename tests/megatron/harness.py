@@ -21,7 +21,7 @@ from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 64, 4, 2, 128
-SEQUENCE, BATCH, MICRO_BATCHES, STEPS, VOCABULARY = 48, 2, 2, 30, 256
+SEQUENCE, BATCH, MICRO_BATCHES, STEPS, VOCABULARY = 48, 2, 2, 12, 256
 LEARNING_RATE, WEIGHT = 2e-3, 0.05
 """Of Adam, and the scale of initial weights."""
 

@@ -49,7 +49,7 @@ def check(topology: Topology, cases: list[Case], reference: str) -> None:
 def both_layouts(steps: int) -> list[Case]:
     """Contiguous with remat for `steps`; the other three for as many as show that steps follow each other."""
     others = (("contiguous", "off"), ("boundary", "off"), ("boundary", "auto"))
-    return [case("contiguous", "auto", steps=steps), *(case(layout, remat, steps=4) for layout, remat in others)]
+    return [case("contiguous", "auto", steps=steps), *(case(layout, remat, steps=3) for layout, remat in others)]
 
 
 def of_topology(params: Mapping[str, Any]) -> str:
@@ -66,11 +66,11 @@ def of_topology(params: Mapping[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("topology", "steps"),
     [
-        (Topology(cp=2), 10),
+        (Topology(cp=2), 6),
         (Topology(cp=3), harness.STEPS),
-        (Topology(cp=4), 10),
-        (Topology(tp=2, cp=2), harness.STEPS),
-        (Topology(pp=2, cp=2), 10),
+        (Topology(cp=4), 6),
+        (Topology(tp=2, cp=2), 6),
+        (Topology(pp=2, cp=2), 6),
     ],
     ids=["cp2", "cp3", "cp4", "tp2-cp2-sequence-parallel", "pp2-cp2"],
 )
