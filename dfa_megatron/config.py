@@ -106,8 +106,8 @@ class DistAttentionConfig:
     )
     remat_offload: bool = _option(
         False,
-        "Keep what rematerialization saves in pinned host memory until the recompute takes it. The copies run beside "
-        "the computation. Needs rematerialization.",
+        "Keep what rematerialization saves, each layer's input and attention's output and lse, in pinned host memory "
+        "until the recompute takes it. The copies run beside the computation. Needs rematerialization.",
         scope=("megatron", "deepspeed", "huggingface"),
     )
     deterministic: bool = _option(False, "The same gradients to the bit from run to run; may be slower.")

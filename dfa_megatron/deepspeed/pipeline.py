@@ -48,14 +48,14 @@ def settings_for(settings: dict[str, Any], module: Any, block: DeepSpeedOptions)
 
 
 def set_remat(engine: Any, *, offload: bool) -> None:
-    """Make the pipeline's checkpoints save attention's output and lse, in host memory with offload."""
+    """Make the pipeline's checkpoints save attention's output and lse; with offload, all they save in host memory."""
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
     module = engine.module
     own = module.activation_checkpoint_func
     if own is checkpointing.non_reentrant_checkpoint:
-        module.activation_checkpoint_func = functools.partial(
-            torch_checkpoint, use_reentrant=False, context_fn=functools.partial(remat.context_fn, offload=offload)
-        )
+        context_fn = functools.partial(remat.context_fn, offload=offload)
+        function = functools.partial(torch_checkpoint, use_reentrant=False, context_fn=context_fn)
+        module.activation_checkpoint_func = remat.keeping_inputs_on_host(function) if offload else function
     else:
         module.activation_checkpoint_func = functools.partial(remat.remat_checkpoint, checkpoint=own, offload=offload)

@@ -31,7 +31,7 @@ def set_checkpointing(
         checkpoint: a value of `DistAttentionConfig.checkpoint`.
         reentrant: with PyTorch's re-entrant form, which saves only a layer's input. This input must have a gradient,
             so frozen embeddings (PEFT) are made to give it one.
-        offload: with 'remat', save attention's output and lse in pinned host memory.
+        offload: with 'remat', save each layer's input and attention's output and lse in pinned host memory.
         function: a re-entrant checkpoint function in place of PyTorch's, called as function(layer, *inputs).
     """
     if checkpoint == "none":
@@ -43,15 +43,17 @@ def set_checkpointing(
     # The first name is the newer one; the second warns that it is deprecated where both exist.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(keywords)
-    if not reentrant:
-        return
     for module in model.modules():
         own = getattr(module, _FUNCTION, None)
         if own is not None:
             chosen = function or own
-            if checkpoint == "remat":
+            if checkpoint == "remat" and reentrant:
                 chosen = functools.partial(remat.remat_checkpoint, checkpoint=chosen, offload=offload)
+            elif offload:
+                chosen = remat.keeping_inputs_on_host(chosen)
             setattr(module, _FUNCTION, chosen)
+    if not reentrant:
+        return
     embeddings: torch.nn.Module = model.get_input_embeddings()
     if not any(parameter.requires_grad for parameter in embeddings.parameters()):
         model.enable_input_require_grads()

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from dfa_megatron.errors import RematError, UnsupportedError
+from dfa_megatron.remat.inputs import keeping_inputs_on_host as keeping_inputs_on_host
 from dfa_megatron.remat.saved import HostKept, Kept
 from dfa_megatron.runtime.counters import COUNTERS
 
@@ -113,7 +114,8 @@ class Frame:
             raise RematError(_TWICE.format(call=call))
         if kept.changed:
             raise RematError(_CHANGED.format(call=call))
-        return kept.take()
+        out, lse = kept.take()
+        return out, lse
 
     def _close(self, failed: bool) -> None:
         """End the pass. PyTorch stops a recompute early by an exception, so failed may be true without an error."""
@@ -171,6 +173,7 @@ def context_fn(offload: bool = False) -> Contexts:
 
     Args:
         offload: save (out, lse) in pinned host memory between the passes; use `partial(context_fn, offload=True)`.
+            The region's input goes there too where `keeping_inputs_on_host` wraps the checkpoint function.
 
     Raises:
         UnsupportedError: offload in a region that torch.compile traces.
@@ -198,7 +201,7 @@ def remat_checkpoint(
             recompute. The re-entrant functions of Megatron-Core, Transformer Engine, DeepSpeed and PyTorch do so.
             Default: PyTorch's, with the RNG state preserved. Some frameworks do not checkpoint while they capture a
             CUDA graph: they call `run` once, with gradients. Attention then runs as if there were no region.
-        offload: save (out, lse) in pinned host memory between the two passes.
+        offload: save args and (out, lse) in pinned host memory between the two passes.
 
     Returns:
         The result of `checkpoint`. With gradients disabled (evaluation) it is fn(*args), and nothing is saved.
@@ -221,7 +224,8 @@ def remat_checkpoint(
             _warn_never_recorded()
         return fn(*inputs)
 
-    return (checkpoint or partial(torch_checkpoint, use_reentrant=True))(run, *args)
+    checkpoint = checkpoint or partial(torch_checkpoint, use_reentrant=True)
+    return (keeping_inputs_on_host(checkpoint) if offload else checkpoint)(run, *args)
 
 
 def selective_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,18 +1,20 @@
-"""Hold one attention's (out, lse) between a first pass and its recompute, on its device or in host memory.
+"""Hold tensors between a first pass and its recompute, on their device or in host memory.
 
-`HostKept` copies them to the host and back beside the computation, on two streams of its own:
+A region saves its input, and the (out, lse) of each attention. `HostKept` copies them to the host and back beside the
+computation, on two streams of its own:
 
-    first pass   attention ---- proj - mlp | next layer ...        the copy to the host starts at once
-    to the host           [ out, lse -> ]
-    backward     ... layer above, its recompute and backward | take
-    to the device         [ -> out, lse ]                          starts when the layer above takes its own pair
+    first pass   | attention ---- proj - mlp | next layer ...       a copy to the host starts at once
+    to the host  [ input -> ] [ out, lse -> ]
+    backward     ... layer above, its recompute and backward | take input, take (out, lse)
+    to the device     [ -> out, lse ] [ -> input ]                  starts when the layer above takes its own
 
-The backward pass begins with the last pair, so that pair stays on the device until another one is saved.
+The backward pass begins with what was saved last, so the last two stay on the device until others are saved.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -20,105 +22,111 @@ from typing import TypeAlias
 
 import torch
 
-Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+
+_OF_A_REGION = 2
+"""How many are saved by a region of one attention, its input and (out, lse): as many stay, and come back ahead."""
 
 
-def _versions(pair: Pair) -> tuple[int | None, ...]:
-    return tuple(None if kept.is_inference() else kept._version for kept in pair)
+def _versions(tensors: Tensors) -> tuple[int | None, ...]:
+    return tuple(None if kept.is_inference() else kept._version for kept in tensors)
 
 
 class Kept:
-    """Hold (out, lse), detached, in the memory that attention wrote, and notice changes in place."""
+    """Hold tensors, detached, in their own memory, and notice changes in place."""
 
-    __slots__ = ("__weakref__", "_pair", "_versions", "bytes")
+    __slots__ = ("__weakref__", "_tensors", "_versions", "bytes")
 
-    def __init__(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        pair = (out.detach(), lse.detach())
-        self._pair: Pair | None = pair
-        self._versions = _versions(pair)
-        self.bytes = sum(kept.numel() * kept.element_size() for kept in pair)
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        kept = tuple(x.detach() for x in tensors)
+        self._tensors: Tensors | None = kept
+        self._versions = _versions(kept)
+        self.bytes = sum(x.numel() * x.element_size() for x in kept)
 
     @property
     def changed(self) -> bool:
-        """Whether the pair was written to since."""
-        return self._pair is not None and _versions(self._pair) != self._versions
+        """Whether a tensor was written to since."""
+        return self._tensors is not None and _versions(self._tensors) != self._versions
 
     def settle(self) -> None:
-        """End the first pass: only the recompute will read the pair."""
+        """End the first pass: only the recompute will read the tensors."""
 
-    def take(self) -> Pair:
-        """Return the pair, ready for the current stream. Called once."""
-        assert self._pair is not None
-        return self._pair
+    def take(self) -> Tensors:
+        """Return the tensors, ready for the current stream."""
+        assert self._tensors is not None
+        return self._tensors
 
 
 class HostKept(Kept):
-    """Hold the pair in pinned host memory. On a CPU it is copied to other memory, so the path is the same.
+    """Hold tensors in pinned host memory. On a CPU they are copied to other memory, so the path is the same.
 
-    The pair must not change before it is settled and released on the device; `changed` tells whether it did.
+    They must not change before they are settled and released on the device; `changed` tells whether they did.
     """
 
     __slots__ = ("_changed", "_down", "_lane", "_next_to_take", "_settled", "_up")
 
-    def __init__(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        super().__init__(out, lse)
-        assert self._pair is not None
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        assert self._tensors is not None
         self._changed = self._settled = False
-        self._lane = _lane(out.device)
-        self._down = self._lane.to_host(self._pair)
+        self._lane = _lane(tensors[0].device)
+        self._down = self._lane.to_host(self._tensors)
         self._up: _Moved | None = None
-        # A backward pass takes the pairs of a micro-batch in the opposite order.
+        # A backward pass takes what a micro-batch saved in the opposite order, but for a region's own two.
         self._next_to_take = self._lane.newest
         self._lane.newest = weakref.ref(self)
 
     @property
     def changed(self) -> bool:
-        """Whether the pair was written to before it was released on the device."""
+        """Whether a tensor was written to before it was released on the device."""
         return self._changed or super().changed
 
     def settle(self) -> None:
-        """Release on the device the pair that was settled before this one."""
+        """Release on the device what was settled some before this one."""
         if self._settled:
             return
-        previous = self._lane.settled()
-        if previous is not None:
-            previous._changed = previous.changed
-            previous._pair = None
-        self._lane.settled = weakref.ref(self)
         self._settled = True
+        self._lane.settled.append(weakref.ref(self))
+        if len(self._lane.settled) > _OF_A_REGION:
+            oldest = self._lane.settled.popleft()()
+            if oldest is not None:
+                oldest._changed = oldest.changed
+                oldest._tensors = None
 
-    def take(self) -> Pair:
-        """Return the pair on the device, ready for the current stream, and start to copy the next pair back."""
+    def take(self) -> Tensors:
+        """Return the tensors on the device, ready for the current stream, and start to copy the next ones back."""
         self._return()
         following = self._next_to_take()
-        if following is not None:
-            following._return()
-        if self._pair is not None:
-            return self._pair
+        for _ in range(_OF_A_REGION):
+            if following is not None:
+                following._return()
+                following = following._next_to_take()
+        if self._tensors is not None:
+            return self._tensors
         assert self._up is not None
         self._up.wait()
-        return self._up.pair
+        return self._up.tensors
 
     def _return(self) -> None:
-        if self._pair is None and self._up is None:
+        if self._tensors is None and self._up is None:
             self._up = self._lane.to_device(self._down)
 
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """Hold a pair that is being copied, and the event that ends the copy; on a CPU None."""
+    """Hold tensors that are being copied, and the event that ends the copy; on a CPU None."""
 
-    pair: Pair
+    tensors: Tensors
     arrival: torch.cuda.Event | None
 
     def wait(self) -> None:
         """Make the current stream wait for the copy; the host does not wait."""
         if self.arrival is not None:
-            torch.cuda.current_stream(self.pair[0].device).wait_event(self.arrival)
+            torch.cuda.current_stream(self.tensors[0].device).wait_event(self.arrival)
 
 
 class _Lane:
-    """Hold the two streams of a device, and refer to the pairs that were saved and settled last."""
+    """Hold the two streams of a device, and refer to what was saved and settled last."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -126,23 +134,23 @@ class _Lane:
         self.down: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
         self.up: torch.cuda.Stream | None = torch.cuda.Stream(device) if cuda else None
         self.newest: _Reference = _nothing
-        self.settled: _Reference = _nothing
+        self.settled: deque[_Reference] = deque()
 
-    def to_host(self, pair: Pair) -> _Moved:
-        """Start the copy to the host; the allocator does not reuse the pair's memory before its end."""
-        host = tuple(torch.empty_like(kept, device="cpu", pin_memory=self.down is not None) for kept in pair)
-        return self._move(pair, (host[0], host[1]), on_device=pair, stream=self.down)
+    def to_host(self, tensors: Tensors) -> _Moved:
+        """Start the copy to the host; the allocator does not reuse the tensors' memory before its end."""
+        host = tuple(torch.empty_like(kept, device="cpu", pin_memory=self.down is not None) for kept in tensors)
+        return self._move(tensors, host, on_device=tensors, stream=self.down)
 
     def to_device(self, moved: _Moved) -> _Moved:
-        """Start the copy of a pair from the host to the device."""
+        """Start the copy from the host to the device."""
         # The memory is the caller's stream's, so the copying stream waits for its earlier uses.
-        out, lse = (torch.empty_like(kept, device=self.device) for kept in moved.pair)
+        back = tuple(torch.empty_like(kept, device=self.device) for kept in moved.tensors)
         if self.up is not None and moved.arrival is not None:
             self.up.wait_event(moved.arrival)
-        return self._move(moved.pair, (out, lse), on_device=(out, lse), stream=self.up)
+        return self._move(moved.tensors, back, on_device=back, stream=self.up)
 
     @staticmethod
-    def _move(source: Pair, target: Pair, *, on_device: Pair, stream: torch.cuda.Stream | None) -> _Moved:
+    def _move(source: Tensors, target: Tensors, *, on_device: Tensors, stream: torch.cuda.Stream | None) -> _Moved:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):

@@ -21,16 +21,16 @@ from dfa_megatron.remat.saved import HostKept, Kept
 
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """What travels, in order: the direction, and the number that the pair is filled with."""
+    """What travels, in order: the direction, and the number that the tensors are filled with."""
     seen: list[tuple[str, float]] = []
     down, up = kept._Lane.to_host, kept._Lane.to_device
 
-    def to_host(lane: Any, pair: Any) -> Any:
-        seen.append(("down", pair[0].flatten()[0].item()))
-        return down(lane, pair)
+    def to_host(lane: Any, tensors: Any) -> Any:
+        seen.append(("down", tensors[0].flatten()[0].item()))
+        return down(lane, tensors)
 
     def to_device(lane: Any, moved: Any) -> Any:
-        seen.append(("up", moved.pair[0].flatten()[0].item()))
+        seen.append(("up", moved.tensors[0].flatten()[0].item()))
         return up(lane, moved)
 
     monkeypatch.setattr(kept._Lane, "to_host", to_host)
@@ -47,20 +47,20 @@ def settled(count: int) -> list[HostKept]:
     return pairs
 
 
-def test_the_last_pair_stays_and_each_taker_starts_the_way_back_of_the_next(moves: list[tuple[str, float]]) -> None:
-    pairs = settled(4)
-    assert moves == [("down", 0), ("down", 1), ("down", 2), ("down", 3)]
+def test_the_last_two_stay_and_each_taker_starts_the_way_back_of_the_next_two(moves: list[tuple[str, float]]) -> None:
+    pairs = settled(6)
+    assert moves == [("down", float(n)) for n in range(6)]
     moves.clear()
-    for n in (3, 2, 1, 0):
+    for n in reversed(range(6)):
         out, lse = pairs.pop().take()
         assert torch.equal(out, torch.full((2, 3), float(n)))
         assert torch.equal(lse, torch.full((2,), -float(n)))
-        # The pair of layer 3 never left; the one below the taker is on its way before the taker goes on.
-        assert moves == [("up", float(m)) for m in range(2, max(n - 2, -1), -1)][: 4 - n]
+        # Those of layers 5 and 4 never left; the two below the taker are on their way before the taker goes on.
+        assert moves == [("up", float(m)) for m in range(3, max(n - 3, -1), -1)]
 
 
 def test_what_is_given_up_does_not_come_back(moves: list[tuple[str, float]]) -> None:
-    pairs = settled(3)
+    pairs = settled(4)
     moves.clear()
     del pairs[1]
     for pair in reversed(pairs):
@@ -68,26 +68,27 @@ def test_what_is_given_up_does_not_come_back(moves: list[tuple[str, float]]) -> 
     assert moves == [("up", 0)]
 
 
-def test_pairs_leave_the_device_when_the_next_one_is_settled() -> None:
-    first, second = settled(2)
-    assert first._pair is None
-    assert second._pair is not None
-    third = HostKept(torch.zeros(1), torch.zeros(1))
-    assert second._pair is not None, "its region may still be at work"
-    third.settle()
-    third.settle()
-    assert second._pair is None
-    assert third._pair is not None
+def test_tensors_leave_the_device_when_two_more_are_settled() -> None:
+    first, second, third = settled(3)
+    assert first._tensors is None
+    assert second._tensors is not None
+    fourth = HostKept(torch.zeros(1), torch.zeros(1))
+    assert second._tensors is not None, "its region may still be at work"
+    fourth.settle()
+    fourth.settle()
+    assert second._tensors is None
+    assert third._tensors is not None
+    assert fourth._tensors is not None
 
 
-def test_a_write_is_seen_also_when_the_pair_has_left() -> None:
+def test_a_write_is_seen_also_when_the_tensors_have_left() -> None:
     out = torch.zeros(3)
     pair = HostKept(out, torch.zeros(3))
     assert not pair.changed
     out.add_(1)
     pair.settle()
-    settled(1)
-    assert pair._pair is None
+    settled(2)
+    assert pair._tensors is None
     assert pair.changed
 
 
@@ -95,7 +96,7 @@ def test_memory_format_and_bytes_are_kept() -> None:
     out = torch.arange(24.0).view(2, 3, 4).transpose(1, 2)
     pair = HostKept(out, torch.zeros(2, 3))
     pair.settle()
-    settled(1)
+    settled(2)
     back, _ = pair.take()
     assert torch.equal(back, out)
     assert back.stride() == out.stride()
@@ -136,8 +137,8 @@ WAYS: dict[str, Callable[..., Any]] = {
     "remat_checkpoint": remat.remat_checkpoint,
     "remat_checkpoint, offloaded": partial(remat.remat_checkpoint, offload=True),
     "context_fn": partial(torch_checkpoint, use_reentrant=False, context_fn=remat.context_fn),
-    "context_fn, offloaded": partial(
-        torch_checkpoint, use_reentrant=False, context_fn=partial(remat.context_fn, offload=True)
+    "context_fn, offloaded": remat.keeping_inputs_on_host(
+        partial(torch_checkpoint, use_reentrant=False, context_fn=partial(remat.context_fn, offload=True))
     ),
 }
 
@@ -207,6 +208,26 @@ def test_gradients_are_the_same_to_the_bit_with_and_without() -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
 
 
+@pytest.mark.parametrize("way", [name for name in WAYS if "offloaded" in name])
+def test_a_regions_input_is_on_the_host_and_a_write_into_it_is_refused(
+    way: str, moves: list[tuple[str, float]]
+) -> None:
+    torch.manual_seed(13)
+    layers = [Layer() for _ in range(LAYERS)]
+    hidden = torch.full((1, TOKENS, HIDDEN), 0.25, requires_grad=True)
+    inputs = []
+    for layer in layers:
+        inputs.append(hidden)
+        hidden = WAYS[way](layer, hidden)
+    went = [number for _, number in moves]
+    assert len(went) == 2 * LAYERS, "each layer's input, and its (out, lse)"
+    assert {x.flatten()[0].item() for x in inputs} <= set(went)
+    with torch.no_grad():
+        inputs[-1].add_(1)
+    with pytest.raises(RematError, match="changed in place"):
+        hidden.square().sum().backward()
+
+
 @pytest.mark.support("runtime", "what is kept, in host memory (`remat_offload`)")
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [name for name in WAYS if "offloaded" in name])
@@ -249,16 +270,18 @@ def test_on_a_gpu_memory_falls_and_gradients_stay_the_same_to_the_bit(way: str) 
             torch.cuda.synchronize()
         peaks[name], results[name] = torch.cuda.max_memory_allocated(), weights.grad
     assert torch.equal(*results.values())
-    pair = rows * 257 * 4
+    region = rows * (256 + 257) * 4  # its input, and (out, lse)
     saved = peaks[way.removesuffix(", offloaded")] - peaks[way]
-    assert saved > (depth - 4) * pair * 0.8, f"{saved / pair:.1f} of {depth} pairs are off the GPU at the peak"
+    assert saved > (depth - 4) * region * 0.8, f"{saved / region:.1f} of {depth} regions are off the GPU at the peak"
 
 
 def test_a_second_backward_is_refused_and_its_host_memory_is_free() -> None:
     torch.manual_seed(11)
     (layer,) = (Layer() for _ in range(1))
     loss = remat.remat_checkpoint(layer, torch.randn(1, TOKENS, HIDDEN, requires_grad=True), offload=True).sum()
-    pairs = [weakref.ref(item) for item in gc.get_objects() if type(item) is HostKept]
+    kept = [item for item in gc.get_objects() if type(item) is HostKept]
+    pairs = [weakref.ref(item) for item in kept if len(item.take()) == 2]  # the other is the input
+    del kept
     assert len(pairs) == 1
     loss.backward(retain_graph=True)
     assert pairs[0]() is None

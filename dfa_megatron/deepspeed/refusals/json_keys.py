@@ -112,6 +112,13 @@ SETTINGS = Stage(
             "false",
             {"cpu_checkpointing": True, "dfa_checkpoint": "full", "on_cpu": True},
         ),
+        Refusal(
+            lambda a: a.cpu_checkpointing and a.dfa_remat_offload,
+            "activation_checkpointing.cpu_checkpointing with dist_flash_attention.remat_offload",
+            "both keep a layer's input in host memory",
+            "remat_offload alone",
+            {"cpu_checkpointing": True, "dfa_checkpoint": "remat", "dfa_remat_offload": True},
+        ),
         stated(
             "counts_all_ranks",
             "train_batch_size={counts_all_ranks} for {data_size} sequences at a time",

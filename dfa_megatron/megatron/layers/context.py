@@ -93,6 +93,6 @@ class AttentionContext:
             "rest of the layer; full recomputation would run attention%s and its messages once more",
             sum(mib.values()),
             ", ".join(f"{name} {size:.2f}" for name, size in mib.items()),
-            "; the last two in pinned host memory" if self.options.remat_offload else "",
+            "; in pinned host memory" if self.options.remat_offload else "",
             "" if packed or getattr(config, "window_size", None) else f", {tflop:.3g} TFLOP,",
         )
