@@ -9,6 +9,7 @@ import torch
 
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.huggingface.parts.image_masks import ImageMask, Images, mask_of
 from dfa_megatron.huggingface.positions.document_starts import KEYWORD, Documents, in_chunks
 from dfa_megatron.huggingface.positions.temperature import tempered
 from dfa_megatron.huggingface.refusals import ATTENTION, INPUTS
@@ -50,6 +51,7 @@ class LayerContext:
     current: facts of the last forward's batch.
     accelerate: batches come from accelerate: in evaluation every rank has whole sequences of its own, and the loss of
         this rank's tokens is weighed by who called the model.
+    parts: the decoder belongs to a model of several parts, which embeds whole sequences.
     """
 
     group: str
@@ -57,6 +59,7 @@ class LayerContext:
     options: DistAttentionConfig
     before: str
     accelerate: bool = False
+    parts: bool = False
     current: Current = field(default_factory=Current)
 
 
@@ -73,7 +76,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | WindowMask | OtherMask | None,
+    attention_mask: torch.Tensor | WindowMask | ImageMask | OtherMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -116,6 +119,8 @@ def attention(
     assert context is not None
     INPUTS.check(other_mask=isinstance(attention_mask, OtherMask))
     ATTENTION.check(ready_mask=isinstance(attention_mask, torch.Tensor))
+    images = attention_mask.images if isinstance(attention_mask, ImageMask) else None
+    attention_mask = attention_mask.window if isinstance(attention_mask, ImageMask) else attention_mask
     windowed = attention_mask if isinstance(attention_mask, WindowMask) else None
     batch, whole = query.shape[0], query.shape[2] * context.size
     documents = _documents(module, context, others)
@@ -136,7 +141,22 @@ def attention(
     number = int(getattr(module, "layer_idx", None) or 0) + 1
     # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(number):
+        if images is not None:
+            return _run_with_images((q, k, v), documents or ((0, whole),) * batch, images, asked), None
         return _run(q, k, v, documents, asked), None
+
+
+def _run_with_images(
+    qkv: tuple[torch.Tensor, ...], documents: Documents, images: tuple[Images, ...], asked: dict[str, Any]
+) -> torch.Tensor:
+    """Compute attention row by row, each with a mask of its own: the images of rows lie at other places."""
+    left, _ = asked.pop("window_size")
+    del asked["causal"]
+    rows: list[Any] = [
+        dist_flash_attn_func(*(x[row : row + 1] for x in qkv), mask=mask_of(images[row], offsets, left), **asked)
+        for row, offsets in enumerate(documents)
+    ]
+    return torch.cat(rows)
 
 
 def _run(

@@ -14,6 +14,13 @@ from dfa_megatron.sharding import local_positions, shard_sequence
 
 _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", *packed.FLASH_KEYS)
 
+OTHER_SENSES = (
+    *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw", "image_sizes"),
+    *("second_per_grid_ts", "image_position_ids", "video_position_ids", "mm_token_type_ids", "token_type_ids"),
+    *("input_features", "input_features_mask", "feature_attention_mask"),
+)
+"""What processors of images, video and sound bring beside the tokens; it stays whole."""
+
 
 def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> dict[str, torch.Tensor]:
     """Return this rank's model inputs from a batch that is the same on every rank of the group.
@@ -24,6 +31,8 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
             because a causal mask hides padding. "position_ids" (batch or 1, seq) may be there; they restart
             at 0 where a document of a packed row begins. "cu_seq_lens_q", "cu_seq_lens_k", as transformers'
             padding-free collators make them, say the same.
+            With `OTHER_SENSES`, such as "pixel_values", the batch is for a model of several parts, which embeds whole
+            sequences; "position_ids" may then have axes (4, batch, seq), the first of them places.
         group: the ranks that share the sequence; seq must be a multiple of their number.
 
     Returns:
@@ -31,13 +40,14 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
         the *next* token, across the boundaries between ranks; "num_items_in_batch" (), the labelled tokens of all
         ranks, divided by P. With these a transformers model computes `causal_lm_loss` by itself. Of packed documents
         also "cu_seq_lens_q" = "cu_seq_lens_k", int32 (documents + 1) on the CPU: offsets into the whole rows, one row
-        after another. Left there they cost the layers no synchronisation.
+        after another. Left there they cost the layers no synchronisation. For a model of several parts, "input_ids" and
+        "position_ids", if documents or axes need them, are whole, and so is what else was in the batch.
 
     Raises:
         UnsupportedError: padding elsewhere or with labels, positions that are not those of documents, an unknown key,
             or a length that does not divide.
     """
-    unknown = sorted(set(batch) - set(_KNOWN))
+    unknown = sorted(set(batch) - {*_KNOWN, *OTHER_SENSES})
     known = not unknown and "input_ids" in batch
     BATCHES.check(unknown_batch=None if known else ", ".join(batch) or "nothing")
     tokens = batch["input_ids"]
@@ -45,15 +55,22 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
         check_right(mask)
         if "labels" in batch:
             check_unlabelled(mask, batch["labels"])
-    documents = _documents(batch, tokens)
+    others = {name: batch[name] for name in OTHER_SENSES if name in batch}
+    positions = batch.get("position_ids")
+    if axes := bool(others) and positions is not None and positions.dim() == 3:
+        assert positions is not None
+        BATCHES.check(wrong_documents=positions.shape[0] != 4)
+        positions = positions[0]
+    documents = _documents(batch, positions, tokens)
     size = group_size(group_name(group))
-    local = {
-        "input_ids": shard_sequence(tokens, group=group),
-        "position_ids": local_positions(tokens.shape[1], group=group, device=tokens.device)[None],
-    }
-    if documents is not None:
-        local["position_ids"] = shard_sequence(packed.positions_of(documents, tokens.device), group=group)
-        local["cu_seq_lens_q"] = local["cu_seq_lens_k"] = packed.offsets_of_rows(documents)
+    if others:
+        local = {"input_ids": tokens, **others}
+        if axes:
+            local["position_ids"] = batch["position_ids"]
+        elif documents is not None:
+            local["position_ids"] = packed.positions_of(documents, tokens.device)
+    else:
+        local = _cut(tokens, documents, group)
     if "labels" in batch:
         shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
         local["labels"] = local["shift_labels"] = shard_sequence(shifted.contiguous(), group=group)
@@ -61,10 +78,23 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
     return local
 
 
-def _documents(batch: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> packed.Documents | None:
+def _cut(tokens: torch.Tensor, documents: packed.Documents | None, group: Group) -> dict[str, torch.Tensor]:
+    """Return this rank's tokens, their positions, and the documents."""
+    local = {
+        "input_ids": shard_sequence(tokens, group=group),
+        "position_ids": local_positions(tokens.shape[1], group=group, device=tokens.device)[None],
+    }
+    if documents is not None:
+        local["position_ids"] = shard_sequence(packed.positions_of(documents, tokens.device), group=group)
+        local["cu_seq_lens_q"] = local["cu_seq_lens_k"] = packed.offsets_of_rows(documents)
+    return local
+
+
+def _documents(
+    batch: Mapping[str, torch.Tensor], positions: torch.Tensor | None, tokens: torch.Tensor
+) -> packed.Documents | None:
     """Return the documents of every row, or None if each row is one."""
     rows, length = tokens.shape[:2]
-    positions = batch.get("position_ids")
     told = packed.of_offsets(dict(batch), rows, length) if {"cu_seq_lens_q", "cu_seq_lens_k"} & set(batch) else None
     seen = None if positions is None else packed.of_positions(positions.expand(rows, -1))
     BATCHES.check(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.huggingface.parts.text_part import has_parts, part_of
 from dfa_megatron.huggingface.positions.own_positions import LOCAL_ROPE, rotaries_of, table_of
 from dfa_megatron.huggingface.recurrent.layers import layers_of
 from dfa_megatron.huggingface.refusals import MODEL
@@ -33,7 +34,7 @@ def check_model(model: Any) -> list[torch.nn.Module]:
     config, kind = model.config.get_text_config(), kind_of(model)
     MODEL.check(
         kind=kind,
-        several_parts=config is not model.config,
+        several_parts=has_parts(model) and (part_of(model) is None or model.get_decoder().config is not config),
         encoder_decoder=getattr(config, "is_encoder_decoder", False),
         several_stacks=not hasattr(config, "num_hidden_layers"),
     )
@@ -46,9 +47,10 @@ def check_model(model: Any) -> list[torch.nn.Module]:
         router_loss=getattr(config, "output_router_logits", False),
         dropout=getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0),
     )
-    named = {n: x for n, x in model.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
-    layers = [module for name, module in named.items() if name.split(".")[-1] not in _AT_ENCODER]
     decoder = model.get_decoder()
+    within = decoder if has_parts(model) else model
+    named = {n: x for n, x in within.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
+    layers = [module for name, module in named.items() if name.split(".")[-1] not in _AT_ENCODER]
     MODEL.check(
         kind=kind,
         not_causal=sum(not layer.is_causal for layer in layers),

@@ -17,6 +17,8 @@ from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, LayerCont
 from dfa_megatron.huggingface.check_model import check_model, kind_of
 from dfa_megatron.huggingface.checkpointing import check_layers, set_checkpointing
 from dfa_megatron.huggingface.exact_types import EXACT
+from dfa_megatron.huggingface.parts.text_part import attention_of, has_parts, is_distributed, set_attention
+from dfa_megatron.huggingface.parts.whole_inputs import take_whole
 from dfa_megatron.huggingface.positions import own_positions
 from dfa_megatron.huggingface.positions.embedded_positions import padding_of
 from dfa_megatron.huggingface.recurrent import layers as recurrent
@@ -36,6 +38,9 @@ def distribute_attention(
     accelerate: bool = False,
 ) -> torch.nn.Module:
     """Give a causal language model distributed attention; it then takes this rank's part of each sequence.
+
+    A model of several parts (images, sound) takes whole sequences and gives the logits of this rank's tokens: its
+    language model alone is distributed. `shard_batch` makes the batches of both.
 
     Attention is distributed in training and evaluation alike. For whole sequences on one rank, generation among them,
     see `local_attention`. The call may be repeated, with another group or other options.
@@ -60,37 +65,49 @@ def distribute_attention(
     inner = transformers_model(model)
     layers = check_model(inner)
     check_layers(inner, options, reentrant=reentrant)
-    MODEL.check(kind=kind_of(inner), padding_row=accelerate and padding_of(inner.get_decoder()) is not None)
+    MODEL.check(
+        kind=kind_of(inner),
+        padding_row=accelerate and padding_of(inner.get_decoder()) is not None,
+        loaded_parts=accelerate and has_parts(inner),
+    )
     _note_untested(inner.config.model_type)
     attention.register()
     name = group_name(group)
     if options.fixed_degree > 1:  # "auto" takes one that divides
         check_degree(options.fixed_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
-    before = known.before if known is not None else inner.config._attn_implementation
-    inner.set_attn_implementation(NAME)
+    before = known.before if known is not None else attention_of(inner)
+    set_attention(inner, NAME)
     # Of a model that computes attention in code of its own, transformers only warns.
-    MODEL.check(kind=kind_of(inner), own_attention=inner.config._attn_implementation != NAME)
+    MODEL.check(kind=kind_of(inner), own_attention=not is_distributed(inner))
     context = LayerContext(
         group=name,
         size=group_size(name),
         options=options.within("function"),
         before=before,
         accelerate=accelerate,
+        parts=has_parts(inner),
     )
     decoder = inner.get_decoder()
     if known is None:
-        inner.register_forward_pre_hook(inputs.follow_mode, with_kwargs=True)
-        if inner is not decoder:
-            inner.register_forward_pre_hook(inputs.check_loss, with_kwargs=True)
-        decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
-        own_positions.hook(decoder)
-        recurrent.hook(decoder)
+        _hook(inner, decoder)
     others = (*own_positions.modules_of(decoder), *recurrent.modules_of(decoder))
     for module in {inner, decoder, *layers, *others}:
         setattr(module, CONTEXT, context)
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
+
+
+def _hook(inner: Any, decoder: Any) -> None:
+    """Register the hooks of a model and its decoder, which need a `LayerContext` when they run."""
+    inner.register_forward_pre_hook(inputs.follow_mode, with_kwargs=True)
+    if inner is not decoder:
+        inner.register_forward_pre_hook(inputs.check_loss, with_kwargs=True)
+    if has_parts(inner):
+        inner.register_forward_pre_hook(take_whole, with_kwargs=True)
+    decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
+    own_positions.hook(decoder)
+    recurrent.hook(decoder)
 
 
 @contextmanager
@@ -102,11 +119,11 @@ def local_attention(model: torch.nn.Module) -> Iterator[None]:
         yield
         return
     with inputs.held(inner):
-        inner.set_attn_implementation(context.before)
+        set_attention(inner, context.before)
         try:
             yield
         finally:
-            inner.set_attn_implementation(NAME)
+            set_attention(inner, NAME)
 
 
 def transformers_model(model: torch.nn.Module) -> Any:

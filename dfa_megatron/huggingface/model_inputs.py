@@ -16,9 +16,13 @@ import torch
 
 from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, LayerContext, nothing_hidden
 from dfa_megatron.huggingface.padding import check_right, check_unlabelled
+from dfa_megatron.huggingface.parts.image_masks import IMAGES, with_images
+from dfa_megatron.huggingface.parts.text_part import is_distributed
+from dfa_megatron.huggingface.parts.whole_inputs import cut
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions.embedded_positions import after_padding, padding_of, places
 from dfa_megatron.huggingface.refusals import INPUTS
+from dfa_megatron.huggingface.windows import WindowMask
 from dfa_megatron.sharding import local_positions, shard_sequence
 
 _HELD = "_dfa_attention_held"
@@ -45,15 +49,19 @@ def prepare(
         context.current.longest, context.current.positions = 0, None
         return None
     told, context.current.told = context.current.told, {}
-    kwargs = told | kwargs
+    kwargs = kwargs | told if context.parts else told | kwargs  # a model of several parts fills in positions
+    images = kwargs.pop(IMAGES, None)
     _check_arguments(args, kwargs, context)
+    if context.parts:
+        kwargs = cut(module, args, kwargs, context)
     tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
     given = places(module, kwargs)
     INPUTS.check(no_positions=context.size if given is None and context.size > 1 else None)
     documents, positions = _documents(kwargs, given, tokens, context)
     kept = {name: value for name, value in kwargs.items() if name not in packed.FLASH_KEYS}
     kept |= {"position_ids": _embedded(module, kwargs, tokens, documents, positions), "use_cache": False}
-    if (mask := kwargs.get("attention_mask")) is not None and mask.dim() == 2:
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         check_right(mask, context.group)
         kept["attention_mask"] = None
     _note(context, documents, tokens, kept["position_ids"])
@@ -62,7 +70,10 @@ def prepare(
         del kept["position_ids"]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         kept[packed.KEYWORD] = documents  # the decoder passes every keyword to its layers
-    if documents is not None:
+    if images is not None:
+        assert isinstance(mask, dict)
+        kept["attention_mask"] = with_images(mask, images)
+    elif documents is not None and not isinstance(mask, dict):
         kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
     return args, kept
 
@@ -80,14 +91,20 @@ def _note(
 def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerContext) -> None:
     """Refuse arguments that need a whole sequence, and arguments that these checks cannot find."""
     others = [name for name in kwargs if name.endswith(_OTHER_SENSES) and kwargs[name] is not None]
+    masks = kwargs.get("attention_mask")
     INPUTS.check(
         positional=len(args) > 1,
         key_cache=kwargs.get("use_cache") or kwargs.get("past_key_values") is not None,
         output_attentions=kwargs.get("output_attentions"),
-        outer_masks=isinstance(kwargs.get("attention_mask"), dict),
+        outer_masks=isinstance(masks, dict) and not (context.parts and all(map(_plain, masks.values()))),
         other_senses=", ".join(others) if context.size > 1 else None,
         ranks=context.size,
     )
+
+
+def _plain(mask: Any) -> bool:
+    """Return whether a mask is causal, with a window or without."""
+    return mask is None or isinstance(mask, WindowMask)
 
 
 def _embedded(
@@ -195,7 +212,7 @@ def check_loss(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
             this rank, or labels of padded tokens.
     """
     context: LayerContext = getattr(module, CONTEXT)
-    if module.config._attn_implementation != NAME:
+    if not is_distributed(module):
         return
     given = _by_name(module, args, kwargs)
     context.current.told = {
@@ -209,6 +226,8 @@ def check_loss(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         return
     if (mask := given.get("attention_mask")) is not None and mask.dim() == 2:
         shifted = given.get("shift_labels")
+        if context.parts:
+            mask = shard_sequence(mask, group=context.group)
         check_unlabelled(mask, given["labels"] if shifted is None else shifted)
     if context.size == 1:
         return

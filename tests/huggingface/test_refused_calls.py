@@ -137,7 +137,7 @@ def test_a_window_of_no_token_is_refused() -> None:
     ("batch", "message"),
     [
         ({"labels": torch.ones(1, 8)}, "it is not known how to cut it"),
-        ({"input_ids": torch.ones(1, 8), "pixel_values": torch.ones(1)}, "pixel_values"),
+        ({"input_ids": torch.ones(1, 8), "odours": torch.ones(1)}, "a batch of input_ids, odours"),
         ({"input_ids": torch.ones(1, 8), "attention_mask": _padding(right=False)}, "padding that is not on the right"),
         (
             {"input_ids": torch.ones(1, 8), "labels": torch.ones(1, 8), "attention_mask": _padding(right=True)},

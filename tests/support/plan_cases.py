@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -107,7 +107,25 @@ def heterogeneous_masks(n: int, rng: random.Random) -> list[Case]:
             masks.global_sliding(n, left, tokens, causal=True),
             lambda i, j: j <= i and (i < tokens or j < tokens or i - j <= left),
         ),
+        *of_images(lengths, left, rng),
         of_union(n, rng),
+    ]
+
+
+def of_images(lengths: Sequence[int], left: int, rng: random.Random) -> list[Case]:
+    """Blocks inside of documents, some of them side by side, without a window and with one."""
+    edges, blocks = list(accumulate(lengths, initial=0)), list[tuple[int, int]]()
+    for lo, hi in pairwise(edges):
+        cuts = sorted(rng.choices(range(lo, hi + 1), k=4))
+        blocks += [(a, b) for a, b in pairwise(cuts) if a < b and rng.random() < 0.6]
+
+    def sees(i: int, j: int) -> bool:
+        alike = any(lo <= i < hi and lo <= j < hi for lo, hi in pairwise(edges))
+        return alike and (j <= i or any(lo <= i < hi and lo <= j < hi for lo, hi in blocks))
+
+    return [
+        Case(masks.two_way_blocks(lengths, blocks), sees),
+        Case(masks.two_way_blocks(lengths, blocks, left), lambda i, j: sees(i, j) and i - left <= j),
     ]
 
 

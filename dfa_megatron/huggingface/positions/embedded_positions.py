@@ -57,16 +57,22 @@ def places(decoder: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
         UnsupportedError: position_ids without places, or embeddings, which may be of images, without axes.
     """
     given: torch.Tensor | None = kwargs.get("position_ids")
-    if given is None or not _has_axes(decoder):
+    if given is None or not has_axes(decoder):
         return given
     if given.dim() == 3 and given.shape[0] == 4:
         return given[0]
     if given.dim() == 3 or kwargs.get("inputs_embeds") is not None:
-        of = "inputs_embeds in " if given.dim() == 2 else ""
-        INPUTS.check(axes=f"{tuple(given.shape)} for {of}a {decoder.config.model_type} model")
+        refuse_axes(decoder, given, embedded=given.dim() == 2)
     return given
 
 
-def _has_axes(decoder: Any) -> bool:
+def refuse_axes(decoder: Any, given: torch.Tensor, *, embedded: bool) -> None:
+    """Refuse position_ids without places or axes."""
+    of = "inputs_embeds in " if embedded else ""
+    INPUTS.check(axes=f"{tuple(given.shape)} for {of}a {decoder.config.model_type} model")
+
+
+def has_axes(decoder: Any) -> bool:
+    """Return whether a language model embeds positions along several axes."""
     rope = getattr(decoder.config, "rope_parameters", None) or getattr(decoder.config, "rope_scaling", None) or {}
     return bool(rope.get(_SECTIONS) or getattr(getattr(decoder, "rotary_emb", None), _SECTIONS, None))

@@ -41,10 +41,10 @@ MODEL = Stage(
         stated(
             "several_parts",
             "{kind} with several parts",
-            "only text is distributed",
+            "its decoder was not found by its configuration of the text",
             "its language model and causal_lm_loss",
             True,
-            kind="a gemma3 model",
+            kind="a qwen2_5_omni model",
         ),
         stated(
             "encoder_decoder",
@@ -174,6 +174,13 @@ MODEL = Stage(
             "the gradients of keys and values would stay in the layers that reuse them",
             "checkpointing that is not re-entrant",
             {"shared_keys": True, "reentrant": True, "dfa_checkpoint": "full", "kind": "a gemma4_text model"},
+        ),
+        stated(
+            "loaded_parts",
+            "{kind} with several parts under accelerate",
+            "its loader cuts tokens, but images are embedded in whole sequences",
+            "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch",
+            kind="a gemma3 model",
         ),
         stated(
             "padding_row",

@@ -27,6 +27,7 @@ __all__ = [
     "prefix_lm_documents",
     "shared_question",
     "sliding_window",
+    "two_way_blocks",
     "union",
 ]
 
@@ -185,6 +186,31 @@ def block_causal_documents(lengths: Sequence[int], block: int) -> Mask:
         for lo in range(span.lo, span.hi, block)
     ]
     return _mask(f"block causal documents({block};{_short(lengths)})", spans[-1].hi, tiles)
+
+
+def two_way_blocks(lengths: Sequence[int], blocks: Sequence[tuple[int, int]], left: int = -1) -> Mask:
+    """Return packed causal documents in which the tokens of a block, such as an image, see each other too.
+
+    Args:
+        lengths: tokens of each document.
+        blocks: the first token of each block and the one behind its last, in order; none reaches over two documents.
+        left: j >= i - left as well; -1 means no bound.
+    """
+    lo, _ = _bounds(left, 0)
+    tiles, waiting = list[Tile](), [Span(*block) for block in reversed(blocks)]
+    for span in (spans := _spans(lengths)):
+        at = span.lo
+        while waiting and waiting[-1].lo < span.hi:
+            block = waiting.pop()
+            if not at <= block.lo <= block.hi <= span.hi:
+                raise ValueError(f"the block of tokens {block.lo} to {block.hi} overlaps another, or two documents")
+            tiles += [Tile(Span(at, block.lo), span, lo, 0), Tile(block, Span(span.lo, block.hi), lo)]
+            at = block.hi
+        tiles.append(Tile(Span(at, span.hi), span, lo, 0))
+    if waiting:
+        raise ValueError(f"the block that begins at token {waiting[-1].lo} lies behind the {spans[-1].hi} tokens")
+    inside = _short([edge for block in blocks for edge in block])
+    return _mask(f"two-way blocks({inside};{left};{_short(lengths)})", spans[-1].hi, tiles)
 
 
 def global_sliding(length: int, window: int, tokens: int, *, causal: bool = False) -> Mask:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import torch
 
+from tests.huggingface.sweep import images
 from tests.huggingface.sweep.attempt import SECTIONS
 from tests.huggingface.sweep.over_ranks import sweep
+from tests.huggingface.sweep.tiny import built_as
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,11 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import transformers
 
     parser = argparse.ArgumentParser(prog="python -m tests.huggingface.sweep", description=__doc__)
-    parser.add_argument("types", nargs="*", help="of transformers' MODEL_FOR_CAUSAL_LM_MAPPING; all if none is named")
+    parser.add_argument("types", nargs="*", help="of transformers' MODEL_FOR_CAUSAL_LM_MAPPING, and some with images")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the states as JSON; docs/models.json makes the table")
     asked = parser.parse_args(arguments)
-    every = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    every = {*transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *images.WHOLE}
     began, states, counts = time.monotonic(), {}, Counter[str]()
     for kind, verdicts in sweep(asked.types or sorted(every), asked.ranks):
         first = verdicts[0]
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reasons = [v.reason.strip().splitlines()[-1] for v in verdicts if v.reason]
         print(f"{kind:26} {said}  {reasons[0] if reasons else ''}", flush=True)
         sections = {v.section: v.state for v in verdicts}
-        built = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[transformers.CONFIG_MAPPING[kind]].config_class.model_type
+        built = built_as(kind)
         states[kind] = sections | ({"reason": reasons[0]} if reasons else {}) | ({"as": built} if built != kind else {})
     print(f"{dict(counts)} of {counts.total()} types in {time.monotonic() - began:.0f} s")
     if asked.out:

@@ -19,6 +19,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.model_inputs import computes_loss
 from dfa_megatron.huggingface.padding import IGNORED
 from dfa_megatron.sharding import shard_sequence
+from tests.huggingface.sweep import images
 from tests.huggingface.sweep.tiny import build
 
 TOLERANCE = 1e-7
@@ -85,7 +86,7 @@ def _remat(kind: str) -> float:
     """Compare with the distributed model that keeps everything, because a recompute takes no function mode."""
     reference = dfa_hf.distribute_attention(build(kind))
     model = dfa_hf.distribute_attention(build(kind), config=DistAttentionConfig(checkpoint="remat"))
-    local = dfa_hf.shard_batch(batch_of(reference.config.vocab_size, ROWS * dist.get_world_size(), packed=True))
+    local = dfa_hf.shard_batch(_batch(reference, kind, packed=True))
     labels = local.pop("shift_labels")
     for name in ("labels", "num_items_in_batch"):
         del local[name]
@@ -113,7 +114,7 @@ def _compare(kind: str, run: Callable[[Any, Any], Any], *, packed: bool) -> floa
     """Return the largest difference of logits, loss and gradients."""
     size = dist.get_world_size()
     reference = build(kind)
-    batch = batch_of(reference.config.get_text_config().vocab_size, ROWS * size, packed=packed)
+    batch = _batch(reference, kind, packed=packed)
     model = dfa_hf.distribute_attention(copy.deepcopy(reference))
     local = dfa_hf.shard_batch(batch)
     logits = run(reference, batch)
@@ -154,20 +155,27 @@ def _far(name: str, got: torch.Tensor, want: torch.Tensor, least: float = 0.0) -
 
 
 def _whole(reference: Any, batch: Any) -> torch.Tensor:
-    logits: torch.Tensor = reference(input_ids=batch["input_ids"], use_cache=False).logits
+    given = {name: x for name, x in batch.items() if name not in ("labels", "position_ids")}
+    logits: torch.Tensor = reference(**given, use_cache=False).logits
     return logits
 
 
 def _one_by_one(reference: Any, batch: Any) -> torch.Tensor:
     """Return the logits of packed documents, each in a call of its own."""
     starts = [*DOCUMENTS, batch["input_ids"].shape[1]]
-    ids = [batch["input_ids"][:, lo:hi] for lo, hi in pairwise(starts)]
-    return torch.cat([_whole(reference, {"input_ids": part}) for part in ids], 1)
+    return torch.cat([_whole(reference, images.part(batch, lo, hi)) for lo, hi in pairwise(starts)], 1)
 
 
 def _mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     following = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten(), ignore_index=IGNORED)
+
+
+def _batch(reference: Any, kind: str, *, packed: bool) -> dict[str, torch.Tensor]:
+    """Return a batch for a type, with images if its model has several parts."""
+    words = reference.config.get_text_config().vocab_size
+    batch = batch_of(words, ROWS * dist.get_world_size(), packed=packed)
+    return images.add_images(reference, kind, batch) if kind in images.WHOLE else batch
 
 
 def batch_of(words: int, length: int, *, packed: bool) -> dict[str, torch.Tensor]:

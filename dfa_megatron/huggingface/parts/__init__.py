@@ -1,0 +1,1 @@
+"""Models of several parts: towers for images, video and sound, and a language model whose attention is distributed."""

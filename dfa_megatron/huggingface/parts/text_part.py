@@ -1,0 +1,34 @@
+"""Find the language model of a model of several parts, and set the attention of that part alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dfa_megatron.huggingface.attention_function import NAME
+
+
+def has_parts(model: Any) -> bool:
+    """Return whether a model has parts beside its language model, so that its configuration has one for the text."""
+    return model.config.get_text_config() is not model.config
+
+
+def part_of(model: Any) -> str | None:
+    """Return the name of the text's configuration in that of a model of several parts; None if it is not a field."""
+    config, text = model.config, model.config.get_text_config()
+    return next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
+
+
+def attention_of(model: Any) -> str:
+    """Return the attention implementation of a model's text."""
+    name: str = model.config.get_text_config()._attn_implementation
+    return name
+
+
+def is_distributed(model: Any) -> bool:
+    """Return whether a model's attention is distributed at present."""
+    return attention_of(model) == NAME
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Give a model's text an attention implementation, and leave that of its towers."""
+    model.set_attn_implementation({part_of(model): name} if has_parts(model) else name)

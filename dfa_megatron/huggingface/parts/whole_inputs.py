@@ -1,0 +1,109 @@
+"""Embed first, then shard: a model of several parts embeds the whole batch on every rank, then its decoder's is cut.
+
+So images may lie anywhere in the sequence, across ranks too, and every rank runs every tower: those that gather weights
+(ZeRO-3, FSDP) stay together. Gradients are those of a rank's own tokens; their mean over ranks is the whole batch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.huggingface.attention_function import CONTEXT, LayerContext
+from dfa_megatron.huggingface.padding import check_right
+from dfa_megatron.huggingface.parts.image_masks import IMAGES, take_images
+from dfa_megatron.huggingface.parts.text_part import is_distributed
+from dfa_megatron.huggingface.positions.embedded_positions import has_axes, refuse_axes
+from dfa_megatron.huggingface.refusals import INPUTS
+from dfa_megatron.runtime.comm.groups import resolve
+from dfa_megatron.sharding import local_positions, shard_sequence
+
+_ALONG = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
+"""The dimension of tokens in a decoder's arguments."""
+
+_OF_IMAGES = "deepstack_visual_embeds"
+"""Features (image tokens of all rows, hidden) for some layers, at the tokens that `visual_pos_masks` marks."""
+
+_OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+"""Arguments that a whole model hands on to its decoder, which has no use for them."""
+
+
+def take_whole(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Check that a model of several parts is given whole sequences, and note what its decoder is to be told.
+
+    A forward pre-hook. The ranks compare a number made of their tokens.
+
+    Raises:
+        UnsupportedError: other tokens than the other ranks', embeddings, or padding that is not on the right.
+    """
+    context: LayerContext = getattr(module, CONTEXT)
+    if not is_distributed(module):
+        return None
+    tokens: torch.Tensor | None = kwargs.get("input_ids", args[0] if args else None)
+    INPUTS.check(positional=len(args) > 1, embedded=tokens is None or kwargs.get("inputs_embeds") is not None)
+    assert tokens is not None
+    _check_same(tokens, context)
+    kept = dict(kwargs)
+    if (mask := kept.get("attention_mask")) is not None and mask.dim() == 2:
+        check_right(kept.pop("attention_mask"))
+    told: dict[str, Any] = {IMAGES: take_images(module, kept)}
+    positions: torch.Tensor | None = kept.get("position_ids")
+    if positions is not None and positions.dim() == 2:
+        # Models would look for documents in them, and make masks of their own.
+        decoder = module.get_decoder()
+        if has_axes(decoder):
+            refuse_axes(decoder, positions, embedded=True)
+        told["position_ids"] = kept.pop("position_ids").expand(tokens.shape[0], -1)
+    context.current.told = told
+    return args, kept
+
+
+def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerContext) -> dict[str, Any]:
+    """Return this rank's part of a decoder's arguments, which are of whole sequences.
+
+    Raises:
+        UnsupportedError: an argument that may have tokens of the whole sequence is not known.
+    """
+    INPUTS.check(positional=bool(args))
+    others = [name for name, x in kwargs.items() if _has_tensors(x) and name not in (*_ALONG, *_OF_LOSS, _OF_IMAGES)]
+    INPUTS.check(uncut=", ".join(others))
+    group = context.group
+    tokens = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    rows, length = tokens.shape[:2]
+    kept = kwargs | {
+        name: shard_sequence(kwargs[name], group=group, dim=dim)
+        for name, dim in _ALONG.items()
+        if kwargs.get(name) is not None
+    }
+    plain = local_positions(length, group=group, device=tokens.device)[None]
+    axes: torch.Tensor | None = kept.get("position_ids")
+    if axes is None:
+        kept["position_ids"] = plain.expand(4, rows, -1) if has_axes(module) else plain
+    elif axes.dim() == 3 and axes.shape[0] == 3:  # of a tower's own: beside them the places of tokens
+        kept["position_ids"] = torch.cat((plain.expand(1, rows, -1), axes))
+    if (features := kwargs.get(_OF_IMAGES)) is not None:
+        marked = kwargs["visual_pos_masks"]
+        mine = torch.zeros_like(marked)
+        mine[:, local_positions(length, group=group, device=marked.device)] = True
+        kept[_OF_IMAGES] = [x[mine[marked]] for x in features]
+    return kept
+
+
+def _has_tensors(value: Any) -> bool:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(x, torch.Tensor) for x in values)
+
+
+def _check_same(tokens: torch.Tensor, context: LayerContext) -> None:
+    """Compare the tokens of the ranks by one number."""
+    if context.size == 1 or context.options.verify == "off":
+        return
+    places = torch.arange(1, tokens.numel() + 1, device=tokens.device)
+    number = (tokens.flatten().long() * places).sum() * 31 + tokens.shape[1]
+    both = torch.stack((number, -number))
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=resolve(context.group))
+    INPUTS.check(other_tokens=int(both.sum()) != 0, ranks=context.size)

@@ -1,0 +1,92 @@
+"""Models of several parts embed whole sequences with their images, and are then cut: exact, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.testing.dense import assert_close
+from dfa_megatron.testing.workers import preload, run_ranks
+from tests.huggingface import conftest
+from tests.huggingface.test_sweep import SECTIONS
+
+KINDS = ("gemma3", "gemma4", "qwen3_vl", "qwen3_5 with images")
+
+if conftest.INSTALLED:
+    names = ("gemma3", "gemma4", "qwen3_vl", "qwen3_5", "siglip")
+    preload("tests.huggingface.sweep.attempt", *(f"transformers.models.{name}.modeling_{name}" for name in names))
+
+
+def states(rank: int, world_size: int, kinds: tuple[str, ...]) -> dict[str, Any]:
+    from tests.huggingface.sweep.attempt import attempt
+
+    return {kind: {(v.section, v.state, v.reason) for v in attempt(kind)} for kind in kinds}
+
+
+@pytest.mark.support("models", "images anywhere in the sequence; whole, packed, rematerialized")
+@pytest.mark.parametrize(("ranks", "kinds"), [(2, KINDS[1:3]), (3, (KINDS[0], KINDS[3]))])
+def test_images_lie_anywhere_in_the_sequence_and_towers_get_their_gradients(ranks: int, kinds: tuple[str, ...]) -> None:
+    for found in run_ranks(ranks, states, kinds, timeout=150):
+        assert found == {kind: {(section, "exact", "") for section in (*SECTIONS, "remat")} for kind in kinds}
+
+
+def causal_images(rank: int, world_size: int) -> dict[str, Any]:
+    from dfa_megatron.huggingface.parts import image_masks
+
+    real = image_masks.two_way_blocks
+    vars(image_masks)["two_way_blocks"] = lambda lengths, blocks, left: real(lengths, (), left)
+    return states(rank, world_size, ("gemma3",))
+
+
+def test_images_that_do_not_see_both_ways_are_wrong() -> None:
+    for found in run_ranks(2, causal_images, timeout=100):
+        assert [state for _, state, _ in found["gemma3"]] == ["wrong"]
+
+
+def built(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model on this process, distributed, and a batch for it that is not cut."""
+    from tests.huggingface.sweep import images
+    from tests.huggingface.sweep.attempt import batch_of
+
+    model = images.build(kind)
+    batch = images.add_images(model, kind, batch_of(96, 40, packed=False))
+    return dfa_hf.distribute_attention(model), batch
+
+
+def other_tokens(rank: int, world_size: int) -> None:
+    model, batch = built("llava")
+    cut = {"input_ids": batch["input_ids"].tensor_split(world_size, 1)[rank], "pixel_values": batch["pixel_values"]}
+    with pytest.raises(UnsupportedError, match="other input_ids than those of another of 2 ranks"):
+        model(**cut)
+    batch["labels"][:, 30:] = -100
+    batch["attention_mask"] = (torch.arange(40) < 30).long().expand(2, 40)
+    padded = model(**batch | dfa_hf.shard_batch(batch))
+    with pytest.raises(UnsupportedError, match="padding that is not on the right"):
+        model(input_ids=batch["input_ids"], attention_mask=1 - batch["attention_mask"])
+    assert padded.logits.shape[1] == 20
+
+
+def test_ranks_that_bring_other_tokens_and_padding_on_the_left_are_refused() -> None:
+    run_ranks(2, other_tokens, timeout=100)
+
+
+def test_what_a_model_of_several_parts_cannot_be_given_is_refused() -> None:
+    model, batch = built("qwen3_vl")
+    del batch["labels"]
+    places = torch.arange(40)[None]
+    with pytest.raises(UnsupportedError, match=r"position_ids of shape \(1, 40\) for inputs_embeds"):
+        model(**batch, position_ids=places)
+    with pytest.raises(UnsupportedError, match="inputs_embeds, or no input_ids"):
+        model(inputs_embeds=torch.zeros(1, 40, 32).double())
+    with pytest.raises(UnsupportedError, match="cross_attention_states for the decoder"):
+        model(**batch, cross_attention_states=torch.zeros(1, 3, 32))
+    with pytest.raises(UnsupportedError, match="a qwen3_vl model with several parts under accelerate"):
+        dfa_hf.distribute_attention(model, accelerate=True)
+    with dfa_hf.local_attention(model):
+        want = model(**batch, use_cache=False).logits
+    assert_close(model(**batch).logits, want, tolerance=1e-5, name="logits")
+    assert model.config.vision_config._attn_implementation == "eager"
