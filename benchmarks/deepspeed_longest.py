@@ -29,9 +29,8 @@ SHAPE, VOCABULARY, MODEL_LAYERS = "llama-3-8b", 128256, 32
 METHODS = {
     "dfa-remat": {"attention": "dfa", "checkpoint": "remat"},
     "ulysses-full": {"attention": "ulysses", "checkpoint": "full"},
-    "dfa-remat-host": {"attention": "dfa", "checkpoint": "remat", "attention_on_host": True, "inputs_on_host": True},
-    "ulysses-full-host": {"attention": "ulysses", "checkpoint": "full", "inputs_on_host": True},
-    "dfa-remat-inputs-host": {"attention": "dfa", "checkpoint": "remat", "inputs_on_host": True},
+    "dfa-remat-host": {"attention": "dfa", "checkpoint": "remat", "on_host": True},
+    "ulysses-full-host": {"attention": "ulysses", "checkpoint": "full", "on_host": True},
 }
 """host: what a checkpoint keeps is in host memory: layers' inputs, and attention's output and lse."""
 ENOUGH = 20.0
@@ -50,7 +49,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2, help=f"of the model's {MODEL_LAYERS}")
     parser.add_argument("--shortest", type=int, help="the first length, of whole sequences (default: 262144)")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS)[:4])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--offload-optimizer", action="store_true", help="to the CPU")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all")
     parser.add_argument("--kernel", default="auto")

@@ -38,10 +38,8 @@ class Method:
     attention: str
     """dfa, ulysses, or local: whole sequences on every rank."""
     checkpoint: str
-    attention_on_host: bool = False
-    """remat_offload: attention's output and lse."""
-    inputs_on_host: bool = False
-    """DeepSpeed's cpu_checkpointing: the layers' inputs. Without a GPU they are there anyway."""
+    on_host: bool = False
+    """What a checkpoint keeps: `remat_offload`, or DeepSpeed's cpu_checkpointing. The latter needs a GPU."""
 
 
 @contextlib.contextmanager
@@ -52,19 +50,17 @@ def attention(
     inner, mesh = transformers_model(engine.module), dfa_ds.mesh_of(engine)
     # The first name is the newer one.
     (getattr(inner, "activation_checkpointing_disable", None) or inner.gradient_checkpointing_disable)()
-    function, on_host = None, method.attention_on_host
-    if method.inputs_on_host and torch.cuda.is_available():
-        checkpointing.configure(None, checkpoint_in_cpu=True)
-        function = checkpointing.checkpoint
     if method.attention == "dfa":
         options = DistAttentionConfig(
-            schedule=schedule, kernel=kernel, checkpoint=method.checkpoint, remat_offload=on_host
+            schedule=schedule, kernel=kernel, checkpoint=method.checkpoint, remat_offload=method.on_host
         )
         distribute_attention(inner, group=mesh.group, config=options)
-        if function is not None:
-            set_checkpointing(inner, method.checkpoint, offload=on_host, function=function)
         yield
         return
+    function = None
+    if method.on_host and torch.cuda.is_available():
+        checkpointing.configure(None, checkpoint_in_cpu=True)
+        function = checkpointing.checkpoint
     set_checkpointing(inner, method.checkpoint, function=function)
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     with local_attention(inner), _fast_sdpa(sdpa):
