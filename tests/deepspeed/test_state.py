@@ -48,14 +48,14 @@ def step(engine: Any, number: int) -> float:
 
 def resume(rank: int, world_size: int, folder: str) -> None:
     harness.prepare_worker(rank)
-    for stage in (1, 2, 3):
+    for stage, sizes in {1: (2, 1), 2: (2, 4), 3: (2, 4, 1)}.items():
         engine = start(adam(stage, 2))
         for number in range(2):
             step(engine, number)
         engine.save_checkpoint(folder, tag=f"zero{stage}")
         straight = [step(engine, number) for number in (2, 3)]
         engine.destroy()
-        for size in (2, 4, 1):
+        for size in sizes:
             engine = start(adam(stage, size), seed=9)
             engine.load_checkpoint(folder, tag=f"zero{stage}")
             loaded = [step(engine, number) for number in (2, 3)]
@@ -133,10 +133,9 @@ def test_a_universal_checkpoint_continues_on_another_number_of_ranks(tmp_path: P
     stages = (1, 3)
     straight = run_ranks(4, save, str(tmp_path), stages, timeout=120)[0]
     run_ranks(1, convert, str(tmp_path), stages, timeout=120)
-    for size in (2, 1):
-        loaded = run_ranks(2, load_universal, str(tmp_path), stages, size, timeout=120)[0]
-        for mine, wanted in zip(loaded, straight, strict=True):
-            assert mine == pytest.approx(wanted, rel=1e-4)
+    loaded = run_ranks(2, load_universal, str(tmp_path), stages, 1, timeout=120)[0]
+    for mine, wanted in zip(loaded, straight, strict=True):
+        assert mine == pytest.approx(wanted, rel=1e-4)
 
 
 def convert(rank: int, world_size: int, folder: str, stages: tuple[int, ...]) -> None:
