@@ -66,12 +66,15 @@ class RankPlan:
     @property
     def plan(self) -> AttentionPlan:
         """The whole plan, for pictures and reports; made again where it is not at hand."""
-        return planned(self.problem)[0]
+        return planned(self.problem, self.rank)[0]
 
 
 @lru_cache(maxsize=16)  # every rank's programs: with new documents in every batch few come again
-def planned(problem: Problem) -> tuple[AttentionPlan, tuple[Program, ...], tuple[Program, ...]]:
-    """Return the checked plan of a problem and its programs for every rank, forward and backward.
+def planned(problem: Problem, rank: int) -> tuple[AttentionPlan, tuple[Program, ...], tuple[Program, ...]]:
+    """Return the plan of a problem and its programs for every rank, forward and backward.
+
+    They are checked. Of the results of a schedule each rank compares its own with the mask, and all ranks hear of an
+    error when they agree. Every rank checks all of a caller's plan.
 
     Raises:
         UnsupportedError: no schedule serves the problem, or the caller's plan does not fit it.
@@ -91,7 +94,9 @@ def planned(problem: Problem) -> tuple[AttentionPlan, tuple[Program, ...], tuple
     else:
         plan = asks.plan
         _refuse_plan(plan, problem)
-    return plan, tuple(check(plan.forward, batch)), tuple(check(plan.backward, batch))
+    proved = rank if asks.plan is None else None
+    forward, backward = (tuple(check(phase, batch, rank=proved)) for phase in plan.phases)
+    return plan, forward, backward
 
 
 def _refuse_plan(plan: AttentionPlan, problem: Problem) -> None:
@@ -136,7 +141,7 @@ def work_out(problem: Problem, rank: int, format_for: Callable[[frozenset[Form]]
     Raises:
         UnsupportedError: no schedule serves the problem, or no kernel its forms.
     """
-    plan, forward, backward = planned(problem)
+    plan, forward, backward = planned(problem, rank)
     forms = forms_of(forward, backward)
     sizes = format_for(forms)
     memories = plan_memory(forward, rank, sizes), plan_memory(backward, rank, sizes)

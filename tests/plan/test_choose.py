@@ -10,6 +10,7 @@ import pytest
 
 from dfa_megatron import names
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost import choose
 from dfa_megatron.plan.cost.candidate import TIE, best
 from dfa_megatron.plan.cost.choose import automatic_degree, candidates, make_plan
 from dfa_megatron.plan.cost.hardware import (
@@ -161,6 +162,29 @@ def test_what_auto_takes_for_a_pack_has_been_simulated_and_is_the_best_of_all_si
     assert taken.seconds == simulate(taken.plan, shape, H200_NVLINK).seconds
     least = min(simulate(one.plan, shape, H200_NVLINK).seconds for one in looked_at if one.plan)
     assert taken.seconds <= least * (1 + TIE)
+
+
+def test_a_pack_plans_only_schedules_that_may_win_and_takes_what_wins_among_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    about = {"layout": "contiguous", "shape": AttentionShape(heads=64, kv_heads=8), "hardware": H200_NVLINK}
+    left_out = 0
+    for seed in range(6):
+        generator, ranks = random.Random(seed), (2, 3, 4)[seed % 3]
+        ends = sorted(generator.sample(range(1, ranks * 8192), 9))
+        mask = documents([hi - lo for lo, hi in pairwise([0, *ends, ranks * 8192])])
+        some = candidates(mask, ranks, **about)  # type: ignore[arg-type]
+        with monkeypatch.context() as without_bounds:
+            without_bounds.setattr(choose, "_compute_seconds", lambda *_: 0.0)
+            choose._of_schedules.cache_clear()
+            every = candidates(mask, ranks, **about)  # type: ignore[arg-type]
+        choose._of_schedules.cache_clear()
+        left_out += sum("computes for longer" in one.refusal for one in some)
+        taken, wins = best(some), best(every)
+        assert taken is not None
+        assert wins is not None
+        assert taken.plan == wins.plan
+    assert left_out > 3
 
 
 def test_no_degree_is_taken_that_load_balanced_tokens_do_not_allow() -> None:

@@ -57,6 +57,20 @@ def test_a_rank_sends_at_most_one_message_to_a_peer_in_a_step(ranks: int) -> Non
                         assert program.rank not in peers
 
 
+def test_every_rank_finds_its_own_wrong_results_and_together_they_find_all() -> None:
+    plan = plan_of("balanced", causal(24), 3).backward
+    programs = lower_all(plan)
+    first, *rest = programs[1].steps
+    (call,) = first.calls
+    worse = replace(call, segments=(replace(call.segments[0], band=Band(0, 0)),))
+    programs[1] = replace(programs[1], steps=(replace(first, calls=(worse,)), *rest))
+    for rank in (0, 2):
+        check_programs(plan, programs, rank)
+    for rank in (1, None):
+        with pytest.raises(PlanError, match="does not hold each pair"):
+            check_programs(plan, programs, rank)
+
+
 SLOTS = {"balanced_shared": (4, 5), "balanced": (4, 5), "zigzag": (2, 5), "ring": (2, 5)}
 """The most slots a rank needs on a causal mask from P = 8 on, forward and backward: docs/schedules.md states them."""
 

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import LAYOUTS
-from dfa_megatron.plan.cost.candidate import Candidate, best
+from dfa_megatron.plan.cost.candidate import TIE, Candidate, best
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware
 from dfa_megatron.plan.cost.outline import estimate, outline
 from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
+from dfa_megatron.plan.cost.survey import survey
 from dfa_megatron.plan.language.components import components
 from dfa_megatron.plan.language.heads import split_heads
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, loads
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.lowering.lower import lower_all
-from dfa_megatron.plan.schedules import ALL, SCHEDULES, plan_named
+from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, plan_named
 from dfa_megatron.plan.schedules.route import direct
-
-EVEN = 1.05
-"""Work of the most loaded rank over the mean up to which `greedy` is not tried."""
 
 EXCHANGES = 4
 """All-to-alls of a degree above 1: before and after a forward and a backward."""
@@ -37,7 +36,7 @@ MANY_RANKS = 16
 
 MANY_TILES = 4
 """Above this many tiles only the winner is fully simulated, because a pack comes with every batch. The others use the
-fast estimate, which is optimistic when a step has many small tiles.
+fast estimate, which is optimistic when a step has many small tiles, or none where their work alone takes longer.
 """
 
 
@@ -80,6 +79,9 @@ def _make_plan(
         nodes = _nodes(hardware, ranks)
         routed = schedule in SCHEDULES and SCHEDULES[schedule].route is direct
         return plan_named(schedule, mask, ranks, nodes if routed else None)
+    if layout in OWNER_COMPUTES and _nodes(hardware, ranks) is None:
+        with suppress(UnsupportedError):  # it is the only candidate
+            return OWNER_COMPUTES[layout].plan(mask, ranks)
     looked_at = candidates(mask, ranks, layout=layout, shape=shape, hardware=hardware)
     taken = best(looked_at)
     if taken is None or taken.plan is None:
@@ -115,11 +117,14 @@ def _degrees(ranks: int, shape: AttentionShape) -> list[int]:
 
 def _least_seconds(mask: Mask, ranks: int, shape: AttentionShape, hardware: Hardware, degree: int) -> float:
     """Return a time below that of every plan with a degree: its exchanges, and even work at the highest rate."""
-    pairs = sum(tile.area for tile in mask.tiles) / ranks
     seconds, _ = _exchange_seconds(mask, ranks, shape, hardware, degree, kept=True)
-    for phase, curve in ((FORWARD, hardware.forward), (BACKWARD, hardware.backward)):
-        seconds += pairs * shape.flops_per_pair(phase) / max(rate for _, rate in curve)
-    return seconds
+    return seconds + _compute_seconds(mask.area / ranks, shape, hardware)
+
+
+def _compute_seconds(pairs: float, shape: AttentionShape, hardware: Hardware) -> float:
+    """Return the time of a forward and a backward over so many token pairs at the highest rate."""
+    phases = (FORWARD, hardware.forward), (BACKWARD, hardware.backward)
+    return sum(pairs * shape.flops_per_pair(phase) / max(rate for _, rate in curve) for phase, curve in phases)
 
 
 def candidates(
@@ -154,48 +159,31 @@ def _of_schedules(
     mask: Mask, ranks: int, layout: str, shape: AttentionShape, hardware: Hardware
 ) -> tuple[Candidate, ...]:
     """Return candidates without an exchange; the choice of a degree and of a schedule both ask for them."""
-    looked_at: list[Candidate] = []
-    nodes = _nodes(hardware, ranks)
-    cost = _simulated if ranks <= MANY_RANKS and len(mask.tiles) <= MANY_TILES else _outlined
-    for schedule in ALL:
-        without = Candidate(schedule.name, schedule.layout)
-        if layout not in ("auto", schedule.layout):
-            looked_at.append(replace(without, refusal=f"it needs layout {schedule.layout!r}"))
+    nodes, is_pack = _nodes(hardware, ranks), len(mask.tiles) > MANY_TILES
+    cost = _simulated if ranks <= MANY_RANKS and not is_pack else _outlined
+    most, refused = survey(mask, ranks, layout)
+    found: dict[Schedule, list[Candidate]] = {schedule: [one] for schedule, one in refused.items()}
+    least = math.inf
+    for schedule in sorted(most, key=most.__getitem__):  # the most even first: its time may show that others lose
+        if is_pack and _compute_seconds(most[schedule], shape, hardware) > least * (1 + TIE):
+            why = "its most loaded rank computes for longer than another schedule takes"
+            found[schedule] = [Candidate(schedule.name, schedule.layout, refusal=why)]
             continue
-        if why := _needless(without, mask, looked_at):
-            looked_at.append(replace(without, refusal=why))
-            continue
-        try:
-            plans = [schedule.plan(mask, ranks)]
-        except UnsupportedError as error:
-            looked_at.append(replace(without, refusal=error.why, instead=error.instead))
-            continue
+        plans = [schedule.plan(mask, ranks)]
         if nodes is not None and schedule.route is direct:
             plans.append(schedule.plan(mask, ranks, nodes))
-        looked_at += [cost(plan, shape, hardware) for plan in plans]
+        found[schedule] = [cost(plan, shape, hardware) for plan in plans]
+        least = min(least, *(one.seconds for one in found[schedule]))
+    looked_at = [one for schedule in ALL for one in found[schedule]]
     while ranks <= MANY_RANKS and (taken := best(tuple(looked_at))) and taken.plan and not taken.simulated:
         looked_at[looked_at.index(taken)] = _simulated(taken.plan, shape, hardware)
     return tuple(looked_at)
 
 
-def _needless(one: Candidate, mask: Mask, looked_at: list[Candidate]) -> str:
-    """Return the reason why a schedule for packs cannot win here, or an empty string."""
-    served = [candidate for candidate in looked_at if candidate.plan]
-    if one.layout == "load_balanced" and any(c.layout == "zigzag" for c in served) and len(components(mask)) == 1:
-        return "there is one sequence, which zigzag balances"
-    if one.schedule == "greedy":
-        for candidate in served:
-            if candidate.plan and candidate.plan.layout == "contiguous" and imbalance(candidate.plan) <= EVEN:
-                return f"the work of {candidate.schedule} is even"
-    return ""
-
-
 def imbalance(plan: AttentionPlan) -> float:
     """Return the work of the most loaded rank over the mean, in token pairs."""
-    load: dict[int, int] = defaultdict(int)
-    for block in plan.forward.blocks:
-        load[block.rank] += sum(tile.area for tile in plan.forward.tiles(block))
-    return max(load.values(), default=1) * plan.ranks / max(1, sum(load.values()))
+    load = loads(plan.forward.blocks, plan.forward.mask, plan.forward.layout)
+    return max(load) * plan.ranks / max(1, sum(load))
 
 
 def _outlined(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
@@ -206,9 +194,9 @@ def _outlined(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) ->
 
 
 def _simulated(plan: AttentionPlan, shape: AttentionShape, hardware: Hardware) -> Candidate:
-    run, sent = simulate(plan, shape, hardware), max(bytes_sent(plan, shape))
+    run = simulate(plan, shape, hardware, events=False)
     slots = max(len(program.slots) for phase in plan.phases for program in lower_all(phase, shape.batch))
-    found = Candidate(plan.schedule, plan.layout, plan, device=run.makespan, host=max(run.host), sent=sent)
+    found = Candidate(plan.schedule, plan.layout, plan, device=run.makespan, host=max(run.host), sent=max(run.sent))
     return replace(found, busy=sum(run.busy) / len(run.busy), slots=slots, simulated=True)
 
 

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from dfa_megatron.plan.cost.hardware import Hardware
-from dfa_megatron.plan.language.ir import Phase, Plan, chunk_of, needed_pairs
+from dfa_megatron.plan.language.ir import Phase, Plan, areas, chunk_of
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.lowering.messages import joined
 
@@ -54,7 +54,7 @@ class Estimate:
 def outline(plan: Plan, batch: int = 1) -> Outline:
     """Return the outline of a plan for `batch` sequences at once."""
     steps, rows = plan.steps, [len(chunk) for chunk in plan.layout.chunks]
-    area = {pair: sum(tile.area for tile in tiles) for pair, tiles in needed_pairs(plan.mask, plan.layout).items()}
+    area = areas(plan.mask, plan.layout)
     together = joined(plan.mask, batch)
     work: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(steps)]
     shared: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(steps)]

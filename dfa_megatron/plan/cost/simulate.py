@@ -99,7 +99,11 @@ class Timeline:
 
 
 def simulate(
-    plan: AttentionPlan | Plan, shape: AttentionShape | None = None, hardware: Hardware = H200_NVLINK
+    plan: AttentionPlan | Plan,
+    shape: AttentionShape | None = None,
+    hardware: Hardware = H200_NVLINK,
+    *,
+    events: bool = True,
 ) -> Timeline:
     """Run a plan over clocks. The programs, the loop and the order are those of a real run.
 
@@ -107,20 +111,24 @@ def simulate(
     the compute it waits for (`Step.after`), once both ends are ready. A rank sends one message at a time and receives
     one at a time. A step lands when its whole batch has landed. Not modelled: the slowdown of a kernel by messages
     beside it, and the memory traffic of a merge. Both phases of an AttentionPlan run one after the other. The host's
-    time is a sum beside the timeline.
+    time is a sum beside the timeline. `events` False leaves the events out, which takes half the time.
 
     Raises:
         PlanError: the plan breaks a rule of the language.
     """
     shape = shape or AttentionShape()
-    timelines = [simulate_programs(phase, lower_all(phase, shape.batch), shape, hardware) for phase in plan.phases]
+    timelines = [
+        simulate_programs(phase, lower_all(phase, shape.batch), shape, hardware, events=events) for phase in plan.phases
+    ]
     return timelines[0] if len(timelines) == 1 else timelines[0].then(timelines[1])
 
 
-def simulate_programs(plan: Plan, programs: Sequence[Program], shape: AttentionShape, hardware: Hardware) -> Timeline:
+def simulate_programs(
+    plan: Plan, programs: Sequence[Program], shape: AttentionShape, hardware: Hardware, *, events: bool = True
+) -> Timeline:
     """Simulate one phase that is lowered already."""
-    network = Network(hardware)
-    clocks = [_Clocks(plan, program, shape, hardware, network) for program in programs]
+    network, clocks_of = Network(hardware), _Recording if events else _Clocks
+    clocks = [clocks_of(plan, program, shape, hardware, network) for program in programs]
     run_together(programs, clocks)
     return Timeline(
         max((clock.wire.done for clock in clocks), default=0.0),
@@ -231,15 +239,13 @@ class _Clocks:
 
     def compute(self, call: Call) -> None:
         """Put one kernel call on the compute queue."""
-        label = cell(self.plan, call.blocks)
         rows = (call.q if self.plan.phase.name == "forward" else call.kv).rows
         rate = self.hardware.rate(self.plan.phase.name, call.area, rows, self.shape.batch * self.shape.heads)
-        self._work(self.hardware.launch_overhead + call.area * self.flops_per_pair / rate, label, call.blocks)
+        self._work(self.hardware.launch_overhead + call.area * self.flops_per_pair / rate)
 
     def merge(self, merge: Merge) -> None:
         """Charge a merge with one kernel launch."""
-        if self.hardware.launch_overhead:
-            self._work(self.hardware.launch_overhead, f"merge {merge.source.name}", ())
+        self._work(self.hardware.launch_overhead)
 
     def end(self, step: int) -> None:
         """Record the end of this step's compute, for the batches that wait for it."""
@@ -252,18 +258,38 @@ class _Clocks:
         return nbytes
 
     def land(self, step: int, message: Message, payload: int) -> None:
-        """Deliver the batches of all ranks, once per step, and record both ends of this message."""
+        """Deliver the batches of all ranks, once per step."""
+        self.network.deliver()
+
+    def _work(self, seconds: float) -> None:
+        self.wire.done += seconds
+        self.busy += seconds
+
+
+class _Recording(_Clocks):
+    """Clocks that write down what they count."""
+
+    def compute(self, call: Call) -> None:
+        """Record a kernel call with its blocks."""
+        start, label = self.wire.done, cell(self.plan, call.blocks)
+        super().compute(call)
+        self._note(self.program.rank, "compute", start, self.wire.done, label, blocks=call.blocks)
+
+    def merge(self, merge: Merge) -> None:
+        """Record a merge, if it takes time."""
+        start = self.wire.done
+        super().merge(merge)
+        if self.wire.done > start:
+            self._note(self.program.rank, "compute", start, self.wire.done, f"merge {merge.source.name}")
+
+    def land(self, step: int, message: Message, payload: int) -> None:
+        """Record who waits, and both ends of this message."""
         for rank, start, end in self.network.deliver():
             self._note(rank, "wait", start, end, "wait")
         times = self.network.times[message.peer, self.program.rank]
         label = "+".join(name for name, _ in message.signature)
-        self._note(self.program.rank, "receive", *times, label, message.peer, payload)
-        self._note(message.peer, "send", *times, label, self.program.rank, payload)
+        self._note(self.program.rank, "receive", *times, label, peer=message.peer, nbytes=payload)
+        self._note(message.peer, "send", *times, label, peer=self.program.rank, nbytes=payload)
 
-    def _work(self, seconds: float, label: str, blocks: tuple[Block, ...]) -> None:
-        start, self.wire.done = self.wire.done, self.wire.done + seconds
-        self.busy += seconds
-        self._note(self.program.rank, "compute", start, self.wire.done, label, -1, 0, blocks)
-
-    def _note(self, rank: int, kind: Kind, start: float, end: float, label: str, *more: Any) -> None:
-        self.events.append(Event(rank, kind, self.plan.phase.name, self.step, start, end, label, *more))
+    def _note(self, rank: int, kind: Kind, start: float, end: float, label: str, **more: Any) -> None:
+        self.events.append(Event(rank, kind, self.plan.phase.name, self.step, start, end, label, **more))

@@ -21,17 +21,24 @@ class Span:
 
     def __and__(self, other: Span) -> Span:
         lo, hi = self.lo, self.hi
+        if lo >= other.lo and hi <= other.hi:
+            return self
         return Span(lo if lo > other.lo else other.lo, hi if hi < other.hi else other.hi)
 
     def shift(self, by: int) -> Span:
         """Return the same range, `by` positions later."""
-        return Span(self.lo + by, self.hi + by)
+        return Span(self.lo + by, self.hi + by) if by else self
 
 
 def covers(spans: Iterable[Span], whole: Span) -> bool:
     """Return whether the spans together hold every position of `whole`."""
+    apart = []
+    for span in spans:
+        if span.lo <= whole.lo and whole.hi <= span.hi:
+            return True  # the usual case, without a sort
+        apart.append(span)
     reached = whole.lo
-    for span in sorted(spans):
+    for span in sorted(apart):
         if span.lo > reached:
             break
         reached = max(reached, span.hi)
@@ -94,18 +101,17 @@ class Tile:
         No row or column of the result is wholly masked, and a bound that never binds is unbounded. Two tiles that hold
         the same pairs are therefore equal after this.
         """
-        return _shrunk(self.q.lo, self.q.hi, self.kv.lo, self.kv.hi, self.lo, self.hi)
+        return _shrunk(self, self.q.lo, self.q.hi, self.kv.lo, self.kv.hi)
 
     def restrict(self, q: Span, kv: Span) -> Tile | None:
         """Return the part of this tile inside q x kv, shrunk."""
         mine, theirs = self.q, self.kv
         return _shrunk(
+            self,
             mine.lo if mine.lo > q.lo else q.lo,
             mine.hi if mine.hi < q.hi else q.hi,
             theirs.lo if theirs.lo > kv.lo else kv.lo,
             theirs.hi if theirs.hi < kv.hi else kv.hi,
-            self.lo,
-            self.hi,
         )
 
     def __and__(self, other: Tile) -> Tile | None:
@@ -140,6 +146,8 @@ class Tile:
 
     def shift(self, q: int, kv: int) -> Tile:
         """Return the same pairs with the rows moved by q positions and the columns by kv."""
+        if not q and not kv:
+            return self
         lo = self.lo if self.lo == -UNBOUNDED else self.lo + kv - q
         hi = self.hi if self.hi == UNBOUNDED else self.hi + kv - q
         return Tile(self.q.shift(q), self.kv.shift(kv), lo, hi)
@@ -165,8 +173,12 @@ class Tile:
         return Band(left, right)
 
 
-def _shrunk(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None:
-    """Compute `Tile.shrink` on numbers, because plans of many ranks restrict a tile hundreds of thousands of times."""
+def _shrunk(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Tile | None:
+    """Compute `Tile.shrink` of these rows and columns on numbers: plans restrict tiles hundreds of thousands of times.
+
+    Return the tile itself where nothing changes, and its spans where they stay: objects take most of the time.
+    """
+    q, kv, lo, hi = tile.q, tile.kv, tile.lo, tile.hi
     if q0 >= q1 or k0 >= k1 or lo > hi:
         return None
     q0, q1 = (q0 if q0 > k0 - hi else k0 - hi), (q1 if q1 < k1 - lo else k1 - lo)
@@ -175,12 +187,14 @@ def _shrunk(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None
     k0, k1 = (k0 if k0 > q0 + lo else q0 + lo), (k1 if k1 < q1 + hi else q1 + hi)
     if k0 >= k1:
         return None
-    return Tile(
-        Span(q0, q1),
-        Span(k0, k1),
-        lo if lo > k0 - (q1 - 1) else -UNBOUNDED,
-        hi if hi < (k1 - 1) - q0 else UNBOUNDED,
-    )
+    if lo <= k0 - (q1 - 1):
+        lo = -UNBOUNDED
+    if hi >= (k1 - 1) - q0:
+        hi = UNBOUNDED
+    same_rows, same_columns = q0 == q.lo and q1 == q.hi, k0 == kv.lo and k1 == kv.hi
+    if same_rows and same_columns and lo == tile.lo and hi == tile.hi:
+        return tile
+    return Tile(q if same_rows else Span(q0, q1), kv if same_columns else Span(k0, k1), lo, hi)
 
 
 def _pairs_up_to(rows: int, columns: int, diagonal: int) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -51,28 +51,25 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Names that one block reads and writes on its q side and its kv side; empty for a side that is not written."""
+    """Names that one block reads and writes on its q side and its kv side; empty for a side that is not written.
+
+    reads, writes: (side, name) of each input and of each result of a block. write_names: names of accumulators.
+    """
 
     name: str
     read_q: str
     read_kv: str
     write_q: str
     write_kv: str
+    reads: tuple[tuple[str, str], ...] = field(init=False, repr=False, compare=False)
+    writes: tuple[tuple[str, str], ...] = field(init=False, repr=False, compare=False)
+    write_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def reads(self) -> tuple[tuple[str, str], ...]:
-        """Return (side, name) of each input of a block."""
-        return ("q", self.read_q), ("kv", self.read_kv)
-
-    @property
-    def writes(self) -> tuple[tuple[str, str], ...]:
-        """Return (side, name) of each result of a block."""
-        return tuple((side, name) for side, name in (("q", self.write_q), ("kv", self.write_kv)) if name)
-
-    @property
-    def write_names(self) -> tuple[str, ...]:
-        """Return the names of accumulators."""
-        return tuple(name for _, name in self.writes)
+    def __post_init__(self) -> None:
+        writes = tuple((side, name) for side, name in (("q", self.write_q), ("kv", self.write_kv)) if name)
+        object.__setattr__(self, "reads", (("q", self.read_q), ("kv", self.read_kv)))
+        object.__setattr__(self, "writes", writes)
+        object.__setattr__(self, "write_names", tuple(name for _, name in writes))
 
 
 FORWARD = Phase("forward", read_q="q", read_kv="kv", write_q="out", write_kv="")
@@ -191,3 +188,18 @@ def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
                 if part := tile.restrict(layout.chunks[q], layout.chunks[kv]):
                     pairs[q, kv].append(part)
     return MappingProxyType({pair: tuple(pairs[pair]) for pair in sorted(pairs)})
+
+
+@lru_cache(maxsize=32)
+def areas(mask: Mask, layout: Layout) -> Mapping[tuple[int, int], int]:
+    """Return the number of token pairs in every (q_chunk, kv_chunk) pair of `needed_pairs`."""
+    needed = needed_pairs(mask, layout)
+    return MappingProxyType({pair: sum(tile.area for tile in tiles) for pair, tiles in needed.items()})
+
+
+def loads(blocks: Iterable[Block], mask: Mask, layout: Layout) -> list[int]:
+    """Return the token pairs that each rank computes."""
+    area, load = areas(mask, layout), [0] * layout.ranks
+    for block in blocks:
+        load[block.rank] += area[block.q_chunk, block.kv_chunk]
+    return load

@@ -15,16 +15,19 @@ _FEW = 8
 
 
 def union(tiles: Sequence[Tile]) -> Tile | None:
-    """Return one tile equal to the disjoint union of these (shrunk) tiles, or None if there is none."""
+    """Return one tile equal to the disjoint union of these (shrunk) tiles, or None if there is none.
+
+    A bound that binds in a shrunk tile is one of the union's, so there is one tile that may be it.
+    """
+    los, his = {t.lo for t in tiles} - {-UNBOUNDED}, {t.hi for t in tiles} - {UNBOUNDED}
+    if len(los) > 1 or len(his) > 1:
+        return None
     q = Span(min(t.q.lo for t in tiles), max(t.q.hi for t in tiles))
     kv = Span(min(t.kv.lo for t in tiles), max(t.kv.hi for t in tiles))
-    area = sum(tile.area for tile in tiles)
-    for hi in sorted({UNBOUNDED} | {t.hi for t in tiles}):
-        for lo in sorted({-UNBOUNDED} | {t.lo for t in tiles}):
-            one = Tile(q, kv, lo, hi).shrink()
-            if one and one.area == area and all(one.restrict(tile.q, tile.kv) == tile for tile in tiles):
-                return one
-    return None
+    one = Tile(q, kv, *(los or {-UNBOUNDED}), *(his or {UNBOUNDED})).shrink()
+    if one is None or one.area != sum(tile.area for tile in tiles):
+        return None
+    return one if all(one.restrict(tile.q, tile.kv) == tile for tile in tiles) else None
 
 
 def fuse(tiles: Sequence[FusedTile]) -> list[FusedTile]:

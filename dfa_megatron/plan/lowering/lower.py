@@ -15,7 +15,7 @@ from dfa_megatron.plan.language.ir import Plan, chunk_of
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step, Write
 from dfa_megatron.plan.language.validate import validate
 from dfa_megatron.plan.lowering.fuse import FusedTile, fuse
-from dfa_megatron.plan.lowering.messages import Parts, RankMessages, joined, rank_messages
+from dfa_megatron.plan.lowering.messages import REMEMBERED_RANKS, Parts, RankMessages, Same, joined, rank_messages
 from dfa_megatron.plan.lowering.pack import packs, segments_of
 from dfa_megatron.plan.lowering.slots import Lifetimes, Stored, assign_slots
 
@@ -34,28 +34,11 @@ def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
         PlanError: the plan breaks a rule of the language.
     """
     lower = _lowered if plan.ranks <= REMEMBERED_RANKS else _lowered.__wrapped__
-    return list(lower(_Same(plan), batch))
-
-
-REMEMBERED_RANKS = 64
-"""Programs of larger plans take too much memory to cache."""
-
-
-class _Same:
-    """A plan as a cache key by identity: comparing its contents takes as long as lowering it."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def __hash__(self) -> int:
-        return id(self.plan)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.plan is self.plan
+    return list(lower(Same(plan), batch))
 
 
 @lru_cache(maxsize=8)  # what "auto" looks at: each plan is simulated, measured, and the chosen one checked
-def _lowered(same: _Same, batch: int) -> tuple[Program, ...]:
+def _lowered(same: Same, batch: int) -> tuple[Program, ...]:
     plan = same.plan
     validate(plan)
     ranks, together = enumerate(rank_messages(plan, batch)), joined(plan.mask, batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 
 from dfa_megatron.plan.language.ir import Block, Plan
@@ -34,8 +35,31 @@ class RankMessages:
     outgoing: dict[int, dict[int, Parts]] = field(default_factory=lambda: defaultdict(dict))
 
 
+REMEMBERED_RANKS = 64
+"""What is derived from larger plans takes too much memory to cache."""
+
+
+class Same:
+    """A plan as a cache key by identity: comparing its contents takes as long as lowering it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.plan is self.plan
+
+
 def rank_messages(plan: Plan, batch: int) -> list[RankMessages]:
     """Return the messages of every rank. The plan's records must name ranks that exist."""
+    return (_rank_messages if plan.ranks <= REMEMBERED_RANKS else _rank_messages.__wrapped__)(Same(plan), batch)
+
+
+@lru_cache(maxsize=4)  # lowering asks for those of a phase, and the tokens of its buffers for those of both
+def _rank_messages(same: Same, batch: int) -> list[RankMessages]:
+    plan = same.plan
     out = [RankMessages() for _ in range(plan.ranks)]
     for block in sorted(plan.blocks):
         out[block.rank].blocks[block.step].append(block)

@@ -31,10 +31,13 @@ def check_plan(plan: AttentionPlan | Plan, *, batch: int = 1, max_slots: int | N
         check(phase, batch, max_slots)
 
 
-def check(plan: Plan, batch: int = 1, max_slots: int | None = None) -> list[Program]:
-    """Check one phase, as `check_plan` does, and return its programs, one per rank."""
+def check(plan: Plan, batch: int = 1, max_slots: int | None = None, rank: int | None = None) -> list[Program]:
+    """Check one phase, as `check_plan` does, and return its programs, one per rank.
+
+    rank: whose results are compared with the mask; None for all. Every rank of a group compares its own.
+    """
     programs = lower_all(plan, batch)
-    check_programs(plan, programs)
+    check_programs(plan, programs, rank)
     for program in programs:
         if max_slots is not None and len(program.slots) > max_slots:
             need = (
@@ -44,15 +47,15 @@ def check(plan: Plan, batch: int = 1, max_slots: int | None = None) -> list[Prog
     return programs
 
 
-def check_programs(plan: Plan, programs: Sequence[Program]) -> None:
-    """Run lowered programs over sets and compare the results with the mask.
+def check_programs(plan: Plan, programs: Sequence[Program], rank: int | None = None) -> None:
+    """Run lowered programs over sets and compare the results of one rank, or of all, with the mask.
 
     Raises:
         PlanError: a result is missing, counted twice, wrong or stranded, or memory in flight is touched.
     """
     algebras = [Sets(plan, program) for program in programs]
     run_together(programs, algebras)
-    for algebra in algebras:
+    for algebra in algebras if rank is None else algebras[rank : rank + 1]:
         for side, name in plan.phase.writes:
             content = algebra.content[algebra.program.home_buffer(name), name]
             for chunk, row in plan.layout.offsets(plan.layout.of(algebra.program.rank)).items():

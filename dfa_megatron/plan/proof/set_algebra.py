@@ -34,14 +34,16 @@ Payload = tuple[list[Content], tuple[tuple[str, int], ...]]
 
 def clip(terms: list[Term], rows: Span, side: str) -> list[Term]:
     """Return the part of the terms in these rows."""
-    everything, out = Span(0, UNBOUNDED), []
-    for shift, tile in terms:
-        own = tile.q if side == "q" else tile.kv
-        tokens = rows.shift(shift)
-        if tokens.lo <= own.lo and own.hi <= tokens.hi:
-            out.append((shift, tile))
-        elif part := tile.restrict(*((tokens, everything) if side == "q" else (everything, tokens))):
-            out.append((shift, part))
+    everything, by_q, out = Span(0, UNBOUNDED), side == "q", list[Term]()
+    for term in terms:
+        shift, tile = term
+        own, lo, hi = tile.q if by_q else tile.kv, rows.lo + shift, rows.hi + shift
+        if lo <= own.lo and own.hi <= hi:
+            out.append(term)
+        elif lo < own.hi and own.lo < hi:
+            tokens = Span(lo, hi)
+            if part := tile.restrict(*((tokens, everything) if by_q else (everything, tokens))):
+                out.append((shift, part))
     return out
 
 
@@ -63,7 +65,7 @@ class Sets:
             for chunk, row in plan.layout.offsets(plan.layout.of(program.rank)).items():
                 span = plan.layout.chunks[chunk]
                 _append(content.tokens, Span(row, row + len(span)), span.lo - row)
-            content.valid = [rows for rows, _ in content.tokens]
+            content.valid = [Span(0, content.tokens[-1][0].hi)]
 
     def fail(self, reason: str) -> PlanError:
         """Raise an error that marks this rank's cell in the grid."""
@@ -159,7 +161,7 @@ class Sets:
             there, rows = self.content[region.buffer, region.name], Span(region.lo, region.hi)
             inside = region.lo >= 0 and region.hi <= dict(self.program.buffers[region.buffer].parts)[region.name]
             taken = self.tenant.get(self._slot(region.buffer)) != region.buffer
-            if len(regions) != 1 or not inside or taken or any(len(old & rows) for old in there.valid):
+            if len(regions) != 1 or not inside or taken or _meet(there.valid, rows):
                 raise self.fail(f"R1: {region} is no place for a message to land in")
             there.valid.append(rows)
             there.tokens += [(span.shift(region.lo), shift - region.lo) for span, shift in content.tokens]
@@ -205,7 +207,7 @@ class Sets:
             raise self.fail(f"{region} is sent while step {self.touched[slot]} may still write it")
         else:
             self.sending.add(slot)
-        tokens = [(both, shift) for span, shift in content.tokens if len(both := span & rows)]
+        tokens = [(span & rows, shift) for span, shift in _among(content.tokens, rows)]
         terms = clip(content.terms, rows, self.side_of[region.name]) if content.terms else []
         return Content([rows], tokens, terms)
 
@@ -226,6 +228,10 @@ class Sets:
         elif not covers(content.valid, span):
             raise self.fail(f"{region} is merged into before anything was stored in it")
         content.terms += terms
+
+
+def _meet(spans: list[Span], rows: Span) -> bool:
+    return any(span.lo < rows.hi and rows.lo < span.hi for span in spans)
 
 
 def _among(tokens: list[tuple[Span, int]], rows: Span) -> list[tuple[Span, int]]:

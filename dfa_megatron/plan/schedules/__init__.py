@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Phase, Plan, needed_pairs
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Phase, Plan, loads, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.balanced import balanced, balanced_shared
@@ -42,8 +42,6 @@ class Schedule:
         Raises:
             UnsupportedError: the mask or the length does not suit the schedule, or its route knows no nodes.
         """
-        if ranks < 1:
-            raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
         forward, backward = self._phases(mask, ranks, (FORWARD, BACKWARD), ranks_per_node)
         return AttentionPlan(self.name, self.layout, forward, backward, ranks_per_node)
 
@@ -51,6 +49,21 @@ class Schedule:
         """Plan one phase; arguments and errors as for `plan`."""
         (only,) = self._phases(mask, ranks, (phase,), ranks_per_node)
         return only
+
+    def most_loaded(self, mask: Mask, ranks: int) -> float:
+        """Return the token pairs of the most loaded rank, before there is a plan; errors as for `plan`.
+
+        What `greedy` gives away is known after planning only: its work counts as even.
+        """
+        layout = self._layout(mask, ranks)
+        if self.assign is greedy:
+            return mask.area / ranks
+        return max(loads(self.assign(mask, layout), mask, layout))
+
+    def _layout(self, mask: Mask, ranks: int) -> Layout:
+        if ranks < 1:
+            raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
+        return layout_of(self.chunks, mask, ranks)
 
     def _phases(self, mask: Mask, ranks: int, phases: tuple[Phase, ...], ranks_per_node: int | None) -> list[Plan]:
         """Assign blocks, which are the same in all phases, and route each phase."""
@@ -60,7 +73,7 @@ class Schedule:
                 why = "its messages hop from rank to rank, and cross to a node once already"
                 raise UnsupportedError(f"schedule {self.name!r} with a gateway", why, "the same without")
             route = gateway(ranks_per_node)
-        layout = self.cut(mask, _cut_where_needed(layout_of(self.chunks, mask, ranks), mask))
+        layout = self.cut(mask, _cut_where_needed(self._layout(mask, ranks), mask))
         blocks = tuple(sorted(self.assign(mask, layout)))
         return [Plan(mask, layout, phase, blocks, route(blocks, layout, phase)) for phase in phases]
 
