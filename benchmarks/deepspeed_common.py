@@ -88,7 +88,8 @@ class Training(torch.nn.Module):
         hidden = self.model.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
         if self.tiled == "none":
             return dfa_ds.loss(self.model.lm_head(hidden), shift_labels, group=group)
-        return dfa_ds.tiled_loss(self.model.lm_head, hidden, shift_labels, group=group, tiles=self._count(hidden))
+        tile = math.ceil(shift_labels.numel() / self._count(hidden))
+        return dfa_ds.tiled_loss(self.model.lm_head, hidden, shift_labels, group=group, tile=tile)
 
 
 def join(seconds: float) -> None:

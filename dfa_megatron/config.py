@@ -35,6 +35,7 @@ class Numbers(NamedTuple):
 
 RANKS = Numbers(lambda n: n >= 1, "it is a number of ranks", "1, which exchanges nothing, more, or 'auto'")
 PATIENCE = Numbers(lambda seconds: 0 < seconds < math.inf, "it must be positive and finite", "seconds above 0")
+TOKENS = Numbers(lambda n: n >= 1, "it is a number of tokens", "4096, another number from 1, or 'off'")
 LIMIT = Numbers(lambda seconds: 0 <= seconds < math.inf, "it is a time", "seconds, or 0 for no limit")
 
 
@@ -49,7 +50,7 @@ def _option(
     # A parser may set another default than ours.
     shown: dict[str, Any] = {"help": f"{help} Default: %(default)s."}
     if choices:
-        shown |= {"metavar": "{auto,1,2,...}"} if numbers else {"choices": choices}
+        shown |= {"metavar": f"{{{','.join(choices)},1,2,...}}"} if numbers else {"choices": choices}
     about = {"help": help, "choices": choices, "scope": scope, "numbers": numbers, "flag": shown}
     return field(default=default, metadata=about)
 
@@ -109,6 +110,15 @@ class DistAttentionConfig:
         "Keep what rematerialization saves, each layer's input and attention's output and lse, in pinned host memory "
         "until the recompute takes it. The copies run beside the computation. Needs rematerialization.",
         scope=("megatron", "deepspeed", "huggingface"),
+    )
+    loss_tile: int | str = _option(
+        "off",
+        "Tokens of a rank whose logits exist at a time. Loss, log-probabilities and their gradients are made tile by "
+        "tile, and the backward makes the logits again. off: the framework's loss, with the logits of all tokens. 4096 "
+        "is enough for speed.",
+        ("off",),
+        ("megatron", "deepspeed", "huggingface"),
+        TOKENS,
     )
     deterministic: bool = _option(False, "The same gradients to the bit from run to run; may be slower.")
     wire_dtype: str = _option(

@@ -24,7 +24,7 @@ LANGUAGE = {"plan.language"}
 PLAN = {"plan", "plan.language", "plan.schedules", "plan.lowering", "plan.proof", "plan.cost", "plan.draw"}
 KERNELS = PLAN | {"kernels", "kernels.adapters", "kernels.triton"}
 RUNTIME = KERNELS | {"runtime", "runtime.agreement", "runtime.comm", "runtime.execute"}
-FUNCTIONS = RUNTIME | {"remat", "attention", "sharding", "recurrence"}
+FUNCTIONS = RUNTIME | {"remat", "attention", "sharding", "recurrence", "loss"}
 FRAMEWORKS = {"megatron", "huggingface", "deepspeed"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": RUNTIME | {"remat"},
     "sharding": RUNTIME,
     "recurrence": RUNTIME | {"remat", "sharding"},
+    "loss": RUNTIME | {"sharding"},
     "pack_planner": RUNTIME,
     "selfcheck": set(),
     "megatron": FUNCTIONS | {"selfcheck", "refusals"},
@@ -81,6 +82,7 @@ OUTSIDE: dict[str, set[str]] = {
     "attention": {"torch"},
     "sharding": {"torch"},
     "recurrence": {"torch"},
+    "loss": {"torch"},
     "pack_planner": {"torch"},
     "selfcheck": {"torch"},
     "doctor": {"torch"},

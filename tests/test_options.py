@@ -22,6 +22,7 @@ def test_every_option_says_where_it_can_be_set_and_the_others_are_refused_there(
         "remat": {"megatron"},
         "checkpoint": {"deepspeed", "huggingface"},
         "remat_offload": {"megatron", "deepspeed", "huggingface"},
+        "loss_tile": {"megatron", "deepspeed", "huggingface"},
     }
     config = DistAttentionConfig(remat="on", schedule="ring")
     assert config.within("function") == DistAttentionConfig(schedule="ring")
@@ -41,6 +42,13 @@ def test_automatic_or_a_number_is_what_flag_json_and_check_take_for_the_degree()
     for wrong in ("0", "-1", "some"):
         with pytest.raises(UnsupportedError, match="ulysses_degree"):
             DistAttentionConfig.from_args(parser.parse_args(["--dfa-ulysses-degree", wrong]))
+
+
+def test_a_tile_of_the_loss_is_off_or_a_number_of_tokens() -> None:
+    assert DistAttentionConfig.from_mapping({"loss_tile": 4096}, "deepspeed").loss_tile == 4096
+    for wrong in (0, -1, 1.5, True, None, "on"):
+        with pytest.raises(UnsupportedError, match="loss_tile"):
+            DistAttentionConfig(loss_tile=wrong)  # type: ignore[arg-type]
 
 
 def test_the_registry_of_names_is_that_of_the_schedules_and_layouts() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, flag, from_flags
+from dfa_megatron.loss.memory import head_bytes
 
 GIB = 2**30
 
@@ -37,6 +38,7 @@ class Model:
     dfa_schedule: str = flag("auto")
     dfa_data_layout: str = flag("boundary")
     dfa_ulysses_degree: str = flag("auto")
+    dfa_loss_tile: str = flag("off")
 
     @property
     def head_dim(self) -> int:
@@ -125,7 +127,9 @@ def memory(model: Model, ranks: int, messages: int) -> list[tuple[str, float]]:
     # What a layer saves beside its input and (out, lse): outputs of two norms, q, k and v, the residual, the MLP.
     inside = 2 * 3 * model.hidden_size + projections + 2 * (3 if model.swiglu else 2) * model.ffn / tp
     kept = rows * (2 * model.hidden_size + out)
-    logits = rows * 6 * model.vocabulary / tp if pp == 1 else 0.0  # 2 bytes beside 4, in either pass
+    tile = None if model.dfa_loss_tile == "off" else int(model.dfa_loss_tile)
+    head = head_bytes(rows, model.vocabulary // tp, model.hidden_size, tile)
+    logits = (head.tile + (head.weight_gradient + head.numbers if tile else 0)) * (pp == 1)
     found = [("weights, gradients, optimizer", held * state)]
     if model.recompute_granularity == "full":
         found += [

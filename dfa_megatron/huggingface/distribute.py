@@ -23,6 +23,7 @@ from dfa_megatron.huggingface.positions import own_positions
 from dfa_megatron.huggingface.positions.embedded_positions import padding_of
 from dfa_megatron.huggingface.recurrent import layers as recurrent
 from dfa_megatron.huggingface.refusals import MODEL
+from dfa_megatron.huggingface.tiled_head import set_tile
 from dfa_megatron.plan.language.heads import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 
@@ -94,6 +95,7 @@ def distribute_attention(
     others = (*own_positions.modules_of(decoder), *recurrent.modules_of(decoder))
     for module in {inner, decoder, *layers, *others}:
         setattr(module, CONTEXT, context)
+    set_tile(inner, options)
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
 

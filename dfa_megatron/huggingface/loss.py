@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 from dfa_megatron.huggingface.padding import IGNORED
+from dfa_megatron.huggingface.tiled_head import run_in, tiled_head
+from dfa_megatron.loss.head import TILE, Head
+from dfa_megatron.loss.scores import token_scores
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, resolve
 
 
@@ -54,26 +56,28 @@ def tiled_loss(
     shift_labels: torch.Tensor,
     *,
     group: Group = None,
-    tiles: int = 8,
+    tile: int = TILE,
     ignore_index: int = IGNORED,
 ) -> torch.Tensor:
-    """Return `causal_lm_loss(head(hidden), shift_labels)`, computed tile by tile; the head runs again in the backward.
+    """Return `causal_lm_loss(head(hidden), shift_labels)` with the logits of one tile at a time.
 
-    Every tile is a PyTorch checkpoint. So autograd sums all gradients of a weight, also of one shared with the
-    embeddings, before ZeRO reduces them. DeepSpeed's `SequenceTiledCompute` lets ZeRO 2 and 3 reduce a shared weight
-    too early. Its `TiledFusedLogitsLoss` ignores factors of the loss, such as gradient accumulation, in the head.
+    The head is called once, and all gradients of its weight are one sum. So ZeRO reduces a weight that is shared with
+    the embeddings when it is complete. DeepSpeed's `SequenceTiledCompute` lets ZeRO 2 and 3 reduce it too early. Its
+    `TiledFusedLogitsLoss` ignores factors of the loss, such as gradient accumulation, in the head.
 
     Args:
-        head: from hidden states to logits, called once per tile in the forward and once in the backward.
+        head: PyTorch's linear layer from hidden states to logits.
         hidden: (batch, local_seq, hidden size).
         shift_labels: (batch, local_seq), the label of the next token, ignore_index where there is none.
         group: the ranks that share the sequence.
-        tiles: the number of tiles; logits take 1/tiles of their memory.
+        tile: tokens whose logits exist at a time.
+
+    Raises:
+        UnsupportedError: another kind of head, or a tile that is no positive integer.
     """
 
-    def of_tile(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return summed_loss(head(hidden), labels, ignore_index)
+    def use(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, ...]:
+        return (token_scores(hidden, head, shift_labels, tile=tile, ignore_index=ignore_index).logprobs,)
 
-    cut = zip(hidden.tensor_split(tiles, dim=1), shift_labels.tensor_split(tiles, dim=1), strict=True)
-    total = torch.stack([checkpoint(of_tile, *tile, use_reentrant=False) for tile in cut]).sum()
-    return mean_of_sequences(total, shift_labels, group, ignore_index)
+    (logprobs,) = run_in(tiled_head(head), hidden, use, 1.0, None)
+    return mean_of_sequences(-logprobs.sum(), shift_labels, group, ignore_index)

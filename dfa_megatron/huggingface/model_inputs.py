@@ -164,7 +164,7 @@ def follow_mode(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     if module.config._attn_implementation != wanted:
         module.set_attn_implementation(wanted)
     if wanted != NAME and context.size > 1 and context.options.verify != "off":
-        _check_whole(_by_name(module, args, kwargs))
+        _check_whole(arguments_of(module, args, kwargs))
 
 
 def _check_whole(given: dict[str, Any]) -> None:
@@ -182,7 +182,7 @@ def _check_whole(given: dict[str, Any]) -> None:
     INPUTS.check(part_in_evaluation=_ends(positions) if bool(later.any()) else None)
 
 
-def _by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call, positional ones too, by their names in the forward of the module's class."""
     names = [parameter.name for parameter in _parameters(module.__class__)[1:]]  # without self
     return dict(zip(names, args, strict=False)) | kwargs
@@ -214,7 +214,7 @@ def check_loss(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     context: LayerContext = getattr(module, CONTEXT)
     if not is_distributed(module):
         return
-    given = _by_name(module, args, kwargs)
+    given = arguments_of(module, args, kwargs)
     context.current.told = {
         name: given[name] for name in ("position_ids", *packed.FLASH_KEYS) if given.get(name) is not None
     }

@@ -21,6 +21,7 @@ from dfa_megatron.megatron.layers.layer import layer_class
 from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
 from dfa_megatron.megatron.layers.prediction import follow_batches
 from dfa_megatron.megatron.layers.recompute import take_over
+from dfa_megatron.megatron.output import follow_outputs, want_tiles
 from dfa_megatron.megatron.refusals import ARGS, SPEC, check_config
 from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
 from dfa_megatron.megatron.start.dfa_flags import global_args, options_of
@@ -77,6 +78,8 @@ def distribute_attention(
     """
     options = config or DistAttentionConfig()
     follow_batches()
+    follow_outputs()
+    want_tiles(transformer_config, options)
     if is_stack(spec):
         check_config(transformer_config, options, is_hybrid_model=True)
         return _stack(spec, transformer_config, AttentionContext(options, hybrid=True))

@@ -108,6 +108,8 @@ def test_recomputation_splitting_and_pipelines_change_the_estimate() -> None:
     staged = dict(memory(model_of(_flags("--pipeline-model-parallel-size 2"), "x"), 2, 0))
     assert staged["saved of every layer"] == plain["saved of every layer"], "two micro-batches of half the layers"
     assert staged["logits and their gradient"] == 0
+    tiled = dict(memory(model_of(_flags("--dfa-loss-tile 256"), "x"), 2, 0))
+    assert tiled["logits and their gradient"] * GIB == 256 * 6 * 128 + 128 * 64 * 4 + 2048 * 4 * 16
 
 
 def _flags(more: str) -> list[str]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.runtime.counters import COUNTERS
@@ -37,12 +35,14 @@ class Tiled(torch.nn.Module):
         parameters = list(mlp.parameters())
         return lambda x: TiledMLP.apply(whole, mlp, x, TILES, parameters)
 
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, shift_labels: torch.Tensor, group: Any
-    ) -> torch.Tensor:
-        """The loss of this rank's tokens."""
-        hidden = self.model.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
-        return dfa_ds.tiled_loss(self.model.lm_head, hidden, shift_labels, group=group, tiles=TILES)
+    def forward(self, batch: dict[str, torch.Tensor], group: Any, own_loss: bool) -> torch.Tensor:
+        """The loss of this rank's tokens, of `loss_tile` or of `tiled_loss`."""
+        if own_loss:
+            loss: torch.Tensor = self.model(**batch).loss
+            return loss
+        shift_labels = batch["shift_labels"]
+        hidden = self.model.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).last_hidden_state
+        return dfa_ds.tiled_loss(self.model.lm_head, hidden, shift_labels, group=group, tile=7)
 
 
 def tiled(rank: int, world_size: int, tied: bool) -> None:
@@ -53,16 +53,16 @@ def tiled(rank: int, world_size: int, tied: bool) -> None:
     want_loss, want = harness.reference("Llama", wholes, tie_word_embeddings=tied)
     for stage in range(4):
         model = Tiled(build("Llama", tie_word_embeddings=tied))
-        config = harness.settings(stage, world_size, checkpoint="remat")
+        config = harness.settings(stage, world_size, checkpoint="remat", loss_tile=7)
         config |= {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}
         engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         group = dfa_ds.mesh_of(engine).group
-        for _ in range(2):
+        for own_loss in (False, True):
             losses = []
             for whole in wholes:
                 batch = dfa_ds.shard_batch(whole, group=group)
                 COUNTERS.reset()
-                loss = engine(batch["input_ids"], batch["position_ids"], batch["shift_labels"], group)
+                loss = engine(batch, group, own_loss)
                 engine.backward(loss)
                 counts = COUNTERS.snapshot()
                 assert counts["attention_forwards"] == counts["replays"] == LAYERS
@@ -76,36 +76,10 @@ def tiled(rank: int, world_size: int, tied: bool) -> None:
         engine.destroy()
 
 
-@pytest.mark.support("deepspeed", "ALST's tiled MLP and loss")
+@pytest.mark.support("deepspeed", "ALST's tiled MLP, and the loss by tiles, as option and function")
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
 def test_tiled_mlp_and_tiled_loss_have_the_gradients_of_one_process(tied: bool) -> None:
     run_ranks(2, tiled, tied, timeout=120)
-
-
-def test_there_are_logits_of_one_tile_at_a_time() -> None:
-    seen: list[weakref.ref[torch.Tensor]] = []
-
-    class Head(torch.nn.Linear):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            assert all(logits() is None for logits in seen)
-            logits = super().forward(hidden)
-            seen.append(weakref.ref(logits))
-            return logits
-
-    generator = torch.Generator().manual_seed(5)
-    hidden = torch.randn(2, 10, 4, dtype=torch.float64, generator=generator)
-    labels = torch.randint(0, 7, (2, 10), generator=generator)
-    labels[0, :4] = -100
-    head = Head(4, 7, dtype=torch.float64)
-    ours, whole = (hidden.clone().requires_grad_() for _ in range(2))
-    loss = dfa_ds.tiled_loss(head, ours, labels, tiles=TILES)
-    got = torch.autograd.grad(3 * loss, [ours, head.weight, head.bias])
-    assert len(seen) == 2 * TILES
-    seen.clear()
-    want_loss = F.cross_entropy(head(whole).flatten(0, 1), labels.flatten())
-    want = torch.autograd.grad(3 * want_loss, [whole, head.weight, head.bias])
-    for one, other in zip((loss, *got), (want_loss, *want), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
 def loader(rank: int, world_size: int) -> None:

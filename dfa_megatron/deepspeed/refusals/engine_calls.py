@@ -50,6 +50,13 @@ CALL = Stage(
             "full",
         ),
         stated(
+            "own_tile",
+            "dist_flash_attention.loss_tile={own_tile} for a model of your own or a pipeline",
+            "its head is not known",
+            "loss_tile 'off', and dfa_megatron.deepspeed.tiled_loss in the model",
+            4096,
+        ),
+        stated(
             "other_ranks",
             "a DistFlashAttention over ranks {other_ranks}",
             "the sequences of this engine are on ranks {wanted}",

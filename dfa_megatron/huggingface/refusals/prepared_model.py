@@ -39,6 +39,20 @@ MODEL = Stage(
             {"dfa_remat_offload": True},
         ),
         stated(
+            "other_head",
+            "a loss by tiles with a head of type {other_head}",
+            "only the product of PyTorch's linear layer is known to be made by tiles",
+            "loss_tile='off' and causal_lm_loss, or a head without an adapter",
+            "LoraLinear",
+        ),
+        stated(
+            "own_loss_function",
+            "loss_tile with the loss function {own_loss_function}",
+            "only transformers' ForCausalLMLoss is known to be made by tiles",
+            "loss_tile='off', or dfa_megatron.loss.cross_entropy on hidden states",
+            "ForMaskedLMLoss",
+        ),
+        stated(
             "several_parts",
             "{kind} with several parts",
             "its decoder was not found by its configuration of the text",

@@ -14,6 +14,7 @@ from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.in_order import InOrder
 from dfa_megatron.megatron.layers.latent import order_rotary
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over
+from dfa_megatron.megatron.output import want_tiles
 from dfa_megatron.megatron.refusals import CALLS, LAYERS, PACKS, SPEC, check_config
 from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.outside import exchange_extracted, exchange_routing
@@ -38,6 +39,7 @@ class DistributedAttentionLayer:
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
         context = distributed_attention
         check_config(config, context.options)
+        want_tiles(config, context.options)
         asked = take_over(config, context)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self._dfa = context

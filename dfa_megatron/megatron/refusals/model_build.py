@@ -186,6 +186,13 @@ LAYERS = Stage(
             "LayerNorm, RMSNorm, or an installation with Transformer Engine",
             {"torch_norm": True, "normalization": "L2Norm"},
         ),
+        stated(
+            "other_output",
+            "loss_tile with an output layer of class {other_output}",
+            "only the product of Megatron's ColumnParallelLinear is known to be made by tiles",
+            "--dfa-loss-tile off",
+            "TELMHeadColumnParallelLinear",
+        ),
         Refusal(
             lambda a: a.other_layer and several_ranks(a),
             "a layer with Megatron's own attention beside --dfa-data-layout contiguous",

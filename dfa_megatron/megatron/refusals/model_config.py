@@ -209,6 +209,13 @@ CONFIG = Stage(
             {"num_microbatches_with_partial_activation_checkpoints": 1},
         ),
         Refusal(
+            lambda a: a.dfa_loss_tile not in (None, "off") and a.defer_embedding_wgrad_compute,
+            "loss_tile together with defer_embedding_wgrad_compute",
+            "Megatron would keep the gradients of all logits until the pipeline is empty",
+            "one of the two",
+            {"dfa_loss_tile": 4096, "defer_embedding_wgrad_compute": True},
+        ),
+        Refusal(
             lambda a: a.dfa_schedule != "auto" and a.dfa_data_layout == "zigzag",
             "schedule={dfa_schedule!r} with zigzag data",
             "zigzag tokens share out the work, and every rank computes its own rows",

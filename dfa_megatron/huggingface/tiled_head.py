@@ -1,0 +1,129 @@
+"""Make the loss of a transformers model by tiles of tokens, between its head and its loss function.
+
+In a call with labels the head returns `DeferredLogits`. The loss function calls the head once more, which then makes
+the losses. So hooks that gather the weight (ZeRO 3, FSDP) run around the work, in the forward and the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.huggingface.model_inputs import arguments_of
+from dfa_megatron.huggingface.padding import IGNORED
+from dfa_megatron.huggingface.refusals import MODEL
+from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use
+from dfa_megatron.loss.head import Head
+
+
+class TiledLinear:
+    """Defer the logits of a linear layer, or give its hidden states and weight to a function.
+
+    The first base of `_linear_class`.
+    """
+
+    dfa_tile: int | None = None
+    dfa_deferring = False
+
+    def forward(self, hidden: torch.Tensor, dfa_use: Callable[[torch.Tensor, Any], Any] | None = None) -> Any:
+        """Run the layer's own forward, where nothing is deferred and no function is given."""
+        layer: Any = self
+        if dfa_use is not None:
+            return dfa_use(hidden, layer)
+        if not self.dfa_deferring or self.dfa_tile is None:
+            return super().forward(hidden)  # type: ignore[misc]
+        return DeferredLogits(functools.partial(run_in, layer, hidden), self.dfa_tile, layer.out_features, layer)
+
+
+def run_in(layer: Any, hidden: torch.Tensor, use: Use, scale: float, softcap: float | None) -> Any:
+    """Give a function the hidden states and the weight of a tiled layer, within a call of that layer."""
+
+    def inside(hidden: torch.Tensor, layer: Any) -> Any:
+        return use(hidden, Head(weight=layer.weight, bias=layer.bias, scale=scale, softcap=softcap))
+
+    return layer(hidden, dfa_use=inside)
+
+
+@functools.cache
+def _linear_class(base: type) -> type:
+    return type(f"Tiled{base.__name__}", (TiledLinear, base), {"__module__": __name__})
+
+
+def tiled_head(head: Any) -> Any:
+    """Return the same linear layer, which can then make losses by tiles; its own forward stays as it was.
+
+    Raises:
+        UnsupportedError: it is not PyTorch's linear layer, for instance one with an adapter.
+    """
+    if not isinstance(head, TiledLinear):
+        plain = isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward
+        MODEL.check(other_head=None if plain else type(head).__name__)
+        base: Any = type(head)
+        head.__class__ = _linear_class(base)
+        setattr(head, WATCHED, None)
+    return head
+
+
+def set_tile(model: Any, options: DistAttentionConfig) -> None:
+    """Make the model's own loss by tiles, or as transformers does for loss_tile="off".
+
+    Raises:
+        UnsupportedError: the head is no linear layer, or the loss is not transformers' for causal models.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    head = model.get_output_embeddings()
+    if options.loss_tile == "off":
+        if isinstance(head, TiledLinear):
+            head.dfa_tile = None
+        return
+    own = getattr(model, "loss_function", None)
+    MODEL.check(own_loss_function=None if own in (ForCausalLMLoss, loss_by_tiles) else getattr(own, "__name__", own))
+    known = isinstance(head, TiledLinear)
+    head = tiled_head(head)
+    head.dfa_tile = options.loss_tile
+    model.loss_function = loss_by_tiles
+    if not known:
+        model.register_forward_pre_hook(_look, with_kwargs=True)
+        model.register_forward_hook(_forget, always_call=True)
+
+
+def loss_by_tiles(
+    logits: Any,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = IGNORED,
+    shift_labels: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Return what transformers' ForCausalLMLoss does; 0 without a label that counts."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if not isinstance(logits, DeferredLogits):
+        dense: torch.Tensor = ForCausalLMLoss(
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels
+        )
+        return dense
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+    total = logits.losses(shift_labels, ignore_index).sum()
+    if num_items_in_batch is None:
+        return total / (shift_labels != ignore_index).sum().clamp(min=1)
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
+
+
+def _look(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Defer the logits of a call with labels."""
+    model.get_output_embeddings().dfa_deferring = arguments_of(model, args, kwargs).get("labels") is not None
+
+
+def _forget(model: Any, args: Any, output: Any) -> None:
+    model.get_output_embeddings().dfa_deferring = False

@@ -1,0 +1,137 @@
+"""The public functions: log-probabilities and entropy of each token, and the cross-entropy with its usual options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.loss.head import TILE, Head, check_tile
+from dfa_megatron.loss.tiled import ENTROPY, LABEL, LSE, TOTAL, Tiled, Tiling
+from dfa_megatron.names import nearest
+
+IGNORED = -100
+"""The label of a token without a loss, as in PyTorch."""
+
+REDUCTIONS = ("none", "sum", "mean")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """Numbers of each token, in the shape of the labels, in float32 (float64 for float64); all have gradients.
+
+    logprobs: of the label, in nats; 0 for an ignored label.
+    lse: log-sum-exp of the logits.
+    entropy: of the whole distribution, in nats, also where the label is ignored; None if it was not asked for.
+    """
+
+    logprobs: torch.Tensor
+    lse: torch.Tensor
+    entropy: torch.Tensor | None
+
+
+def token_scores(
+    hidden: torch.Tensor,
+    head: Head,
+    labels: torch.Tensor,
+    *,
+    tile: int = TILE,
+    ignore_index: int = IGNORED,
+    entropy: bool = False,
+) -> TokenScores:
+    """Return the log-probability of each label, and the entropy on request, with the logits of one tile at a time.
+
+    A collective call of `head.group`, in the forward and the backward.
+
+    Args:
+        hidden: (..., hidden size). With `head.sequence_parallel` the tokens come first and are this rank's 1/TP.
+        head: the weight and its ranks. Autocast is honoured.
+        labels: (...), indices into the whole vocabulary, of all tokens, the same on every rank of `head.group`. A label
+            outside the vocabulary gives NaN.
+        tile: tokens whose logits exist at a time.
+        ignore_index: the label of a token whose log-probability is 0.
+        entropy: needs the memory of a second tile in float32.
+
+    Raises:
+        UnsupportedError: a tile that is no positive integer, labels of another number of tokens, or a partition that
+            does not fit.
+    """
+    result = _result(hidden, head, labels, tile, entropy=entropy)[0]
+    label, lse = result[LABEL], result[LSE]
+    logprobs = torch.where(labels.flatten() == ignore_index, 0, label - lse)
+    return TokenScores(
+        logprobs=logprobs.view(labels.shape),
+        lse=lse.view(labels.shape),
+        entropy=result[ENTROPY].view(labels.shape) if entropy else None,
+    )
+
+
+def cross_entropy(
+    hidden: torch.Tensor,
+    head: Head,
+    labels: torch.Tensor,
+    *,
+    tile: int = TILE,
+    reduction: str = "mean",
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> torch.Tensor:
+    """Return `torch.nn.functional.cross_entropy` of the head's logits, which exist one tile at a time.
+
+    Args:
+        hidden, head, labels, tile, ignore_index: as for `token_scores`.
+        reduction: "none" gives the shape of the labels, "sum" and "mean" a number. The mean is over the labels that are
+            not ignored; without any it is 0.
+        label_smoothing: ε of PyTorch's definition: ε / vocabulary to each word, 1 - ε more to the label.
+        z_loss: factor of lse², which is added to the loss of each token that counts (PaLM, arXiv:2204.02311).
+
+    Raises:
+        UnsupportedError: as for `token_scores`, or an unknown reduction.
+    """
+    if reduction not in REDUCTIONS:
+        raise UnsupportedError(f"reduction={reduction!r}", "there is no such value", nearest(reduction, REDUCTIONS))
+    result, vocabulary = _result(hidden, head, labels, tile, total=label_smoothing != 0)
+    label, lse = result[LABEL], result[LSE]
+    losses = lse - label
+    if label_smoothing:
+        losses = (1 - label_smoothing) * losses + label_smoothing * (lse - result[TOTAL] / vocabulary)
+    if z_loss:
+        losses = losses + z_loss * lse.square()
+    ignored = labels.flatten() == ignore_index
+    losses = torch.where(ignored, 0, losses)
+    if reduction == "none":
+        return losses.view(labels.shape)
+    return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum().clamp(min=1)
+
+
+def _result(
+    hidden: torch.Tensor, head: Head, labels: torch.Tensor, tile: int, *, entropy: bool = False, total: bool = False
+) -> tuple[torch.Tensor, int]:
+    """Return (4, tokens) as `Tiled` does, and the size of the vocabulary."""
+    check_tile(tile)
+    size = hidden.shape[-1]
+    rows = hidden.numel() // size
+    if rows * head.shards != labels.numel():
+        raise UnsupportedError(
+            f"{labels.numel()} labels for {rows * head.shards} tokens",
+            "each token needs one",
+            f"labels of shape {(*hidden.shape[:-1],)}"
+            + (" with all tokens of the group first" if head.shards > 1 else ""),
+        )
+    vocabulary, first = head.vocabulary()
+    tiling = Tiling(head, tile, first, entropy, total)
+    hidden, weight, bias = _autocast(hidden.reshape(rows, size), head.weight, head.bias)
+    result: Any = Tiled.apply(hidden, weight, bias, labels.flatten(), tiling)  # type: ignore[no-untyped-call]
+    return result, vocabulary
+
+
+def _autocast(*tensors: torch.Tensor | None) -> Any:
+    """Return the tensors in autocast's dtype where it is on, as a linear layer does."""
+    device = next(x.device.type for x in tensors if x is not None)
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)

@@ -1,0 +1,215 @@
+"""One autograd function: numbers of each token over its logits, tile by tile; the backward makes the logits again.
+
+Gradients are not made in the forward, as fused losses do for a mean. Here the gradient of each token is known in the
+backward only: losses are masked, weighted and scaled after they are returned. Saved are the hidden states and a few
+numbers per token; the recompute adds one matrix product to three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from dfa_megatron.loss.head import Head
+
+_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""By their names since PyTorch 2.13, or before."""
+
+LABEL, LSE, ENTROPY, TOTAL = range(4)
+"""The rows of a result: the label's logit, log-sum-exp, entropy in nats, and the sum of all logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Everything but tensors. first: the index of this rank's first row of the vocabulary."""
+
+    head: Head
+    tile: int
+    first: int
+    entropy: bool
+    total: bool
+
+    def cuts(self, rows: int) -> Iterator[slice]:
+        """Yield the tiles of this rank's rows; together with those of the other shards a tile has `tile` tokens."""
+        step = max(1, self.tile // self.head.shards)
+        return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+    def gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a tile's hidden states of all shards, one shard after another."""
+        if self.head.shards == 1:
+            return rows
+        whole = rows.new_empty(rows.shape[0] * self.head.shards, rows.shape[1])
+        _gather(whole, rows.contiguous(), group=self.head.group)
+        return whole
+
+    def scattered(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks of a gradient of `gathered`, for this rank's rows."""
+        if self.head.shards == 1:
+            return gradient
+        mine = gradient.new_empty(gradient.shape[0] // self.head.shards, gradient.shape[1])
+        _reduce_scatter(mine, gradient, group=self.head.group)
+        return mine
+
+    def logits(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return the logits of a tile, in float32, or float64 for float64."""
+        logits = torch.nn.functional.linear(x, weight, bias).to(wide(x.dtype))
+        if self.head.scale != 1:
+            logits.mul_(self.head.scale)
+        if self.head.softcap is not None:
+            logits.div_(self.head.softcap).tanh_().mul_(self.head.softcap)
+        return logits
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of logits that a softmax is made of."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+class Tiled(torch.autograd.Function):
+    """Return (4, tokens): `LABEL`, `LSE`, and where the tiling asks for them `ENTROPY` and `TOTAL`.
+
+    A label that no rank has gives NaN in `LABEL`.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        tiling: Tiling,
+    ) -> torch.Tensor:
+        rows, shards = hidden.shape[0], tiling.head.shards
+        labels = labels.view(shards, rows) - tiling.first
+        found = hidden.new_empty(6, shards, rows, dtype=wide(hidden.dtype))
+        for cut in tiling.cuts(rows):
+            logits = tiling.logits(tiling.gathered(hidden[cut]), weight, bias)
+            found[:, :, cut] = _statistics(logits, labels[:, cut].flatten(), tiling).view(6, shards, -1)
+            del logits  # before the next tile's are made
+        result = _together(found.flatten(1), tiling.head.group)
+        ctx.save_for_backward(hidden, weight, bias, labels, result)
+        ctx.tiling = tiling
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: D102
+        hidden, weight, bias, labels, result = ctx.saved_tensors
+        tiling: Tiling = ctx.tiling
+        rows, shards = hidden.shape[0], tiling.head.shards
+        by_shard = torch.cat([gradient, result]).view(8, shards, rows)
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        sums = (
+            weight.new_zeros(weight.shape, dtype=wide(weight.dtype)) if of_weight else None,
+            weight.new_zeros(weight.shape[0], dtype=wide(weight.dtype)) if of_bias else None,
+        )
+        d_hidden = torch.empty_like(hidden) if of_hidden else None
+        for cut in tiling.cuts(rows):
+            x = tiling.gathered(hidden[cut])
+            d = _of_logits(
+                tiling.logits(x, weight, bias), labels[:, cut].flatten(), by_shard[:, :, cut].flatten(1), tiling
+            ).to(x.dtype)
+            _add(d, x, *sums)
+            if d_hidden is not None:
+                d_hidden[cut] = tiling.scattered(d @ weight)
+            del d, x
+        if d_hidden is not None and shards < tiling.head.ranks:
+            dist.all_reduce(d_hidden, group=tiling.head.group)
+        d_weight, d_bias = (None if each is None else each.to(weight.dtype) for each in sums)
+        return d_hidden, d_weight, d_bias, None, None
+
+
+def best(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiling: Tiling
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest logit of each token and its row on this rank, (tokens,) each; no autograd."""
+    found = []
+    with torch.no_grad():
+        for cut in tiling.cuts(hidden.shape[0]):
+            high, row = tiling.logits(tiling.gathered(hidden[cut]), weight, bias).max(dim=-1)
+            found.append((high.view(tiling.head.shards, -1), row.view(tiling.head.shards, -1)))
+    highs, rows = zip(*found, strict=True)
+    return torch.cat(highs, 1).flatten(), torch.cat(rows, 1).flatten()
+
+
+def _statistics(logits: torch.Tensor, labels: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+    """Return (6, tokens) over this rank's rows; the logits are overwritten.
+
+    The largest logit m, Σ exp(z - m), the label's logit or 0, Σ (z - m) exp(z - m), Σ z, and 1 if the label is here.
+    """
+    here, row = _place(labels, logits)
+    label = logits.gather(1, row)[:, 0].masked_fill_(~here, 0)
+    total = logits.sum(1) if tiling.total else torch.zeros_like(label)
+    high = logits.amax(1)
+    below = logits.sub_(high[:, None])
+    if tiling.entropy:
+        weights = below.exp()
+        summed = weights.sum(1)
+        weighted = weights.mul_(below).sum(1)
+    else:
+        summed = below.exp_().sum(1)
+        weighted = torch.zeros_like(label)
+    return torch.stack([high, summed, label, weighted, total, here.to(label.dtype)])
+
+
+def _together(found: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the result of all ranks from (6, tokens) of each: two all-reduces for all tiles."""
+    high, sums = found[0], found[1:]
+    if group is not None:
+        mine, high = high, high.clone()
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+        down = mine - high
+        summed, label, weighted, total, here = sums
+        sums = torch.stack([summed * down.exp(), label, (weighted + down * summed) * down.exp(), total, here])
+        dist.all_reduce(sums, group=group)
+    summed, label, weighted, total, here = sums
+    log = summed.log()
+    return torch.stack([label.masked_fill(here == 0, float("nan")), high + log, log - weighted / summed, total])
+
+
+def _of_logits(logits: torch.Tensor, labels: torch.Tensor, numbers: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+    """Return the gradient of the product before scale and softcap; the logits are overwritten.
+
+    numbers: (8, tokens), the gradient of the result, then the result.
+    """
+    to_label, to_lse, to_entropy, to_total, _, lse, entropy, _ = numbers[:, :, None]
+    slope = None
+    if (cap := tiling.head.softcap) is not None:
+        slope = logits.div(cap).square_().neg_().add_(1)
+    here, row = _place(labels, logits)
+    below = logits.sub_(lse)
+    if tiling.entropy:
+        d = below.exp()
+        d.mul_(below.add_(entropy).mul_(-to_entropy).add_(to_lse))
+    else:
+        d = below.exp_().mul_(to_lse)
+    d.scatter_add_(1, row, to_label.masked_fill(~here[:, None], 0))
+    if tiling.total:
+        d.add_(to_total)
+    if slope is not None:
+        d.mul_(slope)
+    return d if tiling.head.scale == 1 else d.mul_(tiling.head.scale)
+
+
+def _place(labels: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return whether each label is among these rows, (tokens,), and a row that exists, (tokens, 1)."""
+    rows = logits.shape[1]
+    return (labels >= 0) & (labels < rows), labels.clamp(0, rows - 1)[:, None]
+
+
+def _add(d: torch.Tensor, x: torch.Tensor, d_weight: torch.Tensor | None, d_bias: torch.Tensor | None) -> None:
+    """Add a tile's part to the gradients of weight and bias."""
+    if d_weight is not None:
+        if d.dtype == d_weight.dtype:
+            d_weight.addmm_(d.T, x)
+        else:  # sums over tiles are not rounded
+            d_weight.add_(d.T @ x)
+    if d_bias is not None:
+        d_bias.add_(d.sum(0, dtype=d_bias.dtype))

@@ -1,0 +1,125 @@
+"""Make the loss of a Megatron language model by tiles of tokens, between its output layer and its loss function.
+
+`follow_outputs` replaces one name in the process: LanguageModule.setup_embeddings_and_output_layer, with which every
+model ends its constructor. A model whose config or script asks for no tiles is left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import MethodType
+from typing import Any
+
+import torch
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use
+from dfa_megatron.loss.head import Head
+from dfa_megatron.megatron.refusals import LAYERS
+from dfa_megatron.megatron.start.dfa_flags import global_args
+
+_MARK = "_dfa_megatron"
+_WANTED = "_dfa_loss_tile"
+"""The attribute of a TransformerConfig that says the tile of its models."""
+
+
+class TiledOutput:
+    """Return `DeferredLogits` from an output layer in a call with labels; the first base of `_output_class`."""
+
+    dfa_deferring = False
+
+    def forward(
+        self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Any, Any]:
+        """Run ColumnParallelLinear.forward; only logits that nobody gathers are deferred."""
+        layer: Any = self
+        gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
+        ranks = layer.tp_group.size()
+        if not self.dfa_deferring or (gathers and ranks > 1):
+            return super().forward(input_, weight, runtime_gather_output)  # type: ignore[misc,no-any-return]
+        rows = layer.weight if weight is None else weight
+
+        def run(use: Use, scale: float, softcap: float | None) -> Any:
+            head = Head(
+                weight=rows,
+                bias=layer.bias,
+                scale=scale,
+                softcap=softcap,
+                group=layer.tp_group if ranks > 1 else None,
+                sequence_parallel=layer.sequence_parallel,
+                partition=(rows.shape[0],) * ranks,
+            )
+            return use(input_, head)
+
+        return DeferredLogits(run, layer.dfa_tile, rows.shape[0], layer), None
+
+
+@functools.cache
+def _output_class(base: type) -> type:
+    return type(f"Tiled{base.__name__}", (TiledOutput, base), {"__module__": __name__})
+
+
+def tile_output(model: Any, tile: int) -> None:
+    """Make the loss of a model that has an output layer by tiles of `tile` tokens. A second call changes the tile.
+
+    Raises:
+        UnsupportedError: the output layer is not Megatron's ColumnParallelLinear.
+    """
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    head = model.output_layer
+    if not isinstance(head, TiledOutput):
+        known = type(head) is ColumnParallelLinear and not head.skip_bias_add
+        LAYERS.check(other_output=None if known else type(head).__name__)
+        base: Any = type(head)
+        head.__class__ = _output_class(base)
+        setattr(head, WATCHED, None)
+        model.compute_language_model_loss = MethodType(_loss, model)
+        model.register_forward_pre_hook(_look, with_kwargs=True)
+        model.register_forward_hook(_forget, always_call=True)
+    head.dfa_tile = tile
+
+
+def want_tiles(config: Any, options: DistAttentionConfig) -> None:
+    """Note the tile on a TransformerConfig, for the models that are built with it."""
+    if config is not None and isinstance(options.loss_tile, int):
+        setattr(config, _WANTED, options.loss_tile)
+
+
+def follow_outputs() -> None:
+    """Make models tile their loss where `want_tiles` or the script's flags ask; a second call changes nothing."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    megatrons = LanguageModule.setup_embeddings_and_output_layer
+    if hasattr(megatrons, _MARK):
+        return
+
+    @functools.wraps(megatrons)
+    def tiled(self: Any) -> None:
+        megatrons(self)
+        tile = getattr(self.config, _WANTED, None) or getattr(global_args(), "dfa_loss_tile", "off")
+        if isinstance(tile, int) and getattr(self, "post_process", False):
+            tile_output(self, tile)
+
+    setattr(tiled, _MARK, megatrons)
+    LanguageModule.setup_embeddings_and_output_layer = tiled
+
+
+def _loss(model: Any, labels: torch.Tensor, logits: Any) -> torch.Tensor:
+    """Return what LanguageModule.compute_language_model_loss does, (batch, seq); 0 for a negative label."""
+    if not isinstance(logits, DeferredLogits):
+        dense: torch.Tensor = type(model).compute_language_model_loss(model, labels, logits)
+        return dense
+    by_token = labels.transpose(0, 1).clamp(min=-1).contiguous()
+    return logits.losses(by_token, ignore_index=-1).transpose(0, 1).contiguous()
+
+
+def _look(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Defer the logits of a call with labels, unless code of the caller's reads them."""
+    given = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
+    model.output_layer.dfa_deferring = given.get("labels") is not None and given.get("output_processor") is None
+
+
+def _forget(model: Any, args: Any, output: Any) -> None:
+    model.output_layer.dfa_deferring = False

@@ -1,0 +1,94 @@
+"""A transformers model with loss_tile has the loss, gradients and scores of one process with dense logits."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.loss import by_document, scores_of
+from dfa_megatron.loss.deferred import DeferredLogits
+from dfa_megatron.testing.workers import run_ranks
+from tests.support.models import build, gradients, text
+
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("Llama", {"tie_word_embeddings": False}),
+    ("Llama", {"tie_word_embeddings": True}),
+    ("Cohere", {"logit_scale": 0.3}),
+    ("Granite", {"logits_scaling": 3.0}),
+    ("Gemma2", {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None, "attention_dropout": 0.0}),
+]
+TILED = DistAttentionConfig(loss_tile=5)
+
+
+def models(rank: int, ranks: int) -> None:
+    for seed, (kind, changes) in enumerate(MODELS):
+        whole = text(2, 6 * ranks, seed=seed, unlabelled=5 + seed)
+        one = build(kind, **changes).double()
+        labels = F.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
+        logits = one(input_ids=whole["input_ids"]).logits
+        want = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        want.backward()
+        logp = logits.detach().log_softmax(-1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        picked = logp.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(labels == -100, 0)
+        model = copy.deepcopy(dfa_hf.distribute_attention(build(kind, **changes).double(), config=TILED))
+        with scores_of(model) as scores:
+            output = model(**dfa_hf.shard_batch(whole))
+        output.loss.backward()
+        assert isinstance(output.logits, DeferredLogits)
+        mean = output.loss.detach().clone()
+        dist.all_reduce(mean, dist.ReduceOp.SUM)
+        torch.testing.assert_close(mean / ranks, want.detach(), rtol=1e-6, atol=0)  # transformers norms in float32
+        for row, (got, wanted) in enumerate(((scores.logprobs, picked), (scores.entropy, entropy))):
+            torch.testing.assert_close(
+                torch.cat(by_document(got, (0, 2, 6 * ranks)), -1), wanted, rtol=1e-5, atol=1e-5, msg=f"{kind} {row}"
+            )
+        wants = gradients(one)
+        for name, gradient in gradients(model).items():
+            dist.all_reduce(gradient)
+            torch.testing.assert_close(gradient / ranks, wants[name], rtol=1e-4, atol=1e-6, msg=f"{kind} {name}")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_loss_by_tiles_and_its_gradients_are_those_of_one_process(ranks: int) -> None:
+    run_ranks(ranks, models, timeout=120)
+
+
+def test_tiles_end_with_the_option_and_logits_without_labels_are_whole() -> None:
+    model = dfa_hf.distribute_attention(build("Llama"), config=TILED)
+    batch = dfa_hf.shard_batch(text(1, 8, seed=1))
+    assert model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits.shape == (1, 8, 61)
+    tiled = model(**batch)
+    with pytest.raises(AttributeError, match="shape of the logits of a call with labels"):
+        _ = tiled.logits.shape
+    for refused in (torch.exp, lambda logits: torch.argmax(logits, dim=0), lambda logits: logits * torch.ones(1)):
+        with pytest.raises(UnsupportedError, match="with loss_tile"):
+            refused(tiled.logits)
+    whole = dfa_hf.distribute_attention(model)(**batch)
+    torch.testing.assert_close(tiled.loss, whole.loss)
+    best = whole.logits.max(dim=-1)
+    torch.testing.assert_close(tuple(tiled.logits.max(dim=-1)), tuple(best))
+    assert torch.equal(torch.argmax(tiled.logits, dim=-1), best.indices)
+
+
+def test_another_head_or_loss_is_refused() -> None:
+    class Adapted(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 1
+
+    model = build("Llama")
+    model.lm_head = Adapted(32, 61)
+    with pytest.raises(UnsupportedError, match="a head of type Adapted"):
+        dfa_hf.distribute_attention(model, config=TILED)
+    model = build("Llama")
+    model.loss_function = F.cross_entropy
+    with pytest.raises(UnsupportedError, match="the loss function cross_entropy"):
+        dfa_hf.distribute_attention(model, config=TILED)

@@ -1,0 +1,192 @@
+"""Loss, log-probabilities and entropy by tiles are those of dense logits, in float64, and no tensor exceeds a tile."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.loss import Head, by_document, cross_entropy, head_bytes, token_scores
+from dfa_megatron.loss.memory import HeadMemory
+from dfa_megatron.testing.workers import run_ranks
+from tests.support.live_bytes import LiveBytes
+
+HIDDEN, VOCABULARY, TOKENS = 6, 23, 30
+
+
+def drawn(tokens: int = TOKENS, vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Return fresh hidden states, weight, bias and labels, the same on every rank."""
+    generator = torch.Generator().manual_seed(tokens * vocabulary)
+    shapes = (tokens, HIDDEN), (vocabulary, HIDDEN), (vocabulary,)
+    made = [torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes]
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    labels[::4] = -100
+    return [*made, labels]
+
+
+def dense(hidden: Any, weight: Any, bias: Any, scale: float = 1.0, softcap: float | None = None) -> torch.Tensor:
+    logits: torch.Tensor = F.linear(hidden, weight, bias) * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def compare(got: torch.Tensor, want: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    """Compare a result and the gradients of a random sum of it."""
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    weights = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(1))
+    ours, theirs = (torch.autograd.grad((x * weights).sum(), inputs, retain_graph=True) for x in (got, want))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def z_lost(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor, factor: float) -> torch.Tensor:
+    return losses + factor * torch.where(labels == -100, 0, torch.logsumexp(logits, -1).square())
+
+
+@pytest.mark.parametrize("tile", [1, 7, 10, 100])
+def test_the_loss_is_that_of_dense_logits_with_every_option(tile: int) -> None:
+    hidden, weight, bias, labels = drawn()
+    options = itertools.product(("none", "sum", "mean"), (0.0, 0.1), (0.0, 0.01), ({}, {"scale": 0.3, "softcap": 2.0}))
+    for reduction, smoothing, z_loss, shape in options:
+        logits = dense(hidden, weight, bias, **shape)
+        each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        each = z_lost(logits, labels, each, z_loss)
+        want = {"none": each, "sum": each.sum(), "mean": each.sum() / (labels != -100).sum()}[reduction]
+        got = cross_entropy(
+            hidden, Head(weight=weight, bias=bias, **shape), labels, tile=tile, reduction=reduction,
+            label_smoothing=smoothing, z_loss=z_loss,
+        )  # fmt: skip
+        compare(got, want, [hidden, weight, bias])
+
+
+def test_log_probabilities_and_entropy_are_those_of_dense_logits() -> None:
+    hidden, weight, bias, labels = drawn()
+    for shape in ({}, {"scale": 2.0, "softcap": 1.5}):
+        logp = dense(hidden, weight, bias, **shape).log_softmax(-1)
+        picked = torch.where(labels == -100, 0, logp.gather(1, labels.clamp(min=0)[:, None])[:, 0])
+        want = torch.stack([picked, -(logp.exp() * logp).sum(-1)])
+        head = Head(weight=weight, bias=bias, **shape)
+        got = token_scores(hidden.view(2, 15, -1), head, labels.view(2, 15), tile=7, entropy=True)
+        assert got.logprobs.shape == (2, 15)
+        compare(torch.stack([got.logprobs.flatten(), got.entropy.flatten()]), want, [hidden, weight, bias])
+
+
+def test_without_a_label_the_loss_is_0_and_a_wrong_label_gives_nan() -> None:
+    hidden, weight, _, labels = drawn()
+    loss = cross_entropy(hidden, Head(weight=weight), torch.full_like(labels, -100), tile=8)
+    loss.backward()
+    assert loss == 0
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+    labels[1] = VOCABULARY
+    assert cross_entropy(hidden, Head(weight=weight), labels, tile=8).isnan()
+
+
+def test_a_tied_weight_gets_both_gradients() -> None:
+    _, weight, _, labels = drawn()
+    embedded = F.embedding(labels.clamp(min=0).roll(1), weight).sin()
+    want = F.cross_entropy(embedded @ weight.T, labels)
+    compare(cross_entropy(embedded, Head(weight=weight), labels, tile=4), want, [weight])
+
+
+@pytest.mark.parametrize("tile", [0, -1, 2.0, True, "8", None])
+def test_a_tile_that_is_no_number_of_tokens_is_refused(tile: Any) -> None:
+    hidden, weight, _, labels = drawn()
+    with pytest.raises(UnsupportedError, match="a tile is a number of tokens"):
+        token_scores(hidden, Head(weight=weight), labels, tile=tile)
+
+
+def test_wrong_shapes_and_reductions_are_refused() -> None:
+    hidden, weight, _, labels = drawn()
+    with pytest.raises(UnsupportedError, match="29 labels for 30 tokens"):
+        cross_entropy(hidden, Head(weight=weight), labels[1:])
+    with pytest.raises(UnsupportedError, match="mean"):
+        cross_entropy(hidden, Head(weight=weight), labels, reduction="means")
+    with pytest.raises(UnsupportedError, match="it ends at 20, but the ranks hold 30 tokens"):
+        by_document(labels, (0, 20))
+
+
+def test_weights_of_autocast_are_rounded_as_a_linear_layer_rounds_them() -> None:
+    hidden, weight, bias, labels = drawn(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = F.linear(hidden, weight, bias)
+        got = cross_entropy(hidden, Head(weight=weight, bias=bias), labels, tile=8)
+    assert logits.dtype == torch.bfloat16
+    want = F.cross_entropy(logits.float(), labels)
+    torch.testing.assert_close(got, want)
+    ours, theirs = (torch.autograd.grad(loss, [hidden, weight]) for loss in (got, want))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_the_predicted_bytes_are_those_of_the_tensors_alive(dtype: torch.dtype, entropy: bool) -> None:
+    tokens, vocabulary, tile = 300, 128 * 1024 + 3, 16
+    hidden, weight, _, labels = drawn(tokens, vocabulary, dtype)
+    with LiveBytes() as live:
+        scores = token_scores(hidden, Head(weight=weight), labels, tile=tile, entropy=entropy)
+        (scores.logprobs.sum() + (scores.entropy.sum() if entropy else 0)).backward()
+    want = head_bytes(tokens, vocabulary, HIDDEN, tile, itemsize=dtype.itemsize, entropy=entropy)
+    assert live.peak == pytest.approx(want.together, rel=0.02)
+    largest = max(tile * vocabulary, weight.numel()) * 4
+    assert live.largest == largest < tokens * vocabulary * dtype.itemsize
+
+
+def test_the_page_of_the_loss_shows_the_predicted_bytes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "loss.md").read_text(encoding="utf-8")
+    dense, tiled = (head_bytes(2**19, 32768, 4096, tile) for tile in (None, 4096))
+    for name in HeadMemory.__slots__:
+        assert f"| {getattr(dense, name) / 2**30:.2f} | {getattr(tiled, name) / 2**30:.2f} |" in page
+
+
+def parallel(rank: int, world_size: int) -> None:
+    group = dist.group.WORLD
+    hidden, weight, bias, labels = drawn()
+    partition = {2: (20, 3), 3: (5, 1, 17)}[world_size]
+    mine = slice(sum(partition[:rank]), sum(partition[: rank + 1]))
+    part = torch.split(hidden.detach(), TOKENS // world_size)[rank].clone().requires_grad_()
+    for sequence_parallel, told, shape in itertools.product((False, True), (None, partition), ({}, {"softcap": 2.0})):
+        logits = dense(hidden, weight, bias, **shape)
+        logp = logits.log_softmax(-1)
+        each = z_lost(logits, labels, F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.2), 0.1)
+        want = each.sum() - (logp.exp() * logp).sum()
+        ours = [part if sequence_parallel else hidden.detach().clone().requires_grad_()]
+        ours += [x.detach()[mine].clone().requires_grad_() for x in (weight, bias)]
+        head = Head(
+            weight=ours[1], bias=ours[2], group=group, partition=told, sequence_parallel=sequence_parallel, **shape
+        )
+        got = cross_entropy(ours[0], head, labels, tile=7, reduction="sum", label_smoothing=0.2, z_loss=0.1)
+        got = got + token_scores(ours[0], head, labels, tile=7, entropy=True).entropy.sum()
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        wanted = list(torch.autograd.grad(want, [hidden, weight, bias]))
+        wanted[1:] = [x[mine] for x in wanted[1:]]
+        if sequence_parallel:
+            wanted[0] = torch.split(wanted[0], TOKENS // world_size)[rank]
+        for one, other in zip(torch.autograd.grad(got, ours), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
+    with pytest.raises(UnsupportedError, match="a vocabulary cut into"):
+        token_scores(hidden, Head(weight=weight, group=group, partition=partition), labels)
+    for layout, offsets in itertools.product(("contiguous", "zigzag"), ((0, 12), (0, 1, 8, 12))):
+        gathers(world_size, layout, offsets)
+
+
+def gathers(world_size: int, layout: str, offsets: tuple[int, ...]) -> None:
+    """Give every rank some tokens, and compare what comes back with the caller's documents."""
+    from dfa_megatron import shard_sequence
+
+    row = torch.randn(2, 12, generator=torch.Generator().manual_seed(3))
+    got = by_document(shard_sequence(row, layout=layout), offsets, layout=layout)
+    wanted = [row[:, lo:hi] for lo, hi in itertools.pairwise(offsets)]
+    assert len(got) == len(wanted)
+    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_vocabulary_cut_unevenly_over_ranks_gives_the_numbers_of_one(ranks: int) -> None:
+    run_ranks(ranks, parallel, timeout=120)
