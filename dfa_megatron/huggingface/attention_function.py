@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
-from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext, run_of
 from dfa_megatron.huggingface.parts.image_masks import ImageMask, Images, mask_of
 from dfa_megatron.huggingface.positions.document_starts import KEYWORD, Documents, in_chunks
 from dfa_megatron.huggingface.positions.temperature import tempered
@@ -19,48 +18,8 @@ from dfa_megatron.runtime.agreement.calls import at_layer
 NAME = "dfa"
 """As in `model.set_attn_implementation(NAME)`. A name with "flash" in it would change how models build their inputs."""
 
-CONTEXT = "_dfa_attention"
-"""The attribute of a module that holds its `LayerContext`."""
-
 _CHECKED = "_dfa_checked"
 """The attribute of a mask that need not be read."""
-
-
-@dataclass(slots=True)
-class Current:
-    """Hold facts of the last forward's batch, for modules that do not receive them.
-
-    documents: of every row, None if each row is one.
-    longest: tokens of its longest document, on all ranks.
-    positions: int64 (batch or 1, local_seq), of this rank's tokens.
-    told: positions and offsets of documents in the call of a model that does not hand them on to its decoder.
-    """
-
-    documents: Documents | None = None
-    longest: int = 0
-    positions: torch.Tensor | None = None
-    told: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerContext:
-    """Hold an attention layer's settings beside its tensors; plain values, so that a model can be copied.
-
-    group: name of the process group that shares the sequence, "" for a single process.
-    before: the attention implementation that the model had.
-    current: facts of the last forward's batch.
-    accelerate: batches come from accelerate: in evaluation every rank has whole sequences of its own, and the loss of
-        this rank's tokens is weighed by who called the model.
-    parts: the decoder belongs to a model of several parts, which embeds whole sequences.
-    """
-
-    group: str
-    size: int
-    options: DistAttentionConfig
-    before: str
-    accelerate: bool = False
-    parts: bool = False
-    current: Current = field(default_factory=Current)
 
 
 def register() -> None:
@@ -123,7 +82,7 @@ def attention(
     attention_mask = attention_mask.window if isinstance(attention_mask, ImageMask) else attention_mask
     windowed = attention_mask if isinstance(attention_mask, WindowMask) else None
     batch, whole = query.shape[0], query.shape[2] * context.size
-    documents = _documents(module, context, others)
+    documents = others[KEYWORD] if KEYWORD in others else run_of(module)[0]
     query = tempered(module, query, documents, context.group)
     if chunk := chunk_of(module, windowed):
         windowed, documents = None, in_chunks(documents or ((0, whole),) * batch, chunk)
@@ -208,11 +167,3 @@ def mask(
     if not allow_is_causal_skip:
         return OtherMask()
     return None if local_size is None else WindowMask(local_size)
-
-
-def _documents(module: torch.nn.Module, context: LayerContext, others: dict[str, Any]) -> Documents | None:
-    """Return the documents of every row, or None if each row is one."""
-    documents: Documents | None = others.get(KEYWORD)
-    unseen = documents is None and KEYWORD not in others and context.current.documents is not None
-    ATTENTION.check(unseen_documents=unseen, layer=type(module).__name__)
-    return documents

@@ -11,6 +11,7 @@ import torch
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.check_model import kind_of
+from dfa_megatron.huggingface.layer_context import telling
 from dfa_megatron.huggingface.refusals import MODEL
 
 _FUNCTION = "_gradient_checkpointing_func"
@@ -51,7 +52,7 @@ def set_checkpointing(
                 chosen = functools.partial(remat.remat_checkpoint, checkpoint=chosen, offload=offload)
             elif offload:
                 chosen = remat.keeping_inputs_on_host(chosen)
-            setattr(module, _FUNCTION, chosen)
+            setattr(module, _FUNCTION, telling(chosen, model))
     if not reentrant:
         return
     embeddings: torch.nn.Module = model.get_input_embeddings()

@@ -13,10 +13,11 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface import attention_function as attention
 from dfa_megatron.huggingface import model_inputs as inputs
-from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, LayerContext
+from dfa_megatron.huggingface.attention_function import NAME
 from dfa_megatron.huggingface.check_model import check_model, kind_of
 from dfa_megatron.huggingface.checkpointing import check_layers, set_checkpointing
 from dfa_megatron.huggingface.exact_types import EXACT
+from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
 from dfa_megatron.huggingface.parts.text_part import attention_of, has_parts, is_distributed, set_attention
 from dfa_megatron.huggingface.parts.whole_inputs import take_whole
 from dfa_megatron.huggingface.positions import own_positions

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, LayerContext, nothing_hidden
+from dfa_megatron.huggingface.attention_function import NAME, nothing_hidden
+from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
 from dfa_megatron.huggingface.padding import check_right, check_unlabelled
 from dfa_megatron.huggingface.parts.image_masks import IMAGES, with_images
 from dfa_megatron.huggingface.parts.text_part import is_distributed
@@ -84,6 +85,7 @@ def _note(
     """Note the facts of this forward for the modules that do not receive them."""
     current = context.current
     current.documents, current.positions = documents, positions
+    current.packed = current.packed or documents is not None
     ends = documents or ((0, tokens.shape[1] * context.size),)
     current.longest = max(hi - lo for offsets in ends for lo, hi in pairwise(offsets))
 

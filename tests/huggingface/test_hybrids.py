@@ -24,9 +24,6 @@ def states(rank: int, world_size: int, kinds: tuple[str, ...]) -> dict[str, Any]
 @pytest.mark.support("models", "hybrids: convolutions, delta rules, state spaces; whole, packed, rematerialized")
 def test_states_and_convolutions_cross_ranks_and_stop_at_documents() -> None:
     for found in run_ranks(3, states, HYBRIDS, timeout=170):
-        told, why = found["jamba"].pop("remat")
-        assert told == "refused"
-        assert why.startswith("checkpointing of a layer of type JambaMambaMixer is not supported")
         assert {state for sections in found.values() for state in sections.values()} == {("exact", "")}, found
 
 

@@ -102,12 +102,24 @@ def test_transformers_own_mask_for_packs_says_the_same() -> None:
     run_ranks(2, packed_at_once)
 
 
+def keep_keywords(model: Any) -> None:
+    """Have the decoder's layers keep keywords from their attention, as in StableLM."""
+    for layer in model.model.layers:
+        forward = layer.self_attn.forward
+        layer.self_attn.forward = lambda hidden_states, position_embeddings, forward=forward, **more: forward(
+            hidden_states, position_embeddings, more.get("attention_mask")
+        )
+
+
 def checkpointed(rank: int, world_size: int) -> None:
     batch = pack(24, seed=11)
     other = text(1, 24, seed=12)
     seen = {}
-    for checkpoint in ("none", "full", "remat"):
-        model = dfa_hf.distribute_attention(build("Qwen2"), config=DistAttentionConfig(checkpoint=checkpoint))
+    for checkpoint in ("none", "full", "remat", "keeps keywords"):
+        config = DistAttentionConfig(checkpoint="full" if checkpoint == "keeps keywords" else checkpoint)
+        model = dfa_hf.distribute_attention(build("Qwen2"), config=config)
+        if checkpoint == "keeps keywords":
+            keep_keywords(model)
         COUNTERS.reset()
         plain = model(**dfa_hf.shard_batch(other)).loss
         loss = model(**dfa_hf.shard_batch(batch)).loss  # before the other's backward, whose recompute is of no pack
@@ -120,8 +132,8 @@ def checkpointed(rank: int, world_size: int) -> None:
     assert seen["remat"][1]["attention_forwards"] == 2 * LAYERS
     assert seen["remat"][1]["replays"] == 2 * LAYERS
     for name, gradient in want.items():
-        assert torch.equal(seen["full"][0][name], gradient)
-        assert torch.equal(seen["remat"][0][name], gradient)
+        for others in ("full", "remat", "keeps keywords"):
+            assert torch.equal(seen[others][0][name], gradient)
 
 
 def test_rematerialization_of_packs_has_the_same_bits_and_runs_attention_once() -> None:
@@ -178,12 +190,11 @@ def test_a_batch_whose_documents_are_not_clear_is_refused(given: dict[str, torch
         dfa_hf.shard_batch({"input_ids": torch.ones(1, 8), **given})
 
 
-def test_a_model_that_keeps_keywords_from_its_layers_is_refused() -> None:
+def test_documents_of_a_recompute_that_nothing_tells_are_refused() -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
-    batch = pack(8, seed=1)
-    inner = model.model.layers[1]
-    forward = inner.forward
-    inner.forward = lambda hidden, position_embeddings, **_: forward(hidden, position_embeddings=position_embeddings)
-    model(**dfa_hf.shard_batch(text(1, 8, seed=1)))
-    with pytest.raises(UnsupportedError, match="packed documents in a layer of type LlamaAttention"):
-        model(**dfa_hf.shard_batch(batch))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    keep_keywords(model)
+    model(**dfa_hf.shard_batch(text(1, 8, seed=1))).loss.backward()
+    loss = model(**dfa_hf.shard_batch(pack(8, seed=1))).loss
+    with pytest.raises(UnsupportedError, match="a layer of type LlamaAttention that runs again in the backward"):
+        loss.backward()

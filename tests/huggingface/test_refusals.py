@@ -10,7 +10,7 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.attention_function import CONTEXT
+from dfa_megatron.huggingface.layer_context import CONTEXT
 from dfa_megatron.huggingface.model_inputs import computes_loss
 from tests.huggingface.test_parity import NEWER
 from tests.support.models import build, text

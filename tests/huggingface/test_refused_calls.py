@@ -11,7 +11,7 @@ import torch
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.attention_function import CONTEXT, LayerContext
+from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.models import build, text
 

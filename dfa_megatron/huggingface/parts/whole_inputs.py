@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.huggingface.attention_function import CONTEXT, LayerContext
+from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
 from dfa_megatron.huggingface.padding import check_right
 from dfa_megatron.huggingface.parts.image_masks import IMAGES, take_images
 from dfa_megatron.huggingface.parts.text_part import is_distributed

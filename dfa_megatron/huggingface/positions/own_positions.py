@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.attention_function import CONTEXT, LayerContext
+from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
 
 LOCAL_ROPE = ("dynamic", "longrope")
 """Types of rotary embeddings whose frequencies depend on the longest position in the batch."""

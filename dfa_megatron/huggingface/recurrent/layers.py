@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.attention_function import CONTEXT, LayerContext
+from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext, run_of
 from dfa_megatron.huggingface.positions.document_starts import KEYWORD
 from dfa_megatron.huggingface.recurrent.stand_ins import FUSED, STANDS_IN, Sequence
-from dfa_megatron.huggingface.refusals import ATTENTION
 from dfa_megatron.runtime.agreement.calls import at_layer
 
 _RUNNING: ContextVar[tuple[Sequence | None, ...]] = ContextVar("recurrent layers", default=())
@@ -80,21 +79,19 @@ def _replacing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Say what a layer computes over: its keywords tell, or the layer around it, or the last forward's batch.
+    """Say what a layer computes over: its keywords tell, or the layer around it, or the forward that it runs in.
 
     Raises:
-        UnsupportedError: nothing would tell a recompute.
+        UnsupportedError: nothing tells a recompute.
     """
     context: LayerContext = getattr(module, CONTEXT)
-    running, current = _RUNNING.get(), context.current
+    running = _RUNNING.get()
     over = running[-1] if running else None
-    again = over.again if over else module.training and getattr(module, "gradient_checkpointing", False)
     told = KEYWORD in kwargs
-    if told or (over is None and current.longest > 0):
-        documents = kwargs[KEYWORD] if told else current.documents
+    if told or over is None:
+        documents, longest = (kwargs[KEYWORD], 1) if told else run_of(module, needed=True)
         number = int(getattr(module, "layer_idx", None) or 0) + 1
-        over = Sequence(number, context.group, context.options, documents, again)
-    ATTENTION.check(lost_in_recompute=over is not None and again and not told, layer=type(module).__name__)
+        over = Sequence(number, context.group, context.options, documents) if longest else None
     _RUNNING.set((*running, over))
 
 

@@ -29,14 +29,12 @@ class Sequence:
 
     layer: its number, from 1, for messages.
     documents: token offsets of every row, in the sequence of all ranks; None if each row is one document.
-    again: whether the layer runs again in the backward.
     """
 
     layer: int
     group: str
     config: DistAttentionConfig
     documents: Documents | None
-    again: bool
 
     def rows(self, given: Given, *names: str) -> Iterator[tuple[Given, dict[str, Any]]]:
         """Yield the arguments, with those named cut to rows that share documents, and how a recurrence is told these.

@@ -239,17 +239,10 @@ ATTENTION = Stage(
         ),
         stated("ready_mask", "a ready-made attention mask", "attention is causal by construction", _CAUSAL),
         stated(
-            "unseen_documents",
-            "packed documents in a layer of type {layer}",
-            "its model does not hand keyword arguments on to attention, which would not stop at their ends",
-            "one document a sequence",
-            layer="CodeGenAttention",
-        ),
-        stated(
             "lost_in_recompute",
-            "checkpointing of a layer of type {layer}",
-            "its decoder layer does not hand keyword arguments on, and a recompute would not know the documents",
-            "checkpoint='none'",
+            "a layer of type {layer} that runs again in the backward",
+            "its decoder passes no keywords on, and the function that checkpoints it does not tell it the documents",
+            "checkpoint='full' or 'remat' of DistAttentionConfig, which does",
             layer="JambaMambaMixer",
         ),
         stated(

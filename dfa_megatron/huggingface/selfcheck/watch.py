@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.huggingface.attention_function import CONTEXT, NAME, attention
+from dfa_megatron.huggingface.attention_function import NAME, attention
+from dfa_megatron.huggingface.layer_context import CONTEXT
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.selfcheck.record import Recorder
 from dfa_megatron.selfcheck.train import record_attention
