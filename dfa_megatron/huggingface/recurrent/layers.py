@@ -13,6 +13,7 @@ import torch
 
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext, run_of
 from dfa_megatron.huggingface.positions.document_starts import KEYWORD
+from dfa_megatron.huggingface.recurrent.lightning import lightning
 from dfa_megatron.huggingface.recurrent.stand_ins import FUSED, STANDS_IN, Sequence
 from dfa_megatron.runtime.agreement.calls import at_layer
 
@@ -21,8 +22,8 @@ _RUNNING: ContextVar[tuple[Sequence | None, ...]] = ContextVar("recurrent layers
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
-    """Return the layers that call one of the functions that can be replaced."""
-    return [module for module in model.modules() if _called(module) & set(STANDS_IN)]
+    """Return the layers that call one of the functions that can be replaced, or whose forward can be."""
+    return [module for module in model.modules() if _called(module) & set(STANDS_IN) or _name(module) in FORWARDS]
 
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
@@ -35,6 +36,10 @@ def modules_of(model: Any) -> list[torch.nn.Module]:
         for module in model.modules()
         if module in inner or (isinstance(module, GradientCheckpointingLayer) and inner & {*module.modules()})
     ]
+
+
+def _name(module: torch.nn.Module) -> str:
+    return type(module).__name__
 
 
 def _called(module: torch.nn.Module) -> set[str]:
@@ -53,7 +58,12 @@ def hook(model: Any) -> None:
         for name in _called(layer) & {*STANDS_IN, *FUSED}:
             if not hasattr(names[name], _REAL):
                 names[name] = _replacing(name, names[name])
+        if _name(layer) in FORWARDS and not hasattr(type(layer).forward, _REAL):
+            type(layer).forward = _replacing(_name(layer), type(layer).forward)
 
+
+FORWARDS = {"MiniMaxLightningAttention": lightning}
+"""What stands in for the forward of layers that call no function for their states, by their class."""
 
 _REAL = "_dfa_real"
 """The attribute of a replaced function that holds the real one."""
@@ -72,7 +82,7 @@ def _replacing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         given = dict(signature.bind(*args, **kwargs).arguments)
         given.pop("kwargs", None)
         with at_layer(over.layer):
-            return STANDS_IN[name](real, over, given)
+            return {**STANDS_IN, **FORWARDS}[name](real, over, given)
 
     setattr(replaced, _REAL, real)
     return replaced

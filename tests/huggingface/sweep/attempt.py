@@ -115,6 +115,7 @@ def _compare(kind: str, run: Callable[[Any, Any], Any], *, packed: bool) -> floa
     size = dist.get_world_size()
     reference = build(kind)
     batch = _batch(reference, kind, packed=packed)
+    shapes = {name: x.shape for name, x in reference.state_dict().items()}
     model = dfa_hf.distribute_attention(copy.deepcopy(reference))
     local = dfa_hf.shard_batch(batch)
     logits = run(reference, batch)
@@ -126,6 +127,8 @@ def _compare(kind: str, run: Callable[[Any, Any], Any], *, packed: bool) -> floa
     got = model(**local)
     own = got.loss if computes_loss(model) else dfa_hf.causal_lm_loss(got.logits, labels)
     own.backward()
+    if {name: x.shape for name, x in model.state_dict().items()} != shapes:
+        raise WrongError("a checkpoint of it is not one of the model on one process")
     worst = _far("logits", got.logits, shard_sequence(logits))
     mean = own.detach().clone()
     dist.all_reduce(mean)
