@@ -34,6 +34,7 @@ class Numbers(NamedTuple):
 
 
 RANKS = Numbers(lambda n: n >= 1, "it is a number of ranks", "1, which exchanges nothing, more, or 'auto'")
+STAGES = Numbers(lambda n: n >= 1, "it is a number of stages", "1, which runs all heads at once, or more")
 PATIENCE = Numbers(lambda seconds: 0 < seconds < math.inf, "it must be positive and finite", "seconds above 0")
 TOKENS = Numbers(lambda n: n >= 1, "it is a number of tokens", "4096, another number from 1, or 'off'")
 LIMIT = Numbers(lambda seconds: 0 <= seconds < math.inf, "it is a time", "seconds, or 0 for no limit")
@@ -87,6 +88,13 @@ class DistAttentionConfig:
         "than 1 over slow links and for short calls of many ranks; 1 for packed documents and for a named schedule.",
         ("auto",),
         numbers=RANKS,
+    )
+    head_stages: int = _option(
+        1,
+        "Number of stages in which an attention runs its heads, one after another. Memory for received rows, partial "
+        "results and float32 gradients is divided by it; the same bytes are sent in as many more messages. It must "
+        "divide the kv heads of a rank. For the longest sequences.",
+        numbers=STAGES,
     )
     kernel: str = _option(
         "auto", "Which kernel computes a block. auto: the fastest that can do the request on this device.", KERNELS

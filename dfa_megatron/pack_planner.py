@@ -22,7 +22,7 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Form
-from dfa_megatron.plan.language.heads import split_heads, split_tokens
+from dfa_megatron.plan.language.heads import split_heads, split_tokens, stages_error
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
@@ -97,7 +97,10 @@ class PackPlanner:
             config=config,
         )
         request.check()
-        place, counts = torch.device(device), (heads, kv_heads or heads)
+        place, stages = torch.device(device), config.head_stages
+        if (error := None if stages == 1 else stages_error(stages, kv_heads or heads)) is not None:
+            raise error
+        counts = heads // stages, (kv_heads or heads) // stages
         q, k = (torch.empty((), dtype=dtype, device=place).expand(1, local_tokens, count, head_dim) for count in counts)
         qkv = QKV(q, k, k[..., :1].expand(*k.shape[:3], head_dim_v or head_dim))
         if config.fixed_degree > 1:

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.plan.language.heads import stages_error, stages_of
 from dfa_megatron.runtime.agreement.calls import at_layer, current_layer
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.alibi_positions import slopes_error
@@ -24,6 +25,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 Exchanged = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The q, k and v that an exchange of heads made of the caller's."""
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of q, k, v and sinks; the last is empty without sinks."""
 
 Saved = tuple[torch.Tensor | None, ...]
 """What every way of running saves, in this order: q, k, v, out, lse, sinks, slopes."""
@@ -53,14 +57,33 @@ class Call:
     keeps: bool = False
 
 
-def _forward(inputs: Inputs, request: Request, group: str) -> tuple[Pair, Exchanged | None, Prepared]:
-    """Return (out, lse), tensors that a backward may save in place of q, k and v, and what was prepared."""
+def _forward(inputs: Inputs, request: Request, group: str) -> tuple[Pair, Exchanged | None, Prepared | None]:
+    """Return (out, lse), tensors that a backward may save in place of q, k and v, and what was prepared.
+
+    The last two are None where the heads run in stages.
+    """
     q, k, v, sinks, slopes = inputs
     error = None if sinks is None else sinks_error(sinks, q)
     error = error or (None if slopes is None else slopes_error(slopes, q))
+    number = request.config.head_stages
+    error = error or (None if number == 1 or k.dim() != 4 else stages_error(number, k.shape[2]))
     if error is not None:
         refuse(error, group, request.guard)
         raise error
+    if number == 1:
+        return _forward_of_all(inputs, request, group)
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulator_dtype(q.dtype))
+    for heads, kv_heads in stages_of(number, q.shape[2], k.shape[2]):
+        some = [_heads_of(q, heads, 2), _heads_of(k, kv_heads, 2), _heads_of(v, kv_heads, 2)]
+        some += [_heads_of(x, heads, 0) for x in (sinks, slopes)]
+        (out[:, :, heads], lse[:, heads]), _, _ = _forward_of_all(Inputs(*some), request, group)  # type: ignore[arg-type]
+    return (out, lse), None, None
+
+
+def _forward_of_all(inputs: Inputs, request: Request, group: str) -> tuple[Pair, Exchanged | None, Prepared]:
+    """Return the same of all heads at once."""
+    q, k, v, sinks, slopes = inputs
     prepared = prepare(request, group, QKV(q, k, v), slopes)
     heads, exchanged = prepared.exchange, None
     with prepared.running(0, q.device):
@@ -76,9 +99,34 @@ def _forward(inputs: Inputs, request: Request, group: str) -> tuple[Pair, Exchan
     return (out.contiguous(), lse.contiguous()), exchanged, prepared
 
 
-def _gradients(
-    dout: torch.Tensor, saved: Saved, prepared: Prepared, *, exchanged: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward_of(dout: torch.Tensor, saved: Saved, request: Request, group: str) -> Gradients:
+    """Return the gradients of q, k, v and sinks, in as many stages of heads as the forward had."""
+    q, k, v, out, lse, sinks, slopes = saved
+    assert q is not None and k is not None and v is not None  # noqa: PT018
+    number = request.config.head_stages
+    if number == 1:
+        return _gradients(dout, saved, prepare(request, group, QKV(q, k, v), slopes))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    for heads, kv_heads in stages_of(number, q.shape[2], k.shape[2]):
+        of_q, of_kv = (_heads_of(x, heads, 2) for x in (dout, q, out)), (_heads_of(x, kv_heads, 2) for x in (k, v))
+        (some_dout, some_q, some_out), (some_k, some_v) = of_q, of_kv
+        assert some_dout is not None and some_q is not None and some_k is not None and some_v is not None  # noqa: PT018
+        rest = [_heads_of(lse, heads, 1), *(_heads_of(x, heads, 0) for x in (sinks, slopes))]
+        prepared = prepare(request, group, QKV(some_q, some_k, some_v), rest[2])
+        *some, of_sinks = _gradients(some_dout, (some_q, some_k, some_v, some_out, *rest), prepared)
+        dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads] = some
+        if sinks is not None:
+            dsinks[heads] = of_sinks
+    return dq, dk, dv, dsinks
+
+
+def _heads_of(x: torch.Tensor | None, which: slice, dim: int) -> torch.Tensor | None:
+    """Return a copy of some heads in memory of their own; None of None."""
+    return None if x is None else x.narrow(dim, which.start, which.stop - which.start).contiguous()
+
+
+def _gradients(dout: torch.Tensor, saved: Saved, prepared: Prepared, *, exchanged: bool = False) -> Gradients:
     """Return the gradients of q, k, v and sinks; exchanged: the saved q, k and v are results of the exchange."""
     q, k, v, out, lse, sinks, slopes = saved
     assert q is not None and k is not None and v is not None and out is not None and lse is not None  # noqa: PT018
@@ -146,9 +194,11 @@ class _Direct(torch.autograd.Function):
         """Return the gradients of the inputs, and None for the call."""
         saved = ctx.saved_tensors
         dout = torch.zeros_like(saved[3]) if dout is None else dout
-        prepared = ctx.prepared or prepare(ctx.call.request, ctx.call.group, QKV(*saved[:3]), saved[6])
         with at_layer(ctx.layer):
-            *gradients, dsinks = _gradients(dout, saved, prepared, exchanged=ctx.exchanged)
+            if ctx.prepared is None:
+                *gradients, dsinks = _backward_of(dout, saved, ctx.call.request, ctx.call.group)
+            else:
+                *gradients, dsinks = _gradients(dout, saved, ctx.prepared, exchanged=ctx.exchanged)
         return *gradients, None if saved[5] is None else dsinks, None, None
 
 
@@ -211,8 +261,7 @@ def attention_backward(
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv) of this rank's rows, and dsinks (heads,), which is (0,) without sinks."""
-    prepared = prepare(from_text(request), group, QKV(q, k, v), slopes)
-    return _gradients(dout, (q, k, v, out, lse, sinks, slopes), prepared)
+    return _backward_of(dout, (q, k, v, out, lse, sinks, slopes), from_text(request), group)
 
 
 @attention_backward.register_fake

@@ -1,0 +1,104 @@
+"""Heads in stages: exact in every way to run the operator, and with one stage's receive memory at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import dfa_megatron
+from dfa_megatron import remat
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.prepare import in_use
+from dfa_megatron.testing.nan_memory import nan_memory
+from dfa_megatron.testing.workers import run_ranks
+from tests.runtime.comm.test_gloo import attend_and_compare
+from tests.runtime.comm.test_gloo_varlen import compare as compare_pack
+from tests.runtime.execute.test_sinks import attend_and_compare as attend_with_sinks
+from tests.support.cases import case
+from tests.support.packs import pack
+
+
+def _arena() -> int:
+    return max(prepared.arena_bytes for prepared in in_use())
+
+
+def _everything(rank: int, ranks: int) -> None:
+    with nan_memory():
+        whole = case(ranks * 10, heads=8, kv_heads=4, seed=1)
+        attend_and_compare(whole, rank, ranks, schedule="balanced")
+        arena = _arena()
+        for stages in (2, 4):
+            before = COUNTERS.attention_forwards
+            attend_and_compare(whole, rank, ranks, schedule="balanced", head_stages=stages)
+            assert COUNTERS.attention_forwards == before + stages
+            assert in_use()[-1].arena_bytes == pytest.approx(arena / stages, rel=0.1)
+        attend_and_compare(whole, rank, ranks, layout="zigzag", head_stages=2, ulysses_degree=1)
+        whole = case(ranks * 10, heads=6, kv_heads=6, dtype=torch.bfloat16, seed=2)
+        attend_and_compare(whole, rank, ranks, head_stages=3)
+        if ranks % 2 == 0:
+            attend_and_compare(
+                case(ranks * 10, heads=8, kv_heads=4, seed=3), rank, ranks, head_stages=2, ulysses_degree=2
+            )
+        attend_with_sinks(rank, ranks, seed=4, head_stages=2)
+        offsets = (0, 3, 4, ranks * 6, ranks * 8)
+        compare_pack(pack(offsets, heads=4, kv_heads=2), offsets, rank, ranks, head_stages=2)
+        _same_bits_under_remat()
+        with pytest.raises(UnsupportedError, match=r"head_stages=3 with 4 kv heads.*one of 1, 2, 4"):
+            attend_and_compare(case(ranks * 10, heads=8, kv_heads=4), rank, ranks, head_stages=3)
+
+
+def _same_bits_under_remat() -> None:
+    config = DistAttentionConfig(head_stages=2)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = x.chunk(3, -1)
+        out = dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, config=config)
+        assert isinstance(out, torch.Tensor)
+        return out.sin()
+
+    x = torch.randn(1, 6, 4, 24, dtype=torch.float64, requires_grad=True)
+    (want,) = torch.autograd.grad(region(x).sum(), x)
+    before = COUNTERS.attention_forwards
+    rerun = checkpoint(region, x, use_reentrant=False, context_fn=partial(remat.context_fn))
+    (got,) = torch.autograd.grad(rerun.sum(), x)
+    assert torch.equal(got, want)
+    assert COUNTERS.attention_forwards == before + 2, "once, in two stages"
+
+
+@pytest.mark.support("runtime", "heads in stages (`head_stages`), with every schedule, packs, sinks and remat")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_stages_of_heads_are_exact_and_divide_the_receive_memory(ranks: int) -> None:
+    run_ranks(ranks, _everything)
+
+
+def _compiled() -> None:
+    x = [torch.randn(1, 6, 4, 8, requires_grad=True) for _ in range(3)]
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, config=STAGED)
+        assert isinstance(out, torch.Tensor)
+        return out * 2
+
+    want = torch.autograd.grad(run(*x).sum(), x)
+    got = torch.autograd.grad(torch.compile(run, backend="aot_eager", fullgraph=True)(*x).sum(), x)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+STAGED = DistAttentionConfig(head_stages=2)
+"""Made outside of what is compiled."""
+
+
+def test_the_compiled_operator_runs_in_stages_too() -> None:
+    _compiled()
+
+
+def test_a_planner_of_packs_plans_for_one_stages_heads() -> None:
+    planner = dfa_megatron.PackPlanner(8, heads=4, head_dim=8, causal=True, device="cpu", config=STAGED)
+    assert planner.problem.shape.heads == 2
+    with pytest.raises(UnsupportedError, match="head_stages=2 with 3 kv heads"):
+        dfa_megatron.PackPlanner(8, heads=3, head_dim=8, causal=True, device="cpu", config=STAGED)
