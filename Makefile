@@ -4,6 +4,7 @@
 # `make fuzz` compares attentions drawn at random with dense float64; ARGS="--help" says how many, and over which ranks.
 # `make models` compares a tiny model of every type of transformers on two ranks with one process, in ten minutes.
 # `make gpu` runs every test that computes on a GPU; benchmarks/README.md has the commands that measure.
+# `make paper` measures the paper's claims again on two GPUs in half an hour; `make paper-toy` does so at toy size on a CPU.
 #
 #   make train PROCS=4 ARGS="--train-iters 20"     more ranks, other arguments of examples/train.py
 #   make test WORKERS=8 ARGS=tests/plan            in more processes than three; WORKERS= for one, without pytest-xdist
@@ -41,7 +42,7 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q $(if $(WORKERS),-n $(WORKERS) --dist loadgroup)
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test quick fuzz models gpu lint format docs clean
+.PHONY: train test quick fuzz models gpu paper paper-toy lint format docs clean
 
 train: $(READY)
 	$(PY) examples/train.py $(if $(PROCS),--nproc-per-node $(PROCS)) $(ARGS)
@@ -61,6 +62,9 @@ models: $(READY)
 
 gpu: $(READY)
 	$(PY) -m pytest -q -m gpu $(ARGS)
+
+paper paper-toy: $(READY)
+	$(PY) -m benchmarks.cells $@ --out runs/$@ $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

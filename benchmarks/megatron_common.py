@@ -66,6 +66,8 @@ class Mode:
     """Its linear layers in 8 bits."""
     layout: str = "contiguous"
     """Of ours: the one that costs nothing, or boundary, which takes Megatron's own batches."""
+    tensor: bool = False
+    """All ranks share each layer's weights and heads (tensor and sequence parallelism), and none a sequence."""
 
     def options(self, kernel: str, schedule: str) -> DistAttentionConfig | None:
         """Return our options, or None if attention is Megatron's."""
@@ -88,31 +90,50 @@ MODES = {
         Mode("remat-te-fp8", "auto", full=True, transformer_engine=True, fp8=True),
         Mode("te", None, full=False, transformer_engine=True),
         Mode("te-full", None, full=True, transformer_engine=True),
+        Mode("tp-te-full", None, full=True, transformer_engine=True, tensor=True),
+        Mode("tp-full", None, full=True, tensor=True),
     )
 }
 
+PAPER = {
+    "7b": Shape(4096, 32, 32, 11008),
+    "gqa": Shape(4096, 32, 8, 11008),
+    "33h": Shape(4224, 33, 33, 11008),
+    **{f"{heads}h": Shape(128 * heads, heads, heads, 11008) for heads in (16, 8, 4, 2)},
+}
+"""Layers of DISTFLASHATTN's models (arXiv 2310.03294): LLaMA-7B, and the same with other heads of 128."""
 
-def available(mode: Mode) -> bool:
-    """Return whether the packages of the mode are installed."""
-    return not mode.transformer_engine or importlib.util.find_spec("transformer_engine") is not None
+
+def refusal(mode: Mode, shape: Shape, ranks: int) -> str | None:
+    """Return why a mode cannot run on these ranks, or None."""
+    if mode.tensor and shape.heads % ranks:
+        padded = -(-shape.heads // ranks) * ranks
+        more = 100 * (padded / shape.heads - 1)
+        return f"{ranks} ranks do not divide {shape.heads} heads; {padded} with padding are {more:.0f} % more"
+    if mode.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
+        return "transformer_engine is not installed"
+    return None
 
 
-def join(tensor: int) -> torch.device:
-    """Join the process group (NCCL with a GPU per rank, gloo on CPU) and Megatron's.
-
-    `tensor` ranks share each layer's weights; the ranks that do not share a sequence.
-    """
+def join() -> torch.device:
+    """Join the process group: NCCL with a GPU per rank, gloo on CPU."""
     world = join_ranks(patience=120.0)
     if not world.cuda:
         from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
 
         use_cpu()
+    return world.device
+
+
+def arrange(tensor: int) -> None:
+    """Make Megatron's groups, unless they are so: `tensor` ranks share each layer's weights, the others a sequence."""
     from megatron.core import parallel_state
 
-    context = dist.get_world_size() // tensor
-    parallel_state.initialize_model_parallel(tensor, context_parallel_size=context)
-    seed()
-    return world.device
+    if parallel_state.model_parallel_is_initialized():
+        if parallel_state.get_tensor_model_parallel_world_size() == tensor:
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor, context_parallel_size=dist.get_world_size() // tensor)
 
 
 def seed(number: int = 1) -> None:
@@ -169,11 +190,14 @@ def make_spec(config: Any, mode: Mode, options: DistAttentionConfig | None) -> A
     from megatron.core.models.gpt import gpt_layer_specs
 
     from dfa_megatron.megatron import distribute_attention
+    from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
 
     if mode.transformer_engine:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+        if options is None and config.sequence_parallel:  # Megatron's norms of PyTorch refuse it
+            spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SequenceParallelNorm
     return spec if options is None else distribute_attention(spec, config, config=options)
 
 

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 benchmarks/megatron_layers.py --layers 131072:8:14336 --train --out x.json
     torchrun --nproc-per-node 2 benchmarks/megatron_layers.py --toy --out toy.json     # on CPU, to see that it runs
 
-Layers alone (`--layers LENGTH:KV_HEADS:FFN ...`): forward and backward of four layers, without embedding, head and
-optimizer, in several modes:
+Layers alone (`--layers LENGTH:KV_HEADS:FFN ...`, or `LENGTH:SHAPE` with a shape of the paper: 7b, gqa, 33h, 16h, 8h,
+4h, 2h): forward and backward of `--depth` layers, without embedding, head and optimizer, in several modes:
 
     remat           ours; attention's output and lse are kept, the rest is recomputed
     remat-offload   the same, kept in pinned host memory
@@ -13,7 +13,12 @@ optimizer, in several modes:
     full            ours with Megatron's full recomputation: attention runs twice
     none            ours without recomputation
     remat-te        as remat, among Transformer Engine's modules; -fp8: with its linear layers in 8 bits
-    te, te-full     Transformer Engine's attention over a ring, without and with full recomputation, if it is installed
+    te, te-full     Transformer Engine's attention over a ring, without and with full recomputation
+    tp-te-full      all GPUs share weights and heads (tensor and sequence parallelism); full recomputation
+    tp-full         the same with Megatron's unfused attention, which runs without Transformer Engine
+
+Modes that need nothing of ours come first, so that our memory does not count in their peaks. What a mode cannot do is
+written with its reason.
 
 Training (`--train LENGTH:LAYERS:STEPS:MODE ...`), in the same modes: GPTModel, DDP, the distributed optimizer and
 random tokens; what does not fit is said so, and the next case goes on. CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron
@@ -25,7 +30,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +39,18 @@ import torch
 import torch.distributed as dist
 from megatron_common import (
     MODES,
+    PAPER,
     Mode,
     Shape,
+    arrange,
     attempt,
-    available,
     described,
     join,
     make_config,
     make_spec,
     median_ms,
     peak_gib,
+    refusal,
 )
 
 from dfa_megatron.doctor.machine import machine
@@ -54,34 +62,30 @@ TRAINING = (
     "262144:4:4:remat", "524288:2:2:remat", "1048576:2:1:remat",
 )  # fmt: skip
 LAYER_MODES = ("remat", "full", "none", "te", "te-full", "remat-te", "remat-te-fp8")
-DEPTH = 4
-"""Layers that are timed together."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as one rank; return the exit status."""
     args = flags(argv)
     begin = time.perf_counter()
-    device = join(args.tensor_model_parallel_size)
+    device = join()
     report: dict[str, Any] = {
         "machine": {"ranks": dist.get_world_size(), **machine()},
         "arguments": vars(args) | {"out": str(args.out)},
     }
     report |= {"layers": [], "training": []}
-    for case in args.layers:
-        length, groups, ffn = case
-        shape = Shape(args.hidden_size, args.heads, groups, ffn)
-        for name in args.modes:
-            if available(MODES[name]):
-                figures = attempt(lambda s=shape, m=MODES[name], n=length: time_layers(args, s, m, n, device))
-                note(report, "layers", {"mode": name, "length": length, **described(shape), **figures}, args.out)
+    for phase in PHASES:
+        for length, shape in args.layers:
+            for mode in (MODES[name] for name in args.modes if phase(MODES[name])):
+                run = partial(time_layers, args, shape, mode, length, device)
+                figures = tried(args, mode, shape, run)
+                note(report, "layers", {"mode": mode.name, "length": length, **described(shape), **figures}, args.out)
     for length, depth, steps, name in args.train:
         from megatron_training import train
 
-        if not available(MODES[name]):
-            continue
         shape = Shape(args.hidden_size, args.heads, args.kv_heads, args.ffn_hidden_size)
-        figures = attempt(lambda s=shape, n=length, d=depth, k=steps, m=MODES[name]: train(args, s, m, n, d, k, device))
+        run = partial(train, args, shape, MODES[name], length, depth, steps, device)
+        figures = tried(args, MODES[name], shape, run)
         case = {"mode": name, "length": length, "num_layers": depth, **described(shape)}
         note(report, "training", {**case, **figures}, args.out)
     report["seconds"] = round(time.perf_counter() - begin, 1)
@@ -89,10 +93,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+PHASES: tuple[Callable[[Mode], bool], ...] = (
+    lambda mode: mode.tensor,
+    lambda mode: not mode.tensor and mode.remat is None,
+    lambda mode: mode.remat is not None,
+)
+"""Kinds of modes, in the order in which they run."""
+
+
+def tried(args: argparse.Namespace, mode: Mode, shape: Shape, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a case's figures, or why there are none."""
+    if why := refusal(mode, shape, dist.get_world_size()):
+        return {"cannot": why}
+    arrange(dist.get_world_size() if mode.tensor else args.tensor_model_parallel_size)
+    return attempt(run)
+
+
+def shape_of(args: argparse.Namespace, case: str) -> tuple[int, Shape]:
+    """Return the length and the layers of `LENGTH:KV_HEADS:FFN` or `LENGTH:SHAPE`; --toy makes a shape narrow."""
+    length, *rest = case.split(":")
+    if len(rest) == 2:
+        return int(length), Shape(args.hidden_size, args.heads, int(rest[0]), int(rest[1]))
+    shape = PAPER[rest[0]]
+    toy = Shape(8 * shape.heads, shape.heads, shape.groups, args.ffn_hidden_size)
+    return int(length), toy if args.toy else shape
+
+
 def flags(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse them; --toy stands for sizes that a CPU can do."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", nargs="*", default=None, metavar="LENGTH:KV_HEADS:FFN")
+    parser.add_argument("--layers", nargs="*", default=None, metavar="LENGTH:KV_HEADS:FFN|LENGTH:SHAPE")
     parser.add_argument("--train", nargs="*", default=None, metavar="LENGTH:LAYERS:STEPS:MODE")
     parser.add_argument("--modes", nargs="*", default=list(LAYER_MODES), choices=tuple(MODES))
     parser.add_argument("--hidden-size", type=int, default=4096)
@@ -103,6 +133,7 @@ def flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--schedule", default="auto")
+    parser.add_argument("--depth", type=int, default=4, help="layers that are timed together")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--fusion", action=argparse.BooleanOptionalAction, default=True, help="compile SwiGLU")
@@ -115,7 +146,7 @@ def flags(argv: Sequence[str] | None) -> argparse.Namespace:
     toy_layers, toy_training = ["48:2:48"], ["48:2:3:remat", "48:2:2:full"]
     layers = (toy_layers if args.toy else LAYERS) if args.layers is None else args.layers
     training = (toy_training if args.toy else TRAINING) if args.train is None else args.train
-    args.layers = [tuple(int(size) for size in case.split(":")) for case in layers]
+    args.layers = [shape_of(args, case) for case in layers]
     args.train = [(*(int(size) for size in case.split(":")[:3]), case.split(":")[3]) for case in training]
     return args
 
@@ -139,28 +170,9 @@ def time_layers(
     args: argparse.Namespace, shape: Shape, mode: Mode, length: int, device: torch.device
 ) -> dict[str, Any]:
     """Return milliseconds per layer, both passes, and the peak memory in GiB with weights and gradients."""
-    from megatron.core import parallel_state
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.transformer_block import TransformerBlock
-
-    from dfa_megatron.megatron import declare_batch_layout
-
-    group = parallel_state.get_context_parallel_group()
-    config = make_config(shape, DEPTH, mode, fusion=args.fusion)
-    options = mode.options(args.kernel, args.schedule)
-    declare_batch_layout(group, "contiguous" if options is not None and mode.layout == "contiguous" else "zigzag")
-    block = TransformerBlock(
-        config,
-        make_spec(config, mode, options),
-        post_layer_norm=False,
-        post_process=False,
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-    ).to(device, config.params_dtype)
-    rotary = RotaryEmbedding(shape.head_dim, 1.0, rotary_base=500000, use_cpu_initialization=True, cp_group=group)
-    table = rotary.to(device)(length)
+    block, table = build_layers(args, shape, mode, length, device)
     rows = length // dist.get_world_size()  # under sequence parallelism tensor-parallel ranks share a part's rows
-    hidden = torch.randn(rows, 1, shape.hidden_size, device=device, dtype=config.params_dtype)
+    hidden = torch.randn(rows, 1, shape.hidden_size, device=device, dtype=block.config.params_dtype)
     gradient = torch.randn_like(hidden)
 
     def step() -> None:
@@ -171,13 +183,37 @@ def time_layers(
 
     block.train()
     peak_gib(reset=True)
-    elapsed = median_ms(step, warmup=args.warmup, repeats=args.repeats) / DEPTH
+    elapsed = median_ms(step, warmup=args.warmup, repeats=args.repeats) / args.depth
     useful = 3 * shape.layer_flop(length) / dist.get_world_size()
     return {
         "ms_per_layer": round(elapsed, 3),
         "tflops_per_gpu": round(useful / elapsed / 1e9, 1),
         "peak_gib": round(peak_gib(), 2),
     }
+
+
+def build_layers(args: argparse.Namespace, shape: Shape, mode: Mode, length: int, device: torch.device) -> Any:
+    """Return Megatron's block of layers, and the table of its rotary positions."""
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    from dfa_megatron.megatron import declare_batch_layout
+
+    group = parallel_state.get_context_parallel_group()
+    config = make_config(shape, args.depth, mode, fusion=args.fusion)
+    options = mode.options(args.kernel, args.schedule)
+    declare_batch_layout(group, "contiguous" if options is not None and mode.layout == "contiguous" else "zigzag")
+    block = TransformerBlock(
+        config,
+        make_spec(config, mode, options),
+        post_layer_norm=False,
+        post_process=False,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    ).to(device, config.params_dtype)
+    rotary = RotaryEmbedding(shape.head_dim, 1.0, rotary_base=500000, use_cpu_initialization=True, cp_group=group)
+    return block, rotary.to(device)(length)
 
 
 if __name__ == "__main__":

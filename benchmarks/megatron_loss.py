@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 # Before torch is imported: the environment that Megatron demands.
-from megatron_common import MODES, Shape, join, make_config, seed  # isort: skip
+from megatron_common import MODES, Shape, arrange, join, make_config, seed  # isort: skip
 import torch
 import torch.distributed as dist
 from megatron_training import build, forward_step
@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     curves = {run: train(args, tokens, device, *run) for run in alone[rank::ranks]}
     leave()
     together = f"ours, {ranks} ranks"
-    join(1)
+    join()
+    arrange(1)
     for number in args.seeds:
         curves[together, number] = train(args, tokens, device, together, number)
     report: dict[str, Any] = {
@@ -127,7 +128,8 @@ def join_alone() -> torch.device:
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=HashStore(), rank=0, world_size=1)
-    device: torch.device = join(1)
+    device: torch.device = join()
+    arrange(1)
     return device
 
 

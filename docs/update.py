@@ -22,6 +22,7 @@ from docs import (
     fault_tables,
     house_picture,
     model_tables,
+    paper_tables,
     performance_tables,
     reference_tables,
     scale_tables,
@@ -35,6 +36,7 @@ Tables = Mapping[str, Callable[[], list[str]]]
 
 PAGES: dict[str, Tables] = {
     **performance_tables.PAGES,
+    **paper_tables.PAGES,
     "docs/options.md": {"options": partial(reference_tables.options, whole=False)},
     "docs/schedules.md": schedule_tables.TABLES,
     "docs/trust.md": {**performance_tables.PAGES["docs/trust.md"], "faults": fault_tables.in_short},

@@ -12,7 +12,7 @@ from docs import attention_tables, raw_results, update
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("performance", "packed", "kernels", "megatron", "deepspeed", "trust")),
+    *(f"docs/{name}.md" for name in ("performance", "paper", "packed", "kernels", "megatron", "deepspeed", "trust")),
 )
 FIGURE = re.compile(r"\d ?(GiB|TFLOP/s|tokens/s|ms\b|times as fast)")
 SOURCE = re.compile(
