@@ -38,6 +38,8 @@ class Model:
     dfa_schedule: str = flag("auto")
     dfa_data_layout: str = flag("boundary")
     dfa_ulysses_degree: str = flag("auto")
+    dfa_head_stages: int = flag(1)
+    dfa_remat_offload: bool = flag(False)
     dfa_loss_tile: str = flag("off")
 
     @property
@@ -108,12 +110,12 @@ def memory(model: Model, ranks: int, messages: int) -> list[tuple[str, float]]:
 
     Megatron's mixed precision: 2 bytes of weight and 4 of gradient per parameter, 12 of optimizer state, which the
     distributed optimizer splits over the context-parallel ranks. Full recomputation is taken to cover every layer.
-    Pipeline: the first stage, with one micro-batch in flight per stage. Not counted: gradients of activations,
-    workspaces of libraries, fragmentation.
+    Pipeline: the first stage, with one micro-batch in flight per stage. With `remat_offload` what all but two layers
+    keep is in host memory. Not counted: gradients of activations, workspaces of libraries, fragmentation.
 
     Args:
         ranks: context-parallel ranks.
-        messages: bytes of the slots that attention's messages need.
+        messages: bytes of the slots that attention's messages need, of all heads at once.
     """
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     layers = -(-model.num_layers // pp)
@@ -132,13 +134,16 @@ def memory(model: Model, ranks: int, messages: int) -> list[tuple[str, float]]:
     logits = (head.tile + (head.weight_gradient + head.numbers if tile else 0)) * (pp == 1)
     found = [("weights, gradients, optimizer", held * state)]
     if model.recompute_granularity == "full":
+        held_here, which = (
+            (min(2, layers * pp), "two layers") if model.dfa_remat_offload else (layers * pp, "every layer")
+        )
         found += [
-            ("kept of every layer: its input, out, lse", layers * pp * kept),
+            (f"kept of {which}: its input, out, lse", held_here * kept),
             ("one layer while it is recomputed", rows * inside),
         ]
     else:
         found.append(("saved of every layer", layers * pp * (kept + rows * inside)))
-    found += [("logits and their gradient", logits), ("attention's messages", messages)]
+    found += [("logits and their gradient", logits), ("attention's messages", messages / model.dfa_head_stages)]
     return [(name, nbytes / GIB) for name, nbytes in found]
 
 

@@ -110,6 +110,11 @@ def test_recomputation_splitting_and_pipelines_change_the_estimate() -> None:
     assert staged["logits and their gradient"] == 0
     tiled = dict(memory(model_of(_flags("--dfa-loss-tile 256"), "x"), 2, 0))
     assert tiled["logits and their gradient"] * GIB == 256 * 6 * 128 + 128 * 64 * 4 + 2048 * 4 * 16
+    deep = "--recompute-granularity full --num-layers 10"
+    kept = dict(memory(model_of(_flags(deep), "x"), 2, 0))["kept of every layer: its input, out, lse"]
+    offloaded = dict(memory(model_of(_flags(f"{deep} --dfa-remat-offload"), "x"), 2, 0))
+    assert offloaded["kept of two layers: its input, out, lse"] == pytest.approx(kept / 5)
+    assert dict(memory(model_of(_flags("--dfa-head-stages 4"), "x"), 2, GIB))["attention's messages"] == 0.25
 
 
 def _flags(more: str) -> list[str]:
