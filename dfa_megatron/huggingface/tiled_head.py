@@ -16,7 +16,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.model_inputs import arguments_of
 from dfa_megatron.huggingface.padding import IGNORED
 from dfa_megatron.huggingface.refusals import MODEL
-from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use
+from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
 
 
@@ -86,6 +86,7 @@ def set_tile(model: Any, options: DistAttentionConfig) -> None:
     known = isinstance(head, TiledLinear)
     head = tiled_head(head)
     head.dfa_tile = options.loss_tile
+    say_tiled(head.dfa_tile)
     model.loss_function = loss_by_tiles
     if not known:
         model.register_forward_pre_hook(_look, with_kwargs=True)

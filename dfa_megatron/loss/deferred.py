@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.loss.head import Head
 from dfa_megatron.loss.scores import IGNORED, token_scores
 from dfa_megatron.loss.tiled import Tiling, best
+
+logger = logging.getLogger(__name__)
 
 WATCHED = "_dfa_scores"
 """The attribute of a model's head that holds the `Scores` of `scores_of`."""
@@ -128,6 +133,13 @@ class DeferredLogits:
             "they exist one tile at a time",
             "loss_tile='off', or a call without labels",
         )
+
+
+@functools.cache
+def say_tiled(tile: int) -> None:
+    """Log once that losses are made by tiles of this size."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info("dfa: the loss is made by tiles of %d tokens", tile)
 
 
 class Scores:

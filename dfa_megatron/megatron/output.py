@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use
+from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
 from dfa_megatron.megatron.refusals import LAYERS
 from dfa_megatron.megatron.start.dfa_flags import global_args
@@ -79,6 +79,7 @@ def tile_output(model: Any, tile: int) -> None:
         model.register_forward_pre_hook(_look, with_kwargs=True)
         model.register_forward_hook(_forget, always_call=True)
     head.dfa_tile = tile
+    say_tiled(tile)
 
 
 def want_tiles(config: Any, options: DistAttentionConfig) -> None:

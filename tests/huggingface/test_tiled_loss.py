@@ -62,6 +62,28 @@ def test_loss_by_tiles_and_its_gradients_are_those_of_one_process(ranks: int) ->
     run_ranks(ranks, models, timeout=120)
 
 
+def sharded(rank: int, ranks: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, whole = init_device_mesh("cpu", (ranks,)), text(2, 6 * ranks, seed=1, unlabelled=5)
+    for tied, own_shard in ((False, True), (True, False)):
+        one, model = (build("Llama", tie_word_embeddings=tied) for _ in range(2))
+        one(**whole).loss.backward()
+        for module in (*model.model.layers, *([model.lm_head] if own_shard else []), model):
+            fully_shard(module, mesh=mesh)
+        output = dfa_hf.distribute_attention(model, config=TILED)(**dfa_hf.shard_batch(whole))
+        assert isinstance(output.logits, DeferredLogits)
+        output.loss.backward()
+        wants = gradients(one)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), wants[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_loss_by_tiles_of_parameters_sharded_by_fsdp_has_the_gradients_of_one_process() -> None:
+    run_ranks(2, sharded, timeout=120)
+
+
 def test_tiles_end_with_the_option_and_logits_without_labels_are_whole() -> None:
     model = dfa_hf.distribute_attention(build("Llama"), config=TILED)
     batch = dfa_hf.shard_batch(text(1, 8, seed=1))

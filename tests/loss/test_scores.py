@@ -127,11 +127,13 @@ def test_weights_of_autocast_are_rounded_as_a_linear_layer_rounds_them() -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_the_predicted_bytes_are_those_of_the_tensors_alive(dtype: torch.dtype, entropy: bool) -> None:
-    tokens, vocabulary, tile = 300, 128 * 1024 + 3, 16
+    tokens, vocabulary, tile = 60, 128 * 1024 + 3, 16
     hidden, weight, _, labels = drawn(tokens, vocabulary, dtype)
     with LiveBytes() as live:
         scores = token_scores(hidden, Head(weight=weight), labels, tile=tile, entropy=entropy)
         (scores.logprobs.sum() + (scores.entropy.sum() if entropy else 0)).backward()
+    dense_scores = F.cross_entropy((hidden @ weight.T).float(), labels, reduction="none")
+    torch.testing.assert_close(scores.logprobs, -dense_scores)
     want = head_bytes(tokens, vocabulary, HIDDEN, tile, itemsize=dtype.itemsize, entropy=entropy)
     assert live.peak == pytest.approx(want.together, rel=0.02)
     largest = max(tile * vocabulary, weight.numel()) * 4

@@ -48,7 +48,8 @@ if __name__ == "__main__":
         loss.backward()
         total += loss.detach() / harness.MICRO_BATCHES / parallel_state.get_context_parallel_world_size()
     torch.distributed.all_reduce(total)
-    test_launch.SEEN.update(total=total.item(), layout=args.dfa_data_layout)
+    tiled = type(model.output_layer).__name__.startswith("Tiled")
+    test_launch.SEEN.update(total=total.item(), layout=args.dfa_data_layout, tiled=tiled)
 """
 
 
@@ -59,8 +60,10 @@ def train_through_a_script(rank: int, world_size: int, script_path: str, layout:
     harness.start(harness.Topology(cp=2))
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
-    assert launch.main([script_path, *FLAGS.split(), *OURS.split(), *FULL.split(), "--dfa-data-layout", layout]) == 0
+    ours = [*OURS.split(), "--dfa-data-layout", layout, *(["--dfa-loss-tile", "7"] if layout == "contiguous" else [])]
+    assert launch.main([script_path, *FLAGS.split(), *ours, *FULL.split()]) == 0
     assert SEEN["layout"] == layout
+    assert SEEN["tiled"] == (layout == "contiguous")
     check_teacher(layout)
     assert abs(SEEN["total"] - torch.load(path, weights_only=True)["losses"][0]) <= 1e-5
 
