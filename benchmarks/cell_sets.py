@@ -137,11 +137,17 @@ def paper_toy() -> tuple[Cell, ...]:
     toy = ("--device", "cpu", "--seq-length", "64", "--heads", "2", "--head-dim", "16", "--passes", "forward")
     little = ("--repetitions", "2", "--seconds", "0", "--kernel", "cpu", "--schedule", "ring", "balanced")
     words = ("-m", "benchmarks.attention", "--ranks", "2", *toy, *little, "--ablation", "none", "no_overlap")
-    dry = ranks(2, "benchmarks/deepspeed_training.py", "--dry-run", "--out", "{out}.json")
+    dry = ("benchmarks/deepspeed_training.py", "--dry-run", "--shapes", "llama-3-8b", "--lengths", "64")
     return (
         Cell("toy-layers", ranks(2, *toy_layers, *modes, "--out", "{out}.json"), 90, packages=("megatron.core",)),
         Cell("toy-ablations", ("python", *words, "--out", "{out}"), 90),
-        Cell("toy-ulysses", dry, 90, packages=("deepspeed",), environment=CPU_OF_DEEPSPEED),
+        Cell(
+            "toy-ulysses",
+            ranks(2, *dry, "--out", "{out}.json"),
+            90,
+            packages=("deepspeed",),
+            environment=CPU_OF_DEEPSPEED,
+        ),
     )
 
 

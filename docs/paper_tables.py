@@ -27,9 +27,12 @@ def end_to_end(cell: str, heads: int, groups: int, baseline: str) -> str:
     said = []
     for ours in matching(name, {"mode": "remat", "heads": heads, "groups": groups}):
         theirs = row(name, mode=baseline, heads=heads, groups=groups, length=ours["length"])
-        lost = [one for one in (theirs, ours) if "ms_per_layer" not in one]
-        why = "cannot" if lost and "cannot" in lost[0] else "out of memory"
-        times = why if lost else f"{theirs['ms_per_layer'] / ours['ms_per_layer']:.2f}"
+        if "ms_per_layer" not in theirs:
+            times = "cannot" if "cannot" in theirs else "theirs out of memory"
+        elif "ms_per_layer" not in ours:
+            times = "ours out of memory"
+        else:
+            times = f"{theirs['ms_per_layer'] / ours['ms_per_layer']:.2f}"
         said.append(f"{times} at {ours['length'] // K}K")
     return f"{name.split('-')[2].partition('x')[0]} GPUs: {', '.join(said)}"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from docs import attention_tables, raw_results, update
+from docs import attention_tables, paper_tables, raw_results, update
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -47,6 +49,19 @@ def test_a_paragraph_with_a_measured_figure_names_its_source(name: str) -> None:
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)  # shown output
     bare = [part for part in text.split("\n\n") if FIGURE.search(part) and not SOURCE.search(part)]
     assert bare == []
+
+
+def test_a_new_file_of_a_cell_of_the_paper_replaces_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_results, "RESULTS", tmp_path)
+    asked = partial(paper_tables.end_to_end, "paper-33h", 33, 33, "tp-te-full")
+    assert asked() == "not run"
+    shape = {"heads": 33, "groups": 33}
+    cases = [("remat", 32, {"ms_per_layer": 2.0}), ("tp-te-full", 32, {"ms_per_layer": 3.0}),
+             ("remat", 64, {"ms_per_layer": 2.0}), ("tp-te-full", 64, {"cannot": "33 heads"}),
+             ("remat", 128, {"failed": "out of memory"}), ("tp-te-full", 128, {"ms_per_layer": 3.0})]  # fmt: skip
+    rows = [{"mode": mode, "length": length * 1024, **shape, **figures} for mode, length, figures in cases]
+    (tmp_path / "2026-01-01-2xh200-paper-33h.json").write_text(json.dumps({"layers": rows}))
+    assert asked() == "2 GPUs: 1.50 at 32K, cannot at 64K, ours out of memory at 128K"
 
 
 def test_a_cell_that_stands_for_two_rows_or_none_is_an_error() -> None:

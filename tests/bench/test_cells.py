@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import cells
+from benchmarks import cells, own_host
 from benchmarks.attention.__main__ import job_of
 from benchmarks.cell_sets import SETS, Cell
 from dfa_megatron.runtime.agreement.process import has_ended
@@ -100,6 +102,20 @@ def test_every_cell_has_a_name_of_its_own_and_flags_that_its_script_takes(monkey
             if words[at] in parsed:
                 parsed[words[at]](words[at + 1 :])
     assert sum(cell.seconds for cell in SETS["paper"]) <= 1800
+
+
+def test_ranks_of_a_host_have_its_name_and_the_module_its_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "5", "RANKS_PER_HOST": "4", "NCCL_HOSTID": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delitem(sys.modules, "benchmarks.cells")  # it runs as a module of its own
+    monkeypatch.setattr(sys, "argv", ["own_host", "benchmarks.cells", "paper-toy", "--list"])
+    with pytest.raises(SystemExit) as ended:
+        own_host.main()
+    assert ended.value.code == 0
+    assert os.environ["NCCL_HOSTID"] == "host-1"
+    assert "toy-layers" in capsys.readouterr().out
 
 
 @pytest.mark.timeout(300)
