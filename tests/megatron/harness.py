@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import queue
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -292,6 +293,8 @@ def save_checkpoint(folder: str, model: Any, optimizer: Any) -> None:
 
     # It asks psutil, which is among nobody's requirements, for a line of its log.
     filesystem_async._process_memory = lambda: 0
+    # It hands results to itself through a process that it would spawn, which imports all for seconds.
+    filesystem_async._results_queue = queue.Queue()
     # Megatron writes through processes of its own, which a worker of the tests, being a daemon, may not start.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     if dist.get_rank() == 0:
@@ -340,9 +343,8 @@ def batches(wanted: Case, step: int) -> Iterator[dict[str, torch.Tensor | None]]
     data_rank, data_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     for micro in range(data_rank, MICRO_BATCHES, data_ranks):
         whole = micro_batch(step, micro)
-        if "mtp_num_layers" in dict(
-            wanted.config
-        ):  # Megatron divides this loss by a rank's own tokens: as many on each
+        if "mtp_num_layers" in dict(wanted.config):
+            # Megatron divides this loss by a rank's own tokens: as many on each.
             whole["loss_mask"].view(BATCH, -1, 4)[..., :2] = 0
         if wanted.packed:
             whole["cu_seqlens"] = documents(step, micro)

@@ -140,8 +140,6 @@ def run(model: str, topology: Topology, options: DistAttentionConfig | None, pac
 
     from dfa_megatron.megatron import declare_batch_layout
 
-    harness.start(topology)
-    state_kernels.install()
     tp_rank, group = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_group()
     made = make(model, topology, options, tp_rank)
     length, batch = (OFFSETS[-1], 1) if packed else (LENGTH, BATCH)
@@ -170,11 +168,18 @@ def run(model: str, topology: Topology, options: DistAttentionConfig | None, pac
     return out.detach(), {**gradients, "hidden": hidden.grad}, set(made.sharded_state_dict()), here
 
 
-def compare_with_one_rank(
-    rank: int, ranks: int, model: str, topology: Topology, ways: list[tuple[str, str, bool]]
-) -> None:
+def compare_with_one_rank(rank: int, ranks: int, topology: Topology, ways: list[tuple[str, str, str, bool]]) -> None:
+    """Compare in each of the ways: model, layout, rematerialization, packed."""
+    state_kernels.install()
     with torch.compiler.set_stance("force_eager"):  # Megatron compiles small functions, which takes seconds
-        _compare(model, topology, ways)
+        harness.start(Topology(tp=topology.tp, dp=topology.cp))
+        references = {
+            (model, packed): run(model, Topology(tp=topology.tp, dp=topology.cp), None, packed)
+            for model, _, _, packed in ways
+        }
+        harness.start(topology)
+        for way in ways:
+            _compare(topology, way, references[way[0], way[3]])
 
 
 @contextlib.contextmanager
@@ -190,37 +195,33 @@ def as_launched() -> Iterator[None]:
         TransformerLayer.__init__ = kept
 
 
-def _compare(model: str, topology: Topology, ways: list[tuple[str, str, bool]]) -> None:
-    for layout, remat, packed in ways:
-        wanted, wanted_gradients, keys, _ = run(model, Topology(tp=topology.tp, dp=topology.cp), None, packed)
-        COUNTERS.reset()
-        options = DistAttentionConfig(data_layout=layout, remat=remat)
-        with as_launched() if layout == "contiguous" else contextlib.nullcontext():
-            out, gradients, our_keys, here = run(model, topology, options, packed)
-        assert COUNTERS.state_exchanges > 0
-        assert our_keys == keys
-        where = f"{model} {topology} {layout} {remat} {packed}"
-        torch.testing.assert_close(out, wanted[here], rtol=1e-4, atol=1e-4, msg=where)
-        for name, gradient in wanted_gradients.items():
-            gradient = gradient[here] if name == "hidden" else gradient
-            error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
-            assert error <= 5e-4, f"{where}: the gradient of {name} is off by {error:.2e}"
+def _compare(topology: Topology, way: tuple[str, str, str, bool], reference: Any) -> None:
+    model, layout, remat, packed = way
+    wanted, wanted_gradients, keys, _ = reference
+    COUNTERS.reset()
+    options = DistAttentionConfig(data_layout=layout, remat=remat)
+    with as_launched() if layout == "contiguous" else contextlib.nullcontext():
+        out, gradients, our_keys, here = run(model, topology, options, packed)
+    assert COUNTERS.state_exchanges > 0
+    assert our_keys == keys
+    where = f"{topology} {way}"
+    torch.testing.assert_close(out, wanted[here], rtol=1e-4, atol=1e-4, msg=where)
+    for name, gradient in wanted_gradients.items():
+        gradient = gradient[here] if name == "hidden" else gradient
+        error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
+        assert error <= 5e-4, f"{where}: the gradient of {name} is off by {error:.2e}"
 
 
 @pytest.mark.support("megatron", "Mamba stacks, packed and not; layout `contiguous`, CP 3, TP 2 x CP 2")
-def test_a_mamba_stack_in_order_equals_one_rank() -> None:
-    ways = [("contiguous", "off", False), ("contiguous", "on", True)]
-    run_ranks(3, compare_with_one_rank, "mamba", Topology(cp=3), ways)
-    run_ranks(4, compare_with_one_rank, "mamba", Topology(tp=2, cp=2), ways[1:])
-
-
 @pytest.mark.support(
     "megatron", "gated delta nets, packed and not; layouts `contiguous`, `boundary`, CP 3, TP 2 x CP 2"
 )
-def test_gated_delta_nets_in_order_equal_one_rank() -> None:
-    ways = [("contiguous", "on", False), ("boundary", "on", True)]
-    run_ranks(3, compare_with_one_rank, "delta", Topology(cp=3), ways)
-    run_ranks(4, compare_with_one_rank, "delta", Topology(tp=2, cp=2), [("contiguous", "off", True)])
+def test_mamba_stacks_and_gated_delta_nets_in_order_equal_one_rank() -> None:
+    three = [("mamba", "contiguous", "off", False), ("mamba", "contiguous", "on", True)]
+    three += [("delta", "contiguous", "on", False), ("delta", "boundary", "on", True)]
+    run_ranks(3, compare_with_one_rank, Topology(cp=3), three)
+    four = [("mamba", "contiguous", "on", True), ("delta", "contiguous", "off", True)]
+    run_ranks(4, compare_with_one_rank, Topology(tp=2, cp=2), four)
 
 
 def with_delta_nets(config: Any, stage: int | None = None, *, dense: bool = False) -> Any:

@@ -19,7 +19,7 @@ FULL = ("uniform", 1)
 def expected(topology: Topology, wanted: Case) -> dict[str, int]:
     """What the first step of a case must count on every rank: each attention runs once per layer and micro-batch."""
     assert wanted.options is not None
-    layers = harness.LAYERS // topology.pp
+    layers = dict(wanted.config).get("num_layers", harness.LAYERS) // topology.pp
     micro_batches = harness.MICRO_BATCHES // topology.dp
     attentions = layers * micro_batches
     full = wanted.recompute is not None

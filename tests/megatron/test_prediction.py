@@ -16,14 +16,14 @@ from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Case, Topology, case
 
-TWO_AHEAD = (("mtp_num_layers", 2),)
+TWO_AHEAD = (("num_layers", 2), ("mtp_num_layers", 2))
 OFFSETS = (0, 1, 2, 17, 20, 60, 83, 84, 96)
 HOMES = ("megatron.core.transformer.multi_token_prediction", "megatron.core.models.gpt.gpt_model")
 
 
 def counted(topology: Topology, wanted: Case) -> dict[str, int]:
     """Prediction layers are on the last pipeline stage."""
-    return {} if topology.pp > 1 else {"attention_forwards": (harness.LAYERS + 2) * harness.MICRO_BATCHES}
+    return {} if topology.pp > 1 else {"attention_forwards": (2 + 2) * harness.MICRO_BATCHES}
 
 
 @pytest.mark.support("megatron", "multi-token prediction; every layout, CP 3, TP 2 x CP 2, PP 2 x CP 2")
@@ -31,33 +31,42 @@ def test_prediction_layers_train_like_one_rank_in_every_layout(tmp_path: Path) -
     path = str(tmp_path / "prediction.pt")
     run_ranks(1, harness.save_reference, path, Case(options=None, steps=1, config=TWO_AHEAD))
     whole_rows = (*TWO_AHEAD, ("sequence_parallel", False))  # the norms around the projection are PyTorch's
-    for topology, ways, config in (
-        (Topology(cp=3), [("contiguous", "auto"), ("boundary", "off"), ("zigzag", "auto")], TWO_AHEAD),
-        (Topology(tp=2, cp=2), [("contiguous", "auto")], whole_rows),
-        (Topology(pp=2, cp=2), [("contiguous", "off")], TWO_AHEAD),
-    ):
-        cases = [case(layout, remat, steps=1, config=config) for layout, remat in ways]
-        prepared = [(topology, wanted, counted(topology, wanted), path) for wanted in cases]
-        run_ranks(topology.ranks, harness.check_topologies, prepared, timeout=170)
+    three = [
+        (Topology(cp=3), case(layout, remat, steps=1, config=TWO_AHEAD))
+        for layout, remat in (("contiguous", "auto"), ("boundary", "off"), ("zigzag", "auto"))
+    ]
+    four = [
+        (Topology(tp=2, cp=2), case("contiguous", "auto", steps=1, config=whole_rows)),
+        (Topology(pp=2, cp=2), case("contiguous", steps=1, config=TWO_AHEAD)),
+    ]
+    for ranks, cases in ((3, three), (4, four)):
+        prepared = [(topology, wanted, counted(topology, wanted), path) for topology, wanted in cases]
+        run_ranks(ranks, harness.check_topologies, prepared, timeout=170)
 
 
 def shifts(rank: int, ranks: int) -> None:
+    pair = dist.new_group([0, 1])
+    check_shifts(rank, ranks, dist.group.WORLD)
+    if rank < 2:
+        check_shifts(rank, 2, pair)
+
+
+def check_shifts(rank: int, ranks: int, group: Any) -> None:
     from dfa_megatron.megatron.layers.prediction import shift
     from dfa_megatron.megatron.tokens.exchange import positions
 
     for layout in ("contiguous", "zigzag"):
         for offsets in ((), (0, 3, 4, 5, 8, 4 * ranks)):
             whole = torch.randint(1, 100, (2, 4 * ranks))
-            dist.broadcast(whole, 0)
+            dist.broadcast(whole, 0, group)
             wanted = whole.roll(-1, -1)
             wanted[:, [offset - 1 for offset in offsets[1:]] or [-1]] = 0
             here = positions(layout, 4 * ranks, ranks, rank)
-            assert torch.equal(shift(whole[:, here], layout, dist.group.WORLD, offsets), wanted[:, here])
+            assert torch.equal(shift(whole[:, here], layout, group, offsets), wanted[:, here])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_shift_brings_the_next_token_from_whatever_rank_has_it(ranks: int) -> None:
-    run_ranks(ranks, shifts)
+def test_a_shift_brings_the_next_token_from_whatever_rank_has_it() -> None:
+    run_ranks(3, shifts)
 
 
 def even_mask(layout: str, ranks: int) -> torch.Tensor:
@@ -83,7 +92,7 @@ def run(topology: Topology, options: DistAttentionConfig | None, batch: dict[str
     from dfa_megatron.megatron import packed_seq_params
 
     wanted = MEGATRONS if options is None else case(options.data_layout)
-    model = harness.make_model(harness.make_config(topology, wanted, mtp_num_layers=2), options)
+    model = harness.make_model(harness.make_config(topology, wanted, **dict(TWO_AHEAD)), options)
     MTPLossAutoScaler.set_loss_scale(torch.tensor(1 / topology.cp))
     document = torch.bucketize(torch.arange(OFFSETS[-1]), torch.tensor(OFFSETS[1:]), right=True)
     apart = (document[:, None] != document) | torch.ones(OFFSETS[-1], OFFSETS[-1]).triu(1).bool()
@@ -101,7 +110,6 @@ def alone(ranks: int, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:
     """What one rank comes to, with Megatron's own shift in documents and a mask that keeps them apart."""
     from dfa_megatron.megatron import packed_seq_params
 
-    harness.start(Topology(dp=ranks))
     modules = [module for module in map(importlib.import_module, HOMES) if hasattr(module, "roll_tensor")]
     kept = [module.roll_tensor for module in modules]
     megatrons = getattr(kept[0], "_dfa_megatron", kept[0])
@@ -125,12 +133,16 @@ def compare_packs(rank: int, ranks: int) -> None:
     from dfa_megatron.megatron import shard_batch
     from dfa_megatron.megatron.tokens.exchange import positions
 
-    for layout, order in (("contiguous", "contiguous"), ("boundary", "zigzag")):
+    harness.start(Topology(dp=ranks))
+    expected = []
+    for order in ("contiguous", "zigzag"):
         rows = {name: x.reshape(1, -1) for name, x in harness.micro_batch(0, 0).items()}
         rows["position_ids"] = torch.arange(BATCH * SEQUENCE)[None]
         whole = {**rows, "loss_mask": even_mask(order, ranks), "cu_seqlens": torch.tensor(OFFSETS).int()}
-        losses, gradients = alone(ranks, whole)
-        harness.start(Topology(cp=ranks))
+        expected.append((whole, *alone(ranks, whole)))
+    harness.start(Topology(cp=ranks))
+    for layout, (whole, losses, gradients) in zip(("contiguous", "boundary"), expected, strict=True):
+        order = "zigzag" if layout == "boundary" else layout
         options = DistAttentionConfig(data_layout=layout)
         local = shard_batch(whole, parallel_state.get_context_parallel_group(), options)
         ours, our_gradients = run(Topology(cp=ranks), options, local)

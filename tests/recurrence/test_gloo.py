@@ -45,7 +45,7 @@ def _every_kind(rank: int, ranks: int) -> None:
     compare(recurrence("kda", 3 * ranks, seed=9, dtype=torch.float32), rank, ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_every_recurrence_is_exact_over_gloo(ranks: int) -> None:
     run_ranks(ranks, _every_kind)
 
@@ -70,9 +70,8 @@ def _convolutions(rank: int, ranks: int) -> None:
             assert_close(of_weight, dweight, tolerance=1e-10, name="dweight")
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_a_convolution_reaches_over_ranks_that_hold_fewer_tokens_than_it_is_wide(ranks: int) -> None:
-    run_ranks(ranks, _convolutions)
+def test_a_convolution_reaches_over_ranks_that_hold_fewer_tokens_than_it_is_wide() -> None:
+    run_ranks(4, _convolutions)
 
 
 def _layer(whole: Recurrence, names: list[str], *tensors: torch.Tensor) -> torch.Tensor:
@@ -171,42 +170,50 @@ def test_only_states_that_cross_ranks_travel_and_m_only_where_they_go_through_on
     run_ranks(3, _bytes)
 
 
-def _differ(rank: int, ranks: int, what: str) -> str:
+def _differ(rank: int, ranks: int) -> dict[str, str]:
+    found = {}
+    for what in DISAGREEMENTS:
+        group = torch.distributed.new_group(range(ranks))
+        try:
+            _disagree(what, rank, ranks, group)
+        except (DisagreementError, UnsupportedError) as error:
+            found[what] = str(error)
+    return found
+
+
+def _disagree(what: str, rank: int, ranks: int, group: torch.distributed.ProcessGroup) -> None:
     whole = recurrence("gla", 4 * ranks, seed=3)
     x = whole.rows(rank, ranks)
-    try:
-        if what == "documents":
-            for offsets in ((0, 5, 8), (0, 5, 8) if rank else (0, 6, 8)):
-                dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=offsets)
-        elif what == "order":
-            dist_scan(whole.scan, x, decay=whole.decay(x))
-            dist_conv(lambda x, _: x, x["v"].flatten(2), 3)
-            if rank:
-                dist_scan(whole.scan, x, decay=whole.decay(x))
-            else:
-                dist_conv(lambda x, _: x, x["v"].flatten(2), 3)
-        elif what == "lengths":
-            x = {name: t[:, rank:] for name, t in x.items()}
-            dist_scan(whole.scan, x, decay=whole.decay(x))
-        elif what == "refused":
-            dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=(0, 5, 8) if rank else (0, 5, 7))
+    if what == "documents":
+        for offsets in ((0, 5, 8), (0, 5, 8) if rank else (0, 6, 8)):
+            dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=offsets, group=group)
+    elif what == "order":
+        dist_scan(whole.scan, x, decay=whole.decay(x), group=group)
+        dist_conv(lambda x, _: x, x["v"].flatten(2), 3, group=group)
+        if rank:
+            dist_scan(whole.scan, x, decay=whole.decay(x), group=group)
         else:
-            dist_scan(whole.scan, x, decay=whole.decay(x) if rank else None)
-    except (DisagreementError, UnsupportedError) as error:
-        return str(error)
-    return "nothing"
+            dist_conv(lambda x, _: x, x["v"].flatten(2), 3, group=group)
+    elif what == "lengths":
+        x = {name: t[:, rank:] for name, t in x.items()}
+        dist_scan(whole.scan, x, decay=whole.decay(x), group=group)
+    elif what == "refused":
+        offsets = (0, 5, 8) if rank else (0, 5, 7)
+        dist_scan(whole.scan, x, decay=whole.decay(x), cu_seqlens=offsets, group=group)
+    else:
+        dist_scan(whole.scan, x, decay=whole.decay(x) if rank else None, group=group)
 
 
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("documents", "cu_seqlens (0, 6, 8) on rank 0"),
-        ("order", "convolution"),
-        ("M", "(2, 2, 3, 1), elementwise"),
-        ("lengths", "tokens of a rank: 4 on rank 0; 3 on rank 1"),
-        ("refused", "it ends at 7, but the ranks hold 8 tokens together"),
-    ],
-)
-def test_ranks_that_disagree_get_a_readable_error(what: str, told: str) -> None:
-    for error in run_ranks(2, _differ, what):
-        assert told in error
+DISAGREEMENTS = {
+    "documents": "cu_seqlens (0, 6, 8) on rank 0",
+    "order": "convolution",
+    "M": "(2, 2, 3, 1), elementwise",
+    "lengths": "tokens of a rank: 4 on rank 0; 3 on rank 1",
+    "refused": "it ends at 7, but the ranks hold 8 tokens together",
+}
+
+
+def test_ranks_that_disagree_get_a_readable_error() -> None:
+    for errors in run_ranks(2, _differ):
+        for what, told in DISAGREEMENTS.items():
+            assert told in errors[what]
