@@ -128,6 +128,14 @@ class DistAttentionConfig:
         ("megatron", "deepspeed", "huggingface"),
         TOKENS,
     )
+    mlp_tile: int | str = _option(
+        "off",
+        "Tokens of a rank that a dense MLP computes at a time. The backward computes each tile once more, so that the "
+        "MLP's inner activations exist for one tile only. off: all tokens at once. For the longest sequences.",
+        ("off",),
+        ("megatron",),
+        TOKENS,
+    )
     deterministic: bool = _option(False, "The same gradients to the bit from run to run; may be slower.")
     wire_dtype: str = _option(
         "input",

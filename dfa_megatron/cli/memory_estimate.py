@@ -41,6 +41,7 @@ class Model:
     dfa_head_stages: int = flag(1)
     dfa_remat_offload: bool = flag(False)
     dfa_loss_tile: str = flag("off")
+    dfa_mlp_tile: str = flag("off")
 
     @property
     def head_dim(self) -> int:
@@ -127,7 +128,9 @@ def memory(model: Model, ranks: int, messages: int) -> list[tuple[str, float]]:
     out = heads * (2 * model.head_dim + 4)  # bytes of a row of attention's output and of its lse
     projections = 2 * (model.num_attention_heads + 2 * model.kv_heads) * model.head_dim / tp
     # What a layer saves beside its input and (out, lse): outputs of two norms, q, k and v, the residual, the MLP.
-    inside = 2 * 3 * model.hidden_size + projections + 2 * (3 if model.swiglu else 2) * model.ffn / tp
+    inside = rows * (2 * 3 * model.hidden_size + projections)
+    mlp_rows = rows if model.dfa_mlp_tile == "off" else min(rows, int(model.dfa_mlp_tile))
+    mlp = mlp_rows * 2 * (3 if model.swiglu else 2) * model.ffn / tp
     kept = rows * (2 * model.hidden_size + out)
     tile = None if model.dfa_loss_tile == "off" else int(model.dfa_loss_tile)
     head = head_bytes(rows, model.vocabulary // tp, model.hidden_size, tile)
@@ -139,10 +142,12 @@ def memory(model: Model, ranks: int, messages: int) -> list[tuple[str, float]]:
         )
         found += [
             (f"kept of {which}: its input, out, lse", held_here * kept),
-            ("one layer while it is recomputed", rows * inside),
+            ("one layer while it is recomputed", inside + mlp),
         ]
+    elif model.dfa_mlp_tile == "off":
+        found.append(("saved of every layer", layers * pp * (kept + inside + mlp)))
     else:
-        found.append(("saved of every layer", layers * pp * (kept + rows * inside)))
+        found += [("saved of every layer but its MLP", layers * pp * (kept + inside)), ("one tile of an MLP", mlp)]
     found += [("logits and their gradient", logits), ("attention's messages", messages / model.dfa_head_stages)]
     return [(name, nbytes / GIB) for name, nbytes in found]
 

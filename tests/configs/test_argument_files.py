@@ -114,6 +114,13 @@ def test_recomputation_splitting_and_pipelines_change_the_estimate() -> None:
     kept = dict(memory(model_of(_flags(deep), "x"), 2, 0))["kept of every layer: its input, out, lse"]
     offloaded = dict(memory(model_of(_flags(f"{deep} --dfa-remat-offload"), "x"), 2, 0))
     assert offloaded["kept of two layers: its input, out, lse"] == pytest.approx(kept / 5)
+    whole, tiled = (
+        dict(memory(model_of(_flags(f"--recompute-granularity full {more}"), "x"), 2, 0))[
+            "one layer while it is recomputed"
+        ]
+        for more in ("", "--dfa-mlp-tile 256")
+    )
+    assert (whole - tiled) * GIB == pytest.approx((2048 - 256) * 2 * 2 * 128)
     assert dict(memory(model_of(_flags("--dfa-head-stages 4"), "x"), 2, GIB))["attention's messages"] == 0.25
 
 

@@ -1,4 +1,4 @@
-"""A Megatron model with loss_tile trains like one rank, and its output layer never makes the logits of all tokens."""
+"""A Megatron model whose loss and MLPs go by tiles trains like one rank, and neither ever sees more than a tile."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import BATCH, SEQUENCE, Case, Topology
 
-TILE = 7
+TILE, MLP_TILE = 7, 10
 PREDICTION = (("mtp_num_layers", 2), ("sequence_parallel", False))
 
 
 def tiled(**changes: Any) -> Case:
-    return Case(DistAttentionConfig(data_layout="contiguous", loss_tile=TILE), steps=1, **changes)
+    return Case(DistAttentionConfig(data_layout="contiguous", loss_tile=TILE, mlp_tile=MLP_TILE), steps=1, **changes)
 
 
 def forbid_all_logits() -> list[int]:
@@ -45,15 +45,31 @@ def forbid_all_logits() -> list[int]:
     return made
 
 
+def note_tokens_of_mlps() -> list[int]:
+    """Return the tokens of each call of an MLP from now on."""
+    from megatron.core.transformer.mlp import MLP
+
+    megatrons = MLP.forward
+    seen: list[int] = []
+
+    def noted(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(hidden_states.shape[0] * hidden_states.shape[1])
+        return megatrons(self, hidden_states, *args, **kwargs)
+
+    MLP.forward = noted  # type: ignore[method-assign]
+    return seen
+
+
 def check(rank: int, world_size: int, cases: list[tuple[Topology, Case, dict[str, int], str]]) -> None:
-    made = forbid_all_logits()
+    made, tokens = forbid_all_logits(), note_tokens_of_mlps()
     harness.check_topologies(rank, world_size, cases)
     last = [topology.pp == 1 or rank == world_size - 1 for topology, *_ in cases]
     heads = 3 if cases[0][1].config == PREDICTION else 1
+    assert 0 < max(tokens) <= MLP_TILE
     assert made == [BATCH * SEQUENCE // cases[0][0].cp] * harness.MICRO_BATCHES * heads * sum(last)
 
 
-@pytest.mark.support("megatron", "loss by tiles; TP 2 with and without sequence parallelism, CP 3, PP 2, MTP")
+@pytest.mark.support("megatron", "loss and MLP by tiles; TP 2 with and without sequence parallelism, CP 3, PP 2, MTP")
 def test_loss_by_tiles_trains_like_one_rank(reference: str, tmp_path: Path) -> None:
     predicted = str(tmp_path / "predicted.pt")
     run_ranks(1, harness.save_reference, predicted, Case(options=None, steps=1, config=PREDICTION[:1]))
@@ -61,7 +77,7 @@ def test_loss_by_tiles_trains_like_one_rank(reference: str, tmp_path: Path) -> N
     pair = Topology(tp=2)
     by_ranks = {
         2: [(pair, tiled(), reference), (pair, alone, reference), (Topology(pp=2), tiled(), reference)],
-        3: [(Topology(cp=3), tiled(), reference)],
+        3: [(Topology(cp=3), tiled(recompute=("uniform", 1)), reference)],
         4: [(Topology(tp=2, cp=2), tiled(config=PREDICTION), predicted)],
     }  # fmt: skip
     for ranks, cases in by_ranks.items():

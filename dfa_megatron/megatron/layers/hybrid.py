@@ -17,7 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.in_order import InOrder
-from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over
+from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, tile_mlp
 from dfa_megatron.megatron.refusals import LAYERS, SPEC
 from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.packed_documents import place
@@ -39,6 +39,7 @@ class RecomputedLayer:
         self._dfa_recompute = distributed_attention.options.remat == "on" or asked is not None
         self._dfa_groups = kwargs["pg_collection"]
         self._dfa_mixer = mixer_of(self, distributed_attention.options)
+        tile_mlp(self, distributed_attention.options)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward, with the same result."""

@@ -13,7 +13,7 @@ import torch
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.in_order import InOrder
 from dfa_megatron.megatron.layers.latent import order_rotary
-from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over
+from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, tile_mlp
 from dfa_megatron.megatron.output import want_tiles
 from dfa_megatron.megatron.refusals import CALLS, LAYERS, PACKS, SPEC, check_config
 from dfa_megatron.megatron.tokens.batch import check_declared
@@ -54,6 +54,7 @@ class DistributedAttentionLayer:
         local_layer = kwargs.get("layer_number", 1)
         self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
         self._dfa_permuted = config.context_parallel_size > 1 and context.options.data_layout != "zigzag"
+        tile_mlp(self, context.options)
         context.say_once(
             "on",
             "dfa: distributed attention over %d context-parallel ranks, layout %s, schedule %s; %s",

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.refusals import LAYERS
 
@@ -86,3 +90,31 @@ def checkpoint_of(config: Any, tp_group: Any) -> Callable[..., Any]:
         return tensor_parallel.checkpoint(run, distribute, *args)
 
     return with_megatron
+
+
+def tile_mlp(layer: Any, options: DistAttentionConfig) -> None:
+    """Make a layer's MLP compute `mlp_tile` tokens at a time, each tile again in the backward (ALST, arXiv 2506.13996).
+
+    Under sequence parallelism a tile is of this rank's tokens, and every tile has its own collectives.
+
+    Raises:
+        UnsupportedError: the layer has experts, or another module in the place of the MLP.
+    """
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP
+
+    mlp, tile = getattr(layer, "mlp", None), options.mlp_tile
+    if not isinstance(tile, int) or mlp is None or isinstance(mlp, IdentityOp):
+        return
+    LAYERS.check(other_mlp=None if isinstance(mlp, MLP) else type(mlp).__name__)
+    whole = mlp.forward
+
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        outputs, bias = [], None
+        for part in hidden_states.split(max(1, tile // hidden_states.shape[1])):  # (tokens, batch, hidden)
+            # Nothing in an MLP is random.
+            output, bias = torch_checkpoint(whole, part, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            outputs.append(output)
+        return torch.cat(outputs), bias
+
+    mlp.forward = forward

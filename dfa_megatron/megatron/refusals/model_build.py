@@ -193,6 +193,13 @@ LAYERS = Stage(
             "--dfa-loss-tile off",
             "TELMHeadColumnParallelLinear",
         ),
+        stated(
+            "other_mlp",
+            "mlp_tile with an MLP of class {other_mlp}",
+            "only a dense MLP computes each token by itself; experts are chosen and balanced over all tokens",
+            "--dfa-mlp-tile off",
+            "MoELayer",
+        ),
         Refusal(
             lambda a: a.other_layer and several_ranks(a),
             "a layer with Megatron's own attention beside --dfa-data-layout contiguous",

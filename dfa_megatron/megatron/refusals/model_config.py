@@ -216,6 +216,13 @@ CONFIG = Stage(
             {"dfa_loss_tile": 4096, "defer_embedding_wgrad_compute": True},
         ),
         Refusal(
+            lambda a: a.dfa_mlp_tile not in (None, "off") and a.fp8,
+            "mlp_tile together with fp8={fp8!r}",
+            "its scales would follow every tile twice",
+            "one of the two",
+            {"dfa_mlp_tile": 4096, "fp8": "hybrid"},
+        ),
+        Refusal(
             lambda a: a.dfa_schedule != "auto" and a.dfa_data_layout == "zigzag",
             "schedule={dfa_schedule!r} with zigzag data",
             "zigzag tokens share out the work, and every rank computes its own rows",
