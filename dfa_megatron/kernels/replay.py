@@ -14,12 +14,16 @@ Registers = list[Any]
 
 
 class Op(NamedTuple):
-    """Call `function` on the registers `reads`, write the result to `writes`, then drop the registers in `frees`."""
+    """Call `function` on the registers `reads`, write the result to `writes`, then drop the registers in `frees`.
+
+    holds: registers that must live until then, beside those that it reads.
+    """
 
     function: Callable[..., Any]
     reads: tuple[int, ...]
     writes: int
     frees: tuple[int, ...] = ()
+    holds: tuple[int, ...] = ()
 
 
 class OpFailed(Exception):  # noqa: N818
@@ -38,7 +42,7 @@ def replay(ops: Sequence[Op], registers: Registers) -> None:
     """
     read, at = registers.__getitem__, 0
     try:
-        for at, (function, reads, writes, frees) in enumerate(ops):  # noqa: B007
+        for at, (function, reads, writes, frees, _) in enumerate(ops):  # noqa: B007
             registers[writes] = function(*map(read, reads))
             for register in frees:
                 registers[register] = None
@@ -63,7 +67,7 @@ def _allocating_late(ops: Sequence[Op]) -> Iterator[Op]:
         if isinstance(op.function, partial) and op.function.func is torch.empty_strided:
             waiting[op.writes] = op
             continue
-        for register in op.reads:
+        for register in (*op.reads, *op.holds):
             if register in waiting:
                 yield waiting.pop(register)
         yield op
@@ -75,7 +79,7 @@ def freeing(ops: Sequence[Op], written: set[int], *, kept: frozenset[int]) -> li
 
     written: other registers that are freed: the operations only read them. kept: those that are not.
     """
-    last = {register: at for at, op in enumerate(ops) for register in (*op.reads, op.writes)}
+    last = {register: at for at, op in enumerate(ops) for register in (*op.reads, op.writes, *op.holds)}
     frees: dict[int, list[int]] = {}
     for register in sorted(({op.writes for op in ops} | written) & last.keys() - kept):
         frees.setdefault(last[register], []).append(register)

@@ -82,9 +82,9 @@ class Tape(TorchDispatchMode):
         """Return a register that a replay fills with a value of its own; `act` may read it."""
         return self._value(None)
 
-    def act(self, function: Callable[..., object], reads: tuple[int, ...]) -> None:
-        """Record a call that is no tensor operation, on registers; it returns nothing."""
-        self.ops.append(Op(function, reads, self._sink))
+    def act(self, function: Callable[..., object], reads: tuple[int, ...], holds: tuple[int, ...] = ()) -> None:
+        """Record a call that is no tensor operation, on registers; it returns nothing. holds: see `Op`."""
+        self.ops.append(Op(function, reads, self._sink, holds=holds))
 
     def cut(self) -> list[Op]:
         """Return the operations since the last cut."""

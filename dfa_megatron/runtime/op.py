@@ -86,7 +86,7 @@ def _forward_of_all(inputs: Inputs, request: Request, group: str) -> tuple[Pair,
     q, k, v, sinks, slopes = inputs
     prepared = prepare(request, group, QKV(q, k, v), slopes)
     heads, exchanged = prepared.exchange, None
-    with prepared.running(0, q.device):
+    with prepared.running[0]:
         if heads is None:
             out, lse = run_forward(prepared, (q, k, v) if slopes is None else (q, k, v, slopes))
         else:
@@ -131,7 +131,7 @@ def _gradients(dout: torch.Tensor, saved: Saved, prepared: Prepared, *, exchange
     q, k, v, out, lse, sinks, slopes = saved
     assert q is not None and k is not None and v is not None and out is not None and lse is not None  # noqa: PT018
     heads = prepared.exchange
-    with prepared.running(1, dout.device):
+    with prepared.running[1]:
         if heads is None:
             inputs = dout, q, k, v, out, lse
             gradients = run_backward(prepared, inputs if slopes is None else (*inputs, slopes))

@@ -16,7 +16,6 @@ from dfa_megatron.kernels.api import BlockKernel, Form
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.heads import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.plan.language.ir import AttentionPlan
-from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.groups import group_size
@@ -46,6 +45,9 @@ Larger calls take seconds, so NCCL's messages cost them little, and NCCL's memor
 """
 
 
+_NOT_COUNTED = contextlib.nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """Everything that running one attention needs beside its tensors.
@@ -56,7 +58,7 @@ class Prepared:
     bound: recorded phases, by what they need of a call's tensors; None after the first run, a text if it cannot be.
     graphs: captured phases, if the request asks for CUDA graphs.
     whole: the channel of the whole group, which compares calls; None if verify is off or the group has one rank.
-    kinds: how that comparison records its forward and its backward.
+    running: counts and compares the calls inside, a forward's and a backward's.
     arena_bytes: of receive memory: the larger of forward and backward. Equal on all ranks.
     transport: the transport to request. "auto" becomes "p2p" if the messages need more than LARGEST_ARENA.
     """
@@ -70,7 +72,7 @@ class Prepared:
     bound: dict[tuple[object, ...], Bound | str | None] = field(default_factory=dict, compare=False, repr=False)
     graphs: dict[tuple[str | int, ...], Captured] = field(default_factory=dict, compare=False, repr=False)
     whole: Channel | None = None
-    kinds: tuple[Kind, Kind] | None = None
+    running: tuple[AbstractContextManager[None], AbstractContextManager[None]] = (_NOT_COUNTED, _NOT_COUNTED)
     arena_bytes: int = field(init=False)
     transport: str = field(init=False)
 
@@ -80,12 +82,6 @@ class Prepared:
         needed = _roomy(needed) if self.request.cu_seqlens else needed
         object.__setattr__(self, "arena_bytes", needed)
         object.__setattr__(self, "transport", "p2p" if asked == "auto" and needed > LARGEST_ARENA else asked)
-
-    def running(self, phase: int, device: torch.device) -> AbstractContextManager[None]:
-        """Return a context manager for one forward (0) or backward (1), which counts the call."""
-        if self.whole is None or self.kinds is None:
-            return contextlib.nullcontext()
-        return self.whole.running(self.kinds[phase], device)
 
     @property
     def forward(self) -> MemoryPlan:
@@ -225,7 +221,8 @@ def _build_and_agree(request: Request, over: Channel | None, qkv: QKV, slopes: t
         # Attentions of one group must start from one thread: calls from two would have no common order.
         facts = facts_of(prepared, qkv, slopes) | {"thread": over.calls.thread}
         over.agree(facts)
-        prepared = replace(prepared, whole=over, kinds=kinds_of(facts, prepared))
+        forward, backward = (over.running(kind, qkv.q.device) for kind in kinds_of(facts, prepared))
+        prepared = replace(prepared, whole=over, running=(forward, backward))
     return prepared if splits is None or over is None else _connected(prepared, *splits, over, qkv.q.device)
 
 

@@ -14,51 +14,49 @@ _PERIOD = 0.05
 """Seconds between two checks for errors during a wait."""
 
 
-class _Task:
-    """One blocking call and its outcome."""
-
-    def __init__(self, wait: Callable[[], object]) -> None:
-        self.wait, self.done = wait, threading.Event()
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.wait()
-        except BaseException as error:  # noqa: BLE001 -- the thread that asked raises it
-            self.error = error
-        self.done.set()
+_Task = tuple[Callable[[], object], threading.Event, list[BaseException]]
+"""A blocking call, set once it is over, and its error if it raised one."""
 
 
 class Waiter:
     """Run blocking calls one after another on a thread of its own; gloo's own timeouts would break its connections.
 
     check: called during each wait; raises to give it up. The thread then stays in its blocking call.
+    told: returns the error to raise for a RuntimeError of a blocking call; None: the same.
     """
 
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
+    def __init__(self, check: Callable[[], None], told: Callable[[RuntimeError], BaseException] | None = None) -> None:
+        self._check, self._told = check, told
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def wait(self, blocking: Callable[[], object]) -> None:
-        """Return when `blocking` has; raise what it raises."""
+        """Return when `blocking` has; raise what it raises, or what `told` makes of that."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="dfa_megatron waiter", daemon=True)
             self._thread.start()
-        task = _Task(blocking)
-        self._tasks.put(task)
-        while not task.done.wait(_PERIOD):
+        done, errors = threading.Event(), list[BaseException]()
+        self._tasks.put((blocking, done, errors))
+        while not done.wait(_PERIOD):
             self._check()
-        if task.error is not None:
-            raise task.error
+        for error in errors:
+            if self._told is not None and isinstance(error, RuntimeError):
+                raise self._told(error) from error
+            raise error
 
     def stop(self) -> None:
         """End the thread, unless it is inside a blocking call."""
+        self._told = None  # it may refer to who owns this
         self._tasks.put(None)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task.run()
+            blocking, done, errors = task
+            try:
+                blocking()
+            except BaseException as error:  # noqa: BLE001 -- the thread that asked raises it
+                errors.append(error)
+            done.set()
 
 
 def bounded(action: Callable[[], T], seconds: float, check: Callable[[], None], overdue: Callable[[], Exception]) -> T:

@@ -41,6 +41,8 @@ class Channel:
         links: the slowest links among them.
         board, calls: what the ranks tell each other, and what this one has run. Subgroups share the calls.
         transports: what moves messages between these ranks.
+        wait: runs a blocking call, such as a wait for messages between CPUs. Raises an AbsentError where a connection
+            broke, and an error that another rank or the watcher has found meanwhile.
         ended: called by the watcher once the group is destroyed; closes the channel.
     """
 
@@ -71,7 +73,8 @@ class Channel:
         self.calls: Calls = Calls() if whole is None else whole.calls
         self.transports, self.ended = Transports(self), self.close
         self._alive, self._timeout, self._made = alive, timeout, list[Communicator]()
-        self._waiter = Waiter(self.calls.check)
+        self._waiter = Waiter(self.calls.check, self._broken)
+        self.wait = self._waiter.wait
         self._watch: Watch | None = None if whole is None else whole._watch
         self._collectives: dict[str, Communicator] = {}
         self._subgroups: dict[tuple[int, ...], Channel] = {}
@@ -126,9 +129,8 @@ class Channel:
         return space == self._processes[self.rank][0] and has_ended(pid)
 
     def running(self, kind: Kind, device: torch.device) -> AbstractContextManager[None]:
-        """Count one call on tensors of that device, and compare it with the others' where that is cheap."""
-        self.on_cpu = device.type == "cpu"
-        return _Running(self, kind)
+        """Count each call inside, on tensors of that device, and compare it with the others' where that is cheap."""
+        return _Running(self, kind, on_cpu=device.type == "cpu")
 
     def _meet(self) -> None:
         """Compare the call that has just begun with the others' at once, where the host waits for messages anyway.
@@ -145,20 +147,12 @@ class Channel:
             if self._watch is not None and not torch.equal(found, mine):
                 raise self._watch.difference()
 
-    def wait(self, blocking: Callable[[], object]) -> None:
-        """Wait for messages between CPUs.
-
-        Raises:
-            AbsentError: a connection broke; names the rank that has ended, where that is known.
-            DistAttentionError: an error that another rank or the watcher has found meanwhile.
-        """
-        try:
-            self._waiter.wait(blocking)
-        except RuntimeError as error:
-            if isinstance(error, DistAttentionError):
-                raise
-            suspects = self._watch.suspects() if self._watch is not None else ""
-            raise AbsentError(f"{suspects or 'a connection to another rank broke'} ({error})") from error
+    def _broken(self, error: RuntimeError) -> DistAttentionError:
+        """Return the error to raise where a connection broke; it names the rank that has ended, where that is known."""
+        if isinstance(error, DistAttentionError):
+            return error
+        suspects = self._watch.suspects() if self._watch is not None else ""
+        return AbsentError(f"{suspects or 'a connection to another rank broke'} ({error})")
 
     def end_of_backward(self) -> None:
         """Count the end of this backward as a call, once: ranks with another number of backwards differ in it."""
@@ -241,17 +235,18 @@ def _nothing() -> None:
 
 
 class _Running:
-    """Around one call: a class, because a generator costs the host twice the time."""
+    """Around calls of a kind: a class, because a generator costs the host twice the time."""
 
-    __slots__ = ("_channel", "_kind")
+    __slots__ = ("_channel", "_kind", "_on_cpu")
 
-    def __init__(self, channel: Channel, kind: Kind) -> None:
-        self._channel, self._kind = channel, kind
+    def __init__(self, channel: Channel, kind: Kind, *, on_cpu: bool) -> None:
+        self._channel, self._kind, self._on_cpu = channel, kind, on_cpu
 
     def __enter__(self) -> None:
         channel = self._channel
+        channel.on_cpu = self._on_cpu
         channel.calls.begin(self._kind, current_layer())
-        if channel.on_cpu:
+        if self._on_cpu:
             try:
                 channel._meet()
             except BaseException as error:

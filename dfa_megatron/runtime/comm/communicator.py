@@ -70,7 +70,7 @@ class Communicator:
 
     def gather(self, x: torch.Tensor) -> tuple[list[torch.Tensor], dist.Work]:
         """Gather every rank's tensor of this shape; the list, by rank, is filled once the work is done."""
-        found = [torch.empty_like(x) for _ in range(self._group.size())]
+        found = list(x.new_empty((self._group.size(), *x.shape)).unbind())
         return found, self._group.allgather([found], [x])
 
     def all_to_all(self, received: torch.Tensor, send: torch.Tensor) -> dist.Work:

@@ -41,7 +41,7 @@ class Post:
     receives: tuple[tuple[int, tuple[int, ...]], ...]
     packing: tuple[Op, ...]
 
-    def __call__(self, transport: StepTransport, registers: Registers, *_held: Any) -> None:
+    def __call__(self, transport: StepTransport, registers: Registers) -> None:
         """Post the batch."""
         receives, read = [], registers.__getitem__
         for peer, where in self.receives:
@@ -63,10 +63,6 @@ class Post:
         posted = [where for _, where, _ in self.sends] + [where for _, where in self.receives]
         packed = [(*op.reads, op.writes) for op in self.packing]
         return tuple(dict.fromkeys(x for registers in posted + packed for x in registers))
-
-
-def _land(transport: StepTransport, *_held: Any) -> None:
-    transport.land()
 
 
 class Recorder:
@@ -110,15 +106,11 @@ class Recorder:
         post = Post(after, tuple(bound), landing, tuple(tape.cut()))
         tape.ops = before
         self._posted = post.touched
-        tape.act(post, (self.own, self.all, *self._posted))
+        tape.act(post, (self.own, self.all), holds=self._posted)
 
     def land(self) -> None:
         """Finish the batch."""
-        if not self._moves:
-            return
-        with _disable_current_modes():
-            self.transport.land()
-        self.tape.act(_land, (self.own, *self._posted))
+        self._pass_on("land", holds=self._posted)
 
     def computed(self, step: int) -> None:
         """Note the end of a step's compute."""
@@ -129,13 +121,13 @@ class Recorder:
         """Note the end of the last step."""
         self._pass_on("finish")
 
-    def _pass_on(self, method: str, *args: Any) -> None:
+    def _pass_on(self, method: str, *args: Any, holds: tuple[int, ...] = ()) -> None:
         if not self._moves:
             return
         call = methodcaller(method, *args)
         with _disable_current_modes():
             call(self.transport)
-        self.tape.act(call, (self.own,))
+        self.tape.act(call, (self.own,), holds)
 
 
 def computing_first(ops: Sequence[Op], launches: Set[int], transport: int) -> list[Op]:
