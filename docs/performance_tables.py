@@ -25,6 +25,7 @@ from docs.attention_tables import (
     tflops,
 )
 from docs.attention_tables import TABLES as ATTENTION
+from docs.dynamic_cp_table import dynamic_cp
 from docs.raw_results import RESULTS, K, Lines, bold, figures, row, table
 
 
@@ -222,6 +223,7 @@ PAGES: dict[str, dict[str, Callable[[], Lines]]] = {
         "longest": longest,
     },
     "docs/packed.md": {
+        "dynamic-cp": dynamic_cp,
         "new-packs": partial(
             figures, "four GPUs",
             {"`auto`": {"method": "dfa auto auto auto"}, "`load_balanced`": {"method": "dfa dealt auto auto"}},
