@@ -39,10 +39,13 @@ class AttentionContext:
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
         return self
 
-    def relayout(self, groups: Any, *, sequence_parallel: bool) -> Relayout:
-        """Return the exchange over the groups of a ProcessGroupCollection, the same object for the same groups."""
+    def relayout(self, groups: Any, own: Any = None, *, sequence_parallel: bool) -> Relayout:
+        """Return the exchange over the groups of a ProcessGroupCollection, the same object for the same groups.
+
+        own: the group of a micro-batch, in place of the collection's context-parallel group.
+        """
         tp, tp_cp = (groups.tp, groups.tp_cp) if sequence_parallel else (None, None)
-        key = (groups.cp, tp, tp_cp)
+        key = (groups.cp if own is None else own, tp, tp_cp)
         if key not in self._relayouts:
             self._relayouts[key] = Relayout(*key)
         return self._relayouts[key]

@@ -116,8 +116,8 @@ class DistributedCoreAttention(torch.nn.Module):
             "window_size": self.window_size,
             "sinks": self.softmax_offset,
             "causal": True,
-            "group": self.cp_group,
-            "layout": self.options.layout_inside,
+            "group": self.cp_group if pack is None else pack.group or self.cp_group,
+            "layout": pack.layout(self.options.layout_inside) if pack else self.options.layout_inside,
             "config": self.function_config,
         }
         out: Any

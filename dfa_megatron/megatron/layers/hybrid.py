@@ -18,7 +18,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.in_order import InOrder
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, tile_mlp
-from dfa_megatron.megatron.refusals import LAYERS, SPEC
+from dfa_megatron.megatron.refusals import LAYERS, OWN_GROUPS, SPEC
 from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.packed_documents import place
 
@@ -49,6 +49,7 @@ class RecomputedLayer:
             packed = kwargs.pop("packed_seq_params", None)
             check_declared(self._dfa_groups.cp, self._dfa.options.data_layout, packed=packed is not None)
             pack = None if packed is None else place(packed)
+            OWN_GROUPS.check(hybrid_stack=pack is not None and pack.group is not None)
 
         def body(hidden_states: torch.Tensor) -> Any:
             if self._dfa_mixer is not None:

@@ -27,19 +27,21 @@ class OrderedRotary:
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
         """Return the rows of this rank's tokens in max_seq_len tokens. Yarn also returns its cos/sin factor."""
         rotary: Any = self
-        documents = None if self.dfa_pack is None else self.dfa_pack.offsets
+        pack, layout = self.dfa_pack, self.dfa_layout
+        documents = None if pack is None else pack.offsets
+        group = rotary.cp_group if cp_group is None else cp_group
+        if pack is not None and pack.group is not None:  # Megatron counts the model's ranks
+            group, max_seq_len, layout = pack.group, pack.offsets[-1], pack.layout(layout)
+        key = (max_seq_len, offset, documents, group)
         known = rotary.__dict__.get("_dfa_rows")
-        if known is not None and known[0] == (max_seq_len, offset, documents):
+        if known is not None and known[0] == key:
             return known[1]
         made = rotary.get_emb(max_seq_len, offset)
         whole, factor = made if isinstance(made, tuple) else (made, None)
-        group = rotary.cp_group if cp_group is None else cp_group
-        held = local_positions(
-            max_seq_len, group=group, layout=self.dfa_layout, device=whole.device, cu_seqlens=documents
-        )
+        held = local_positions(max_seq_len, group=group, layout=layout, device=whole.device, cu_seqlens=documents)
         rows = whole.index_select(0, held)
         answer = rows if factor is None else (rows, factor)
-        rotary.__dict__["_dfa_rows"] = ((max_seq_len, offset, documents), answer)
+        rotary.__dict__["_dfa_rows"] = (key, answer)
         return answer
 
     def get_cached_cos_sin(

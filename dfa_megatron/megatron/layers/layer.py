@@ -15,10 +15,13 @@ from dfa_megatron.megatron.layers.in_order import InOrder
 from dfa_megatron.megatron.layers.latent import order_rotary
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, tile_mlp
 from dfa_megatron.megatron.output import want_tiles
-from dfa_megatron.megatron.refusals import CALLS, LAYERS, PACKS, SPEC, check_config
+from dfa_megatron.megatron.refusals import CALLS, LAYERS, OWN_GROUPS, PACKS, SPEC, check_config
 from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.outside import exchange_extracted, exchange_routing
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples, place, rotary_rows
+
+_OWN_GROUPS = ("hybrid_context_parallel", "dynamic_context_parallel")
+"""Fields of Megatron's TransformerConfig with which micro-batches name their own groups."""
 
 
 class DistributedAttentionLayer:
@@ -34,6 +37,7 @@ class DistributedAttentionLayer:
       extracts between layers; see outside.py.
     - Packed documents, in every layout: each token gets the rotary row of its position in its document. A multimodal
       table follows `position_ids`. The modules in `_dfa_heeds` get the documents, Megatron's arguments do not.
+    - A micro-batch with a context-parallel group of its own is shared and exchanged by that group.
     """
 
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
@@ -53,7 +57,9 @@ class DistributedAttentionLayer:
         )
         local_layer = kwargs.get("layer_number", 1)
         self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
-        self._dfa_permuted = config.context_parallel_size > 1 and context.options.data_layout != "zigzag"
+        several = config.context_parallel_size > 1 or any(getattr(config, name, False) for name in _OWN_GROUPS)
+        self._dfa_several = several
+        self._dfa_own: Any = None
         tile_mlp(self, context.options)
         context.say_once(
             "on",
@@ -69,8 +75,8 @@ class DistributedAttentionLayer:
         if core is not None and getattr(layer.config, "multi_latent_attention", False):
             order_rotary(layer.self_attention, context.options.layout_inside)
             self._dfa_heeds.append(layer.self_attention.rotary_pos_emb)
-        exchanges = self._dfa_exchanges = self._dfa_permuted and context.options.data_layout == "boundary"
-        self._dfa_packable = False
+        exchanges = self._dfa_exchanges = several and context.options.data_layout == "boundary"
+        self._dfa_packable = self._dfa_regroupable = False
         prediction = kwargs.get("is_mtp_layer") or layer.layer_number > config.num_layers
         if context.hybrid or prediction:
             self._dfa_first = self._dfa_last = exchanges
@@ -100,10 +106,11 @@ class DistributedAttentionLayer:
             inference_context=cache is not None and not (alone and cache.is_static_batching()),
             exchanged_padding_mask=self._dfa_exchanges and kwargs.get("padding_mask") is not None,
         )
-        packed = kwargs.get("packed_seq_params") is not None
-        if layer.layer_number == 1 or self._dfa.hybrid:
-            check_declared(layer.pg_collection.cp, self._dfa.options.data_layout, packed=packed)
         pack = self._dfa_placed(kwargs.pop("packed_seq_params", None))
+        if layer.layer_number == 1 or self._dfa.hybrid:
+            # A micro-batch of one document is cut in the same way by rows and by documents.
+            packed = pack is not None and (pack.group is None or len(pack.offsets) > 2)
+            check_declared(self._dfa_group(), self._dfa.options.data_layout, packed=packed)
         rotary_pos_emb = self._dfa_rotary(rotary_pos_emb, pack, self._dfa_tokens(hidden_states))
         kwargs.update(context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
         if self._dfa_first:
@@ -116,6 +123,7 @@ class DistributedAttentionLayer:
     def _dfa_placed(self, packed: Any) -> PlacedPack | None:
         """Return the documents of a micro-batch, None without."""
         layer: Any = self
+        self._dfa_own = None
         if packed is None:
             self._dfa.check_unpacked()
             return None
@@ -124,17 +132,29 @@ class DistributedAttentionLayer:
             self._dfa_packable = True
         pack = place(packed)
         check_samples(layer.config, packed, pack)
+        if pack.group is not None and not self._dfa_regroupable:
+            stack = self._dfa.hybrid or isinstance(layer.self_attention, InOrder)
+            OWN_GROUPS.check(layer.config, self._dfa.options, hybrid_stack=stack, built_for_one=not self._dfa_several)
+            self._dfa_regroupable = True
+        self._dfa_own = pack.group
         return pack
+
+    def _dfa_group(self) -> Any:
+        """Return the ranks that share the micro-batch."""
+        layer: Any = self
+        return layer.pg_collection.cp if self._dfa_own is None else self._dfa_own
 
     def _dfa_rotary(self, table: Any, pack: PlacedPack | None, tokens: int) -> Any:
         """Return the rotary rows of this rank's tokens, of Megatron's table."""
         layer: Any = self
-        if pack is not None and getattr(layer.config, "mrope_section", None) is None:  # then the table is whole
-            return rotary_rows(table, pack, tokens, layer.pg_collection.cp, self._dfa.options.layout_inside)
-        if not self._dfa_permuted:
+        is_whole = pack is not None and not pack.is_sliced and getattr(layer.config, "mrope_section", None) is None
+        if pack is not None and is_whole:
+            return rotary_rows(table, pack, tokens, self._dfa_group(), pack.layout(self._dfa.options.layout_inside))
+        if self._dfa.options.data_layout == "zigzag" or not (self._dfa_several or self._dfa_own):
             return table
-        exchange = self._dfa.relayout(layer.pg_collection, sequence_parallel=False)
-        return self._dfa.tables.contiguous(table, exchange, tokens)
+        exchange = self._dfa.relayout(layer.pg_collection, self._dfa_own, sequence_parallel=False)
+        tables = self._dfa.tables if pack is None or pack.group is None else pack.slices
+        return tables.contiguous(table, exchange, tokens)
 
     def _dfa_tokens(self, hidden_states: torch.Tensor) -> int:
         """Return the tokens of this context-parallel rank, also where sequence parallelism splits them."""
@@ -143,7 +163,7 @@ class DistributedAttentionLayer:
 
     def _dfa_exchange(self) -> Any:
         layer: Any = self
-        return self._dfa.relayout(layer.pg_collection, sequence_parallel=layer.config.sequence_parallel)
+        return self._dfa.relayout(layer.pg_collection, self._dfa_own, sequence_parallel=layer.config.sequence_parallel)
 
     def _dfa_body(
         self, hidden_states: torch.Tensor, context: torch.Tensor | None, pack: PlacedPack | None, kwargs: dict[str, Any]
@@ -151,6 +171,7 @@ class DistributedAttentionLayer:
         layer: Any = self
 
         def body(hidden_states: torch.Tensor, context: torch.Tensor | None) -> Any:
+            self._dfa_own = None if pack is None else pack.group
             for module in self._dfa_heeds:
                 module.dfa_pack = pack
             forward = super(DistributedAttentionLayer, layer).forward  # type: ignore[misc]

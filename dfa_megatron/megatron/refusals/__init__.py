@@ -3,11 +3,12 @@
 from dfa_megatron.megatron.refusals.checked_flags import SELFCHECK
 from dfa_megatron.megatron.refusals.model_build import LAYERS, SPEC
 from dfa_megatron.megatron.refusals.model_config import CONFIG, check_config
+from dfa_megatron.megatron.refusals.own_groups import OWN_GROUPS
 from dfa_megatron.megatron.refusals.packs import BATCHES, PACKS
 from dfa_megatron.megatron.refusals.running_model import CALLS
 from dfa_megatron.megatron.refusals.script_flags import ARGS, LAUNCH
 
-STAGES = (LAUNCH, ARGS, SPEC, CONFIG, LAYERS, BATCHES, PACKS, CALLS, SELFCHECK)
+STAGES = (LAUNCH, ARGS, SPEC, CONFIG, LAYERS, BATCHES, PACKS, OWN_GROUPS, CALLS, SELFCHECK)
 
 __all__ = [
     "ARGS",
@@ -16,6 +17,7 @@ __all__ = [
     "CONFIG",
     "LAUNCH",
     "LAYERS",
+    "OWN_GROUPS",
     "PACKS",
     "SELFCHECK",
     "SPEC",

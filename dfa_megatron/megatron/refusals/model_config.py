@@ -153,12 +153,6 @@ CONFIG = Stage(
             {"experimental_attention_variant": "newer"},
         ),
         stated(
-            "hybrid_context_parallel",
-            "hybrid_context_parallel",
-            "every sequence must be spread over the whole context-parallel group",
-            "no --hybrid-context-parallel",
-        ),
-        stated(
             "hierarchical_context_parallel_sizes",
             "hierarchical_context_parallel_sizes",
             "the schedule runs over one flat context-parallel group",

@@ -86,17 +86,11 @@ PACKS = Stage(
             {"moe_router_load_balancing_type": "seq_aux_loss", "samples_in_pack": 2},
         ),
         Refusal(
-            lambda a: a.qkv_format not in (None, "thd"),
+            lambda a: a.qkv_format not in (None, "thd") and not (a.qkv_format == "sbhd" and a.one_with_group),
             "packed_seq_params in format {qkv_format!r}",
             "every pack is one row of tokens",
-            "format 'thd'",
+            "format 'thd'; 'sbhd' is for one document with a cp_group of its own",
             {"qkv_format": "sbhd"},
-        ),
-        stated(
-            "own_group",
-            "packed_seq_params with a context-parallel group of its own",
-            "every pack must be spread over the whole context-parallel group",
-            "no --hybrid-context-parallel",
         ),
         stated(
             "no_offsets",

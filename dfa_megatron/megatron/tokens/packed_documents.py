@@ -18,6 +18,8 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from dfa_megatron.megatron.refusals import PACKS
+from dfa_megatron.megatron.tokens.exchange import TableCache
+from dfa_megatron.megatron.tokens.own_group import group_of
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, offsets_of
 from dfa_megatron.sharding import local_positions
 
@@ -33,6 +35,16 @@ class PlacedPack:
     """Global token offsets of the documents, without empty ones."""
     tables: list[tuple[Any, Any]] = field(default_factory=list)
     """Rotary tables as Megatron made them, each with its rows for the tokens of this rank."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that share the micro-batch; None: the model's context-parallel group."""
+    is_sliced: bool = False
+    """Megatron slices its rotary table as for one sequence without documents."""
+    slices: TableCache = field(default_factory=TableCache)
+    """Tables that were exchanged for this micro-batch. The ranks of `group` have seen different ones before it."""
+
+    def layout(self, inside: str) -> str:
+        """Return the layout of the micro-batch, given the model's inside its layers. One rank needs no even length."""
+        return "contiguous" if self.group is not None and self.group.size() == 1 else inside
 
 
 def place(params: Any) -> PlacedPack:
@@ -45,10 +57,9 @@ def place(params: Any) -> PlacedPack:
         params: a PackedSeqParams in format thd with offsets of whole documents, before any slicing.
 
     Raises:
-        UnsupportedError: another format, its own group (hybrid context parallelism), or other documents for the keys.
+        UnsupportedError: another format, a group that does not fit, or other documents for the keys.
     """
-    own_group = params.local_cp_size is not None or params.cp_group is not None
-    PACKS.check(qkv_format=params.qkv_format or "", own_group=own_group)
+    group = group_of(params)
     queries, keys = (
         cumulative if padded is None else padded
         for cumulative, padded in (
@@ -57,10 +68,11 @@ def place(params: Any) -> PlacedPack:
         )
     )
     offsets = _documents(queries)
+    PACKS.check(qkv_format=params.qkv_format or "", one_with_group=group is not None and len(offsets) == 2)
     PACKS.check(other_keys=keys is not queries and _documents(keys) != offsets)
     known: PlacedPack | None = getattr(params, _PLACED, None)
-    if known is None or known.offsets != offsets:
-        known = PlacedPack(offsets)
+    if known is None or (known.offsets, known.group) != (offsets, group):
+        known = PlacedPack(offsets, group=group, is_sliced=params.qkv_format == "sbhd")
         setattr(params, _PLACED, known)
     return known
 
@@ -108,7 +120,7 @@ def rotary_rows(table: Any, pack: PlacedPack, tokens: int, group: dist.ProcessGr
     return rows
 
 
-def packed_seq_params(batch: Mapping[str, torch.Tensor | None]) -> PackedSeqParams | None:
+def packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams | None:
     """Return Megatron's PackedSeqParams for a batch from `shard_batch`, or None without documents.
 
         params = packed_seq_params(batch)
@@ -116,13 +128,18 @@ def packed_seq_params(batch: Mapping[str, torch.Tensor | None]) -> PackedSeqPara
 
     Args:
         batch: cu_seqlens (and cu_seqlens_padded), int32 (documents + 1) or (1, documents + 1). On the CPU they
-            cost no synchronisation; on a GPU they are read back once per micro-batch.
+            cost no synchronisation; on a GPU they are read back once per micro-batch. local_cp_size and
+            hybrid_cp_group, as Megatron's hybrid context parallelism adds them, name the micro-batch's own ranks.
+
+    Raises:
+        UnsupportedError: those two do not fit each other, or this rank.
     """
     real, padded = (_row(batch.get(name)) for name in ("cu_seqlens", "cu_seqlens_padded"))
     if real is None:
         return None
     longest = max(hi - lo for lo, hi in pairwise(_documents(real if padded is None else padded)))
-    return PackedSeqParams(
+    size = batch.get("local_cp_size")
+    params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=real,
         cu_seqlens_kv=real,
@@ -130,7 +147,11 @@ def packed_seq_params(batch: Mapping[str, torch.Tensor | None]) -> PackedSeqPara
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        local_cp_size=None if size is None else int(size),
+        cp_group=batch.get("hybrid_cp_group"),
     )
+    group_of(params)  # Megatron's rotary embedding would fail on a group without this rank
+    return params
 
 
 def _row(offsets: torch.Tensor | None) -> torch.Tensor | None:

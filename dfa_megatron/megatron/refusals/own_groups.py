@@ -1,0 +1,83 @@
+"""Micro-batches with a context-parallel group of their own that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dfa_megatron.megatron.refusals.model_config import BOUNDARY
+from dfa_megatron.refusals import Asked, Refusal, Stage, stated
+
+_FIXED = "micro-batches without local_cp_size and cp_group"
+_BALANCED = ("aux_loss", "seq_aux_loss")
+"""The router's losses that are made of the tokens of a context-parallel group."""
+
+
+def _balanced(a: Asked) -> bool:
+    """Return whether a router has a loss over the model's context-parallel group."""
+    kinds: Any = a.moe_router_load_balancing_type or ()
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    coefficients: Any = a.moe_aux_loss_coeff
+    coefficients = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients or 0.0] * len(kinds)
+    return any(kind in _BALANCED and weight for kind, weight in zip(kinds, coefficients, strict=False))
+
+
+OWN_GROUPS = Stage(
+    "Megatron: when a micro-batch names its own context-parallel group",
+    (
+        stated(
+            "foreign_group",
+            "packed_seq_params whose cp_group does not hold this rank",
+            "this rank has no tokens of the micro-batch",
+            "the group of this rank with local_cp_size ranks",
+        ),
+        Refusal(
+            lambda a: a.group_size is None and (a.local_cp_size or 1) != 1,
+            "packed_seq_params with local_cp_size={local_cp_size} and no cp_group",
+            "the ranks that share the micro-batch are unknown",
+            "cp_group as well; without it, local_cp_size=1",
+            {"local_cp_size": 2},
+        ),
+        Refusal(
+            lambda a: a.group_size is not None and a.local_cp_size not in (None, a.group_size),
+            "packed_seq_params with local_cp_size={local_cp_size} and a cp_group of {group_size} ranks",
+            "the micro-batch is cut among one of these numbers of ranks",
+            "local_cp_size={group_size}",
+            {"local_cp_size": 2, "group_size": 4},
+        ),
+        stated(
+            "hybrid_stack",
+            "a cp_group of a micro-batch in a model with Mamba or gated delta net layers",
+            "their states pass through the model's context-parallel group",
+            _FIXED,
+        ),
+        Refusal(
+            lambda a: a.mtp_num_layers,
+            "a cp_group of a micro-batch with mtp_num_layers={mtp_num_layers}",
+            "Megatron shifts tokens within the model's context-parallel group",
+            f"mtp_num_layers=0, or {_FIXED}",
+            {"mtp_num_layers": 1},
+        ),
+        Refusal(
+            _balanced,
+            "a cp_group of a micro-batch with moe_router_load_balancing_type={moe_router_load_balancing_type!r}",
+            "Megatron sums this loss over the model's context-parallel group, whose ranks hold other micro-batches",
+            f"moe_aux_loss_coeff=0, or {_FIXED}",
+            {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
+        ),
+        Refusal(
+            lambda a: a.sequence_parallel and a.dfa_data_layout == "boundary",
+            "a cp_group of a micro-batch with sequence_parallel in layout 'boundary'",
+            "Megatron has no group of its ranks and their tensor-parallel ranks for the exchange",
+            "--dfa-data-layout zigzag or contiguous",
+            {"sequence_parallel": True},
+        ),
+        Refusal(
+            lambda a: a.built_for_one and a.dfa_data_layout == "boundary",
+            "a cp_group of a micro-batch in layout 'boundary', for a model that was built for one rank",
+            "its layers exchange nothing",
+            "hybrid_context_parallel=True in the model's config, or --dfa-data-layout zigzag or contiguous",
+            {"built_for_one": True},
+        ),
+    ),
+    BOUNDARY,
+)

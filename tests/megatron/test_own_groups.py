@@ -1,0 +1,199 @@
+"""Micro-batches with a context-parallel group of their own come to what Megatron's attention does on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.workers import run_ranks
+from tests.megatron import harness
+from tests.megatron.harness import Case, Topology
+from tests.megatron.test_latent import LATENT
+
+OURS = {"hybrid_context_parallel": True}
+Groups = dict[tuple[int, ...], dist.ProcessGroup]
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch: its ranks, among those that hold other tokens, and the lengths of its documents."""
+
+    ranks: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        """The whole micro-batch, which only its own ranks know."""
+        generator = torch.Generator().manual_seed(sum(self.lengths) * 8 + self.ranks[0])
+        tokens = torch.randint(0, harness.VOCABULARY, (2, 1, sum(self.lengths)), generator=generator)
+        ends = torch.tensor([[0, *accumulate(self.lengths)]], dtype=torch.int32)
+        return {"tokens": tokens[0], "labels": tokens[1], "cu_seqlens": ends}
+
+
+EVERY_SIZE = (
+    Micro((0,), (3, 7)), Micro((1,), (12,)), Micro((2,), (5, 1, 2)), Micro((3,), (9,)),
+    Micro((0, 1), (5, 14, 1)), Micro((2, 3), (16,)),
+    Micro((0, 1, 2, 3), (11, 2, 19)),
+    Micro((3,), (4, 6)), Micro((3,), (8,)), Micro((0, 1, 2), (7, 23)),  # rank 3 runs two meanwhile
+    Micro((0,), (3, 7)), Micro((1, 2), (1, 8, 3)), Micro((3,), (10,)),
+    Micro((2, 3), (13, 3)), Micro((0, 1), (24,)),
+)  # fmt: skip
+TWO_SIZES = (Micro((0,), (3, 7)), Micro((1,), (8,)), Micro((0, 1), (5, 10, 1)), Micro((1,), (4,)), Micro((0,), (2, 8)))
+WHOLE = (Micro((0,), (10,)), Micro((1,), (6,)), Micro((2, 3), (8,)), Micro((0, 1, 2, 3), (24,)))
+"""One document each, in Megatron-Core 0.16's format for them, with which it slices the rotary table itself."""
+
+
+def params_of(batch: dict[str, Any], micro: Micro, groups: Groups, form: str) -> Any:
+    from dfa_megatron.megatron import packed_seq_params
+
+    size = len(micro.ranks)
+    named = {"local_cp_size": torch.tensor(size), "hybrid_cp_group": groups[micro.ranks] if size > 1 else None}
+    params = packed_seq_params({**batch, **named})
+    assert params is not None
+    params.qkv_format = form
+    return params
+
+
+def run(model: Any, micros: tuple[Micro, ...], groups: Groups, me: int, form: str) -> tuple[list[Any], list[Any]]:
+    """This rank's losses of tokens in each of its micro-batches, and the sum of all ranks' gradients."""
+    from megatron.core import parallel_state
+
+    from dfa_megatron.megatron import shard_batch
+
+    losses = []
+    for micro in (micro for micro in micros if me in micro.ranks):
+        batch = micro.batch()
+        if model.dfa is None:
+            out = harness.one_by_one(batch, model)
+            weight = 1 / len(micro.ranks)  # each of its ranks computes all of it
+        else:
+            params = params_of(batch, micro, groups, form)
+            if len(micro.ranks) > 1:
+                batch = shard_batch(batch, groups[micro.ranks], model.dfa)  # type: ignore[assignment]
+            out, weight = model(batch["tokens"], None, None, labels=batch["labels"], packed_seq_params=params), 1.0
+        (out.sum() * weight).backward()
+        losses.append(out.detach())
+    gradients = []
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=groups[()])
+        if getattr(parameter, "sequence_parallel", False):  # as Megatron does for norms, which see a part of the tokens
+            dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
+        gradients.append(parameter.grad)
+    return losses, gradients
+
+
+def model_of(topology: Topology, options: DistAttentionConfig | None, config: Any) -> Any:
+    """The harness's model; `dfa` holds our options."""
+    harness.seed()
+    changes = {"num_layers": 2, **(OURS if options else {"sequence_parallel": False}), **dict(config)}
+    model = harness.make_model(harness.make_config(topology, Case(options), **changes), options)
+    model.train()
+    model.dfa = options
+    return model
+
+
+def groups_of(micros: tuple[Micro, ...], tp: int) -> Groups:
+    """Process groups, made once: global ranks of the same tensor-parallel rank; () is all of them."""
+    found: Groups = {}
+    for ranks in dict.fromkeys([(), *(micro.ranks for micro in micros if len(micro.ranks) > 1)]):
+        for shift in range(tp):
+            members = [rank * tp + shift for rank in ranks or range(dist.get_world_size() // tp)]
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                found[ranks] = group
+    return found
+
+
+def compare(rank: int, world_size: int, cases: list[Any]) -> None:
+    for topology, micros, config, ways in cases:
+        apart = Topology(tp=topology.tp, dp=world_size // topology.tp)
+        harness.start(apart)
+        groups, me = groups_of(micros, topology.tp), rank // topology.tp
+        expected = run(model_of(apart, None, config), micros, groups, me, "thd")
+        if topology.cp > 1:
+            harness.start(topology)
+        known = 0
+        for layout, remat, form in ways:
+            options = DistAttentionConfig(data_layout=layout, remat=remat)
+            COUNTERS.reset()
+            where = f"{topology} {layout} {remat} {form} on rank {rank}"
+            losses, gradients = run(model_of(topology, options, config), micros, groups, me, form)
+            assert (COUNTERS.snapshot()["replays"] > 0) == (remat == "on"), where
+            known = known or len(dist.distributed_c10d._world.pg_map)
+            assert len(dist.distributed_c10d._world.pg_map) == known, "groups are made once"
+            mine = [micro for micro in micros if me in micro.ranks]
+            for micro, got, whole in zip(mine, losses, expected[0], strict=True):
+                torch.testing.assert_close(got, held(whole, micro, me, layout), atol=1e-5, rtol=0, msg=where)
+            for got, want in zip(gradients, expected[1], strict=True):
+                assert (got - want).abs().max() <= 1e-5 * want.abs().max(), where
+            dist.barrier()
+
+
+def held(whole: torch.Tensor, micro: Micro, me: int, layout: str) -> torch.Tensor:
+    """A rank's tokens of a micro-batch: rows in order, or in zigzag."""
+    place, size = micro.ranks.index(me), len(micro.ranks)
+    if layout == "contiguous":
+        return whole.chunk(size, 1)[place]
+    chunks = whole.chunk(2 * size, 1)
+    return torch.cat((chunks[place], chunks[2 * size - 1 - place]), 1)
+
+
+@pytest.mark.support("megatron", "context-parallel size per micro-batch: 1, 2, 3, 4")
+def test_sizes_alternate_from_micro_batch_to_micro_batch_while_other_ranks_run_others() -> None:
+    rows = [("boundary", "on", "thd"), ("zigzag", "on", "thd")]
+    sliced = [("contiguous", "off", "sbhd"), ("boundary", "on", "sbhd"), ("zigzag", "on", "sbhd")]
+    cases = [
+        (Topology(dp=4), EVERY_SIZE, (), [("contiguous", "on", "thd")]),
+        (Topology(cp=2, dp=2), EVERY_SIZE[4:10], (), rows),
+        (Topology(dp=4), EVERY_SIZE[4:10], LATENT, [("contiguous", "on", "thd")]),
+        (Topology(dp=4), WHOLE, (), sliced),
+        (Topology(tp=2, dp=2), TWO_SIZES, (), [("contiguous", "on", "thd")]),
+    ]
+    run_ranks(4, compare, cases, timeout=170)
+
+
+def refused(rank: int, world_size: int) -> None:
+    from dfa_megatron.megatron import declare_batch_layout
+
+    harness.start(Topology(dp=3))
+    pair, others = dist.new_group([0, 1]), dist.new_group([1, 2])
+    options = DistAttentionConfig(data_layout="contiguous")
+    model = model_of(Topology(dp=3), options, ())
+    declare_batch_layout(pair if rank < 2 else others, "contiguous")
+    groups = {(0, 1): pair if rank < 2 else others, (): dist.group.WORLD}
+    cut = {"tokens": torch.zeros(1, 6, dtype=torch.long), "labels": torch.zeros(1, 6, dtype=torch.long)}
+
+    def forward(lengths: tuple[int, ...], model: Any = model, groups: Groups = groups, **changes: Any) -> None:
+        params = params_of(Micro((0, 1), lengths).batch(), Micro((0, 1), lengths), groups, "thd")
+        vars(params).update(changes)
+        model(cut["tokens"], None, None, labels=cut["labels"], packed_seq_params=params)
+
+    for changes, message in (
+        ({"cp_group": None}, "local_cp_size=2 and no cp_group"),
+        ({"local_cp_size": 3}, "local_cp_size=3 and a cp_group of 2 ranks"),
+        ({"cp_group": None, "local_cp_size": 1}, "it ends at 12"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            forward((5, 7), **changes)
+    if rank != 1:
+        with pytest.raises(UnsupportedError, match="does not hold this rank"):
+            forward((5, 7), groups={(0, 1): others if rank == 0 else pair})
+    boundary = DistAttentionConfig(data_layout="boundary")
+    alone = model_of(Topology(dp=3), boundary, (("hybrid_context_parallel", False),))
+    with pytest.raises(UnsupportedError, match="built for one rank"):
+        forward((12,), alone)
+    dist.barrier()
+    if rank < 2:
+        with pytest.raises(DisagreementError):
+            forward((5, 7) if rank else (4, 8))
+
+
+def test_a_group_that_does_not_fit_is_refused_on_every_rank_and_other_packs_in_a_group_are_an_error() -> None:
+    run_ranks(3, refused, timeout=60)
