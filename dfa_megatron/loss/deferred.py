@@ -62,6 +62,17 @@ class DeferredLogits:
         losses: torch.Tensor = -logprobs
         return losses
 
+    def whole(self) -> torch.Tensor:
+        """Return the logits of all tokens after all, in float32 without gradients, for a check of a small model."""
+
+        def use(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, ...]:
+            tiling = Tiling(head, self._tile, 0, entropy=False, total=False)
+            return (tiling.logits(hidden.detach(), head.weight.detach(), head.bias),)
+
+        with torch.no_grad():
+            logits: torch.Tensor = self._run(use, *self._shape())[0]
+        return logits
+
     def max(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the largest logit of each token and its row of this rank, (seq, batch) each: Megatron counts hits."""
         if dim != -1:

@@ -99,7 +99,8 @@ def together(rank: int, world_size: int, folder: str) -> dict[int, tuple[list[fl
     dfa_ds.install()
     found = {}
     for stage in (0, 1, 2, 3):
-        run = trainer(folder, deepspeed=json(stage, checkpoint="remat"), **parallelism(world_size))
+        block = {"checkpoint": "remat", "loss_tile": 5 if stage in (1, 3) else "off"}
+        run = trainer(folder, deepspeed=json(stage, **block), **parallelism(world_size))
         COUNTERS.reset()
         run.train()
         counts = COUNTERS.snapshot()

@@ -141,7 +141,8 @@ COMPOSED = {
     "pipeline, interleaved": "--pipeline-model-parallel-size 2 --num-layers 4 "
     "--num-layers-per-virtual-pipeline-stage 1",
     "tensor parallel, gated, contiguous": "--tensor-model-parallel-size 2 --sequence-parallel --swiglu "
-    "--dfa-data-layout contiguous --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "--dfa-data-layout contiguous --dfa-loss-tile 7 --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather",
     "experts, zigzag, recomputed": "--num-experts 4 --moe-ffn-hidden-size 32 --dfa-data-layout zigzag "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --calculate-per-token-loss",
 }

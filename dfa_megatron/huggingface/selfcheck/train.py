@@ -15,6 +15,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.check_model import check_model
 from dfa_megatron.huggingface.selfcheck.model import batch_of, build, loss_of_each_token, shifted
 from dfa_megatron.huggingface.selfcheck.watch import Watch
+from dfa_megatron.loss.deferred import DeferredLogits
 from dfa_megatron.selfcheck.record import Recorder
 from dfa_megatron.selfcheck.small import ROWS
 from dfa_megatron.selfcheck.train import ADAM_EPS, record_steps
@@ -125,8 +126,9 @@ def record_forward(
     """Record logits and losses of a batch, or of one micro-batch of several, which the ranks of `group` share."""
     labels = batch["shift_labels"] if "shift_labels" in batch else shifted(batch["labels"])
     name = "every token" if number is None else f"micro-batch {number}"
-    recorder.add(f"{kind}logits", name, output.logits, (*_TOKENS, "word"), {1: tokens})
-    each = loss_of_each_token(output.logits, labels)
+    logits = output.logits.whole() if isinstance(output.logits, DeferredLogits) else output.logits
+    recorder.add(f"{kind}logits", name, logits, (*_TOKENS, "word"), {1: tokens})
+    each = loss_of_each_token(logits, labels)
     recorder.add(f"{kind}loss of each token", name, each, _TOKENS, {1: tokens})
     of, which = ("loss", "mean of the batch") if number is None else ("loss of each micro-batch", name)
     recorder.add(f"{kind}{of}", which, mean_over_ranks(output.loss, group))
