@@ -94,6 +94,7 @@ def attention(
         "window_size": window,
         "softcap": softcap or 0.0,
         "sinks": s_aux,
+        "alibi_slopes": others.get("alibi_slopes"),
         "config": context.options,
     }
     q, k, v = (x.transpose(1, 2) for x in _autocast(query, key, value))
@@ -152,18 +153,22 @@ def mask(
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
+    mask_function: Any = None,
     **others: Any,
 ) -> WindowMask | OtherMask | None:
     """Return no mask tensor, because the plan holds causality and the window; called once per forward.
 
     attention_mask: (batch, local_seq) as the user gave it, or `nothing_hidden`.
+    mask_function: what it hides; models that make a mask whatever the batch may still mean a causal one.
     local_size: the sliding window of the layers that this mask is for, or their chunk; None for those without.
 
     Raises:
         UnsupportedError: it hides a token.
     """
+    from transformers.masking_utils import causal_mask_function
+
     hides = attention_mask is not None and not hasattr(attention_mask, _CHECKED) and not bool(attention_mask.all())
     INPUTS.check(hidden_tokens=hides)
-    if not allow_is_causal_skip:
+    if not allow_is_causal_skip and mask_function is not causal_mask_function:
         return OtherMask()
     return None if local_size is None else WindowMask(local_size)

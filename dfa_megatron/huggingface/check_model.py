@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.huggingface.own_code.watched_layers import WATCHED, watched
 from dfa_megatron.huggingface.parts.text_part import has_parts, part_of
 from dfa_megatron.huggingface.positions.own_positions import LOCAL_ROPE, rotaries_of, table_of
 from dfa_megatron.huggingface.recurrent.layers import layers_of
@@ -49,11 +50,13 @@ def check_model(model: Any) -> list[torch.nn.Module]:
     )
     decoder = model.get_decoder()
     within = decoder if has_parts(model) else model
-    named = {n: x for n, x in within.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
+    own = {*watched(decoder)}
+    takes = {n: x for n, x in within.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
+    named = {n: x for n, x in within.named_modules() if x in own} if own else takes
     layers = [module for name, module in named.items() if name.split(".")[-1] not in _AT_ENCODER]
     MODEL.check(
         kind=kind,
-        not_causal=sum(not layer.is_causal for layer in layers),
+        not_causal=sum(not getattr(layer, "is_causal", True) for layer in layers),
         attentions=len(layers),
         layers=_count(config, _STATES | _EACH_TOKEN),
         recurrent=len(layers_of(decoder)),
@@ -61,6 +64,7 @@ def check_model(model: Any) -> list[torch.nn.Module]:
         other_decoder=not hasattr(decoder, "config"),
         local_rope=_local_rope(config) if not rotaries_of(decoder) else None,
         no_positions=layers
+        and not all(WATCHED.get(type(layer).__name__) for layer in layers)
         and "position_ids" not in inspect.signature(type(decoder).forward).parameters
         and table_of(decoder) is None,
     )

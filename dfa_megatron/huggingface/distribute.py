@@ -18,6 +18,7 @@ from dfa_megatron.huggingface.check_model import check_model, kind_of
 from dfa_megatron.huggingface.checkpointing import check_layers, set_checkpointing
 from dfa_megatron.huggingface.exact_types import EXACT
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
+from dfa_megatron.huggingface.own_code import watched_layers
 from dfa_megatron.huggingface.parts.text_part import attention_of, has_parts, is_distributed, set_attention
 from dfa_megatron.huggingface.parts.whole_inputs import take_whole
 from dfa_megatron.huggingface.positions import own_positions
@@ -111,6 +112,7 @@ def _hook(inner: Any, decoder: Any) -> None:
     decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
     own_positions.hook(decoder)
     recurrent.hook(decoder)
+    watched_layers.hook(decoder)
 
 
 @contextmanager

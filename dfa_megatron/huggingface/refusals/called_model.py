@@ -237,6 +237,14 @@ ATTENTION = Stage(
             "sinks",
             layer="OtherAttention",
         ),
+        stated(
+            "own_code",
+            "{own_code} in the attention of a layer of type {layer}",
+            "it computes scores in code of its own, of which products, scales and masks are understood",
+            "a model whose layers take attention implementations",
+            "masked_fill",
+            layer="MptAttention",
+        ),
         stated("ready_mask", "a ready-made attention mask", "attention is causal by construction", _CAUSAL),
         stated(
             "lost_in_recompute",

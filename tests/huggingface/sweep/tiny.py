@@ -84,6 +84,7 @@ THEN: dict[str, dict[str, Any]] = {
         _BART,
     ),
     "marian": {**_BART, "decoder_vocab_size": 96},
+    "codegen": {"n_head": 4, "rotary_dim": 8},
     "llama4_text": {"attention_chunk_size": 7, "floor_scale": 4, "attn_scale": 0.5},
     "bamba": {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3},

@@ -1,0 +1,1 @@
+"""Layers that compute attention in code of their own: product, softmax, product."""

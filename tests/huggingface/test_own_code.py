@@ -1,0 +1,52 @@
+"""Layers with attention code of their own run ours, and what is not understood in such code is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.testing.dense import assert_close
+from tests.support.models import text
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def falcon(**changes: Any) -> Any:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    torch.manual_seed(0)
+    return FalconForCausalLM(FalconConfig(**SMALL, ffn_hidden_size=24, **changes))
+
+
+def test_a_model_with_code_of_its_own_computes_ours_and_its_own_again_locally() -> None:
+    reference, batch = falcon().double(), text(2, 12, seed=1)
+    model = dfa_hf.distribute_attention(copy.deepcopy(reference))
+    want = reference(**batch).logits
+    assert_close(model(**dfa_hf.shard_batch(batch)).logits, want, tolerance=1e-5, name="ours")
+    with dfa_hf.local_attention(model):
+        assert torch.equal(model(**batch).logits, want)
+        assert model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape == (2, 14)
+
+
+def test_what_is_not_understood_in_such_code_is_refused() -> None:
+    model = dfa_hf.distribute_attention(falcon(alibi=True))
+    with pytest.raises(UnsupportedError, match="position_bias in a layer of type FalconAttention"):
+        model(**dfa_hf.shard_batch(text(1, 12, seed=1)))
+
+    from dfa_megatron.huggingface.own_code.noted_scores import Scores
+
+    x = torch.ones(1, 2, 3, 4)
+    scores = Scores("SomeAttention", x, x, torch.Size((1, 2, 3, 3)), lambda scores, value: value)
+    for change in (lambda: scores.masked_fill(x > 0, 0.0), lambda: torch.where(x > 0, scores, x), lambda: scores.log()):
+        with pytest.raises(UnsupportedError, match=r"in the attention of a layer of type SomeAttention"):
+            change()
+    with pytest.raises(UnsupportedError, match=r"attention dropout 0\.1"):
+        torch.nn.Dropout(0.1)(scores)
+    with pytest.raises(UnsupportedError, match="position_bias in a layer of type SomeAttention"):
+        scores + x
+    assert torch.equal(torch.nn.Softmax(-1)((scores / 2).float()) @ x, x)
