@@ -70,6 +70,14 @@ def megatron(name: str, gpus: int, seconds: float, *flags: str) -> Cell:
     return Cell(name, command, seconds, gpus, ("megatron.core",))
 
 
+def hybrid(name: str, gpus: int, seconds: float, length: int) -> Cell:
+    """Return a cell of a Qwen3-Next-shaped group of layers beside Megatron's all-to-all, at thousands of tokens."""
+    words = ("--layers", f"{length * K}:qwen3-next", "--modes", "te", "te-full", "remat-te", "remat", "none")
+    command = ("benchmarks/megatron_layers.py", *words, "--warmup", "1", "--repeats", "3", "--train")
+    packages = ("megatron.core", "transformer_engine", "fla")
+    return Cell(name, ranks(gpus, *command, "--out", "{out}.json"), seconds, gpus, packages)
+
+
 def ulysses(name: str, gpus: int, seconds: float, *flags: str) -> Cell:
     """Return a cell of training beside DeepSpeed's Ulysses."""
     words = ("benchmarks/deepspeed_training.py", *flags, "--budget", f"{seconds - 60:.0f}", "--out", "{out}.json")
@@ -169,6 +177,7 @@ TWO_GPUS = (
     attention("automatic-nvlink", 2, 180, "--preset", "automatic"),
     attention("automatic-no-link", 2, 180, "--preset", "automatic", environment=NO_LINK),
     between_hosts("automatic-sockets", 2, 1, 240, "--preset", "automatic"),
+    hybrid("hybrid", 2, 180, 64),
     host_time(2),
     packs("packed-8k", 2, 120, 8),
     megatron("megatron-layers", 2, 240, "--layers", "65536:8:14336", "131072:8:14336", "--warmup", "1", "--repeats",
@@ -191,6 +200,7 @@ FOUR_GPUS = (
              *(f"131072:4:3:{mode}" for mode in ("remat", "full", "te-full"))),
     megatron("four-tp2-cp2", 4, 150, "--layers", "131072:8:14336", "--tensor-model-parallel-size", "2", "--modes",
              "remat-te", "te-full", "--warmup", "1", "--repeats", "3", "--train"),
+    hybrid("four-hybrid", 4, 180, 128),
     gpu_tests(4),
     host_time(4),
     *paper(4),

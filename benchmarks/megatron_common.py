@@ -15,6 +15,7 @@ from typing import Any
 # Megatron demands this on Hopper; it must stand before CUDA starts, so it is set before torch is imported.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
+import megatron_hybrids
 import torch
 import torch.distributed as dist
 
@@ -33,11 +34,15 @@ class Shape:
     heads: int = 32
     groups: int = 8
     ffn: int = 14336
+    width: int = 0
+    """Of a head; 0: the hidden size over the heads."""
+    hybrid: bool = False
+    """Three gated delta nets before each attention."""
 
     @property
     def head_dim(self) -> int:
         """Return the width of queries, keys and values."""
-        return self.hidden_size // self.heads
+        return self.width or self.hidden_size // self.heads
 
     @property
     def layer_parameters(self) -> int:
@@ -95,13 +100,14 @@ MODES = {
     )
 }
 
-PAPER = {
+NAMED = {
+    "qwen3-next": Shape(2048, 16, 2, 5120, width=256, hybrid=True),
     "7b": Shape(4096, 32, 32, 11008),
     "gqa": Shape(4096, 32, 8, 11008),
     "33h": Shape(4224, 33, 33, 11008),
     **{f"{heads}h": Shape(128 * heads, heads, heads, 11008) for heads in (16, 8, 4, 2)},
 }
-"""Layers of DISTFLASHATTN's models (arXiv 2310.03294): LLaMA-7B, and the same with other heads of 128."""
+"""Qwen3-Next's without experts; of DISTFLASHATTN's models (arXiv 2310.03294) LLaMA-7B, and with other heads of 128."""
 
 
 def refusal(mode: Mode, shape: Shape, ranks: int) -> str | None:
@@ -110,6 +116,8 @@ def refusal(mode: Mode, shape: Shape, ranks: int) -> str | None:
         padded = -(-shape.heads // ranks) * ranks
         more = 100 * (padded / shape.heads - 1)
         return f"{ranks} ranks do not divide {shape.heads} heads; {padded} with padding are {more:.0f} % more"
+    if shape.hybrid and not megatron_hybrids.kernels_installed():
+        return "fla-core is not installed"
     if mode.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
         return "transformer_engine is not installed"
     return None
@@ -167,7 +175,8 @@ def make_config(shape: Shape, layers: int, mode: Mode, *, fusion: bool) -> Any:
         tensor_model_parallel_size=tensor,
         sequence_parallel=tensor > 1,
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        cp_comm_type="p2p" if mode.remat is None else "dfa",
+        cp_comm_type="dfa" if mode.remat is not None else "a2a" if shape.hybrid else "p2p",
+        kv_channels=shape.head_dim,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=cuda,
@@ -182,6 +191,7 @@ def make_config(shape: Shape, layers: int, mode: Mode, *, fusion: bool) -> Any:
         recompute_num_layers=1 if mode.full else None,
         fp8="hybrid" if mode.fp8 else None,
         fp8_recipe="tensorwise",
+        **(megatron_hybrids.fields(shape, transformer_engine=mode.transformer_engine) if shape.hybrid else {}),
     )
 
 
@@ -192,7 +202,9 @@ def make_spec(config: Any, mode: Mode, options: DistAttentionConfig | None) -> A
     from dfa_megatron.megatron import distribute_attention
     from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
 
-    if mode.transformer_engine:
+    if config.linear_attention_freq:
+        spec = megatron_hybrids.spec(config, transformer_engine=mode.transformer_engine)
+    elif mode.transformer_engine:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")

@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 4 benchmarks/megatron_layers.py --layers 131072:8:14336 --train --out x.json
     torchrun --nproc-per-node 2 benchmarks/megatron_layers.py --toy --out toy.json     # on CPU, to see that it runs
 
-Layers alone (`--layers LENGTH:KV_HEADS:FFN ...`, or `LENGTH:SHAPE` with a shape of the paper: 7b, gqa, 33h, 16h, 8h,
-4h, 2h): forward and backward of `--depth` layers, without embedding, head and optimizer, in several modes:
+Layers alone (`--layers LENGTH:KV_HEADS:FFN ...`, or `LENGTH:SHAPE`: 7b, gqa, 33h, 16h, 8h, 4h or 2h of the paper, or
+qwen3-next, whose gated delta nets Megatron spreads by all-to-all): forward and backward of `--depth` layers, without
+embedding, head and optimizer, in several modes:
 
     remat           ours; attention's output and lse are kept, the rest is recomputed
     remat-offload   the same, kept in pinned host memory
@@ -31,6 +32,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ import torch
 import torch.distributed as dist
 from megatron_common import (
     MODES,
-    PAPER,
+    NAMED,
     Mode,
     Shape,
     arrange,
@@ -114,8 +116,8 @@ def shape_of(args: argparse.Namespace, case: str) -> tuple[int, Shape]:
     length, *rest = case.split(":")
     if len(rest) == 2:
         return int(length), Shape(args.hidden_size, args.heads, int(rest[0]), int(rest[1]))
-    shape = PAPER[rest[0]]
-    toy = Shape(8 * shape.heads, shape.heads, shape.groups, args.ffn_hidden_size)
+    shape = NAMED[rest[0]]
+    toy = replace(shape, hidden_size=8 * shape.heads, ffn=args.ffn_hidden_size, width=16 if shape.width else 0)
     return int(length), toy if args.toy else shape
 
 
@@ -185,11 +187,8 @@ def time_layers(
     peak_gib(reset=True)
     elapsed = median_ms(step, warmup=args.warmup, repeats=args.repeats) / args.depth
     useful = 3 * shape.layer_flop(length) / dist.get_world_size()
-    return {
-        "ms_per_layer": round(elapsed, 3),
-        "tflops_per_gpu": round(useful / elapsed / 1e9, 1),
-        "peak_gib": round(peak_gib(), 2),
-    }
+    rate = {} if shape.hybrid else {"tflops_per_gpu": round(useful / elapsed / 1e9, 1)}
+    return {"ms_per_layer": round(elapsed, 3), **rate, "peak_gib": round(peak_gib(), 2)}
 
 
 def build_layers(args: argparse.Namespace, shape: Shape, mode: Mode, length: int, device: torch.device) -> Any:
