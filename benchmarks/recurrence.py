@@ -21,9 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ class Shapes:
     link_gbs: float = flag(0.0, "measured, GB/s that a rank receives; 0: bytes only")
     backward: bool = flag(True, "time backwards too; fla refuses its own on Hopper with some versions of Triton")
     rounds: int = flag(10, "calls of each, of which the median counts")
-    out: Path | None = flag(None, "write the rows as JSON")
+    quick: bool = flag(False, "the last of the ranks alone, three calls of each")
+    out: Path | None = flag(None, "write the rows as JSON, after every part")
 
     @property
     def conv_channels(self) -> int:
@@ -84,32 +86,58 @@ def main() -> None:
     add_flags(parser, Shapes)
     shapes = from_flags(Shapes, parser.parse_args())
     torch.manual_seed(0)
-    rows = []
+    if shapes.quick:
+        shapes = replace(shapes, ranks=shapes.ranks[-1:], rounds=3)
+    rows: list[dict[str, Any]] = []
     for ranks in shapes.ranks:
-        row = {"ranks": ranks} | times(shapes, ranks) | received(shapes, ranks)
-        rows.append(row | summary(row, shapes))
+        row: dict[str, Any] = {"ranks": ranks} | received(shapes, ranks)
+        rows.append(row)
+        for name, make in parts(shapes, ranks).items():
+            known = rows[0].get(name) if name in SAME_FOR_ALL else None
+            row[name] = timed(f"{ranks} ranks, {name}", make, shapes) if known is None else known
+            save(shapes, rows)
+        row |= summary(row, shapes)
+        save(shapes, rows)
         print(f"\n{ranks} ranks, {shapes.tokens} tokens each")
-        for name, value in rows[-1].items():
-            print(f"  {name:44} {value:.3f}" if isinstance(value, float) else f"  {name:44} {value:,}")
-    if shapes.out:
-        given = {name: str(value) for name, value in vars(shapes).items()}
-        about = {"arguments": given, "torch": torch.__version__}
-        if shapes.device == "cuda":
-            about["gpu"] = torch.cuda.get_device_name()
-        shapes.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        for name, value in row.items():
+            shown = f"{value:.3f}" if isinstance(value, float) else f"{value:,}"
+            print(f"  {name:44} {shown}", flush=True)
 
 
-def times(shapes: Shapes, ranks: int) -> dict[str, float]:
-    """Return milliseconds of a forward and a backward of every part."""
-    calls = {
-        "projections ms": projections(shapes),
-        "conv ms": convolution(shapes),
-        "scan ms": scan(shapes, Share(0, ranks, shapes.tokens)),
-        "scan, wider ms": scan(shapes, Share(1, ranks, shapes.tokens)),
-        "fold ms": folded(shapes, ranks),
-        "attention ms": attention(shapes, ranks),
+def save(shapes: Shapes, rows: list[dict[str, Any]]) -> None:
+    """Write what is known by now: a run that is cut short leaves something."""
+    if not shapes.out:
+        return
+    given = {name: str(value) for name, value in vars(shapes).items()}
+    about = {"arguments": given, "torch": torch.__version__}
+    if shapes.device == "cuda":
+        about["gpu"] = torch.cuda.get_device_name()
+    shapes.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+
+def timed(name: str, make: Callable[[], Call], shapes: Shapes) -> float:
+    """Return milliseconds, and say on stderr what runs: a first call may compile for minutes."""
+    began = time.perf_counter()
+    print(f"{name} ...", end="", file=sys.stderr, flush=True)
+    found = milliseconds(make(), shapes)
+    print(f" {found:.3f}, after {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def parts(shapes: Shapes, ranks: int) -> dict[str, Callable[[], Call]]:
+    """Return what makes the forward and backward of every part, quickest to compile first."""
+    return {
+        "projections ms": lambda: projections(shapes),
+        "conv ms": lambda: convolution(shapes),
+        "fold ms": lambda: folded(shapes, ranks),
+        "attention ms": lambda: attention(shapes, ranks),
+        "scan ms": lambda: scan(shapes, Share(0, ranks, shapes.tokens)),
+        "scan, wider ms": lambda: scan(shapes, Share(1, ranks, shapes.tokens)),
     }
-    return {name: milliseconds(call, shapes) for name, call in calls.items()}
+
+
+SAME_FOR_ALL = ("projections ms", "conv ms", "scan ms")
+"""Parts that do not depend on the number of ranks."""
 
 
 def received(shapes: Shapes, ranks: int) -> dict[str, int]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -217,7 +214,7 @@ def train(topology: Topology, wanted: Case, *, load: str = "", save: str = "", f
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    from tests.megatron import sharded
+    from tests.megatron import checkpoints, sharded
 
     seed()
     config = make_config(topology, wanted)
@@ -243,7 +240,7 @@ def train(topology: Topology, wanted: Case, *, load: str = "", save: str = "", f
     optimizer = make_optimizer(wanted, models)
     run = Run([], {}, {}, {})
     if load:
-        load_checkpoint(load, chunks[0], optimizer)
+        checkpoints.load(load, chunks[0], optimizer)
     COUNTERS.reset()
     for step in range(first_step, wanted.steps):
         for model in models:
@@ -276,42 +273,8 @@ def train(topology: Topology, wanted: Case, *, load: str = "", save: str = "", f
         for p in parameters:
             p.grad = None  # left in place, autograd would add the next gradient to main_grad, and DDP once more
     if save:
-        save_checkpoint(save, chunks[0], optimizer)
+        checkpoints.save(save, chunks[0], optimizer)
     return run
-
-
-def checkpoint_of(model: Any, optimizer: Any, loading: bool) -> dict[str, Any]:
-    """What Megatron's scripts hand to dist_checkpointing, of a model in one chunk and Megatron's optimizer."""
-    layers = model.sharded_state_dict()
-    return {"model": layers, "optimizer": optimizer.sharded_state_dict(layers, is_loading=loading)}
-
-
-def save_checkpoint(folder: str, model: Any, optimizer: Any) -> None:
-    """Write a torch_dist checkpoint; every rank calls this."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    # It asks psutil, which is among nobody's requirements, for a line of its log.
-    filesystem_async._process_memory = lambda: 0
-    # It hands results to itself through a process that it would spawn, which imports all for seconds.
-    filesystem_async._results_queue = queue.Queue()
-    # Megatron writes through processes of its own, which a worker of the tests, being a daemon, may not start.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    if dist.get_rank() == 0:
-        Path(folder).mkdir()
-    dist.barrier()
-    dist_checkpointing.save(checkpoint_of(model, optimizer, loading=False), folder)
-
-
-def load_checkpoint(folder: str, model: Any, optimizer: Any) -> None:
-    """Read one; nothing in it may be left over or missing."""
-    from megatron.core import dist_checkpointing
-
-    wanted = checkpoint_of(model, optimizer, loading=True)
-    state, missing, unexpected = dist_checkpointing.load(wanted, folder, strict="return_all")
-    assert (missing, unexpected) == (set(), set())
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
 
 
 def make_optimizer(wanted: Case, models: list[Any]) -> Any:

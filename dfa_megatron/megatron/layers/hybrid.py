@@ -38,22 +38,22 @@ class RecomputedLayer:
         self._dfa = distributed_attention
         self._dfa_recompute = distributed_attention.options.remat == "on" or asked is not None
         self._dfa_groups = kwargs["pg_collection"]
-        self._dfa_mixer = mixer_of(self, distributed_attention.options)
+        mixer_of(self, distributed_attention.options)  # refuses now; kept here, its parameters would count twice
         tile_mlp(self, distributed_attention.options)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward, with the same result."""
         layer: Any = self
-        pack = None
-        if self._dfa_mixer is not None:
+        pack, mixer = None, mixer_of(layer, self._dfa.options)
+        if mixer is not None:
             packed = kwargs.pop("packed_seq_params", None)
             check_declared(self._dfa_groups.cp, self._dfa.options.data_layout, packed=packed is not None)
             pack = None if packed is None else place(packed)
             OWN_GROUPS.check(hybrid_stack=pack is not None and pack.group is not None)
 
         def body(hidden_states: torch.Tensor) -> Any:
-            if self._dfa_mixer is not None:
-                self._dfa_mixer.dfa_pack = pack
+            if mixer is not None:
+                mixer.dfa_pack = pack
             forward = super(RecomputedLayer, layer).forward  # type: ignore[misc]
             return forward(hidden_states, *args, **kwargs)
 
