@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -49,8 +49,7 @@ class Tape(TorchDispatchMode):
         self.launches: set[int] = set()
         self._values: Registers = [None] * (len(inputs) + 1)
         self._sink = len(inputs)
-        self._root_of = WeakTensorKeyDictionary()
-        self._is_root = WeakTensorKeyDictionary()
+        self._known = WeakTensorKeyDictionary()  # tensor -> (register, whether it is all of the register's tensor)
         self._constants: dict[int, int] = {}
         self._views: dict[tuple[Any, ...], int] = {}
         self._recasts: dict[tuple[int, torch.dtype], int] = {}
@@ -61,14 +60,17 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and record it; one that is made of others is recorded as these."""
-        with self:
-            result = func.decompose(*args, **(kwargs or {}))
-        if result is not NotImplemented:
-            return result
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func not in _NOT_MADE_OF_OTHERS:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            _NOT_MADE_OF_OTHERS.add(func)
+        result = func(*args, **kwargs)
         if not self.why_not:
             try:
-                self._record(func, args, kwargs or {}, result)
+                self._record(func, args, kwargs, result)
             except Unrecordable as error:
                 self.why_not = str(error)
         return result
@@ -93,10 +95,10 @@ class Tape(TorchDispatchMode):
 
     def register(self, x: torch.Tensor) -> int:
         """Return the register of a tensor; a view of a register is made where it is first read."""
-        root = self._root_of.get(x)
+        root, is_whole = self._known.get(x, (None, False))
         if root is None:
             return self._constant(x)
-        if x in self._is_root:
+        if is_whole:
             return int(root)
         where = root, x.dtype, tuple(x.shape), x.stride(), x.storage_offset()
         if where not in self._views:
@@ -108,7 +110,8 @@ class Tape(TorchDispatchMode):
         return list(self._values)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if _FOLLOWS_VALUES.intersection(func.tags):
+        follows_values, is_view = _traits(func)
+        if follows_values:
             raise Unrecordable(f"{func} reads a value back to the host")
         if func in _EMPTY:
             allocate = partial(
@@ -120,7 +123,7 @@ class Tape(TorchDispatchMode):
             allocate = partial(torch.zeros, tuple(result.shape), dtype=result.dtype, device=result.device)
             self._place(result, self._write(allocate, ()))
             return
-        if _is_view(func):
+        if is_view:
             self._view(func, args[0], result)
             return
         function = _FAST.get(func, func)
@@ -131,15 +134,16 @@ class Tape(TorchDispatchMode):
                 function, args = _keyworded(function, len(args), tuple(named)), (*args, *named.values())
         register = self._emit(function, args)
         for number, x in enumerate(result) if isinstance(result, list | tuple) else [(None, result)]:
-            if not isinstance(x, torch.Tensor) or x in self._root_of:  # in place: the register is that of its argument
+            if not isinstance(x, torch.Tensor) or x in self._known:  # in place: the register is that of its argument
                 continue
             self._place(x, register if number is None else self._write(operator.itemgetter(number), (register,)))
 
     def _view(self, func: Any, base: torch.Tensor, result: Any) -> None:
-        if base not in self._root_of:  # a constant's view is a constant
+        base_root, is_whole = self._known.get(base, (None, False))
+        if base_root is None:  # a constant's view is a constant
             return
         for x in result if isinstance(result, list | tuple) else [result]:
-            root = self._root_of[base]
+            root = base_root
             if x.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
                 raise Unrecordable(f"{func} copies, and is declared to make a view")
             if x.dtype != base.dtype:
@@ -148,9 +152,7 @@ class Tape(TorchDispatchMode):
                     self._recasts[key] = self._emit(torch.Tensor.view, (base, x.dtype))
                 root = self._recasts[key]
             if x is not base:
-                self._root_of[x] = root
-                if x.dtype == base.dtype and base in self._is_root and _same_layout(x, base):
-                    self._is_root[x] = True
+                self._known[x] = root, is_whole and x.dtype == base.dtype and _same_layout(x, base)
 
     def _emit(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
         """Record an operation, and return the register of its result."""
@@ -172,8 +174,7 @@ class Tape(TorchDispatchMode):
         return register
 
     def _place(self, x: torch.Tensor, register: int) -> None:
-        self._root_of[x] = register
-        self._is_root[x] = True
+        self._known[x] = register, True
 
     def _constant(self, x: torch.Tensor) -> int:
         """Return the register of a tensor that was there before; it is kept."""
@@ -218,9 +219,12 @@ _ALIGNMENT = 16
 """Bytes. Kernels with vector loads are chosen by this."""
 
 
-def _is_view(func: Any) -> bool:
+@cache
+def _traits(func: Any) -> tuple[bool, bool]:
+    """Return (whether the host learns from values, whether the result is a view) of an operation."""
     returned = func._schema.returns
-    return bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
+    is_view = bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
+    return bool(_FOLLOWS_VALUES.intersection(func.tags)), is_view
 
 
 def _same_layout(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -247,6 +251,8 @@ def _keyworded(function: Callable[..., Any], count: int, names: tuple[str, ...])
 
 _FOLLOWS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """PyTorch's marks of operations whose result or shape the host learns from values."""
+_NOT_MADE_OF_OTHERS: set[Any] = set()
+"""Operations that PyTorch runs as they are, as recording found out."""
 _EMPTY = {
     aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
     aten.new_empty.default, aten.new_empty_strided.default,
