@@ -165,7 +165,7 @@ class Scores:
 
 @contextmanager
 def scores_of(model: torch.nn.Module) -> Iterator[Scores]:
-    """Read log-probabilities and entropy of each token at a model's loss, in training and evaluation:
+    """Read log-probabilities and entropy of each token at a model's loss, in training and evaluation::
 
         with scores_of(model) as scores:
             loss = model(**batch).loss              # transformers; or Megatron's model(..., labels=labels)

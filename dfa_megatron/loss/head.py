@@ -20,12 +20,13 @@ class Head:
 
     Without a softcap they are scale · (hidden · weightᵀ + bias).
 
-    weight: (rows, hidden size), this rank's rows of the vocabulary.
-    bias: (rows,), or None.
-    group: the ranks that share the vocabulary, in the order of its rows; None: this rank has all rows.
-    sequence_parallel: each rank of the group has 1/TP of the tokens, in order. A tile gathers its tokens. Otherwise all
-        ranks have all tokens, and the gradient of the hidden states is summed over the group.
-    partition: the rows of every rank of the group; they may differ. None: they are gathered at every call.
+    Attributes:
+        weight: (rows, hidden size), this rank's rows of the vocabulary.
+        bias: (rows,), or None.
+        group: the ranks that share the vocabulary, in the order of its rows; None: this rank has all rows.
+        sequence_parallel: each rank of the group has 1/TP of the tokens, in order. A tile gathers its tokens.
+            Otherwise all ranks have all tokens, and the gradient of the hidden states is summed over the group.
+        partition: the rows of every rank of the group; they may differ. None: they are gathered at every call.
     """
 
     weight: torch.Tensor
