@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -159,6 +160,23 @@ def test_sizes_alternate_from_micro_batch_to_micro_batch_while_other_ranks_run_o
     run_ranks(4, compare, cases, timeout=170)
 
 
+def sliced_by_the_launcher(options: DistAttentionConfig, group: dist.ProcessGroup, mine: int) -> None:
+    """Megatron's slicing function, which the launcher replaces, takes the group of each micro-batch's size."""
+    from dfa_megatron.megatron.start.script import slice_in_order
+
+    def megatrons(batch: Any, is_hybrid_cp: bool, cp_group: Any = None, hybrid_cp_group_func: Any = None) -> Any:
+        raise AssertionError("Megatron's own slicing ran")
+
+    found = {2: group}
+    for size in (1, 2):
+        whole = Micro((0, 1), (3, 5)).batch()
+        batch: dict[str, Any] = {**whole, "local_cp_size": torch.tensor(size), "hybrid_cp_group": None}
+        hybrid = {"is_hybrid_cp": True, "hybrid_cp_group_func": lambda group_size: found[group_size]}
+        slice_in_order(options, inspect.signature(megatrons), batch, **hybrid)
+        assert batch["hybrid_cp_group"] is found.get(size)
+        assert torch.equal(batch["tokens"], whole["tokens"].chunk(size, 1)[mine % size])
+
+
 def refused(rank: int, world_size: int) -> None:
     from dfa_megatron.megatron import declare_batch_layout
 
@@ -167,6 +185,8 @@ def refused(rank: int, world_size: int) -> None:
     options = DistAttentionConfig(data_layout="contiguous")
     model = model_of(Topology(dp=3), options, ())
     declare_batch_layout(pair if rank < 2 else others, "contiguous")
+    if rank < 2:
+        sliced_by_the_launcher(options, pair, rank)
     groups = {(0, 1): pair if rank < 2 else others, (): dist.group.WORLD}
     cut = {"tokens": torch.zeros(1, 6, dtype=torch.long), "labels": torch.zeros(1, 6, dtype=torch.long)}
 

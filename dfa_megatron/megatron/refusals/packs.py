@@ -48,7 +48,7 @@ BATCHES = Stage(
             "get_batch_on_this_cp_rank({unknown_slicing}) in layout 'contiguous'",
             "every sequence is cut into equal parts, in order",
             "--dfa-data-layout boundary",
-            "is_hybrid_cp=True",
+            "new_in_a_later_version=3",
         ),
         stated(
             "no_layers",

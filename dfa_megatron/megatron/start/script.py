@@ -231,20 +231,31 @@ def slice_in_order(options: DistAttentionConfig, signature: inspect.Signature, *
     asked = signature.bind(*args, **kwargs)
     _check_slicing(signature, asked.arguments)
     batch = asked.arguments["batch"]
-    cp_group = asked.arguments.get("cp_group")
-    if cp_group is None:
-        from megatron.core import parallel_state
-
-        cp_group = parallel_state.get_context_parallel_group()
-    batch.update(shard_batch(batch, cp_group, options))
+    group = _group_that_slices(batch, asked.arguments)
+    if group is not None:
+        batch.update(shard_batch(batch, group, options))
     return batch
+
+
+def _group_that_slices(batch: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    """Return the ranks that share a batch, None for one rank; hybrid context parallelism has a group for each size."""
+    in_rows = arguments.get("use_per_sequence_balancing") or batch.get("cu_seqlens") is None
+    if arguments.get("is_hybrid_cp") and not in_rows:
+        if (size := int(batch["local_cp_size"])) == 1:
+            return None
+        batch["hybrid_cp_group"] = arguments["hybrid_cp_group_func"](group_size=size)
+        return batch["hybrid_cp_group"]
+    if (group := arguments.get("cp_group")) is not None:
+        return group
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()
 
 
 def _check_slicing(signature: inspect.Signature, arguments: dict[str, Any]) -> None:
     from dfa_megatron.megatron.layers.layer import layer_class
 
     for name, value in arguments.items():
-        known = name in _SLICE_PARAMETERS and not (name == "is_hybrid_cp" and value)
-        if not known and value != signature.parameters[name].default:
+        if name not in _SLICE_PARAMETERS and value != signature.parameters[name].default:
             BATCHES.check(unknown_slicing=f"{name}={value!r}")
     BATCHES.check(no_layers=not layer_class.cache_info().currsize)
