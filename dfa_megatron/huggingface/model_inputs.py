@@ -18,7 +18,7 @@ from dfa_megatron.huggingface.attention_function import NAME, nothing_hidden
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
 from dfa_megatron.huggingface.padding import check_right, check_unlabelled
 from dfa_megatron.huggingface.parts.image_masks import IMAGES, with_images
-from dfa_megatron.huggingface.parts.text_part import is_distributed
+from dfa_megatron.huggingface.parts.text_part import attention_of, is_distributed, set_attention
 from dfa_megatron.huggingface.parts.whole_inputs import cut
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions.embedded_positions import after_padding, padding_of, places
@@ -163,8 +163,8 @@ def follow_mode(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     if not context.accelerate or getattr(module, _HELD, False):
         return
     wanted = NAME if module.training else context.before
-    if module.config._attn_implementation != wanted:
-        module.set_attn_implementation(wanted)
+    if attention_of(module) != wanted:
+        set_attention(module, wanted)
     if wanted != NAME and context.size > 1 and context.options.verify != "off":
         _check_whole(arguments_of(module, args, kwargs))
 

@@ -31,6 +31,9 @@ def test_a_model_with_code_of_its_own_computes_ours_and_its_own_again_locally() 
     with dfa_hf.local_attention(model):
         assert torch.equal(model(**batch).logits, want)
         assert model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape == (2, 14)
+    dfa_hf.distribute_attention(model, accelerate=True)
+    assert torch.equal(model.eval()(**batch).logits, want)
+    assert_close(model.train()(**dfa_hf.shard_batch(batch)).logits, want, tolerance=1e-5, name="ours again")
 
 
 def test_what_is_not_understood_in_such_code_is_refused() -> None:
@@ -45,6 +48,7 @@ def test_what_is_not_understood_in_such_code_is_refused() -> None:
     for change in (lambda: scores.masked_fill(x > 0, 0.0), lambda: torch.where(x > 0, scores, x), lambda: scores.log()):
         with pytest.raises(UnsupportedError, match=r"in the attention of a layer of type SomeAttention"):
             change()
+    assert not hasattr(scores, "ds_param_alias"), "DeepSpeed asks what a layer returns for it"
     with pytest.raises(UnsupportedError, match=r"attention dropout 0\.1"):
         torch.nn.Dropout(0.1)(scores)
     with pytest.raises(UnsupportedError, match="position_bias in a layer of type SomeAttention"):

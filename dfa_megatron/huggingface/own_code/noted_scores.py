@@ -87,8 +87,8 @@ class Scores:
         return out if value.dim() == 4 else out.reshape(batch * heads, *out.shape[2:])
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what else a layer does to its scores."""
-        if name.startswith("__"):
+        """Refuse what else a layer does to its scores; others may ask for what no tensor has."""
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(name)
         ATTENTION.check(own_code=name, layer=self.layer)
 
