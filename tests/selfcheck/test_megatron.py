@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.selfcheck.shrink import case_of
 from dfa_megatron.selfcheck.run_case import DIFFERS, RIGHT, Report, check_planted
 from dfa_megatron.selfcheck.table import text
@@ -66,3 +67,9 @@ def test_a_planted_fault_is_found_where_it_is(fault: object, reports: dict[str, 
     report = reports[fault.__name__]  # type: ignore[attr-defined]
     assert report.status == DIFFERS
     assert PLANTED[fault] in text(report).partition("first difference: ")[2], text(report)  # type: ignore[index]
+
+
+def test_gated_delta_nets_are_refused_because_a_check_of_attention_alone_would_pass_without_them() -> None:
+    delta = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"
+    with pytest.raises(UnsupportedError, match="layers that are not attention in a self-check"):
+        case_of([*FLAGS.split(), *delta.split()])

@@ -44,6 +44,13 @@ SELFCHECK = Stage(
             {"spec": ["my_model"]},
         ),
         Refusal(
+            lambda a: a.experimental_attention_variant or a.linear_attention_freq,
+            "layers that are not attention in a self-check",
+            "their kernels need a GPU, and a model of attention alone would say nothing of them",
+            "the flags without --experimental-attention-variant and --linear-attention-freq, which checks attention",
+            {"linear_attention_freq": 4},
+        ),
+        Refusal(
             lambda a: a.spec and "hybrid_stack_spec" in a.spec,
             "a hybrid model in a self-check",
             "its Mamba layers need a GPU",

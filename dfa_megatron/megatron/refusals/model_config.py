@@ -68,7 +68,7 @@ CONFIG = Stage(
             stated(
                 name,
                 name,
-                "it needs the largest logit of every head, and the kernels return the logarithm of their sum only",
+                "it needs the largest logit of every head, and the logsumexp of the kernels may exceed it by log(keys)",
                 f"no --{name.replace('_', '-')}",
             )
             for name in ("qk_clip", "log_max_attention_logit")
@@ -130,7 +130,7 @@ CONFIG = Stage(
         Refusal(
             lambda a: a.experimental_attention_variant == "dsa",
             "experimental_attention_variant='dsa'",
-            "an indexer chooses the keys of every token, and this attention would take them all",
+            "an indexer chooses the keys of every token, and Megatron's own counts on tokens in zigzag order",
             f"{_OWN_ATTENTION}, with --cp-comm-type allgather (Megatron-Core 0.19 and later)",
             {"experimental_attention_variant": "dsa"},
         ),

@@ -28,7 +28,8 @@ def case_of(flags: Sequence[str]) -> Case:
         UnsupportedError: the flags are refused by the package, or ask for what the check cannot run.
     """
     asked = read(flags)
-    SELFCHECK.check(asked.training, context_parallel_size=asked.config.get("context_parallel_size"))
+    layers = ("context_parallel_size", "experimental_attention_variant", "linear_attention_freq")
+    SELFCHECK.check(asked.training, **{name: asked.config.get(name) for name in layers})
     reduced = Reductions()
     parallel = _parallel(asked, reduced)
     config = _config(asked, parallel, reduced)
