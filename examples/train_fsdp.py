@@ -1,0 +1,133 @@
+"""Train a Hugging Face model with PyTorch alone: FSDP2 over a mesh (dp x cp), attention over its cp ranks.
+
+    torchrun --nproc-per-node 4 examples/train_fsdp.py --context-parallel-size 2 --save state.pt
+
+A second run with the same `--save` goes on behind the last step, in the middle of the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from dfa_megatron import DistAttentionConfig
+from dfa_megatron import huggingface as dfa_hf
+from gpt.text import sample
+from hf_model import add_arguments, build
+
+Batch = Mapping[str, torch.Tensor]
+
+
+def prepare(model: Any, mesh: DeviceMesh, config: DistAttentionConfig | None = None) -> Any:
+    """Distribute attention over `cp`, and shard parameters over all ranks of the mesh (dp, cp)."""
+    dfa_hf.distribute_attention(model, group=mesh["cp"].get_group(), config=config)
+    ranks = mesh["dp", "cp"]._flatten("dp_cp")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=ranks)
+    return fully_shard(model, mesh=ranks)
+
+
+def parts(batches: Sequence[Batch], mesh: DeviceMesh) -> list[dict[str, torch.Tensor]]:
+    """Cut the batches of one step, and give them the labelled tokens of all: their losses then add up to the mean.
+
+    Args:
+        batches: whole sequences, as `shard_batch` takes them; the same on the ranks of `cp`, others elsewhere on `dp`.
+        mesh: of dimensions (dp, cp). FSDP averages gradients over its ranks, so the count is divided by their number.
+    """
+    local = [dfa_hf.shard_batch(batch, group=mesh["cp"].get_group()) for batch in batches]
+    count = torch.stack([(batch["shift_labels"] != -100).sum() for batch in local]).sum()
+    dist.all_reduce(count)
+    for batch in local:
+        batch["num_items_in_batch"] = count.clamp(min=1) / dist.get_world_size()
+    return local
+
+
+def gradients(model: Any, batches: Sequence[Batch], mesh: DeviceMesh) -> torch.Tensor:
+    """Accumulate the gradients of a step over its micro-batches; return its loss, the same on every rank."""
+    total = torch.zeros((), device=mesh.device_type)
+    for batch in parts(batches, mesh):
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        total += loss.detach()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+@torch.no_grad()
+def evaluate(model: Any, batches: Sequence[Batch], mesh: DeviceMesh) -> torch.Tensor:
+    """Return the mean loss of all labelled tokens; lengths and batch sizes may be others than in training."""
+    training = model.training
+    model.eval()
+    losses = [model(**batch, use_cache=False).loss for batch in parts(batches, mesh)]
+    model.train(training)
+    total = torch.stack(losses).sum()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def save(path: Path, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write parameters, optimizer and step from the first rank; any number of ranks may load them."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    parameters, moments = get_state_dict(model, optimizer, options=options)
+    if dist.get_rank() == 0:
+        partial = path.with_suffix(".partial")
+        torch.save({"model": parameters, "optimizer": moments, "step": step}, partial)
+        partial.replace(path)
+    dist.barrier()
+
+
+def load(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
+    """Read what `save` wrote; return the number of steps done, from which the next samples follow."""
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+    )
+    return int(state["step"])
+
+
+def main() -> None:
+    """Train, and print the loss of each step on the first rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--context-parallel-size", type=int, default=2)
+    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches in a step")
+    parser.add_argument("--save", type=Path, help="the file that holds the state")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    shape = (dist.get_world_size() // args.context_parallel_size, args.context_parallel_size)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "cp"))
+    model, tokens = build(args)
+    prepare(model.to(device), mesh, DistAttentionConfig(checkpoint="remat"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    done = load(args.save, model, optimizer) if args.save and args.save.exists() else 0
+    for step in range(done, args.train_iters):
+        first = (step * mesh["dp"].size() + mesh["dp"].get_local_rank()) * args.accumulate
+        batches = []
+        for index in range(first, first + args.accumulate):
+            ids = sample(tokens, args.seq_length, seed=0, indices=[index])["tokens"].to(device)
+            batches.append({"input_ids": ids, "labels": ids})
+        loss = gradients(model, batches, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            print(f"step {step + 1:4d}  loss {loss.item():.4f}", flush=True)
+    if args.save:
+        save(args.save, model, optimizer, max(done, args.train_iters))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
