@@ -75,7 +75,7 @@ def evaluate(model: Any, batches: Sequence[Batch], mesh: DeviceMesh) -> torch.Te
 
 
 def save(path: Path, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write parameters, optimizer and step from the first rank; any number of ranks may load them."""
+    """Write parameters, optimizer and step from the first rank, whole."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     parameters, moments = get_state_dict(model, optimizer, options=options)
     if dist.get_rank() == 0:
