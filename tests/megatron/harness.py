@@ -17,6 +17,7 @@ from dfa_megatron.megatron.selfcheck.model import Parallel, config_of, global_na
 from dfa_megatron.megatron.selfcheck.train import loss_function, mean_loss
 from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
+from tests.megatron import padded_packs
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 64, 4, 2, 128
 SEQUENCE, BATCH, MICRO_BATCHES, STEPS, VOCABULARY = 48, 2, 2, 12, 256
@@ -56,6 +57,8 @@ class Case:
     """DDP reduces gradients, and the distributed optimizer gathers parameters, beside the computation."""
     packed: bool = False
     """Every row is packed documents of random lengths; None as options then runs them one by one."""
+    padded: bool = False
+    """Those are padded and cut zigzag one by one, as Transformer Engine wants them."""
     optimizer: str = "torch"
     """torch: PyTorch's Adam. megatron: Megatron's around it. distributed: Megatron's, spread over data ranks."""
     wrapper: str = "ddp"
@@ -251,7 +254,7 @@ def train(topology: Topology, wanted: Case, *, load: str = "", save: str = "", f
             data_iterator=[batches(wanted, step) for _ in models] if topology.vp else batches(wanted, step),
             model=models if topology.vp else models[0],
             num_microbatches=MICRO_BATCHES // topology.dp,
-            seq_length=SEQUENCE * BATCH if wanted.packed else SEQUENCE,
+            seq_length=length_of(wanted, topology),
             micro_batch_size=1 if wanted.packed else BATCH,
             forward_only=False,
         )
@@ -275,6 +278,13 @@ def train(topology: Topology, wanted: Case, *, load: str = "", save: str = "", f
     if save:
         checkpoints.save(save, chunks[0], optimizer)
     return run
+
+
+def length_of(wanted: Case, topology: Topology) -> int:
+    """Tokens of a row, as Megatron's schedules want to know them."""
+    if wanted.padded:
+        return padded_packs.total_of(torch.Size((BATCH, SEQUENCE)), topology.cp, topology.tp)
+    return SEQUENCE * BATCH if wanted.packed else SEQUENCE
 
 
 def make_optimizer(wanted: Case, models: list[Any]) -> Any:
@@ -313,6 +323,12 @@ def batches(wanted: Case, step: int) -> Iterator[dict[str, torch.Tensor | None]]
             whole["cu_seqlens"] = documents(step, micro)
         if wanted.options is None:
             yield dict(whole)
+        elif wanted.padded:
+            ranks, rank = (getattr(parallel_state, f"get_context_parallel_{n}")() for n in ("world_size", "rank"))
+            splits = parallel_state.get_tensor_model_parallel_world_size()
+            yield padded_packs.cut(
+                whole, ranks, rank, padded_packs.total_of(whole["tokens"].shape, ranks, splits), micro
+            )
         else:
             batch = shard_batch(whole, parallel_state.get_context_parallel_group(), wanted.options)
             yield {name: None if part is None else part.to(device()) for name, part in batch.items()}
@@ -329,7 +345,8 @@ def forward_step(wanted: Case) -> Any:
         if wanted.packed and wanted.options is None:
             output = one_by_one(batch, model)
         else:
-            more = {"packed_seq_params": packed_seq_params(batch)} if wanted.packed else {}
+            params = batch.get("params") or packed_seq_params(batch)
+            more = {"packed_seq_params": params} if wanted.packed else {}
             more["loss_mask"] = batch["loss_mask"]
             output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **more)
 

@@ -218,12 +218,9 @@ def refused_on_two_ranks(rank: int, world_size: int) -> None:
 
     from dfa_megatron.megatron import declare_batch_layout
 
-    for layout in ("boundary", "zigzag"):
-        with pytest.raises(
-            UnsupportedError, match=f"data_layout='{layout}' that nobody is known to have sliced by rows"
-        ):
-            forward(DistAttentionConfig(data_layout=layout), pack([0, 5, 12]), tokens=6)
-        forward(DistAttentionConfig(data_layout=layout), None, tokens=6)
+    with pytest.raises(UnsupportedError, match="data_layout='zigzag' that nobody is known to have sliced by rows"):
+        forward(DistAttentionConfig(data_layout="zigzag"), pack([0, 5, 12]), tokens=6)
+    forward(DistAttentionConfig(data_layout="zigzag"), None, tokens=6)
     declare_batch_layout(parallel_state.get_context_parallel_group(), "zigzag")
     forward(DistAttentionConfig(data_layout="boundary"), pack([0, 5, 12]), tokens=6)
 

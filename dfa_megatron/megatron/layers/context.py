@@ -9,14 +9,24 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.megatron.refusals import PACKS
 from dfa_megatron.megatron.start.dfa_flags import packs_of_args
+from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache
+from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, place
+from dfa_megatron.runtime.comm.registry import channel
+from dfa_megatron.runtime.cu_seqlens import describe
+from dfa_megatron.runtime.prepare import refuse
+from dfa_megatron.runtime.request import Request
 
 if TYPE_CHECKING:
     from dfa_megatron.megatron.layers.recompute import Recompute
 
 logger = logging.getLogger("dfa_megatron.megatron")
+
+_KEPT = 256
+"""Packs that a model remembers to have compared."""
 
 
 class AttentionContext:
@@ -35,6 +45,7 @@ class AttentionContext:
         self.tables = TableCache()
         self._relayouts: dict[tuple[Any, ...], Relayout] = {}
         self._said: set[str] = set()
+        self._agreed: dict[tuple[str, DocumentOrder], None] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
         return self
@@ -49,6 +60,32 @@ class AttentionContext:
         if key not in self._relayouts:
             self._relayouts[key] = Relayout(*key)
         return self._relayouts[key]
+
+    def cut_pack(self, params: Any, group: dist.ProcessGroup, tokens: int) -> PlacedPack:
+        """Return the pack of a PackedSeqParams whose documents were cut one by one; ranks compare a new pack.
+
+        Raises:
+            UnsupportedError: its offsets do not fit; every rank raises.
+            DisagreementError: another rank refuses, or has other documents.
+        """
+        guard, name = Request(softmax_scale=1.0, config=self.options.within("function")).guard, group.group_name
+        try:
+            pack = place(params, group.size())
+            order = pack.order
+            assert isinstance(order, DocumentOrder)
+            order.check_tokens(tokens * group.size())
+        except DistAttentionError as error:
+            refuse(error, name, guard)
+            raise
+        key = (name, order)
+        if key not in self._agreed and guard.verify:
+            over = channel(name, guard)
+            with over.calls.preparing():
+                over.agree({"pack": describe(order.real), "with padding": describe(order.padded)})
+        self._agreed[key] = None
+        if len(self._agreed) > _KEPT:
+            del self._agreed[next(iter(self._agreed))]
+        return pack
 
     def say_once(self, key: str, message: str, *args: Any, level: int = logging.INFO) -> None:
         """Log a line the first time its key is used, on global rank 0."""

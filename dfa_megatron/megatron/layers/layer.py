@@ -16,7 +16,8 @@ from dfa_megatron.megatron.layers.latent import order_rotary
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, tile_mlp
 from dfa_megatron.megatron.output import want_tiles
 from dfa_megatron.megatron.refusals import CALLS, LAYERS, OWN_GROUPS, PACKS, SPEC, check_config
-from dfa_megatron.megatron.tokens.batch import check_declared
+from dfa_megatron.megatron.tokens.batch import check_declared, cuts_documents
+from dfa_megatron.megatron.tokens.exchange import LayoutName
 from dfa_megatron.megatron.tokens.outside import exchange_extracted, exchange_routing
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples, place, rotary_rows
 
@@ -29,8 +30,8 @@ class DistributedAttentionLayer:
 
     - Rematerialization: the layer runs inside Megatron's own checkpoint. The first pass records attention's output and
       lse, and the recompute replays them, so attention and its messages never run twice.
-    - Layout `boundary`: hidden states go from zigzag to contiguous before global layer 1 and back after the last one;
-      before and after each attention layer of a hybrid stack, and each layer of multi-token prediction.
+    - Layout `boundary`: hidden states go from Megatron's order to contiguous before global layer 1 and back after the
+      last one; before and after each attention layer of a hybrid stack, and each layer of multi-token prediction.
     - Layouts `boundary` and `contiguous`: Megatron's zigzag slice of the rotary table is exchanged once, a multimodal
       one once per micro-batch. In multi-latent attention every layer makes its own table, which is sliced in order.
     - Layout `boundary`: recorded or replayed routing stays in the caller's order, and so do hidden states that a caller
@@ -60,6 +61,7 @@ class DistributedAttentionLayer:
         several = config.context_parallel_size > 1 or any(getattr(config, name, False) for name in _OWN_GROUPS)
         self._dfa_several = several
         self._dfa_own: Any = None
+        self._dfa_order: LayoutName = "zigzag"
         tile_mlp(self, context.options)
         context.say_once(
             "on",
@@ -106,7 +108,7 @@ class DistributedAttentionLayer:
             inference_context=cache is not None and not (alone and cache.is_static_batching()),
             exchanged_padding_mask=self._dfa_exchanges and kwargs.get("padding_mask") is not None,
         )
-        pack = self._dfa_placed(kwargs.pop("packed_seq_params", None))
+        pack = self._dfa_placed(kwargs.pop("packed_seq_params", None), self._dfa_tokens(hidden_states))
         if layer.layer_number == 1 or self._dfa.hybrid:
             # A micro-batch of one document is cut in the same way by rows and by documents.
             packed = pack is not None and (pack.group is None or len(pack.offsets) > 2)
@@ -114,16 +116,16 @@ class DistributedAttentionLayer:
         rotary_pos_emb = self._dfa_rotary(rotary_pos_emb, pack, self._dfa_tokens(hidden_states))
         kwargs.update(context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
         if self._dfa_first:
-            hidden_states = self._dfa_exchange()(hidden_states, "zigzag", "contiguous")
+            hidden_states = self._dfa_exchange()(hidden_states, self._dfa_order, "contiguous")
         hidden_states, context = self._dfa_body(hidden_states, context, pack, kwargs)
         if self._dfa_last:
-            hidden_states = self._dfa_exchange()(hidden_states, "contiguous", "zigzag")
+            hidden_states = self._dfa_exchange()(hidden_states, "contiguous", self._dfa_order)
         return hidden_states, context
 
-    def _dfa_placed(self, packed: Any) -> PlacedPack | None:
+    def _dfa_placed(self, packed: Any, tokens: int) -> PlacedPack | None:
         """Return the documents of a micro-batch, None without."""
         layer: Any = self
-        self._dfa_own = None
+        self._dfa_own, self._dfa_order = None, "zigzag"
         if packed is None:
             self._dfa.check_unpacked()
             return None
@@ -131,12 +133,17 @@ class DistributedAttentionLayer:
             PACKS.check(layer.config, self._dfa.options)
             self._dfa_packable = True
         pack = place(packed)
+        group = layer.pg_collection.cp if pack.group is None else pack.group
+        one = pack.group is not None and len(pack.offsets) == 2  # is cut in the same way by rows and by documents
+        if self._dfa_exchanges and not one and cuts_documents(group):
+            PACKS.check(cut_images=getattr(layer.config, "mrope_section", None) is not None)
+            pack = self._dfa.cut_pack(packed, group, tokens)
         check_samples(layer.config, packed, pack)
         if pack.group is not None and not self._dfa_regroupable:
             stack = self._dfa.hybrid or isinstance(layer.self_attention, InOrder)
             OWN_GROUPS.check(layer.config, self._dfa.options, hybrid_stack=stack, built_for_one=not self._dfa_several)
             self._dfa_regroupable = True
-        self._dfa_own = pack.group
+        self._dfa_own, self._dfa_order = pack.group, pack.order
         return pack
 
     def _dfa_group(self) -> Any:
@@ -171,7 +178,7 @@ class DistributedAttentionLayer:
         layer: Any = self
 
         def body(hidden_states: torch.Tensor, context: torch.Tensor | None) -> Any:
-            self._dfa_own = None if pack is None else pack.group
+            self._dfa_own, self._dfa_order = (None, "zigzag") if pack is None else (pack.group, pack.order)
             for module in self._dfa_heeds:
                 module.dfa_pack = pack
             forward = super(DistributedAttentionLayer, layer).forward  # type: ignore[misc]

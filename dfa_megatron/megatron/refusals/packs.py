@@ -40,8 +40,8 @@ BATCHES = Stage(
             "unsliced_documents",
             "packed documents in data_layout={dfa_data_layout!r} that nobody is known to have sliced by rows",
             "Megatron slices them one by one, each in zigzag order, with TransformerEngine's help",
-            "dfa_megatron.megatron.shard_batch with the model's options, or declare_batch_layout(cp_group, 'zigzag') "
-            "where your own code slices whole rows",
+            "--dfa-data-layout boundary, dfa_megatron.megatron.shard_batch with the model's options, or "
+            "declare_batch_layout(cp_group, 'zigzag') where your own code slices whole rows",
         ),
         stated(
             "unknown_slicing",
@@ -103,6 +103,40 @@ PACKS = Stage(
             "packed_seq_params with cu_seqlens_kv other than cu_seqlens_q",
             "queries and keys must come from the same documents",
             "the same for both",
+        ),
+        stated(
+            "short_padding",
+            "packed_seq_params with and without padding: {short_padding}",
+            "every document must fit its padded length",
+            "as many offsets in both, with no document longer than it is padded",
+            "cu_seqlens (0, 5, 9) and cu_seqlens (0, 4, 12)",
+        ),
+        Refusal(
+            lambda a: a.uneven_document is not None,
+            "a document of {uneven_document} tokens, padding included, cut zigzag by itself",
+            "its length must be a multiple of 2 x CP = {multiple}",
+            "cu_seqlens_q_padded; or declare_batch_layout(cp_group, 'zigzag') where whole rows are cut",
+            {"uneven_document": 6, "multiple": 4},
+        ),
+        Refusal(
+            lambda a: a.padded_tokens != a.held_tokens,
+            "packed documents of {padded_tokens} tokens, padding included",
+            "the ranks hold {held_tokens} tokens together",
+            "offsets whose last one is {held_tokens}",
+            {"padded_tokens": 12, "held_tokens": 16},
+        ),
+        Refusal(
+            lambda a: a.partition not in (None, "zigzag"),
+            "packed_seq_params with cp_partition_mode={partition!r} that nobody is known to have sliced",
+            "documents are taken as cut zigzag one by one",
+            "cp_partition_mode='zigzag'",
+            {"partition": "contiguous"},
+        ),
+        stated(
+            "cut_images",
+            "multimodal rotary embeddings with documents that are cut one by one",
+            "Megatron cuts their table by rows",
+            "dfa_megatron.megatron.shard_batch with the model's options",
         ),
         Refusal(
             lambda a: a.longest_document is not None and a.longest_document > (a.max_seqlen or 0),

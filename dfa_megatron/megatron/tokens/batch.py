@@ -114,6 +114,11 @@ def slicing_of(cp_group: dist.ProcessGroup, *, packed: bool) -> str | None:
     return order if order == "contiguous" and dist.get_world_size(cp_group) > 1 else None
 
 
+def cuts_documents(cp_group: dist.ProcessGroup) -> bool:
+    """Return whether undeclared packs of a group count as cut zigzag document by document, as by TransformerEngine."""
+    return dist.get_world_size(cp_group) > 1 and cp_group not in _DECLARED and packs_of_args() != "rows"
+
+
 def check_declared(cp_group: dist.ProcessGroup, layout_option: str, *, packed: bool = False) -> None:
     """Refuse tokens in another order than the layers expect; undeclared batches count as Megatron's zigzag.
 
@@ -128,5 +133,5 @@ def check_declared(cp_group: dist.ProcessGroup, layout_option: str, *, packed: b
         dfa_data_layout=layout_option,
         needed=_DATA_LAYOUT[layout_option],
         sliced=_DECLARED.get(cp_group, "zigzag"),
-        unsliced_documents=packed and cp_group not in _DECLARED and packs_of_args() != "rows",
+        unsliced_documents=packed and layout_option != "boundary" and cuts_documents(cp_group),
     )

@@ -1,4 +1,4 @@
-"""Move the rows of a sequence-first tensor between Megatron's zigzag layout and contiguous slices, in one all-to-all.
+"""Move the rows of a sequence-first tensor between Megatron's orders and contiguous slices, in one all-to-all.
 
 Shapes: a tensor here is (rows, ...). The rows are this rank's tokens: length / CP, or length / (CP * TP) under sequence
 parallelism, where Megatron splits a context-parallel rank's tokens again over its tensor-parallel ranks.
@@ -13,15 +13,22 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.megatron.refusals import CALLS
+from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.sharding import positions_of
 
-LayoutName = Literal["contiguous", "zigzag"]
+LayoutName = Literal["contiguous", "zigzag"] | DocumentOrder
 
 
-def positions(layout: str, length: int, ranks: int, rank: int) -> torch.Tensor:
+def positions(layout: str | DocumentOrder, length: int, ranks: int, rank: int) -> torch.Tensor:
     """Return the global positions of a rank's tokens, int64 (length / ranks,), in local order."""
+    if isinstance(layout, DocumentOrder):
+        return layout.positions(ranks, rank)
     return positions_of(by_name(layout, length, ranks), rank)
+
+
+_KEPT = 128
+"""Plans of a group that are kept: two for each of its latest packs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ def plan_exchange(
 
 
 class Relayout:
-    """Exchange rows between layouts over one context-parallel group; plans are made once per length.
+    """Exchange rows between layouts over one context-parallel group; plans are made once per length and pack.
 
     Args:
         cp_group: the context-parallel group.
@@ -83,7 +90,7 @@ class Relayout:
         self.member = dist.get_rank(cp_group) * self.splits + tp_rank
         here = dist.get_world_size(self.group), dist.get_rank(self.group)
         CALLS.check(rank_order=here != (self.ranks * self.splits, self.member))
-        self._plans: dict[tuple[str, str, int, torch.device], ExchangePlan] = {}
+        self._plans: dict[tuple[LayoutName, LayoutName, int, torch.device], ExchangePlan] = {}
 
     def move(self, rows: torch.Tensor, source: LayoutName, target: LayoutName) -> torch.Tensor:
         """Return this rank's rows (local rows, ...) in the target layout, given its rows in the source; no autograd."""
@@ -92,6 +99,8 @@ class Relayout:
         key = (source, target, rows.shape[0], rows.device)
         plan = self._plans.get(key)
         if plan is None:
+            if len(self._plans) >= _KEPT:
+                del self._plans[next(iter(self._plans))]
             length = rows.shape[0] * self.ranks * self.splits
             made = plan_exchange(source, target, length, self.ranks, self.splits, self.member)
             plan = self._plans[key] = ExchangePlan(

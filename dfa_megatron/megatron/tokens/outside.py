@@ -26,7 +26,7 @@ class ExchangedReplay:
 
     def record_indices(self, topk_indices: torch.Tensor) -> None:
         """Record the router's choice in the caller's order."""
-        super().record_indices(self._moved(topk_indices, "contiguous", "zigzag"))  # type: ignore[misc]
+        super().record_indices(self._moved(topk_indices, outward=True))  # type: ignore[misc]
 
     def get_replay_topk(self, scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the replayed choice, like RouterReplay, from indices that are exchanged first.
@@ -54,12 +54,14 @@ class ExchangedReplay:
 
     def _to_replay(self, given: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         CALLS.check(replayed_tokens=given.shape[0], router_tokens=scores.shape[0])
-        return self._moved(given.to(scores.device), "zigzag", "contiguous")
+        return self._moved(given.to(scores.device), outward=False)
 
-    def _moved(self, indices: torch.Tensor, source: str, target: str) -> torch.Tensor:
+    def _moved(self, indices: torch.Tensor, *, outward: bool) -> torch.Tensor:
         replay: Any = self
         rows = indices.reshape(replay.dfa_rows, -1)  # one position's tokens of all samples travel together
-        moved: torch.Tensor = replay.dfa_exchange().move(rows, source, target)
+        layer = replay.dfa_layer
+        way = ("contiguous", layer._dfa_order) if outward else (layer._dfa_order, "contiguous")
+        moved: torch.Tensor = layer._dfa_exchange().move(rows, *way)
         return moved.reshape(indices.shape)
 
 
@@ -79,7 +81,7 @@ def exchange_routing(layer: Any) -> None:
         return
     base: Any = type(replay)
     replay.__class__ = _replay_class(base)
-    replay.dfa_exchange = layer._dfa_exchange
+    replay.dfa_layer = layer
 
     def look(router: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden_states = args[0] if args else kwargs["input"]
@@ -116,7 +118,7 @@ def _in_order(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output:
     layers = [layer for layer in block.layers if layer.layer_number - 1 in wanted]
     CALLS.check(extracted=(sorted(wanted), len(between), len(layers)))
     moved = [
-        states if layer._dfa_last else layer._dfa_exchange()(states, "contiguous", "zigzag")
+        states if layer._dfa_last else layer._dfa_exchange()(states, "contiguous", layer._dfa_order)
         for layer, states in zip(layers, between, strict=True)
     ]
     return hidden_states, moved

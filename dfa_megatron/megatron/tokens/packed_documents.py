@@ -18,13 +18,14 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from dfa_megatron.megatron.refusals import PACKS
-from dfa_megatron.megatron.tokens.exchange import TableCache
+from dfa_megatron.megatron.tokens.document_order import DocumentOrder
+from dfa_megatron.megatron.tokens.exchange import LayoutName, TableCache
 from dfa_megatron.megatron.tokens.own_group import group_of
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, offsets_of
 from dfa_megatron.sharding import local_positions
 
 _PLACED = "_dfa_placed"
-"""The attribute of a PackedSeqParams that holds what was made of it, for as long as the micro-batch lives."""
+"""The attributes, by `ranks`, of a PackedSeqParams that hold what was made of it while the micro-batch lives."""
 
 
 @dataclass
@@ -39,6 +40,8 @@ class PlacedPack:
     """The ranks that share the micro-batch; None: the model's context-parallel group."""
     is_sliced: bool = False
     """Megatron slices its rotary table as for one sequence without documents."""
+    order: LayoutName = "zigzag"
+    """Megatron's order of the tokens outside the layers, in layout `boundary`."""
     slices: TableCache = field(default_factory=TableCache)
     """Tables that were exchanged for this micro-batch. The ranks of `group` have seen different ones before it."""
 
@@ -47,7 +50,7 @@ class PlacedPack:
         return "contiguous" if self.group is not None and self.group.size() == 1 else inside
 
 
-def place(params: Any) -> PlacedPack:
+def place(params: Any, ranks: int = 0) -> PlacedPack:
     """Return the PlacedPack of a PackedSeqParams; made once per micro-batch and cached.
 
     Padding at a document's end (cu_seqlens_q_padded) counts as part of the document: under a causal mask no real token
@@ -55,6 +58,8 @@ def place(params: Any) -> PlacedPack:
 
     Args:
         params: a PackedSeqParams in format thd with offsets of whole documents, before any slicing.
+        ranks: of context parallelism, if each document was cut by itself; its padding then goes to the end of the row.
+            0: rows were cut.
 
     Raises:
         UnsupportedError: another format, a group that does not fit, or other documents for the keys.
@@ -70,11 +75,28 @@ def place(params: Any) -> PlacedPack:
     offsets = _documents(queries)
     PACKS.check(qkv_format=params.qkv_format or "", one_with_group=group is not None and len(offsets) == 2)
     PACKS.check(other_keys=keys is not queries and _documents(keys) != offsets)
-    known: PlacedPack | None = getattr(params, _PLACED, None)
-    if known is None or (known.offsets, known.group) != (offsets, group):
-        known = PlacedPack(offsets, group=group, is_sliced=params.qkv_format == "sbhd")
-        setattr(params, _PLACED, known)
+    order: LayoutName = "zigzag"
+    if ranks:
+        order = document_order(params, ranks)
+        offsets = order.inside(ranks)
+    kept = f"{_PLACED}_{ranks}"
+    known: PlacedPack | None = getattr(params, kept, None)
+    if known is None or (known.offsets, known.group, known.order) != (offsets, group, order):
+        known = PlacedPack(offsets, group=group, is_sliced=params.qkv_format == "sbhd", order=order)
+        setattr(params, kept, known)
     return known
+
+
+def document_order(params: Any, ranks: int) -> DocumentOrder:
+    """Return the order of the tokens of a PackedSeqParams whose documents were cut zigzag one by one.
+
+    Raises:
+        UnsupportedError: the offsets fit neither each other nor the ranks, or the documents were cut otherwise.
+    """
+    PACKS.check(partition=getattr(params, "cp_partition_mode", None))
+    real = offsets_of(params.cu_seqlens_q)
+    padded = real if params.cu_seqlens_q_padded is None else offsets_of(params.cu_seqlens_q_padded)
+    return DocumentOrder.of(real, padded, ranks)
 
 
 def check_samples(config: Any, params: Any, pack: PlacedPack) -> None:

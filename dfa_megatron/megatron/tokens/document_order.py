@@ -1,0 +1,73 @@
+"""The order of Transformer Engine's packs: every document is padded to a multiple of 2 x CP and cut zigzag by itself.
+
+Rank r of P holds chunks r and 2P-1-r of the 2P equal chunks of each padded document, document after document. Inside
+the layers tokens are contiguous: the real tokens of all documents in order, then all padding. Padding forms documents
+of its own, which end with the ranks, so no token attends to it and it sends no message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from dfa_megatron.megatron.refusals import PACKS
+from dfa_megatron.runtime.cu_seqlens import Offsets, describe
+
+
+@dataclass(frozen=True)
+class DocumentOrder:
+    """Hold the documents of a pack that is cut zigzag document by document."""
+
+    real: Offsets
+    """Cumulative lengths without padding."""
+    padded: Offsets
+    """Offsets with it; document i is tokens padded[i] to padded[i] + real[i + 1] - real[i]."""
+
+    @classmethod
+    def of(cls, real: Offsets, padded: Offsets, ranks: int) -> DocumentOrder:
+        """Return the order of a pack for `ranks` ranks; offsets that repeat as filling are left out.
+
+        Raises:
+            UnsupportedError: the offsets do not fit each other or the ranks.
+        """
+        fits = len(real) == len(padded)
+        documents = list(zip(_lengths(real), _lengths(padded), strict=fits))
+        fits = fits and all(0 <= length <= room for length, room in documents)
+        PACKS.check(short_padding=None if fits else f"{describe(real)} and {describe(padded)}")
+        uneven = next((room for _, room in documents if room % (2 * ranks)), None)
+        PACKS.check(uneven_document=uneven, multiple=2 * ranks)
+        documents = [document for document in documents if document[1]]
+        lengths, rooms = zip(*documents, strict=True)
+        return cls((0, *accumulate(lengths)), (0, *accumulate(rooms)))
+
+    def check_tokens(self, held: int) -> None:
+        """Refuse a pack of other than the `held` tokens that the ranks hold together.
+
+        Raises:
+            UnsupportedError: says both numbers.
+        """
+        PACKS.check(padded_tokens=self.padded[-1], held_tokens=held)
+
+    def inside(self, ranks: int) -> Offsets:
+        """Return the global offsets of the documents inside the layers; padding comes last."""
+        real, total = self.real[-1], self.padded[-1]
+        longest = max(1, *_lengths(self.real))  # rotary tables are as long
+        borders = range(0, total, total // ranks)
+        cuts = [at for border in borders for at in range(max(border, real), border + total // ranks, longest)]
+        return tuple(dict.fromkeys((*self.real, *cuts, total)))
+
+    def positions(self, ranks: int, rank: int) -> torch.Tensor:
+        """Return where a rank's tokens are inside the layers, int64 (tokens / ranks,), in the rank's order."""
+        parts, tail = [], self.real[-1]
+        for (lo, hi), room in zip(pairwise(self.real), _lengths(self.padded), strict=True):
+            end = tail + room - (hi - lo)
+            chunks = torch.cat((torch.arange(lo, hi), torch.arange(tail, end))).chunk(2 * ranks)
+            parts += [chunks[rank], chunks[2 * ranks - 1 - rank]]
+            tail = end
+        return torch.cat(parts)
+
+
+def _lengths(offsets: Offsets) -> list[int]:
+    return [hi - lo for lo, hi in pairwise(offsets)]
