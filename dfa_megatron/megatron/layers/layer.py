@@ -17,6 +17,7 @@ from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, til
 from dfa_megatron.megatron.output import want_tiles
 from dfa_megatron.megatron.refusals import CALLS, LAYERS, OWN_GROUPS, PACKS, SPEC, check_config
 from dfa_megatron.megatron.tokens.batch import check_declared, cuts_documents
+from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import LayoutName
 from dfa_megatron.megatron.tokens.outside import exchange_extracted, exchange_routing
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples, place, rotary_rows
@@ -72,6 +73,7 @@ class DistributedAttentionLayer:
             "layers are recomputed without their attention" if self._dfa_remat else "recomputation is left to Megatron",
         )
         core = getattr(layer.self_attention, "core_attention", None)
+        LAYERS.check(other_core=None if core is None or hasattr(core, "dfa_pack") else type(core).__name__)
         listening = layer.self_attention if isinstance(layer.self_attention, InOrder) else core
         self._dfa_heeds = [] if listening is None else [listening]
         if core is not None and getattr(layer.config, "multi_latent_attention", False):
@@ -138,6 +140,8 @@ class DistributedAttentionLayer:
         if self._dfa_exchanges and not one and cuts_documents(group):
             PACKS.check(cut_images=getattr(layer.config, "mrope_section", None) is not None)
             pack = self._dfa.cut_pack(packed, group, tokens)
+            predicts, order = getattr(layer.config, "mtp_num_layers", None), pack.order
+            PACKS.check(rolled_documents=predicts and isinstance(order, DocumentOrder) and order.real != order.padded)
         check_samples(layer.config, packed, pack)
         if pack.group is not None and not self._dfa_regroupable:
             stack = self._dfa.hybrid or isinstance(layer.self_attention, InOrder)

@@ -194,6 +194,13 @@ LAYERS = Stage(
             "TELMHeadColumnParallelLinear",
         ),
         stated(
+            "other_core",
+            "a distributed layer whose core_attention became {other_core}",
+            "something replaced it behind distribute_attention, and would mistake the order of the tokens",
+            "leaving the spec as it is (Megatron-Bridge: attention_backend other than 'local')",
+            "DotProductAttention",
+        ),
+        stated(
             "other_mlp",
             "mlp_tile with an MLP of class {other_mlp}",
             "only a dense MLP computes each token by itself; experts are chosen and balanced over all tokens",

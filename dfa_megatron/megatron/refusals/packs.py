@@ -133,6 +133,12 @@ PACKS = Stage(
             {"partition": "contiguous"},
         ),
         stated(
+            "rolled_documents",
+            "multi-token prediction with cu_seqlens_q that leaves out the padding of documents that are cut one by one",
+            "Megatron shifts tokens by cu_seqlens_q as if it were where they are",
+            "the padded offsets in cu_seqlens_q too, or dfa_megatron.megatron.shard_batch",
+        ),
+        stated(
             "cut_images",
             "multimodal rotary embeddings with documents that are cut one by one",
             "Megatron cuts their table by rows",

@@ -1,0 +1,1 @@
+"""Trainers that are not installed here: their hooks, checked against their source."""
