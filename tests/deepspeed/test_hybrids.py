@@ -19,6 +19,12 @@ HYBRIDS = (
 )
 
 
+STAGES = {"nemotron_h": (0, 3), "qwen3_next": (0, 3)} | {
+    kind: (3 * (at % 2),) for at, kind in enumerate(HYBRIDS) if kind not in ("nemotron_h", "qwen3_next")
+}
+"""Of ZeRO; the others take turns."""
+
+
 def gradients(rank: int, world_size: int, kinds: tuple[str, ...]) -> None:
     from deepspeed.utils import safe_get_full_grad
 
@@ -32,7 +38,7 @@ def gradients(rank: int, world_size: int, kinds: tuple[str, ...]) -> None:
         one_by_one(reference, whole)[1].backward()
         want = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in reference.named_parameters()}
         largest = max(gradient.abs().max() for gradient in want.values())
-        for stage in (0, 3):
+        for stage in STAGES[kind]:
             model = build(kind).float()
             config = harness.settings(stage, world_size, checkpoint="remat")
             engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
