@@ -229,6 +229,30 @@ def test_packs_that_megatron_may_have_sliced_one_by_one_are_refused() -> None:
     run_ranks(2, refused_on_two_ranks)
 
 
+def attention_put_back(rank: int, world_size: int) -> None:
+    harness.start(Topology())
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from dfa_megatron.megatron import spec as specs
+
+    ours = specs.distribute_attention
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        spec = ours(*args, **kwargs)
+        for layer in getattr(spec, "layer_specs", [spec]):
+            layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+        return spec
+
+    specs.distribute_attention = replaced
+    options = DistAttentionConfig(data_layout="boundary")
+    with pytest.raises(UnsupportedError, match="a distributed layer whose core_attention became DotProductAttention"):
+        forward(options, None, tokens=12)
+
+
+def test_a_core_attention_that_something_puts_back_is_refused() -> None:
+    run_ranks(1, attention_put_back)
+
+
 def stage_without_documents(rank: int, world_size: int) -> None:
     harness.start(Topology())
     from dfa_megatron.megatron.start import dfa_flags
