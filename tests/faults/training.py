@@ -34,7 +34,7 @@ RANKS, LOCAL, HEADS, DIM, LAYERS = 3, 8, 2, 8, 2
 WIDTH = HEADS * DIM
 STRUCK = 2
 """The step in which a fault strikes, but for those of the first agreement: all plans are known then."""
-AGREEMENT, STALL, GROUP = 2.0, 2.0, 30.0
+AGREEMENT, STALL, GROUP = 3.0, 2.0, 30.0
 """agreement_timeout, stall_timeout, and the timeout of the process group, in seconds."""
 PAUSE, WRITING = 1.0, 4.5
 """Seconds that a paused rank stands still, and that a checkpoint takes: less and more than the stall timeout."""
@@ -132,7 +132,7 @@ class Rank:
                 _before(type(kernels.get(name)), method, lambda method=method: self.meet(method))
         for name, phase in (("run_forward", "forward"), ("run_backward", "backward")):
             _before(op, name, lambda phase=phase: setattr(self, "phase", phase))
-        _before(bound, "_land", lambda: self.meet(self.phase))  # of a replay, which enters no kernel's method
+        _before(bound.Post, "__call__", lambda: self.meet(self.phase))  # of a replay, which enters no kernel's method
         _before(prepare, "build", lambda: self.meet("agreement"))
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from dfa_megatron.testing.workers import run_ranks
 RANKS = 8
 
 
-def tensors(heads: int = 32, tokens: int = 2048) -> list[torch.Tensor]:
+def tensors(heads: int = 32, tokens: int = 4096) -> list[torch.Tensor]:
     return [torch.empty((), dtype=torch.bfloat16).expand(1, tokens, heads, 128) for _ in range(3)]
 
 
