@@ -34,7 +34,7 @@ RANKS, LOCAL, HEADS, DIM, LAYERS = 3, 8, 2, 8, 2
 WIDTH = HEADS * DIM
 STRUCK = 2
 """The step in which a fault strikes, but for those of the first agreement: all plans are known then."""
-AGREEMENT, STALL, GROUP = 3.0, 2.0, 30.0
+AGREEMENT, STALL, GROUP = 2.0, 2.0, 30.0
 """agreement_timeout, stall_timeout, and the timeout of the process group, in seconds."""
 PAUSE, WRITING = 1.0, 4.5
 """Seconds that a paused rank stands still, and that a checkpoint takes: less and more than the stall timeout."""
