@@ -98,7 +98,7 @@ class PackPlanner:
         )
         request.check()
         place, stages = torch.device(device), config.head_stages
-        if (error := None if stages == 1 else stages_error(stages, kv_heads or heads)) is not None:
+        if error := stages_error(stages, kv_heads or heads):
             raise error
         counts = heads // stages, (kv_heads or heads) // stages
         q, k = (torch.empty((), dtype=dtype, device=place).expand(1, local_tokens, count, head_dim) for count in counts)

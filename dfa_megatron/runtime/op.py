@@ -75,9 +75,8 @@ def _forward(inputs: Inputs, request: Request, group: str) -> tuple[Pair, Exchan
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulator_dtype(q.dtype))
     for heads, kv_heads in stages_of(number, q.shape[2], k.shape[2]):
-        some = [_heads_of(q, heads, 2), _heads_of(k, kv_heads, 2), _heads_of(v, kv_heads, 2)]
-        some += [_heads_of(x, heads, 0) for x in (sinks, slopes)]
-        (out[:, :, heads], lse[:, heads]), _, _ = _forward_of_all(Inputs(*some), request, group)  # type: ignore[arg-type]
+        some_q, some_k, some_v, _, _, *more = _of_stage((q, k, v, None, None, sinks, slopes), heads, kv_heads)
+        (out[:, :, heads], lse[:, heads]), _, _ = _forward_of_all(Inputs(some_q, some_k, some_v, *more), request, group)
     return (out, lse), None, None
 
 
@@ -101,7 +100,7 @@ def _forward_of_all(inputs: Inputs, request: Request, group: str) -> tuple[Pair,
 
 def _backward_of(dout: torch.Tensor, saved: Saved, request: Request, group: str) -> Gradients:
     """Return the gradients of q, k, v and sinks, in as many stages of heads as the forward had."""
-    q, k, v, out, lse, sinks, slopes = saved
+    q, k, v, _, _, sinks, slopes = saved
     assert q is not None and k is not None and v is not None  # noqa: PT018
     number = request.config.head_stages
     if number == 1:
@@ -109,21 +108,26 @@ def _backward_of(dout: torch.Tensor, saved: Saved, request: Request, group: str)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     for heads, kv_heads in stages_of(number, q.shape[2], k.shape[2]):
-        of_q, of_kv = (_heads_of(x, heads, 2) for x in (dout, q, out)), (_heads_of(x, kv_heads, 2) for x in (k, v))
-        (some_dout, some_q, some_out), (some_k, some_v) = of_q, of_kv
-        assert some_dout is not None and some_q is not None and some_k is not None and some_v is not None  # noqa: PT018
-        rest = [_heads_of(lse, heads, 1), *(_heads_of(x, heads, 0) for x in (sinks, slopes))]
-        prepared = prepare(request, group, QKV(some_q, some_k, some_v), rest[2])
-        *some, of_sinks = _gradients(some_dout, (some_q, some_k, some_v, some_out, *rest), prepared)
-        dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads] = some
+        some = _of_stage(saved, heads, kv_heads)
+        prepared = prepare(request, group, QKV(*some[:3]), some[6])
+        *of_some, of_sinks = _gradients(dout[:, :, heads].contiguous(), some, prepared)
+        dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads] = of_some
         if sinks is not None:
             dsinks[heads] = of_sinks
     return dq, dk, dv, dsinks
 
 
-def _heads_of(x: torch.Tensor | None, which: slice, dim: int) -> torch.Tensor | None:
-    """Return a copy of some heads in memory of their own; None of None."""
-    return None if x is None else x.narrow(dim, which.start, which.stop - which.start).contiguous()
+_HEADS = (2, 2, 2, 2, 1, 0, 0)
+"""The dimension of heads in each tensor of `Saved`."""
+
+
+def _of_stage(saved: Saved, heads: slice, kv_heads: slice) -> tuple[Any, ...]:
+    """Return a stage's heads of each tensor, copied to memory of their own; None of None."""
+    whose = heads, kv_heads, kv_heads, heads, heads, heads, heads
+    return tuple(
+        None if x is None else x.narrow(dim, which.start, which.stop - which.start).contiguous()
+        for x, which, dim in zip(saved, whose, _HEADS, strict=True)
+    )
 
 
 def _gradients(dout: torch.Tensor, saved: Saved, prepared: Prepared, *, exchanged: bool = False) -> Gradients:

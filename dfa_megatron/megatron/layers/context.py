@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from dfa_megatron.megatron.start.dfa_flags import packs_of_args
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, place
+from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.prepare import refuse
@@ -61,6 +63,11 @@ class AttentionContext:
             self._relayouts[key] = Relayout(*key)
         return self._relayouts[key]
 
+    @cached_property
+    def _guard(self) -> Guard:
+        """How the calls of every group are looked after."""
+        return Request(softmax_scale=1.0, config=self.options.within("function")).guard
+
     def cut_pack(self, params: Any, group: dist.ProcessGroup, tokens: int) -> PlacedPack:
         """Return the pack of a PackedSeqParams whose documents were cut one by one; ranks compare a new pack.
 
@@ -68,7 +75,7 @@ class AttentionContext:
             UnsupportedError: its offsets do not fit; every rank raises.
             DisagreementError: another rank refuses, or has other documents.
         """
-        guard, name = Request(softmax_scale=1.0, config=self.options.within("function")).guard, group.group_name
+        guard, name = self._guard, group.group_name
         try:
             pack = place(params, group.size())
             order = pack.order

@@ -8,6 +8,7 @@ of its own, which end with the ranks, so no token attends to it and it sends no 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -26,6 +27,7 @@ class DocumentOrder:
     """Offsets with it; document i is tokens padded[i] to padded[i] + real[i + 1] - real[i]."""
 
     @classmethod
+    @lru_cache(maxsize=64)  # every layer asks
     def of(cls, real: Offsets, padded: Offsets, ranks: int) -> DocumentOrder:
         """Return the order of a pack for `ranks` ranks; offsets that repeat as filling are left out.
 
@@ -50,6 +52,7 @@ class DocumentOrder:
         """
         PACKS.check(padded_tokens=self.padded[-1], held_tokens=held)
 
+    @lru_cache(maxsize=64)  # noqa: B019 an order is a value of a few numbers
     def inside(self, ranks: int) -> Offsets:
         """Return the global offsets of the documents inside the layers; padding comes last."""
         real, total = self.real[-1], self.padded[-1]

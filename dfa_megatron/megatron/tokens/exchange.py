@@ -41,6 +41,16 @@ class ExchangePlan:
     arrived_rows: torch.Tensor
     """For every row of the result, its row in the receive buffer."""
 
+    def to(self, device: torch.device) -> ExchangePlan:
+        """Return the same with its rows on a device."""
+        send, arrived = self.send_rows.to(device), self.arrived_rows.to(device)
+        return ExchangePlan(send, self.send_counts, self.receive_counts, arrived)
+
+    def back(self) -> ExchangePlan:
+        """Return the exchange in the other direction; rows travel in token order there too."""
+        send, arrived = torch.argsort(self.arrived_rows), torch.argsort(self.send_rows)
+        return ExchangePlan(send, self.receive_counts, self.send_counts, arrived)
+
 
 def plan_exchange(
     source: LayoutName, target: LayoutName, length: int, ranks: int, splits: int, member: int
@@ -96,19 +106,15 @@ class Relayout:
         """Return this rank's rows (local rows, ...) in the target layout, given its rows in the source; no autograd."""
         if self.ranks == 1 or source == target:
             return rows
-        key = (source, target, rows.shape[0], rows.device)
-        plan = self._plans.get(key)
+        count, device = rows.shape[0], rows.device
+        plan = self._plans.get((source, target, count, device))
         if plan is None:
-            if len(self._plans) >= _KEPT:
+            while len(self._plans) > _KEPT - 2:
                 del self._plans[next(iter(self._plans))]
-            length = rows.shape[0] * self.ranks * self.splits
-            made = plan_exchange(source, target, length, self.ranks, self.splits, self.member)
-            plan = self._plans[key] = ExchangePlan(
-                made.send_rows.to(rows.device),
-                made.send_counts,
-                made.receive_counts,
-                made.arrived_rows.to(rows.device),
-            )
+            length = count * self.ranks * self.splits
+            plan = plan_exchange(source, target, length, self.ranks, self.splits, self.member).to(device)
+            self._plans[source, target, count, device] = plan
+            self._plans[target, source, count, device] = plan.back()
         outgoing = rows.index_select(0, plan.send_rows)
         incoming = torch.empty_like(outgoing)
         dist.all_to_all_single(incoming, outgoing, plan.receive_counts, plan.send_counts, group=self.group)
