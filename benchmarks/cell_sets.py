@@ -96,6 +96,18 @@ def packs(name: str, gpus: int, seconds: float, tokens: int) -> Cell:
     return Cell(name, ranks(gpus, *words), seconds, gpus)
 
 
+def padded_packs(tokens: int) -> Cell:
+    """Return a cell of packs cut document by document beside Transformer Engine, thousands of tokens a rank."""
+    words = ("-m", "benchmarks.packed_zigzag", "--tokens-per-rank", str(tokens * K), "--out", "{out}.json")
+    return Cell(f"packed-zigzag-{tokens}k", ranks(2, *words), 120, 2)
+
+
+def tiled_loss(gpus: int) -> Cell:
+    """Return a cell of a Megatron model's loss, whole and by tiles."""
+    command = ranks(gpus, "benchmarks/tiled_loss.py", "--out", "{out}.json")
+    return Cell(f"tiled-loss-{gpus}", command, 180, gpus, ("megatron.core",))
+
+
 def gpu_tests(gpus: int) -> Cell:
     """Return every test that computes on GPUs; those that need more skip."""
     words = ("-m", "pytest", "-q", "-m", "gpu", "-n", "12", "--dist", "loadgroup", "--support-report", "{out}.jsonl")
@@ -162,6 +174,7 @@ def paper_toy() -> tuple[Cell, ...]:
 ONE_GPU = (
     gpu_tests(1),
     host_time(1),
+    tiled_loss(1),
     pack_programs(8),
     Cell("sanitize", ("python", "benchmarks/sanitize.py"), 240, 1, programs=("compute-sanitizer",)),
     attention("one-gpu", 1, 120, "--preset", "one_gpu"),
@@ -179,6 +192,9 @@ TWO_GPUS = (
     between_hosts("automatic-sockets", 2, 1, 240, "--preset", "automatic"),
     hybrid("hybrid", 2, 180, 64),
     host_time(2),
+    tiled_loss(2),
+    padded_packs(8),
+    padded_packs(32),
     packs("packed-8k", 2, 120, 8),
     megatron("megatron-layers", 2, 240, "--layers", "65536:8:14336", "131072:8:14336", "--warmup", "1", "--repeats",
              "3", "--train"),

@@ -49,7 +49,7 @@ def _communicating(kind: str) -> Method:
             attn_mask_type="causal" if problem.causal else "no_mask",
             window_size=problem.window_size if problem.mask == "window" else None,
         )
-        groups, stream = _communicators(kind, world)
+        groups, stream = communicators(kind, world)
         attention.set_context_parallel_group(groups, list(range(world.size)), stream, kind)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def _communicating(kind: str) -> Method:
 
 
 @functools.cache
-def _communicators(kind: str, world: World) -> tuple[Any, torch.cuda.Stream]:
+def communicators(kind: str, world: World) -> tuple[Any, torch.cuda.Stream]:
     """Return its group, or for a2a+p2p the pair's and the ring's, and the second stream of its ring."""
     stream = torch.cuda.Stream()
     if kind != "a2a+p2p":
