@@ -90,6 +90,13 @@ def longest(name: str, gpus: int, seconds: float, *flags: str) -> Cell:
     return Cell(name, ("python", *words, "--out", "{out}.json"), seconds, gpus, ("deepspeed", "transformers"))
 
 
+def longest_on_one(method: str) -> Cell:
+    """Return a cell that bisects the longest sequence of four layers of Qwen3-4B on a GPU of 40 GiB."""
+    flags = ("--shape", "qwen3-4b", "--layers", "4", "--offload-optimizer", "--memory-gib", "40")
+    search = ("--shortest", str(128 * K), "--resolution", str(16 * K), "--methods", method)
+    return longest(f"longest-{method}", 1, 540, *flags, *search)
+
+
 def packs(name: str, gpus: int, seconds: float, tokens: int) -> Cell:
     """Return a cell of packed documents beside ring-flash-attn, thousands of tokens a rank."""
     words = ("-m", "benchmarks.packed", "--tokens-per-rank", str(tokens * K), "--out", "{out}.json")
@@ -185,10 +192,13 @@ ONE_GPU = (
     pack_programs(8),
     Cell("sanitize", ("python", "benchmarks/sanitize.py"), 240, 1, programs=("compute-sanitizer",)),
     attention("one-gpu", 1, 120, "--preset", "one_gpu"),
+    longest_on_one("dfa-remat-host-stages"),
     recurrence("recurrence"),
     recurrence("recurrence-forward", "--no-backward"),
     pack_programs(32),
     pack_programs(128),
+    longest_on_one("dfa-remat-host"),
+    longest_on_one("ulysses-full-host"),
     Cell("fuzz", ("python", "-m", "tests.fuzz", "--device", "cuda", "--seconds", "200", "--out", "{out}.json"), 300, 1),
 )
 

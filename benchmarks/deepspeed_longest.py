@@ -1,12 +1,15 @@
-"""Finds the longest sequence that one ZeRO-3 step of a Llama-3-8B shape takes: ours beside DeepSpeed's ALST.
+"""Finds the longest sequence that one ZeRO-3 step takes: ours beside DeepSpeed's ALST.
 
     python benchmarks/deepspeed_longest.py --layers 2 --budget 540 --out longest.json      # on all GPUs there are
+    python benchmarks/deepspeed_longest.py --shape qwen3-4b --layers 4 --gpus 1 --offload-optimizer --memory-gib 40 \\
+        --shortest 65536 --resolution 16384 --methods dfa-remat-host dfa-remat-host-stages --out longest.json
     DS_ACCELERATOR=cpu python benchmarks/deepspeed_longest.py --dry-run                    # tiny, two ranks
 
 Forward, backward and optimizer, with tiled MLP and tiled loss for both. Lengths double until one runs out of memory or
 the time left is less than four times the last step; between the longest that ran and the shortest that ran out of
-memory one more is tried. Every attempt is a fresh set of processes, which takes a short step before the one that is
-timed. First of all, loss and gradients of every method are compared with one rank's.
+memory one more is tried, or with --resolution as many as it needs. Every attempt is a fresh set of processes, which
+takes a short step before the one that is timed. First of all, loss and gradients of every method are compared with one
+rank's.
 """
 
 from __future__ import annotations
@@ -21,35 +24,36 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SHAPE, VOCABULARY, MODEL_LAYERS = "llama-3-8b", 128256, 32
+from longest_search import MEMORY, STOPPED, search
+
+VOCABULARIES = {"llama-3-8b": 128256, "qwen3-4b": 151936}
 METHODS = {
     "dfa-remat": {"attention": "dfa", "checkpoint": "remat"},
     "ulysses-full": {"attention": "ulysses", "checkpoint": "full"},
     "dfa-remat-host": {"attention": "dfa", "checkpoint": "remat", "on_host": True},
+    "dfa-remat-host-stages": {"attention": "dfa", "checkpoint": "remat", "on_host": True, "stages": 8},
     "ulysses-full-host": {"attention": "ulysses", "checkpoint": "full", "on_host": True},
 }
 """host: what a checkpoint keeps is in host memory: layers' inputs, and attention's output and lse."""
+DEFAULT = ("dfa-remat", "ulysses-full", "dfa-remat-host", "ulysses-full-host")
 ENOUGH = 20.0
 """Seconds of a step from which on it is taken once."""
-STOPPED = "no time left"
-MEMORY = "out of memory"
 SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """In the text of errors of PyTorch, NCCL and cuBLAS."""
-
-Attempt = Callable[[str, int, float], dict[str, Any]]
-"""From a method, a length and the seconds left to a result: figures, or "failed"."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=2, help=f"of the model's {MODEL_LAYERS}")
+    parser.add_argument("--shape", choices=list(VOCABULARIES), default="llama-3-8b")
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--shortest", type=int, help="the first length, of whole sequences (default: 262144)")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(DEFAULT))
+    parser.add_argument("--resolution", type=int, help="tokens to which the longest is found")
+    parser.add_argument("--memory-gib", type=float, help="of a smaller GPU: PyTorch takes no more")
     parser.add_argument("--offload-optimizer", action="store_true", help="to the CPU")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all")
     parser.add_argument("--kernel", default="auto")
@@ -66,36 +70,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# The parent: which lengths are tried.
-
-
-def search(methods: list[str], shortest: int, attempt: Attempt, left: Callable[[], float]) -> None:
-    """Try every method at every length that there is time for, the shortest first; then between the last two."""
-    alive, fits, full = dict.fromkeys(methods, shortest), dict[str, dict[str, Any]](), dict[str, int]()
-    while alive:
-        for method, length in list(alive.items()):
-            result = guarded(method, length, fits.get(method), attempt, left)
-            if "failed" in result:
-                del alive[method]
-                if result["failed"].startswith(MEMORY):
-                    full[method] = length
-            else:
-                fits[method] = result
-                alive[method] = 2 * length
-    for method, length in full.items():
-        if method in fits:
-            guarded(method, length * 3 // 4, fits[method], attempt, left)
-
-
-def guarded(
-    method: str, length: int, before: dict[str, Any] | None, attempt: Attempt, left: Callable[[], float]
-) -> dict[str, Any]:
-    """Attempt a length if the time of a shorter one says that it ends in time: attention grows with its square."""
-    seconds = 0.0
-    if before is not None:
-        steps = before["seconds_per_step"] * (length / before["length"]) ** 2
-        seconds = steps + before["seconds_in_all"] - before["seconds_per_step"]
-    return attempt(method, length, left() if seconds < left() else 0.0)
+# The parent.
 
 
 def launch(args: argparse.Namespace, ranks: int, method: str, length: int, seconds: float) -> dict[str, Any]:
@@ -171,15 +146,27 @@ def is_memory(error: BaseException | None) -> bool:
 
 def engine_for(args: argparse.Namespace, longest: int) -> tuple[Any, str, int]:
     """Return an engine, its optimizer's name and the vocabulary."""
+    import torch
     from deepspeed_common import SHAPES, build, join
 
     join(max(args.budget, 60.0))  # a collective waits for the computation before it
-    shape, vocabulary = (SHAPES[SHAPE].toy(), 128) if args.dry_run else (SHAPES[SHAPE], VOCABULARY)
+    if args.memory_gib and torch.cuda.is_available():
+        whole = torch.cuda.get_device_properties(0).total_memory / 2**30
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gib / whole))
+    shape, vocabulary = SHAPES[args.shape], VOCABULARIES[args.shape]
+    if args.dry_run:
+        shape, vocabulary = shape.toy(), 128
     engine, name = build(
         shape, layers=args.layers, vocabulary=vocabulary, longest=longest, tiled="all",
         offload=args.offload_optimizer, dry=args.dry_run,
     )  # fmt: skip
     return engine, name, vocabulary
+
+
+def settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Return the fields of a method; tiny models have two kv heads."""
+    fields: dict[str, Any] = dict(METHODS[name])
+    return fields | {"stages": min(fields.get("stages", 1), 2 if args.dry_run else 8)}
 
 
 def agreement(args: argparse.Namespace) -> dict[str, Any]:
@@ -193,7 +180,7 @@ def agreement(args: argparse.Namespace) -> dict[str, Any]:
 
     length = (16 if args.dry_run else 1024) * int(os.environ["WORLD_SIZE"])
     engine, name, vocabulary = engine_for(args, length)
-    methods = {method: Method(**METHODS[method]) for method in args.methods}  # type: ignore[arg-type]
+    methods = {name: Method(**settings(args, name)) for name in args.methods}
     report = compare(engine, methods, length, vocabulary, kernel=args.kernel, sdpa=args.sdpa)
     return {"agreement": report, "optimizer": name, **made_with()}
 
@@ -214,7 +201,7 @@ def step(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
         raise torch.OutOfMemoryError("in a dry run")
     engine.module.tiles = tiles = math.ceil(length / ranks / (16 if args.dry_run else TILE))
     warmup = min(length, tiles * ranks * (8 if args.dry_run else math.ceil(4096 / tiles)))
-    with attention(engine, Method(**METHODS[method]), kernel=args.kernel, sdpa=args.sdpa):  # type: ignore[arg-type]
+    with attention(engine, Method(**settings(args, method)), kernel=args.kernel, sdpa=args.sdpa):
         take_step(engine, batch_of(engine, warmup, vocabulary))
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -248,8 +235,8 @@ def main() -> int:
     begin = time.perf_counter()
     ranks = args.gpus or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
     about: dict[str, Any] = {
-        "shape": SHAPE,
-        "note": f"{args.layers} of {MODEL_LAYERS} layers" + (", and tiny" if args.dry_run else ""),
+        "shape": args.shape,
+        "note": f"{args.layers} layers" + (", and tiny" if args.dry_run else ""),
         "arguments": {name: str(value) for name, value in vars(args).items() if name != "rank_of"},
     }
     compared = launch(args, ranks, "compare", 0, args.budget)
@@ -271,7 +258,7 @@ def main() -> int:
         return result
 
     able = [method for method in args.methods if "refused" not in about["agreement"][method]]
-    search(able, args.shortest, attempt, lambda: begin + args.budget - time.perf_counter())
+    search(able, args.shortest, attempt, lambda: begin + args.budget - time.perf_counter(), args.resolution)
     failed = [one for one in about["results"] if not one.get("failed", MEMORY).startswith((MEMORY, STOPPED))]
     return int(bool(failed))
 

@@ -40,6 +40,8 @@ class Method:
     checkpoint: str
     on_host: bool = False
     """What a checkpoint keeps: `remat_offload`, or DeepSpeed's cpu_checkpointing. The latter needs a GPU."""
+    stages: int = 1
+    """`head_stages`, of ours."""
 
 
 @contextlib.contextmanager
@@ -52,7 +54,11 @@ def attention(
     (getattr(inner, "activation_checkpointing_disable", None) or inner.gradient_checkpointing_disable)()
     if method.attention == "dfa":
         options = DistAttentionConfig(
-            schedule=schedule, kernel=kernel, checkpoint=method.checkpoint, remat_offload=method.on_host
+            schedule=schedule,
+            kernel=kernel,
+            checkpoint=method.checkpoint,
+            remat_offload=method.on_host,
+            head_stages=method.stages,
         )
         distribute_attention(inner, group=mesh.group, config=options)
         yield

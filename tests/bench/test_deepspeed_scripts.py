@@ -17,7 +17,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def tried(
-    script: ModuleType, limits: dict[str, int], budget: float, broken: int | None = None, startup: float = 10.0
+    script: ModuleType,
+    limits: dict[str, int],
+    budget: float,
+    broken: int | None = None,
+    startup: float = 10.0,
+    resolution: int | None = None,
 ) -> list[tuple[str, int, str]]:
     """Attempts on a machine whose methods run out of memory above a length, and whose clock is theirs."""
     spent, found = [0.0], []
@@ -34,11 +39,11 @@ def tried(
             result["failed"] = f"{script.MEMORY}: all of it"
         else:
             spent[0] += startup + step
-            result |= {"seconds_per_step": step, "seconds_in_all": startup + step}
+            result |= {"length": length, "seconds_per_step": step, "seconds_in_all": startup + step}
         found.append((method, length, str(result.get("failed", "ran"))[:11]))
         return result
 
-    script.search(list(limits), 1000, attempt, lambda: budget - spent[0])
+    script.search(list(limits), 1000, attempt, lambda: budget - spent[0], resolution)
     return found
 
 
@@ -46,6 +51,13 @@ def test_lengths_double_until_memory_ends_and_then_one_between_is_tried(script: 
     assert tried(script, {"a": 3500, "b": 2000}, budget=1e6) == [
         ("a", 1000, "ran"), ("b", 1000, "ran"), ("a", 2000, "ran"), ("b", 2000, "ran"), ("a", 4000, "out of memo"),
         ("b", 4000, "out of memo"), ("a", 3000, "ran"), ("b", 3000, "out of memo"),
+    ]  # fmt: skip
+
+
+def test_with_a_resolution_the_distance_is_halved_until_it_is_reached(script: ModuleType) -> None:
+    found = tried(script, {"a": 3300}, budget=1e6, resolution=250)
+    assert [(length, outcome == "ran") for _, length, outcome in found] == [
+        (1000, True), (2000, True), (4000, False), (3000, True), (3500, False), (3250, True),
     ]  # fmt: skip
 
 
