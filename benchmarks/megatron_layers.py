@@ -19,7 +19,7 @@ embedding, head and optimizer, in several modes:
     tp-full         the same with Megatron's unfused attention, which runs without Transformer Engine
 
 Modes that need nothing of ours come first, so that our memory does not count in their peaks. What a mode cannot do is
-written with its reason.
+written with its reason. Each mode's attention is compared with float64 first, and a mode that is wrong is not timed.
 
 Training (`--train LENGTH:LAYERS:STEPS:MODE ...`), in the same modes: GPTModel, DDP, the distributed optimizer and
 random tokens; what does not fit is said so, and the next case goes on. CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron
@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron_check import attention_errors, wrong
 from megatron_common import (
     MODES,
     NAMED,
@@ -63,6 +64,8 @@ TRAINING = (
     *(f"131072:4:5:{mode}" for mode in ("remat", "remat-boundary", "full", "none", "te-full", "te")),
     "262144:4:4:remat", "524288:2:2:remat", "1048576:2:1:remat",
 )  # fmt: skip
+CHECKED = 256
+"""Tokens of each rank in the comparison with float64."""
 LAYER_MODES = ("remat", "full", "none", "te", "te-full", "remat-te", "remat-te-fp8")
 
 
@@ -171,8 +174,14 @@ def write(report: dict[str, Any], out: Path) -> None:
 def time_layers(
     args: argparse.Namespace, shape: Shape, mode: Mode, length: int, device: torch.device
 ) -> dict[str, Any]:
-    """Return milliseconds per layer, both passes, and the peak memory in GiB with weights and gradients."""
+    """Return milliseconds per layer, both passes, and the peak memory in GiB with weights and gradients.
+
+    Where the attention is not that of float64, return what is wrong.
+    """
     block, table = build_layers(args, shape, mode, length, device)
+    errors = attention_errors(block, shape, mode, CHECKED * dist.get_world_size())
+    if why := wrong(errors, block.config.params_dtype):
+        return {"wrong": why}
     rows = length // dist.get_world_size()  # under sequence parallelism tensor-parallel ranks share a part's rows
     hidden = torch.randn(rows, 1, shape.hidden_size, device=device, dtype=block.config.params_dtype)
     gradient = torch.randn_like(hidden)
@@ -188,7 +197,8 @@ def time_layers(
     elapsed = median_ms(step, warmup=args.warmup, repeats=args.repeats) / args.depth
     useful = 3 * shape.layer_flop(length) / dist.get_world_size()
     rate = {} if shape.hybrid else {"tflops_per_gpu": round(useful / elapsed / 1e9, 1)}
-    return {"ms_per_layer": round(elapsed, 3), **rate, "peak_gib": round(peak_gib(), 2)}
+    error = float(f"{max(errors.values()):.2e}")
+    return {"ms_per_layer": round(elapsed, 3), **rate, "peak_gib": round(peak_gib(), 2), "attention_error": error}
 
 
 def build_layers(args: argparse.Namespace, shape: Shape, mode: Mode, length: int, device: torch.device) -> Any:
