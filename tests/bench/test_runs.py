@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import verify_cost
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.launch_ranks import STUCK_STATUS, measure
 from benchmarks.attention.local import local_attention
@@ -235,6 +236,20 @@ def test_the_command_starts_its_ranks_and_leaves_tables_figures_and_versions(tmp
     assert "[4/4]" in done.stdout
     assert done.stdout.count("ours / best baseline") == 2
     assert (tmp_path / "tables.txt").read_text() in done.stdout
+
+
+def _verify(rank: int, ranks: int, out: str) -> None:
+    sizes = ["--tokens", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--layers", "2", "--rounds", "1"]
+    verify_cost.main([*sizes, "--transport", "auto", "--out", out])
+
+
+def test_the_cost_of_comparing_calls_is_measured_before_a_watcher_and_with_it(tmp_path: Path) -> None:
+    run_ranks(2, _verify, str(tmp_path / "verify.json"))
+    (row,) = json.loads((tmp_path / "verify.json").read_text())["rows"]
+    assert row["ranks"] == 2
+    assert row["ms_on"] >= row["host_ms_on"] > 0
+    assert row["ms_off"] >= row["host_ms_off"] > 0
+    assert row["host_ms_before"] > 0
 
 
 @pytest.mark.gpu(2)
