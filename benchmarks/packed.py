@@ -5,7 +5,8 @@
 Documents are drawn log-normal, up to a quarter of the pack, and rounded to multiples of 2P tokens: ring-flash-attn's
 ring and zigzag cut each document into P or 2P chunks. A method that is wrong on a small pack is
 not timed (ring-flash-attn's ring and zigzag are in float32: they sum into what they read). Times are of the slowest
-rank, the median over repetitions in which methods take turns; TFLOP/s per rank count the pairs of the documents:
+rank, the median over repetitions in which methods take turns, each from an idle GPU; `in a row` is of one of 8 calls
+without a wait between them, as a model's layers make them. TFLOP/s per rank count the pairs of the documents:
 4 * pairs * heads * head_dim forward, 2.5 times that backward. `new pack` is what the first call with documents that
 were not seen before takes longer on the host: planning, and agreeing on it.
 """
@@ -41,6 +42,8 @@ Offsets = tuple[int, ...]
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float32: 1e-4}
 BOTH = 3.5
 """Forward and backward, in forwards."""
+ROW = 8
+"""Calls in a row."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,12 @@ def passes(method: Method, offsets: Offsets, inputs: list[torch.Tensor]) -> tupl
     return forward, lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
 
 
+def in_a_row(both: Callable[[], object]) -> None:
+    """Call it as often as `ROW` says."""
+    for _ in range(ROW):
+        both()
+
+
 def new_packs(method: Method, args: argparse.Namespace, world: World, tokens: int, usual: float) -> float:
     """Return the host's milliseconds for new documents: the median of some packs, less `usual`."""
     taken = []
@@ -199,7 +208,7 @@ def main() -> None:
     flops = 4 * pairs * args.heads * args.head_dim / world.size
     combinations = itertools.product(args.schedule, args.kernel, args.transport)
     methods = [our_method(*one, args.causal) for one in combinations] + peer_methods(world, args.kv_heads, args.causal)
-    inputs, rows, timers = draw_inputs(args, tokens, world, 0), list[dict[str, Any]](), list[tuple[Timer, Timer]]()
+    inputs, rows, timers = draw_inputs(args, tokens, world, 0), list[dict[str, Any]](), list[tuple[Timer, ...]]()
     for method in methods:
         wrong = together(world, functools.partial(check, method, args, world))
         row: dict[str, Any] = {"method": method.name, "wrong": wrong.why if isinstance(wrong, Failure) else ""}
@@ -212,13 +221,16 @@ def main() -> None:
         if method.name.startswith("dfa"):
             row["took"] = plans_in_use()[-1].schedule
         forward()
-        timers.append((Timer(forward, args.repetitions), Timer(both, args.repetitions)))
-    take_turns(world, [timer for pair in timers for timer in pair])
-    for row, (forward_timer, both_timer) in zip([row for row in rows if not row["wrong"]], timers, strict=True):
+        calls = forward, both, functools.partial(in_a_row, both)
+        timers.append(tuple(Timer(call, args.repetitions) for call in calls))
+    take_turns(world, [timer for each in timers for timer in each])
+    right = [row for row in rows if not row["wrong"]]
+    for row, (forward_timer, both_timer, row_timer) in zip(right, timers, strict=True):
         row |= {"forward ms": forward_timer.median, "both ms": both_timer.median, "host ms": both_timer.host_median}
         row |= {
             "forward TFLOP/s": flops / forward_timer.median / 1e9,
             "both TFLOP/s": BOTH * flops / both_timer.median / 1e9,
+            "in a row TFLOP/s": ROW * BOTH * flops / row_timer.median / 1e9,
         }
         if row["method"].startswith("dfa") and args.new_packs:
             method = next(method for method in methods if method.name == row["method"])
@@ -250,7 +262,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mean", type=float, default=7.0, help="of the logarithm of a document's tokens")
     parser.add_argument("--sigma", type=float, default=1.2, help="of the same")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--schedule", nargs="+", default=["ring", "balanced_shared", "greedy", "load_balanced"])
+    parser.add_argument("--schedule", nargs="+", default=["auto", "load_balanced"])
     parser.add_argument("--kernel", nargs="+", default=["auto"])
     parser.add_argument("--transport", nargs="+", default=["auto"])
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
