@@ -21,7 +21,21 @@ from tests.megatron import harness
 from tests.megatron.harness import Case, Topology
 from tests.megatron.test_launched_training import needs_training
 
-SEEN: dict[str, Any] = {}
+
+def batch_of(micro: int) -> dict[str, torch.Tensor]:
+    """A micro-batch of the harness with documents."""
+    offsets = harness.documents(0, micro)
+    longest = (offsets[:, 1:] - offsets[:, :-1]).max(1).values
+    return {**harness.micro_batch(0, micro), "cu_seqlens": offsets, "max_seqlen": longest}
+
+
+def loss_of(losses: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+    """This rank's part of the mean loss."""
+    return losses.mean() / harness.MICRO_BATCHES / dist.get_world_size()
+
+
+HERE = SimpleNamespace(batch_of=batch_of, loss_of=loss_of, total=None, model=None)
+"""The script's data and loss, and its total loss and model."""
 
 # What pretrain_gpt.py of Megatron-LM 0.19 does with packed data between the loader and the model.
 SCRIPT = """
@@ -39,12 +53,11 @@ if __name__ == "__main__":
     config = gpt_config_from_args(args)
     model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     harness.set_weights(model)
+    here = test_packed_scripts.HERE
     total = torch.zeros(())
     for micro in range(harness.MICRO_BATCHES):
-        offsets = harness.documents(0, micro)
-        longest = (offsets[:, 1:] - offsets[:, :-1]).max(1).values
-        batch = {**harness.micro_batch(0, micro), "cu_seqlens": offsets, "cu_seqlens_padded": None,
-                 "max_seqlen": longest, "local_cp_size": None, "hybrid_cp_group": None, "attention_mask": None}
+        batch = {**here.batch_of(micro), "cu_seqlens_padded": None, "local_cp_size": None, "hybrid_cp_group": None,
+                 "attention_mask": None}
         batch = flatten_batch_for_packed_sequences(batch)
         batch = get_batch_on_this_cp_rank(
             batch, is_hybrid_cp=args.hybrid_context_parallel, cp_group=parallel_state.get_context_parallel_group(),
@@ -53,11 +66,11 @@ if __name__ == "__main__":
         params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest,
                                  max_seqlen_kv=longest)
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
-        loss = loss.mean()
+        loss = here.loss_of(loss, batch)
         loss.backward()
-        total += loss.detach() / harness.MICRO_BATCHES / parallel_state.get_context_parallel_world_size()
+        total += loss.detach()
     torch.distributed.all_reduce(total)
-    test_packed_scripts.SEEN["total"] = total.item()
+    here.total, here.model = total.item(), model
 """
 
 
@@ -69,7 +82,7 @@ def train_through_a_script(rank: int, world_size: int, script_path: str, flags: 
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
     assert launch.main([script_path, *FLAGS.split(), *OURS.split(), *FULL.split(), *flags]) == 0
-    assert abs(SEEN["total"] - torch.load(path, weights_only=True)["losses"][0]) <= 1e-5
+    assert abs(HERE.total - torch.load(path, weights_only=True)["losses"][0]) <= 1e-5
 
 
 @pytest.mark.support("megatron", "packed data of Megatron's scripts and datasets")
@@ -88,44 +101,6 @@ def test_packed_data_of_a_script_train_like_its_documents_on_one_rank(flags: lis
     run_ranks(1, harness.save_reference, path, Case(options=None, steps=1, packed=True), timeout=120)
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
     run_ranks(2, train_through_a_script, str(tmp_path / "pretrain_gpt.py"), flags, path, timeout=120)
-
-
-@needs_training
-def test_the_launcher_has_sft_documents_packed_without_padding(tmp_path: Path) -> None:
-    run_ranks(1, pack_conversations)
-
-
-def pack_conversations(rank: int, world_size: int) -> None:
-    from megatron.training.datasets import sft_dataset
-
-    def sample() -> dict[str, torch.Tensor]:
-        config = SimpleNamespace(context_parallel_size=2, tokenizer=Tokenizer(), sequence_length=32)
-        config.reset_position_ids = config.create_attention_mask = config.reset_attention_mask = False
-        made = sft_dataset.SFTDataset(CONVERSATIONS, None, [0], 1, None, config=config)
-        assert config.context_parallel_size == 2
-        return made[0]
-
-    def keep(self: Any, dataset: Any, path: Any, indices: Any, samples: int, split: Any, config: Any) -> None:
-        vars(self).update(dataset=dataset, indices=indices, num_samples=samples, config=config)
-
-    sft_dataset.MegatronDataset.__init__ = keep
-    assert sample()["cu_seqlens"].unique_consecutive().tolist() == [0, 8, 12, 32]
-    for _ in range(2):  # the second time replaces nothing
-        script._leave_documents_unpadded()
-    assert sample()["cu_seqlens"].unique_consecutive().tolist() == [0, 5, 8, 32]
-
-
-CONVERSATIONS = [[{"role": "system", "content": "x" * length} for length in (5, 3, 7)]]
-
-
-class Tokenizer:
-    """As Megatron's SFT tokenizers, a token a character."""
-
-    eod, pad = 1, 0
-
-    def tokenize_conversation(self, conversation: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = torch.full((sum(len(message["content"]) for message in conversation),), 9)
-        return tokens, tokens
 
 
 def slice_a_pack(rank: int, world_size: int) -> None:

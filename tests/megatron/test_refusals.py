@@ -110,10 +110,9 @@ def test_files_that_go_by_the_place_of_tokens_are_taken_where_it_is_that_of_the_
     options_of(argparse.Namespace(context_parallel_size=2, **fields))
 
 
-def test_packed_data_of_scripts_are_taken_where_they_are_sliced_by_rows() -> None:
+def test_packed_data_of_scripts_are_taken_where_the_layout_knows_how_they_are_sliced() -> None:
     for fields in (
-        {"sft": True, "context_parallel_size": 1},
-        {"sft": True, "context_parallel_size": 2, "dfa_data_layout": "contiguous"},
+        {"sft": True, "context_parallel_size": 1, "dfa_data_layout": "zigzag"},
         {"dataloader_inter_document_masking": True, "context_parallel_size": 2},
     ):
         options_of(argparse.Namespace(**fields))
