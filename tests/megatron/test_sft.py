@@ -103,7 +103,7 @@ def train_by_flags(rank: int, ranks: int, script_path: str) -> None:
         assert (parameter.grad - wanted[name]).abs().max() <= 1e-5 * wanted[name].abs().max(), name
 
 
-@pytest.mark.support("megatron", "--sft by flags alone, documents padded by Megatron's dataset")
+@pytest.mark.support("megatron", "packed data of Megatron's scripts and datasets")
 @needs_training
 def test_sft_by_megatrons_flags_alone_trains_like_its_conversations_on_one_rank(tmp_path: Path) -> None:
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
