@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology, case
@@ -28,7 +29,12 @@ def places() -> torch.Tensor:
 
 
 def run(
-    topology: Topology, options: DistAttentionConfig | None, batch: dict[str, Any], mask: torch.Tensor | None = None
+    topology: Topology,
+    options: DistAttentionConfig | None,
+    batch: dict[str, Any],
+    mask: torch.Tensor | None = None,
+    *,
+    whole_table: bool = False,
 ) -> tuple[torch.Tensor, Any]:
     """Losses of this rank's tokens, and gradients summed over the context-parallel ranks."""
     from megatron.core import parallel_state
@@ -48,9 +54,11 @@ def run(
         share_embeddings_and_output_weights=False,
     )
     harness.set_weights(model)
-    packed = {} if options is None else {"packed_seq_params": packed_seq_params(batch)}
+    if whole_table:  # as of Megatron-Bridge's module
+        model.rotary_pos_emb.cp_group = parallel_state.get_tensor_model_parallel_group()
+    packed = {} if options is None else {"packed_seq_params": batch.get("params") or packed_seq_params(batch)}
     losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **packed)
-    losses.sum().backward()
+    (losses * batch["loss_mask"]).sum().backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=parallel_state.get_context_parallel_group())
     return losses.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -96,6 +104,35 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
             for parameter, gradient in expected[name][1].items():
                 error = (gradients[parameter] - gradient).abs().max() / gradient.abs().max()
                 assert error <= 1e-5, f"{layout}, {name}: the gradient of {parameter} is off by {error:.2e}"
+    compare_padded(rank, ranks, pack, expected["pack"])
+
+
+def compare_padded(rank: int, ranks: int, pack: dict[str, Any], expected: tuple[torch.Tensor, Any]) -> None:
+    """Documents that are padded and cut zigzag one by one; their table is Megatron's slice of rows, or whole."""
+    from tests.megatron import padded_packs
+
+    harness.start(Topology(cp=ranks))  # nobody declares how batches are sliced
+    total = padded_packs.total_of(pack["tokens"].shape, ranks, 1)
+    flat = {**pack, "position_ids": torch.arange(BATCH * SEQUENCE)}
+    local = padded_packs.cut(flat, ranks, rank, total, form=0)
+    params, held = local["params"], local["position_ids"][0]
+    shift = (params.cu_seqlens_q_padded - params.cu_seqlens_q)[:-1].repeat_interleave(params.cu_seqlens_q.diff())
+    padded = torch.randint(0, 9, (3, 1, total))
+    padded[:, 0, torch.arange(BATCH * SEQUENCE) + shift] = pack["position_ids"].flatten(1)
+    real = local["loss_mask"][0].bool()
+    options = DistAttentionConfig(data_layout="boundary")
+    for whole_table in (False, True):
+        batch = {**local, "position_ids": padded}
+        losses, gradients = run(Topology(cp=ranks), options, batch, whole_table=whole_table)
+        torch.testing.assert_close(losses[0, real], expected[0].flatten()[held[real]], rtol=1e-5, atol=1e-5)
+        for parameter, gradient in expected[1].items():
+            error = (gradients[parameter] - gradient).abs().max() / gradient.abs().max()
+            assert error <= 1e-5, f"padded: the gradient of {parameter} is off by {error:.2e}"
+    from megatron.core.transformer.attention import SelfAttention
+
+    SelfAttention.__module__ = "a_trainers.own"
+    with pytest.raises(UnsupportedError, match="table of a rank's tokens"):
+        run(Topology(cp=ranks), options, batch)
 
 
 @pytest.mark.support("megatron", "multimodal rotary embeddings, packed and not; every layout, CP 3")

@@ -20,7 +20,7 @@ from dfa_megatron.megatron.tokens.batch import check_declared, cuts_documents
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import LayoutName
 from dfa_megatron.megatron.tokens.outside import exchange_extracted, exchange_routing
-from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples, place, rotary_rows
+from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples, image_rows, place, rotary_rows
 
 _OWN_GROUPS = ("hybrid_context_parallel", "dynamic_context_parallel")
 """Fields of Megatron's TransformerConfig with which micro-batches name their own groups."""
@@ -138,7 +138,6 @@ class DistributedAttentionLayer:
         group = layer.pg_collection.cp if pack.group is None else pack.group
         one = pack.group is not None and len(pack.offsets) == 2  # is cut in the same way by rows and by documents
         if self._dfa_exchanges and not one and cuts_documents(group):
-            PACKS.check(cut_images=getattr(layer.config, "mrope_section", None) is not None)
             pack = self._dfa.cut_pack(packed, group, tokens)
             predicts, order = getattr(layer.config, "mtp_num_layers", None), pack.order
             PACKS.check(rolled_documents=predicts and isinstance(order, DocumentOrder) and order.real != order.padded)
@@ -164,6 +163,9 @@ class DistributedAttentionLayer:
         if self._dfa.options.data_layout == "zigzag" or not (self._dfa_several or self._dfa_own):
             return table
         exchange = self._dfa.relayout(layer.pg_collection, self._dfa_own, sequence_parallel=False)
+        if pack is not None and isinstance(pack.order, DocumentOrder):
+            own = type(layer.self_attention).__module__.startswith("megatron.core.")
+            return image_rows(table, pack, exchange, tokens, row_slice=own)
         tables = self._dfa.tables if pack is None or pack.group is None else pack.slices
         return tables.contiguous(table, exchange, tokens)
 

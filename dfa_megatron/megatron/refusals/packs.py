@@ -140,9 +140,9 @@ PACKS = Stage(
         ),
         stated(
             "cut_images",
-            "multimodal rotary embeddings with documents that are cut one by one",
-            "Megatron cuts their table by rows",
-            "dfa_megatron.megatron.shard_batch with the model's options",
+            "a multimodal table of a rank's tokens, in attention not Megatron's, with documents cut one by one",
+            "nobody tells the order of its rows",
+            "the table of all tokens with padding, or dfa_megatron.megatron.shard_batch with the model's options",
         ),
         Refusal(
             lambda a: a.longest_document is not None and a.longest_document > (a.max_seqlen or 0),

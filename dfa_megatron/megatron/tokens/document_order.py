@@ -63,13 +63,29 @@ class DocumentOrder:
 
     def positions(self, ranks: int, rank: int) -> torch.Tensor:
         """Return where a rank's tokens are inside the layers, int64 (tokens / ranks,), in the rank's order."""
+        documents = (document.chunk(2 * ranks) for document in self.inside_of_rows().split(_lengths(self.padded)))
+        return torch.cat([chunks[at] for chunks in documents for at in (rank, 2 * ranks - 1 - rank)])
+
+    def inside_of_rows(self) -> torch.Tensor:
+        """Return where every token of the padded row is inside the layers, int64 (tokens,)."""
         parts, tail = [], self.real[-1]
         for (lo, hi), room in zip(pairwise(self.real), _lengths(self.padded), strict=True):
             end = tail + room - (hi - lo)
-            chunks = torch.cat((torch.arange(lo, hi), torch.arange(tail, end))).chunk(2 * ranks)
-            parts += [chunks[rank], chunks[2 * ranks - 1 - rank]]
+            parts += [torch.arange(lo, hi), torch.arange(tail, end)]
             tail = end
         return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The zigzag order of the padded row, by which Megatron slices its multimodal rotary table."""
+
+    documents: DocumentOrder
+
+    def positions(self, ranks: int, rank: int) -> torch.Tensor:
+        """Return where a rank's rows of that slice are inside the layers, int64 (tokens / ranks,)."""
+        chunks = self.documents.inside_of_rows().chunk(2 * ranks)
+        return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
 
 
 def _lengths(offsets: Offsets) -> list[int]:

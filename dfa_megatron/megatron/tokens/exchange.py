@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.megatron.refusals import CALLS
-from dfa_megatron.megatron.tokens.document_order import DocumentOrder
+from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
 from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.sharding import positions_of
 
-LayoutName = Literal["contiguous", "zigzag"] | DocumentOrder
+LayoutName = Literal["contiguous", "zigzag"] | DocumentOrder | RowOrder
 
 
-def positions(layout: str | DocumentOrder, length: int, ranks: int, rank: int) -> torch.Tensor:
+def positions(layout: str | DocumentOrder | RowOrder, length: int, ranks: int, rank: int) -> torch.Tensor:
     """Return the global positions of a rank's tokens, int64 (length / ranks,), in local order."""
-    if isinstance(layout, DocumentOrder):
+    if not isinstance(layout, str):
         return layout.positions(ranks, rank)
     return positions_of(by_name(layout, length, ranks), rank)
 
@@ -153,14 +153,14 @@ class TableCache:
         self.capacity = capacity
         self._entries: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def contiguous(self, table: Any, relayout: Relayout, rows: int) -> Any:
-        """Return the contiguous counterpart of a zigzag table (rows, ...), or of each member of a tuple of tables.
+    def contiguous(self, table: Any, relayout: Relayout, rows: int, source: LayoutName = "zigzag") -> Any:
+        """Return the contiguous counterpart of a table (rows, ...) in order `source`, or of each member of a tuple.
 
         Raises:
             UnsupportedError: the first dimension of a table is not the rows of this rank.
         """
         if isinstance(table, (tuple, list)):
-            return tuple(self.contiguous(member, relayout, rows) for member in table)
+            return tuple(self.contiguous(member, relayout, rows, source) for member in table)
         if not isinstance(table, torch.Tensor):
             return table
         CALLS.check(table_shape=tuple(table.shape), rows=rows)
@@ -175,5 +175,5 @@ class TableCache:
             if len(self._entries) >= self.capacity:
                 del self._entries[next(iter(self._entries))]
             with torch.no_grad():
-                self._entries[key] = (table, relayout.move(table.detach(), "zigzag", "contiguous"))
+                self._entries[key] = (table, relayout.move(table.detach(), source, "contiguous"))
         return self._entries[key][1]

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from dfa_megatron.megatron.refusals import PACKS
-from dfa_megatron.megatron.tokens.document_order import DocumentOrder
-from dfa_megatron.megatron.tokens.exchange import LayoutName, TableCache
+from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
+from dfa_megatron.megatron.tokens.exchange import LayoutName, Relayout, TableCache
 from dfa_megatron.megatron.tokens.own_group import group_of
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, offsets_of
 from dfa_megatron.sharding import local_positions
@@ -138,6 +138,36 @@ def rotary_rows(table: Any, pack: PlacedPack, tokens: int, group: dist.ProcessGr
     PACKS.check(max_seqlen=table.shape[0], longest_document=longest)
     positions = local_positions(length, group=group, layout=layout, device=table.device, cu_seqlens=pack.offsets)
     rows = table.index_select(0, positions)
+    pack.tables.append((table, rows))
+    return rows
+
+
+def image_rows(table: Any, pack: PlacedPack, exchange: Relayout, tokens: int, *, row_slice: bool) -> Any:
+    """Return the rows of this rank's tokens of a multimodal rotary table, of documents that were cut one by one.
+
+    Args:
+        table: (all tokens with padding, 1, 1, rotary_dim); or (tokens, 1, 1, rotary_dim), its zigzag slice.
+        exchange: over the ranks that share the micro-batch.
+        tokens: number of tokens that this rank holds.
+        row_slice: a table of so many rows is known to be that slice, which Megatron's own module makes.
+
+    Raises:
+        UnsupportedError: it is not known, or the table has other rows.
+    """
+    order = pack.order
+    assert isinstance(order, DocumentOrder)
+    if isinstance(table, (tuple, list)):
+        return tuple(image_rows(member, pack, exchange, tokens, row_slice=row_slice) for member in table)
+    if not isinstance(table, torch.Tensor):
+        return table
+    if table.shape[0] != tokens * exchange.ranks:
+        PACKS.check(cut_images=not row_slice)
+        return pack.slices.contiguous(table, exchange, tokens, RowOrder(order))
+    for known, rows in pack.tables:
+        if known is table:
+            return rows
+    places = torch.argsort(order.inside_of_rows())[exchange.member * tokens :][:tokens]
+    rows = table.index_select(0, places.to(table.device))
     pack.tables.append((table, rows))
     return rows
 
