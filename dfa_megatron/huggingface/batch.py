@@ -12,7 +12,8 @@ from dfa_megatron.huggingface.refusals import BATCHES
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.sharding import local_positions, shard_sequence
 
-_KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", *packed.FLASH_KEYS)
+KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", *packed.FLASH_KEYS)
+"""What may be in a batch of text."""
 
 OTHER_SENSES = (
     *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw", "image_sizes"),
@@ -47,7 +48,7 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
         UnsupportedError: padding elsewhere or with labels, positions that are not those of documents, an unknown key,
             or a length that does not divide.
     """
-    unknown = sorted(set(batch) - {*_KNOWN, *OTHER_SENSES})
+    unknown = sorted(set(batch) - {*KNOWN, *OTHER_SENSES})
     known = not unknown and "input_ids" in batch
     BATCHES.check(unknown_batch=None if known else ", ".join(batch) or "nothing")
     tokens = batch["input_ids"]

@@ -19,6 +19,9 @@ from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
 
+_TILE = "_dfa_tile"
+"""The attribute of a model that holds the tile of its loss, None where logits are dense."""
+
 
 class TiledLinear:
     """Defer the logits of a linear layer, or give its hidden states and weight to a function.
@@ -27,14 +30,14 @@ class TiledLinear:
     """
 
     dfa_tile: int | None = None
-    dfa_deferring = False
+    """Tokens of a tile, during a call whose logits are deferred."""
 
     def forward(self, hidden: torch.Tensor, dfa_use: Callable[[torch.Tensor, Any], Any] | None = None) -> Any:
         """Run the layer's own forward, where nothing is deferred and no function is given."""
         layer: Any = self
         if dfa_use is not None:
             return dfa_use(hidden, layer)
-        if not self.dfa_deferring or self.dfa_tile is None:
+        if self.dfa_tile is None:
             return super().forward(hidden)  # type: ignore[misc]
         return DeferredLogits(functools.partial(run_in, layer, hidden), self.dfa_tile, layer.out_features, layer)
 
@@ -61,7 +64,7 @@ def tiled_head(head: Any) -> Any:
     """
     if not isinstance(head, TiledLinear):
         plain = isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward
-        MODEL.check(other_head=None if plain else type(head).__name__)
+        MODEL.check(other_head=None if plain else f"{type(head).__module__}.{type(head).__qualname__}")
         base: Any = type(head)
         head.__class__ = _linear_class(base)
         setattr(head, WATCHED, None)
@@ -76,17 +79,16 @@ def set_tile(model: Any, options: DistAttentionConfig) -> None:
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    head = model.get_output_embeddings()
     if options.loss_tile == "off":
-        if isinstance(head, TiledLinear):
-            head.dfa_tile = None
+        if hasattr(model, _TILE):
+            setattr(model, _TILE, None)
         return
     own = getattr(model, "loss_function", None)
     MODEL.check(own_loss_function=None if own in (ForCausalLMLoss, loss_by_tiles) else getattr(own, "__name__", own))
-    known = isinstance(head, TiledLinear)
-    head = tiled_head(head)
-    head.dfa_tile = options.loss_tile
-    say_tiled(head.dfa_tile)
+    tiled_head(model.get_output_embeddings())
+    known = hasattr(model, _TILE)
+    setattr(model, _TILE, options.loss_tile)
+    say_tiled(options.loss_tile)
     model.loss_function = loss_by_tiles
     if not known:
         model.register_forward_pre_hook(_look, with_kwargs=True)
@@ -122,9 +124,17 @@ def loss_by_tiles(
 
 
 def _look(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Defer the logits of a call with labels."""
-    model.get_output_embeddings().dfa_deferring = arguments_of(model, args, kwargs).get("labels") is not None
+    """Defer the logits of a call with labels.
+
+    Raises:
+        UnsupportedError: the head was replaced since `set_tile`, by one with an adapter.
+    """
+    tile = getattr(model, _TILE)
+    if tile is not None and arguments_of(model, args, kwargs).get("labels") is not None:
+        tiled_head(model.get_output_embeddings()).dfa_tile = tile
 
 
 def _forget(model: Any, args: Any, output: Any) -> None:
-    model.get_output_embeddings().dfa_deferring = False
+    head = model.get_output_embeddings()
+    if isinstance(head, TiledLinear):
+        head.dfa_tile = None

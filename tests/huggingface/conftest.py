@@ -13,6 +13,7 @@ INSTALLED = importlib.util.find_spec("transformers") is not None
 if INSTALLED:
     preload(
         "dfa_megatron.attention",
+        "transformers.trainer",
         *(
             f"transformers.models.{name}.modeling_{name}"
             for name in (

@@ -101,6 +101,23 @@ def test_tiles_end_with_the_option_and_logits_without_labels_are_whole() -> None
     assert torch.equal(torch.argmax(tiled.logits, dim=-1), best.indices)
 
 
+@pytest.mark.parametrize("way", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_a_head_that_gets_an_adapter_after_loss_tile_is_set_is_refused_and_another_linear_one_is_tiled(
+    way: dict[str, Any],
+) -> None:
+    peft = pytest.importorskip("peft")
+    model = dfa_hf.distribute_attention(build("Llama"), config=TILED)
+    batch = dfa_hf.shard_batch(text(1, 8, seed=1))
+    model.lm_head = torch.nn.Linear(32, 61)
+    assert isinstance(model(**batch).logits, DeferredLogits)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**{"target_modules": ["q_proj"], **way}))
+    assert adapted(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits.shape == (1, 8, 61)
+    with pytest.raises(UnsupportedError, match="a head of type peft"):
+        adapted(**batch)
+    dfa_hf.distribute_attention(adapted)
+    assert adapted(**batch).logits.shape == (1, 8, 61)
+
+
 def test_another_head_or_loss_is_refused() -> None:
     class Adapted(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +125,7 @@ def test_another_head_or_loss_is_refused() -> None:
 
     model = build("Llama")
     model.lm_head = Adapted(32, 61)
-    with pytest.raises(UnsupportedError, match="a head of type Adapted"):
+    with pytest.raises(UnsupportedError, match=r"a head of type .*Adapted"):
         dfa_hf.distribute_attention(model, config=TILED)
     model = build("Llama")
     model.loss_function = F.cross_entropy

@@ -25,6 +25,12 @@ BATCHES = Stage(
             "as DataCollatorWithFlattening of transformers makes them, or none for one document a sequence",
         ),
         stated(
+            "different_batches",
+            "batches that differ between the ranks of a sequence",
+            "each rank takes its part of the same batch",
+            "accelerator_config={{'dispatch_batches': False}}, where a Trainer's data set has no length",
+        ),
+        stated(
             "two_answers",
             "cu_seq_lens_q that disagree with position_ids",
             "they say where documents begin in two ways",

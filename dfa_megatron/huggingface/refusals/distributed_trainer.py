@@ -1,0 +1,64 @@
+"""What a Trainer asks for that is refused when sequences are shared without DeepSpeed."""
+
+from __future__ import annotations
+
+from dfa_megatron.refusals import Refusal, Stage, stated
+
+TRAINER = Stage(
+    "Hugging Face: when a Trainer is distributed",
+    (
+        stated(
+            "uneven_size",
+            "size={uneven_size} on {ranks} ranks",
+            "groups of that many ranks do not use all of them",
+            "a divisor of {ranks}",
+            "3",
+            ranks=4,
+        ),
+        stated(
+            "other_parallelism",
+            "distribute_trainer beside ParallelismConfig({other_parallelism})",
+            "accelerate would cut the batches or the model too",
+            "distribute_trainer(trainer, size=...), and a ParallelismConfig of dp sizes or none",
+            "cp_size=2",
+        ),
+        stated(
+            "deepspeed",
+            "distribute_trainer of a Trainer with DeepSpeed",
+            "its engine finds the ranks of a sequence in the JSON",
+            "dfa_megatron.deepspeed.install() and ParallelismConfig(sp_size=..., sp_backend='deepspeed')",
+        ),
+        stated(
+            "new_models",
+            "model_init",
+            "the Trainer makes another model when it trains, which would not be distributed",
+            "Trainer(model=...)",
+        ),
+        stated(
+            "own_loss",
+            "label_smoothing_factor or compute_loss_func",
+            "they would compare the labels of all tokens with the logits of this rank's",
+            "the model's own loss",
+        ),
+        Refusal(
+            lambda a: a.metrics and a.dfa_loss_tile != "off",
+            "compute_metrics or predict with loss_tile={dfa_loss_tile!r}",
+            "they read logits, which are not made",
+            "loss_tile='off', or prediction_loss_only=True and the evaluation loss",
+            {"metrics": True, "dfa_loss_tile": 4096},
+        ),
+        stated(
+            "objects",
+            "eval_use_gather_object",
+            "what the ranks of a sequence hold in common could not be told apart",
+            "eval_use_gather_object=False",
+        ),
+        Refusal(
+            lambda a: a.checkpointed and a.dfa_checkpoint != "none",
+            "gradient_checkpointing=True with checkpoint={dfa_checkpoint!r}",
+            "the Trainer would replace one by the other when it trains",
+            "gradient_checkpointing=False",
+            {"checkpointed": True, "dfa_checkpoint": "remat"},
+        ),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Trainers whose ranks share sequences: HF Trainer and its subclasses, without DeepSpeed."""

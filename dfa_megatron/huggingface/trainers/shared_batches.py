@@ -1,0 +1,125 @@
+"""Let a model take whole batches, the same on every rank of a group, as trainers hand them over.
+
+Hooks cut each batch into this rank's part. In evaluation they put the outputs together again, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from dfa_megatron.huggingface.batch import KNOWN, OTHER_SENSES, shard_batch
+from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
+from dfa_megatron.huggingface.model_inputs import arguments_of
+from dfa_megatron.huggingface.padding import IGNORED, gathered
+from dfa_megatron.huggingface.parts.text_part import is_distributed
+from dfa_megatron.huggingface.positions.document_starts import FLASH_KEYS
+from dfa_megatron.huggingface.refusals import BATCHES
+from dfa_megatron.runtime.comm.groups import resolve
+from dfa_megatron.sharding import unshard_sequence
+
+_SHARED = "_dfa_shared"
+"""The attribute of a model that holds its `Shared`."""
+
+
+@dataclass(slots=True)
+class Shared:
+    """Hold what the hooks of a model tell each other.
+
+    logits: whether evaluation puts logits together; whoever reads the loss alone saves their memory.
+    length: tokens of the present batch, without those that made its length divide.
+    """
+
+    logits: bool = True
+    length: int = 0
+
+
+def take_whole_batches(model: Any) -> Shared:
+    """Register the hooks of a transformers model that `distribute_attention` prepared; may be called again."""
+    known: Shared | None = getattr(model, _SHARED, None)
+    if known is None:
+        known = Shared()
+        setattr(model, _SHARED, known)
+        model.register_forward_pre_hook(_cut, with_kwargs=True, prepend=True)  # before the checks of a part
+        model.register_forward_hook(_join)
+    return known
+
+
+def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Replace a whole batch by this rank's part; the count of labels, if given, is the caller's."""
+    if not is_distributed(model):
+        return None
+    context: LayerContext = getattr(model, CONTEXT)
+    given = {name: value for name, value in arguments_of(model, args, kwargs).items() if value is not None}
+    batch = {name: given.pop(name) for name in (*KNOWN, *OTHER_SENSES) if name in given}
+    if context.options.verify != "off":
+        _check_same(batch, context.group)
+    BATCHES.check(unknown_batch=None if "input_ids" in batch else ", ".join((*batch, *given)))
+    shared: Shared = getattr(model, _SHARED)
+    shared.length = batch["input_ids"].shape[1]
+    part = shard_batch(padded(batch, context.size), group=context.group or None)
+    return (), part | given
+
+
+def _join(model: Any, args: Any, output: Any) -> Any:
+    """In evaluation, give every rank the outputs of all tokens, and the mean of the losses."""
+    context: LayerContext = getattr(model, CONTEXT)
+    if model.training or not is_distributed(model) or context.size == 1:
+        return None
+    shared: Shared = getattr(model, _SHARED)
+    local = -(-shared.length // context.size)
+
+    def whole(value: torch.Tensor) -> torch.Tensor:
+        if value.dim() == 0:
+            total = value.clone()
+            dist.all_reduce(total, group=resolve(context.group))
+            return total / context.size
+        if value.dim() == 1 or value.shape[1] != local:
+            return value
+        return unshard_sequence(value, group=context.group)[:, : shared.length]
+
+    if not isinstance(output, Mapping):
+        return tree_map_only(torch.Tensor, whole, output)
+    for name, value in list(output.items()):
+        if name != "logits" or shared.logits:
+            output[name] = tree_map_only(torch.Tensor, whole, value)  # type: ignore[index]
+    return output
+
+
+def padded(batch: Mapping[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
+    """Return a batch with tokens without labels behind its rows, so that `size` divides their length.
+
+    They belong to the last document of their row: causal attention hides them from all others. With images or sound
+    the batch stays as it is.
+    """
+    missing = -batch["input_ids"].shape[1] % size
+    if not missing or any(name in batch for name in OTHER_SENSES):
+        return dict(batch)
+    new = dict(batch)
+    for name, value in (("input_ids", 0), ("labels", IGNORED), ("attention_mask", 0)):
+        if name in new:
+            new[name] = torch.nn.functional.pad(new[name], (0, missing), value=value)
+    if (positions := new.get("position_ids")) is not None:
+        behind = positions[:, -1:] + torch.arange(1, missing + 1, device=positions.device)
+        new["position_ids"] = torch.cat((positions, behind), dim=1)
+        return {name: value for name, value in new.items() if name not in FLASH_KEYS}  # which say the same
+    return new
+
+
+def _check_same(batch: Mapping[str, torch.Tensor], group: str) -> None:
+    """Refuse batches that differ between the ranks of a group; all ranks raise. One small message."""
+    device = next(iter(batch.values())).device
+    facts = torch.zeros(9, dtype=torch.int64, device=device)
+    for place, name in enumerate(("input_ids", "labels", "position_ids")):
+        value = batch.get(name)
+        if value is not None and value.dim() == 2:
+            weights = torch.arange(1, value.numel() + 1, device=device)
+            facts[3 * place : 3 * place + 2] = torch.tensor(value.shape)
+            facts[3 * place + 2] = (value.flatten() * weights).sum()
+    found = torch.stack(gathered(facts, group))
+    BATCHES.check(different_batches=bool((found != found[0]).any()))

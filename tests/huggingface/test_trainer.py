@@ -1,0 +1,131 @@
+"""A Trainer without DeepSpeed, whose ranks share sequences, trains and evaluates as it does on one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.testing.workers import run_ranks
+from tests.support.models import build, text
+
+STEPS = 3
+
+
+class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Sequences of lengths that no number of ranks divides, with labels that lie unevenly; some are packs."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        self.count, self.seed = count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        length = 13 + 4 * (index // 2 % 2)
+        sample = text(1, length, seed=self.seed + index, unlabelled=1 + 5 * (index % 3))
+        documents = [torch.arange(5), torch.arange(length - 5)] if index // 2 % 2 else [torch.arange(length)]
+        labels = sample["labels"][0]
+        labels[5 if len(documents) > 1 else 0] = -100
+        return {"input_ids": sample["input_ids"][0], "labels": labels, "position_ids": torch.cat(documents)}
+
+
+def hits(found: Any) -> dict[str, float]:
+    predictions, labels = found.predictions.argmax(-1)[:, :-1], found.label_ids[:, 1:]
+    return {"hits": float((predictions == labels)[labels != -100].sum()), "rows": float(len(labels))}
+
+
+def trainer(folder: str, data: int, model: Any = None, **changes: Any) -> Any:
+    """A Trainer whose steps see the same samples with any number of data-parallel groups."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = {
+        "output_dir": folder,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 2 // data,
+        "gradient_accumulation_steps": 4 // data,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": STEPS,
+        "save_steps": STEPS - 1,
+        "use_cpu": True,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    others = {name: changes.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in changes}
+    settled = TrainingArguments(**{**arguments, **changes})
+    return Trainer(
+        model=build("Llama") if model is None else model,
+        args=settled,
+        train_dataset=Sequences(4 * STEPS),
+        eval_dataset=Sequences(6, seed=50),
+        **others,
+    )
+
+
+def history(run: Any, resumed: bool = False) -> dict[str, list[float]]:
+    """Losses, norms of gradients, and evaluation, of the last step alone or of all."""
+    names = ("loss", "grad_norm", "eval_loss", "eval_hits", "eval_rows")
+    lists = {name: [entry[name] for entry in run.state.log_history if name in entry] for name in names}
+    return {name: values[-1:] if resumed else values for name, values in lists.items()}
+
+
+def prepare_worker(rank: int, world_size: int) -> None:
+    """Set what a launcher would have set."""
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    os.environ.update({**ranks, **sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+
+
+def alone(rank: int, world_size: int, folder: str) -> Any:
+    run = trainer(folder, 1, compute_metrics=hits)
+    run.train()
+    return history(run), parameters_of(run), run.predict(Sequences(3, seed=70)).predictions
+
+
+def together(rank: int, world_size: int, folder: str) -> Any:
+    prepare_worker(rank, world_size)
+    found = []
+    for size in (world_size, 2):
+        data = world_size // size
+        run = trainer(f"{folder}/{size}", data, compute_metrics=hits)
+        dfa_hf.distribute_trainer(run, size=size, config=DistAttentionConfig(checkpoint="remat"))
+        run.train()
+        again = trainer(f"{folder}/{size}", data)
+        dfa_hf.distribute_trainer(again, size=size, config=DistAttentionConfig(loss_tile=5))
+        again.train(resume_from_checkpoint=f"{folder}/{size}/checkpoint-{STEPS - 1}")
+        predicted = run.predict(Sequences(3, seed=70)).predictions
+        found.append((history(run), history(again, resumed=True), parameters_of(run), parameters_of(again), predicted))
+    again.model.eval()
+    sample = {name: value[None] for name, value in Sequences(1, seed=rank)[0].items()}
+    with pytest.raises(UnsupportedError, match="batches that differ between the ranks"):
+        again.model(**sample)
+    with pytest.raises(UnsupportedError, match="predict with loss_tile=5"):
+        again.predict(Sequences(2))
+    return found
+
+
+def parameters_of(run: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in run.model.named_parameters()}
+
+
+def test_trainer_without_deepspeed_has_the_steps_evaluation_and_resumed_steps_of_one_process(tmp_path: Path) -> None:
+    ((wanted, parameters, predicted),) = run_ranks(1, alone, str(tmp_path / "one"), timeout=120)
+    last = wanted["loss"][-1:] + wanted["eval_loss"]
+    for ranks in run_ranks(4, together, str(tmp_path), timeout=170):
+        for whole, resumed, mine, mine_resumed, predictions in ranks:
+            for name, values in wanted.items():
+                assert whole[name] == pytest.approx(values, rel=1e-5), name
+            assert resumed["loss"] + resumed["eval_loss"] == pytest.approx(last, rel=1e-5)
+            torch.testing.assert_close(mine, parameters, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(mine_resumed, parameters, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(torch.from_numpy(predictions), torch.from_numpy(predicted), rtol=1e-4, atol=1e-5)
