@@ -84,14 +84,17 @@ def _check_layouts(rank: int, ranks: int, pipeline: tuple[Topology, Case, dict[s
     """One rank is no reference: Megatron's own column-parallel projection of the shared rotary key loses a gradient."""
     harness.check_topologies(rank, ranks, [pipeline])
     topology = Topology(tp=2, cp=2)
-    harness.start(topology)
-    zigzag, *others = (
-        harness.train(topology, full(layout, config=LATENT)) for layout in ("zigzag", "boundary", "contiguous")
-    )
-    for other in others:
-        assert other.losses == pytest.approx(zigzag.losses, abs=1e-5)
-        for name, wanted in zigzag.gradients.items():
-            assert (other.gradients[name] - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
+    packed = functools.partial(full, config=(*LATENT, ("calculate_per_token_loss", True)), packed=True)
+    harness.start(topology)  # packs first: nobody has declared yet how batches are cut
+    for cases in (
+        [packed("boundary", padded=True), packed("contiguous")],
+        [full(layout, config=LATENT) for layout in ("zigzag", "boundary", "contiguous")],
+    ):
+        first, *others = (harness.train(topology, wanted) for wanted in cases)
+        for other in others:
+            assert other.losses == pytest.approx(first.losses, abs=1e-5)
+            for name, wanted in first.gradients.items():
+                assert (other.gradients[name] - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
 
 
 def test_tables_of_every_length_are_of_this_ranks_tokens_also_for_fused_kernels() -> None:
