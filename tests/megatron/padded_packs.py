@@ -26,7 +26,7 @@ def cut(batch: dict[str, torch.Tensor], ranks: int, rank: int, total: int, form:
     ends = torch.unique_consecutive(batch["cu_seqlens"] + torch.arange(len(batch["tokens"]))[:, None] * length).int()
     lengths = ends.diff().tolist()
     rooms = [-(-n // (2 * ranks)) * 2 * ranks for n in lengths]
-    rooms[1] += 2 * ranks
+    rooms[len(rooms) > 1] += 2 * ranks
     rooms[-1] += total - sum(rooms)
     generator = torch.Generator().manual_seed(rooms[0])
     cut: dict[str, Any] = {}
