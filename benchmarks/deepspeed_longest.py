@@ -192,7 +192,7 @@ def step(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
     """
     import torch
     import torch.distributed as dist
-    from deepspeed_common import TILE, batch_of, mean, most, peak_gib, take_step
+    from deepspeed_common import TILE, batch_of, held, mean, most, peak_gib, take_step
     from deepspeed_methods import Method, attention
 
     engine, _, vocabulary = engine_for(args, length)
@@ -201,6 +201,7 @@ def step(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
         raise torch.OutOfMemoryError("in a dry run")
     engine.module.tiles = tiles = math.ceil(length / ranks / (16 if args.dry_run else TILE))
     warmup = min(length, tiles * ranks * (8 if args.dry_run else math.ceil(4096 / tiles)))
+    resting = (held() - engine.module.held_before) / 2**30
     with attention(engine, Method(**settings(args, method)), kernel=args.kernel, sdpa=args.sdpa):
         take_step(engine, batch_of(engine, warmup, vocabulary))
         if torch.cuda.is_available():
@@ -218,10 +219,25 @@ def step(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
         "seconds_per_step": seconds,
         "tokens_per_second_per_gpu": length / seconds / ranks,
         "peak_gib": peak_gib(engine, METHODS[method]["attention"]),
+        "resting_gib": resting,
+        **(predicted(args, method, length) if ranks == 1 and METHODS[method]["attention"] == "dfa" else {}),
         "host_gib_of_all_ranks": host.item(),
         "loss": value if math.isfinite(value) else str(value),
         "loss_finite": math.isfinite(value),
     }
+
+
+def predicted(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
+    """Return the memory of the account, GiB by moment, and the largest."""
+    from deepspeed_common import SHAPES, TILE
+    from deepspeed_memory import account
+
+    fields = settings(args, method)
+    found = account(
+        SHAPES[args.shape], args.layers, VOCABULARIES[args.shape], length,
+        on_host=bool(fields.get("on_host")), offload=args.offload_optimizer, stages=fields["stages"], tile=TILE,
+    )  # fmt: skip
+    return {"predicted_gib": max(found.values()), "predicted_by_moment": found}
 
 
 def main() -> int:
