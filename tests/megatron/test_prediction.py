@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.tokens.document_order import DocumentOrder
+from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.testing.workers import run_ranks
-from tests.megatron import harness
+from tests.megatron import harness, padded_packs
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Case, Topology, case
 
 TWO_AHEAD = (("num_layers", 2), ("mtp_num_layers", 2))
@@ -53,56 +55,60 @@ def shifts(rank: int, ranks: int) -> None:
 
 def check_shifts(rank: int, ranks: int, group: Any) -> None:
     from dfa_megatron.megatron.layers.prediction import shift
-    from dfa_megatron.megatron.tokens.exchange import positions
 
-    for layout in ("contiguous", "zigzag"):
-        for offsets in ((), (0, 3, 4, 5, 8, 4 * ranks)):
-            whole = torch.randint(1, 100, (2, 4 * ranks))
-            dist.broadcast(whole, 0, group)
-            wanted = whole.roll(-1, -1)
-            wanted[:, [offset - 1 for offset in offsets[1:]] or [-1]] = 0
-            here = positions(layout, 4 * ranks, ranks, rank)
-            assert torch.equal(shift(whole[:, here], layout, group, offsets), wanted[:, here])
+    documents = DocumentOrder.of((0, 3, 4, 4 + 2 * ranks), (0, 2 * ranks, 4 * ranks, 6 * ranks), ranks)
+    ends = (3, 2 * ranks, 2 * ranks + 1, 4 * ranks, 6 * ranks)
+    cases = [
+        (by_name(name, 4 * ranks, ranks), some)
+        for name in ("contiguous", "zigzag")
+        for some in ((), (3, 4, 5, 8, 4 * ranks))
+    ]
+    for layout, last in (*cases, (documents.layout(ranks), documents.ends())):
+        whole = torch.randint(1, 100, (2, layout.length))
+        dist.broadcast(whole, 0, group)
+        wanted = whole.roll(-1, -1)
+        wanted[:, [end - 1 for end in last or (layout.length,)]] = 0
+        here = layout.positions(rank)
+        assert torch.equal(shift(whole[:, here], layout, group, last), wanted[:, here])
+    assert documents.ends() == ends
 
 
 def test_a_shift_brings_the_next_token_from_whatever_rank_has_it() -> None:
     run_ranks(3, shifts)
 
 
-def even_mask(layout: str, ranks: int) -> torch.Tensor:
+def even_mask(held: list[torch.Tensor]) -> torch.Tensor:
     """A loss mask whose shifted forms count as many tokens on every rank, because Megatron divides by those."""
-    from dfa_megatron.megatron.tokens.exchange import positions
-
     masks = torch.rand(20_000, OFFSETS[-1], generator=torch.Generator().manual_seed(4)) < 0.6
     even, shifted = torch.ones(len(masks), dtype=torch.bool), masks
     for _ in range(2):
         shifted = shifted.roll(-1, -1)
         shifted[:, [offset - 1 for offset in OFFSETS[1:]]] = False
-        counts = [shifted[:, positions(layout, OFFSETS[-1], ranks, rank)].sum(1) for rank in range(ranks)]
+        counts = [shifted[:, positions].sum(1) for positions in held]
         for count in counts:
             even &= count == counts[0]
     return masks[even][0].float()[None]
 
 
 def run(topology: Topology, options: DistAttentionConfig | None, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:
-    """Losses of this rank's tokens, and gradients summed over the context-parallel ranks."""
-    from megatron.core import parallel_state
+    """Losses of this rank's tokens, and gradients summed over the ranks that share them."""
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     from dfa_megatron.megatron import packed_seq_params
 
     wanted = MEGATRONS if options is None else case(options.data_layout)
-    model = harness.make_model(harness.make_config(topology, wanted, **dict(TWO_AHEAD)), options)
-    MTPLossAutoScaler.set_loss_scale(torch.tensor(1 / topology.cp))
+    grouped = {"hybrid_context_parallel": options is not None and topology.cp == 1}
+    model = harness.make_model(harness.make_config(topology, wanted, **dict(TWO_AHEAD), **grouped), options)
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(1 if options is None else 1 / dist.get_world_size()))
     document = torch.bucketize(torch.arange(OFFSETS[-1]), torch.tensor(OFFSETS[1:]), right=True)
     apart = (document[:, None] != document) | torch.ones(OFFSETS[-1], OFFSETS[-1]).triu(1).bool()
     mask = apart[None, None] if options is None else None
-    packed = {} if options is None else {"packed_seq_params": packed_seq_params(batch)}
+    packed = {} if options is None else {"packed_seq_params": batch.get("params") or packed_seq_params(batch)}
     given = {"labels": batch["labels"], "loss_mask": batch["loss_mask"], **packed}
     losses = model(batch["tokens"], batch["position_ids"], mask, **given)
     (losses * batch["loss_mask"]).sum().backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, group=parallel_state.get_context_parallel_group())
+    for parameter in model.parameters() if options else ():
+        dist.all_reduce(parameter.grad)
     return losses.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
@@ -133,24 +139,45 @@ def compare_packs(rank: int, ranks: int) -> None:
     from dfa_megatron.megatron import shard_batch
     from dfa_megatron.megatron.tokens.exchange import positions
 
-    harness.start(Topology(dp=ranks))
-    expected = []
-    for order in ("contiguous", "zigzag"):
-        rows = {name: x.reshape(1, -1) for name, x in harness.micro_batch(0, 0).items()}
-        rows["position_ids"] = torch.arange(BATCH * SEQUENCE)[None]
-        whole = {**rows, "loss_mask": even_mask(order, ranks), "cu_seqlens": torch.tensor(OFFSETS).int()}
-        expected.append((whole, *alone(ranks, whole)))
-    harness.start(Topology(cp=ranks))
-    for layout, (whole, losses, gradients) in zip(("contiguous", "boundary"), expected, strict=True):
-        order = "zigzag" if layout == "boundary" else layout
-        options = DistAttentionConfig(data_layout=layout)
-        local = shard_batch(whole, parallel_state.get_context_parallel_group(), options)
-        ours, our_gradients = run(Topology(cp=ranks), options, local)
-        here = positions(order, OFFSETS[-1], ranks, rank)
-        torch.testing.assert_close(ours, losses[:, here], rtol=1e-5, atol=1e-5)
-        for name, gradient in gradients.items():
-            error = (our_gradients[name] - gradient).abs().max() / gradient.abs().max()
-            assert error <= 1e-5, f"{layout}: the gradient of {name} is off by {error:.2e}"
+    apart, together = Topology(dp=ranks), Topology(cp=ranks)
+    rows = {name: x.reshape(1, -1) for name, x in harness.micro_batch(0, 0).items()}
+    rows |= {"position_ids": torch.arange(BATCH * SEQUENCE)[None], "cu_seqlens": torch.tensor(OFFSETS).int()}
+    total = padded_packs.total_of(rows["tokens"].shape, ranks, 1)
+
+    def padded(whole: dict[str, Any], form: int, rank: int = rank) -> dict[str, Any]:
+        return padded_packs.cut({**whole, "position_ids": rows["position_ids"]}, ranks, rank, total, form)
+
+    def real(local: dict[str, Any]) -> torch.Tensor:
+        return local["position_ids"][0, local["loss_mask"][0].bool()]
+
+    held = {
+        order: [positions(order, OFFSETS[-1], ranks, r) for r in range(ranks)] for order in ("contiguous", "zigzag")
+    }
+    held["padded"] = [real(padded(rows, 0, r)) for r in range(ranks)]
+    harness.start(apart)
+    wholes = {order: {**rows, "loss_mask": even_mask(parts)} for order, parts in held.items()}
+    expected = {order: alone(ranks, whole) for order, whole in wholes.items()}
+
+    def check(topology: Topology, layout: str, order: str, local: dict[str, Any], here: torch.Tensor) -> None:
+        losses, gradients = run(topology, DistAttentionConfig(data_layout=layout), local)
+        wanted, wanted_gradients = expected[order]
+        torch.testing.assert_close(losses[:, here], wanted[:, held[order][rank]], rtol=1e-5, atol=1e-5)
+        for name, gradient in wanted_gradients.items():
+            error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
+            assert error <= 1e-5, f"{layout}, {order}: the gradient of {name} is off by {error:.2e}"
+
+    is_real = padded(rows, 0)["loss_mask"][0].bool()
+    own = dist.new_group(list(range(ranks)))
+    for form in (0, 1):
+        grouped = padded(wholes["padded"], form)
+        grouped["params"].local_cp_size, grouped["params"].cp_group = ranks, own
+        check(apart, "boundary", "padded", grouped, is_real)
+    harness.start(together)
+    check(together, "boundary", "padded", padded(wholes["padded"], 0), is_real)
+    every = torch.ones(OFFSETS[-1] // ranks, dtype=torch.bool)
+    for layout, order in (("contiguous", "contiguous"), ("boundary", "zigzag")):
+        options, group = DistAttentionConfig(data_layout=layout), parallel_state.get_context_parallel_group()
+        check(together, layout, order, shard_batch(wholes[order], group, options), every)
 
 
 @pytest.mark.support("megatron", "multi-token prediction of packs; layouts `contiguous`, `boundary`, CP 3")

@@ -16,7 +16,7 @@ from dfa_megatron.megatron.layers.latent import order_rotary
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, tile_mlp
 from dfa_megatron.megatron.output import want_tiles
 from dfa_megatron.megatron.refusals import CALLS, LAYERS, OWN_GROUPS, PACKS, SPEC, check_config
-from dfa_megatron.megatron.tokens.batch import check_declared, cuts_documents
+from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import LayoutName
 from dfa_megatron.megatron.tokens.outside import exchange_extracted, exchange_routing
@@ -136,11 +136,8 @@ class DistributedAttentionLayer:
             self._dfa_packable = True
         pack = place(packed)
         group = layer.pg_collection.cp if pack.group is None else pack.group
-        one = pack.group is not None and len(pack.offsets) == 2  # is cut in the same way by rows and by documents
-        if self._dfa_exchanges and not one and cuts_documents(group):
+        if self._dfa_exchanges and pack.is_cut_by_documents(group):
             pack = self._dfa.cut_pack(packed, group, tokens)
-            predicts, order = getattr(layer.config, "mtp_num_layers", None), pack.order
-            PACKS.check(rolled_documents=predicts and isinstance(order, DocumentOrder) and order.real != order.padded)
         check_samples(layer.config, packed, pack)
         if pack.group is not None and not self._dfa_regroupable:
             stack = self._dfa.hybrid or isinstance(layer.self_attention, InOrder)

@@ -15,9 +15,9 @@ from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
 from dfa_megatron.megatron.layers.recompute import taken_over
 from dfa_megatron.megatron.refusals import CALLS, LAYERS
 from dfa_megatron.megatron.tokens.batch import slicing_of
-from dfa_megatron.megatron.tokens.packed_documents import place
+from dfa_megatron.megatron.tokens.packed_documents import document_order, place
 from dfa_megatron.plan.language.layout import Layout, by_name
-from dfa_megatron.runtime.cu_seqlens import Offsets
+from dfa_megatron.runtime.cu_seqlens import Offsets, offsets_of
 from dfa_megatron.sharding import positions_of
 
 logger = logging.getLogger("dfa_megatron.megatron")
@@ -27,38 +27,57 @@ _HOMES = ("megatron.core.transformer.multi_token_prediction", "megatron.core.mod
 """The modules that call Megatron's roll_tensor, by version."""
 
 
-def shift(x: torch.Tensor, layout: str, group: dist.ProcessGroup, documents: Offsets = ()) -> torch.Tensor:
+def shift(x: torch.Tensor, whole: Layout, group: dist.ProcessGroup, ends: Offsets = ()) -> torch.Tensor:
     """Return what the next token holds, 0 after the last of the sequence and of each document; no autograd.
 
     One all-gather carries the first token of every chunk.
 
     Args:
         x: (..., local tokens) of any dtype.
-        layout: "contiguous" or "zigzag".
-        group: the ranks that share the sequence.
-        documents: their global token offsets, if any.
+        whole: the layout of the sequence, with as many chunks on every rank.
+        group: the ranks that share it.
+        ends: the global token offsets of the documents' ends, if any.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    whole = by_name(layout, x.shape[-1] * ranks, ranks)
-    starts = whole.offsets(whole.of(rank))
-    firsts = torch.stack([x[..., start] for start in starts.values()])
+    mine = whole.of(rank)
+    starts = torch.tensor(list(whole.offsets(mine).values()), device=x.device)
+    firsts = x.index_select(-1, starts)
     gathered = firsts.new_empty(ranks, *firsts.shape)
     dist.all_gather(list(gathered), firsts, group=group)
-    owned = {chunk: (owner, place) for owner in range(ranks) for place, chunk in enumerate(whole.of(owner))}
-    parts = []
-    for chunk, start in starts.items():
-        following = gathered[owned[chunk + 1]] if chunk + 1 in owned else torch.zeros_like(x[..., 0])
-        parts += [x[..., start + 1 : start + len(whole.chunks[chunk])], following[..., None]]
-    shifted = torch.cat(parts, dim=-1)
-    if documents:
-        shifted[..., _at_ends(whole, rank, documents, x.device)] = 0
+    every = torch.nn.functional.pad(gathered.movedim(0, -2).flatten(-2), (0, 1))  # 0 follows the last chunk
+    places = [chunk for owner in range(ranks) for chunk in whole.of(owner)]
+    place_of = {chunk: place for place, chunk in enumerate(places)}
+    following = torch.tensor([place_of.get(chunk + 1, len(places)) for chunk in mine], device=x.device)
+    lengths = torch.tensor([len(whole.chunks[chunk]) for chunk in mine], device=x.device)
+    shifted = x.roll(-1, -1)
+    shifted[..., starts + lengths - 1] = every.index_select(-1, following)
+    if ends:
+        last = torch.isin(positions_of(whole, rank, x.device) + 1, torch.tensor(ends, device=x.device))
+        shifted[..., last] = 0
     return shifted
 
 
-def _at_ends(whole: Layout, rank: int, documents: Offsets, device: torch.device) -> torch.Tensor:
-    """Return which local tokens are the last of a document."""
-    ends = torch.tensor(documents[1:], device=device)
-    return torch.isin(positions_of(whole, rank, device) + 1, ends)
+def _order_of(
+    cp_group: dist.ProcessGroup, params: Any, tokens: int
+) -> tuple[dist.ProcessGroup, Layout, Offsets] | None:
+    """Return ranks, layout and ends for `shift` where Megatron's own shift would be wrong, else None.
+
+    It knows neither rows cut across documents, nor padding that is not in cu_seqlens_q, nor a micro-batch's own group.
+    """
+    if params is None:
+        order = slicing_of(cp_group, packed=False)
+        return None if order is None else (cp_group, by_name(order, tokens * cp_group.size(), cp_group.size()), ())
+    pack = place(params)
+    group = cp_group if pack.group is None else pack.group
+    ranks, padded = group.size(), params.cu_seqlens_q_padded
+    is_known = pack.group is None and (padded is None or offsets_of(padded) == offsets_of(params.cu_seqlens_q))
+    if pack.is_cut_by_documents(group):
+        documents = document_order(params, ranks)
+        return None if is_known else (group, documents.layout(ranks), documents.ends())
+    order = slicing_of(group, packed=True)
+    if order is None and is_known:
+        return None
+    return group, by_name("contiguous" if ranks == 1 else order or "zigzag", tokens * ranks, ranks), pack.offsets
 
 
 def follow_batches() -> None:
@@ -83,14 +102,15 @@ def _rolling(megatrons: Callable[..., Any]) -> Callable[..., Any]:
     def roll_tensor(
         tensor: Any, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
     ) -> Any:
-        order = None if cp_group is None else slicing_of(cp_group, packed=packed_seq_params is not None)
-        if order is None or tensor is None:
+        known = cp_group is not None and tensor is not None
+        ours = _order_of(cp_group, packed_seq_params, tensor.shape[-1]) if known else None
+        if ours is None:
             return megatrons(tensor, shifts, dims, cp_group, packed_seq_params)
         CALLS.check(rolled=None if shifts == -1 and dims in (-1, tensor.dim() - 1) else (shifts, dims))
         if tensor.dim() == 3:  # multimodal position_ids: they are whole, and prediction layers do not read them
             return tensor, tensor.sum()
-        documents = () if packed_seq_params is None else place(packed_seq_params).offsets
-        rolled = shift(tensor, order, cp_group, documents)
+        group, layout, ends = ours
+        rolled = shift(tensor, layout, group, ends)
         return rolled, rolled.sum()
 
     setattr(roll_tensor, _MARK, megatrons)

@@ -51,13 +51,6 @@ OWN_GROUPS = Stage(
             _FIXED,
         ),
         Refusal(
-            lambda a: a.mtp_num_layers,
-            "a cp_group of a micro-batch with mtp_num_layers={mtp_num_layers}",
-            "Megatron shifts tokens within the model's context-parallel group",
-            f"mtp_num_layers=0, or {_FIXED}",
-            {"mtp_num_layers": 1},
-        ),
-        Refusal(
             _balanced,
             "a cp_group of a micro-batch with moe_router_load_balancing_type={moe_router_load_balancing_type!r}",
             "Megatron sums this loss over the model's context-parallel group, whose ranks hold other micro-batches",

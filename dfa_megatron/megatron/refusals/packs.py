@@ -133,12 +133,6 @@ PACKS = Stage(
             {"partition": "contiguous"},
         ),
         stated(
-            "rolled_documents",
-            "multi-token prediction with cu_seqlens_q that leaves out the padding of documents that are cut one by one",
-            "Megatron shifts tokens by cu_seqlens_q as if it were where they are",
-            "the padded offsets in cu_seqlens_q too, or dfa_megatron.megatron.shard_batch",
-        ),
-        stated(
             "cut_images",
             "a multimodal table of a rank's tokens, in attention not Megatron's, with documents cut one by one",
             "nobody tells the order of its rows",

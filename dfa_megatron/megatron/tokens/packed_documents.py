@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from dfa_megatron.megatron.refusals import PACKS
+from dfa_megatron.megatron.tokens.batch import cuts_documents
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
 from dfa_megatron.megatron.tokens.exchange import LayoutName, Relayout, TableCache
 from dfa_megatron.megatron.tokens.own_group import group_of
@@ -44,6 +45,13 @@ class PlacedPack:
     """Megatron's order of the tokens outside the layers, in layout `boundary`."""
     slices: TableCache = field(default_factory=TableCache)
     """Tables that were exchanged for this micro-batch. The ranks of `group` have seen different ones before it."""
+
+    def is_cut_by_documents(self, group: dist.ProcessGroup) -> bool:
+        """Return whether every document was cut by itself among the ranks of `group`, which share the micro-batch.
+
+        One document with a group of its own is cut in the same way by rows.
+        """
+        return not (self.group is not None and len(self.offsets) == 2) and cuts_documents(group)
 
     def layout(self, inside: str) -> str:
         """Return the layout of the micro-batch, given the model's inside its layers. One rank needs no even length."""
