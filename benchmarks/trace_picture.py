@@ -189,16 +189,16 @@ def draw(report: dict[str, Any], out: Path | None) -> None:
     axes = figure.subplots(2, len(lines) // 2, squeeze=False, sharex="col").T.flat
     for line, ax in zip(lines, axes, strict=True):
         lanes = dict(sorted(line["lanes"].items()))
+        begin = min(start for name, events in lanes.items() if "operations" not in name for start, *_ in events)
         for height, (name, events) in enumerate(lanes.items()):
             for kind, color in COLORS.items():
-                spans = [(start, took) for start, took, event in events if kind_of(name, event) == kind]
+                spans = [(start - begin, took) for start, took, event in events if kind_of(name, event) == kind]
                 ax.broken_barh(spans, (height - 0.4, 0.8), facecolors=color)
         ax.set_yticks(range(len(lanes)), list(lanes))
         ax.invert_yaxis()
-        ax.set_title(
-            f"{line['case']}, {line['way']}: host {line['host_ms']:.2f} of {line['all_ms']:.2f} ms", fontsize=10
-        )
-        ax.set_xlabel("microseconds, under the profiler")
+        ax.set_title(f"{line['case']}, {line['way']}", fontsize=10)
+        ax.set_xlim(left=-200)
+        ax.set_xlabel("microseconds from the first launch, under the profiler")
     figure.savefig(out.with_suffix(".png"), dpi=110)
 
 

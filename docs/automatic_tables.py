@@ -1,4 +1,4 @@
-"""What `auto` comes to on two GPUs, simulated over links, heads and lengths, and what limits each cell."""
+"""What `auto` comes to on two GPUs, over links, heads and lengths: simulated with what limits, and measured."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dfa_megatron.plan.cost.choose import candidates
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, H200_SLOW_LINK, H200_SOCKETS, Hardware, computing_with
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.shape import AttentionShape
+from docs.raw_results import Lines, matching, table
 
 RANKS = 2
 LENGTHS = tuple(1024 * k for k in (8, 16, 32, 64, 128, 512))
@@ -50,6 +51,23 @@ def limits() -> list[str]:
             cells = " | ".join(cell(length, heads, hardware) for length in LENGTHS)
             rows.append(f"| {link} | {heads[0]} on {heads[1]} | {cells} |")
     return rows
+
+
+def measured() -> Lines:
+    """Return ours with all defaults, and how many times as fast it is as the best of the others in the same run."""
+    files = zip(LINKS, ("", "-p2p-off", "-sockets"), strict=True)
+    lines = []
+    for link, name in files:
+        for heads, kv_heads in ((32, 32), (32, 8), (33, 33), (2, 2)):
+            cells = []
+            for length in (8192, 32768, 131072):
+                where = {"heads": heads, "kv_heads": kv_heads, "seq_length": length, "state": "timed"}
+                timed = matching(f"11-23-2xh200-automatic{name}", where)
+                ours = [one["both_tflops"] for one in timed if one["kind"] == "ours"]
+                others = [one["both_tflops"] for one in timed if one["kind"] != "ours"]
+                cells.append(f"{ours[0]:.0f} ({ours[0] / max(others):.2f})" if ours and others else "not run")
+            lines.append([link, f"{heads} on {kv_heads}", *cells])
+    return table(["link", "heads", "8K", "32K", "128K"], [line for line in lines if set(line[2:]) != {"not run"}])
 
 
 SITE: dict[str, Callable[[], list[str]]] = {"limits": limits}

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from docs import automatic_tables, hybrid_tables
 from docs.attention_tables import (
     ALL,
     DEEPSPEED,
@@ -168,6 +169,47 @@ def packed() -> Lines:
     return [head, rule, *table((), cells)[2:]]
 
 
+def packed_now() -> Lines:
+    """Return packed documents on two GPUs, with the host's work replayed."""
+    name = "11-23-2xh200-packed-in-a-row"
+    columns = {
+        "ms from an idle GPU": (name, {}, "{both_ms:.2f}"),
+        "TFLOP/s from an idle GPU": (name, {}, "{both_TFLOP/s:.0f}"),
+        "in a row": (name, {}, "{in_a_row_TFLOP/s:.0f}"),
+        "ms more on the host for a new pack": (name, {}, "{new_pack_ms:.0f}"),
+    }
+    methods = {"`auto`": "dfa auto auto auto", "layout `load_balanced`": "dfa load_balanced auto auto"}
+    return figures("two GPUs", {label: {"method": method} for label, method in methods.items()}, columns)
+
+
+def packed_zigzag() -> Lines:
+    """Return padded packs that are cut document by document, beside Transformer Engine on the same data."""
+    name = "11-23-2xh200-packed-zigzag"
+    methods = {
+        "ours, inside layout `boundary`": "dfa inside",
+        "the exchange of hidden states, once a model": "exchange",
+        "Transformer Engine, p2p": "te p2p",
+        "Transformer Engine, a2a": "te a2a",
+    }
+    shown = {"ms, forward and backward": "{both_ms:.2f}", "TFLOP/s per GPU": "{tflops_per_rank:.0f}"}
+    return figures(
+        "two GPUs",
+        {label: {"method": method} for label, method in methods.items()},
+        {head: (name, {}, one) for head, one in shown.items()},
+        absent="no attention",
+    )
+
+
+def tiled_loss() -> Lines:
+    """Return time and memory of the loss by tiles."""
+    name, lines = "11-23-2xh200-tiled-loss", {f"tiles of {tile} tokens": {"mode": f"{tile}"} for tile in (4096, 16384)}
+    columns = {
+        f"{label}, {n}K": (name, {"pass": kind, "tokens": n * K}, "{ms:.0f} ({more_gib:.1f})")
+        for label, kind in (("loss", "train"), ("log-probabilities", "logprobs")) for n in (64, 128)
+    }  # fmt: skip
+    return figures("two GPUs, ms (GiB)", lines, columns)
+
+
 def pack_programs() -> Lines:
     """Return the programs of some ranks over a pack beside the kernel alone, on one GPU."""
     cells = {f"{n} ranks": row("11-23-1xh200-pack-programs", ranks=n) for n in (2, 4, 8)}
@@ -217,7 +259,8 @@ WAYS = {"as it stands": "unbound", "replayed": "bound"}
 PAGES: dict[str, dict[str, Callable[[], Lines]]] = {
     "README.md": {"results": readme},
     "docs/performance.md": {
-        "in-short": in_short, "host": host, **ATTENTION, "packed": packed, "pack-programs": pack_programs,
+        "in-short": in_short, "host": host, **ATTENTION, "automatic": automatic_tables.measured, "packed": packed,
+        "packed-now": packed_now, "packed-zigzag": packed_zigzag, "pack-programs": pack_programs,
         "layers": layers,
         "megatron-training": megatron_training, "losses": losses, "deepspeed": deepspeed, "qwen": qwen,
         "longest": longest,
@@ -231,7 +274,9 @@ PAGES: dict[str, dict[str, Callable[[], Lines]]] = {
              "ms more on the host for a new pack": (PACKED.format(4), {}, "{new_pack_ms:.0f}")},
         ),
     },
+    "docs/hybrids.md": hybrid_tables.TABLES,
     "docs/kernels.md": {"speed": kernels},
+    "docs/loss.md": {"tiles": tiled_loss},
     "docs/trust.md": {
         "verify-cost": partial(
             figures, "two GPUs, 8K tokens",
