@@ -189,7 +189,8 @@ def draw(report: dict[str, Any], out: Path | None) -> None:
     axes = figure.subplots(2, len(lines) // 2, squeeze=False, sharex="col").T.flat
     for line, ax in zip(lines, axes, strict=True):
         lanes = dict(sorted(line["lanes"].items()))
-        begin = min(start for name, events in lanes.items() if "operations" not in name for start, *_ in events)
+        launched = {name: events for name, events in lanes.items() if "operations" not in name} or lanes
+        begin = min(start for events in launched.values() for start, *_ in events)
         for height, (name, events) in enumerate(lanes.items()):
             for kind, color in COLORS.items():
                 spans = [(start - begin, took) for start, took, event in events if kind_of(name, event) == kind]
