@@ -167,8 +167,9 @@ def paper_toy() -> tuple[Cell, ...]:
     """Return the same kinds of cells on two ranks of a CPU, to see that they run."""
     toy_layers = ("benchmarks/megatron_layers.py", "--toy", "--layers", "64:7b", "64:33h", "--train", "--depth", "1")
     modes = ("--modes", "tp-te-full", "tp-full", "full", "remat")
-    toy = ("--device", "cpu", "--seq-length", "64", "--heads", "2", "--head-dim", "16", "--passes", "forward")
+    toy = ("--device", "cpu", "--seq-length", "64", "128", "--heads", "2", "--head-dim", "16", "--passes", "forward")
     little = ("--repetitions", "2", "--seconds", "0", "--kernel", "cpu", "--schedule", "ring", "balanced")
+    little += ("--baselines", "ulysses")
     words = ("-m", "benchmarks.attention", "--ranks", "2", *toy, *little, "--ablation", "none", "no_overlap")
     dry = ("benchmarks/deepspeed_training.py", "--dry-run", "--shapes", "llama-3-8b", "--lengths", "64")
     return (

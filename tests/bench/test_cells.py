@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import cells, own_host
 from benchmarks.attention.__main__ import job_of
@@ -129,5 +130,11 @@ def test_the_papers_cells_run_at_toy_size(tmp_path: Path, capsys: pytest.Capture
         (32, "tp-te-full"): "transformer_engine", (32, "tp-full"): True, (32, "full"): True, (32, "remat"): True,
         (33, "tp-te-full"): "2", (33, "tp-full"): "2", (33, "full"): True, (33, "remat"): True,
     }  # fmt: skip
-    rows = json.loads((tmp_path / "toy-ablations" / "results.json").read_text())["rows"]
-    assert [row["state"] for row in rows] == ["timed"] * 4
+    content = json.loads((tmp_path / "toy-ablations" / "results.json").read_text())
+    assert [row["state"] for row in content["rows"]] == ["timed"] * 2 * 5
+    assert content["machine"]["versions"]["torch"] == torch.__version__
+    assert content["arguments"]["seq_length"] == [64, 128]
+    shown = (tmp_path / "toy-ablations.log").read_text()
+    assert "[2/2]" in shown
+    assert shown.count("ours / best baseline") == 1
+    assert (tmp_path / "toy-ablations" / "tables.txt").read_text() in shown

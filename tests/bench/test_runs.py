@@ -218,26 +218,6 @@ def test_one_rank_is_compared_with_the_bare_kernel(tmp_path: Path) -> None:
     assert (tmp_path / "tables.txt").read_text().count("ours / bare kernel") == 3
 
 
-def test_the_command_starts_its_ranks_and_leaves_tables_figures_and_versions(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "benchmarks.attention", "--device", "cpu", "--ranks", "2")
-    flags = ("--seq-length", "64", "128", "--heads", "4", "--kv-heads", "4", "1", "--head-dim", "16", "--seconds", "0")
-    methods = ("--schedule", "balanced_shared", "zigzag", "--kernel", "cpu", "--baselines", "ulysses")
-    done = subprocess.run(
-        [*command, *flags, *methods, "--out", str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    content = json.loads((tmp_path / "results.json").read_text())
-    assert {row["state"] for row in content["rows"]} == {"timed"}
-    assert len(content["rows"]) == 2 * 2 * 3
-    assert content["machine"]["versions"]["torch"] == torch.__version__
-    assert content["arguments"]["seq_length"] == [64, 128]
-    assert "[4/4]" in done.stdout
-    assert done.stdout.count("ours / best baseline") == 2
-    assert (tmp_path / "tables.txt").read_text() in done.stdout
-
-
 def _verify(rank: int, ranks: int, out: str) -> None:
     sizes = ["--tokens", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--layers", "2", "--rounds", "1"]
     verify_cost.main([*sizes, "--transport", "auto", "--out", out])
