@@ -60,7 +60,7 @@ def check_model(model: Any) -> list[torch.nn.Module]:
         attentions=len(layers),
         layers=_count(config, _STATES | _EACH_TOKEN),
         recurrent=len(layers_of(decoder)),
-        states=_states(config),
+        states=layers_with_states(config),
         other_decoder=not hasattr(decoder, "config"),
         local_rope=_local_rope(config) if not rotaries_of(decoder) else None,
         no_positions=layers
@@ -91,7 +91,7 @@ def _other_layers(config: Any) -> str:
     return ", ".join(sorted({*types} - {*_ATTENTIONS, *_STATES, *_BOTH, *_EACH_TOKEN}))
 
 
-def _states(config: Any) -> int:
+def layers_with_states(config: Any) -> int:
     """Return the number of layers whose type has a state."""
     return sum(kind in _STATES | _BOTH for kind in getattr(config, "layer_types", None) or ())
 

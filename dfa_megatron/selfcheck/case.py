@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+TOLERANCE = 1e-4
+"""Of models whose numbers are sums in float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
@@ -51,7 +54,7 @@ class Case:
     """Facts beside tensors that every rank of the distributed run must record with `Recorder.fact`."""
     imports: tuple[str, ...] = ()
     """Modules that the rank processes need and that take long to import: they are imported once for all."""
-    tolerance: float = 1e-4
+    tolerance: float = TOLERANCE
     """Largest |difference| over the largest entry of the whole tensor."""
     timeout: float = 0.0
     """Seconds for the processes of one world; 0 for 30 a rank, because all may share one core, and at least 300."""

@@ -12,8 +12,10 @@ import torch
 from dfa_megatron.selfcheck.record import Recorder
 
 STEPS = 3
-ADAM_EPS = 1e-3
+ADAM_EPS = 1e-2
 """Adam divides by its eps where a gradient is small. This one keeps rounding errors small there."""
+LEAST_STEP = 0.2
+"""Smaller changes than this part of Adam's learning rate are compared with it: weights near 1 are rounded."""
 
 Parameters = Callable[[], Iterator[tuple[str, torch.Tensor, Mapping[int, torch.Tensor]]]]
 """Yields each parameter's global name, its values on this rank, and their places as in `Piece`."""

@@ -22,7 +22,7 @@ from dfa_megatron.selfcheck.table import text
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 from tests.huggingface import plants
-from tests.huggingface.test_selfcheck import MISTRAL, written
+from tests.huggingface.test_selfcheck import MISTRAL, QWEN3_NEXT, written
 from tests.support.models import build
 
 JSON: dict[str, Any] = {
@@ -56,11 +56,11 @@ PLANTED = {
 """Each fault, and what the first difference must say."""
 
 
-def files(folder: Path, settings: dict[str, Any], **block: Any) -> list[str]:
-    """The words for a JSON and the model."""
+def files(folder: Path, settings: dict[str, Any], model: Any = None, **block: Any) -> list[str]:
+    """The words for a JSON and the model, Mistral by default."""
     path = folder / "ds.json"
     path.write_text(json.dumps({**settings, KEY: settings[KEY] | block}), encoding="utf-8")
-    return [str(path), "--model", written(folder, MISTRAL)]
+    return [str(path), "--model", written(folder, model or MISTRAL)]
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +90,20 @@ def test_a_planted_fault_is_found_where_it_is(fault: Any, reports: dict[str, Rep
     assert PLANTED[fault] in text(report).partition("first difference: ")[2], text(report)
 
 
-def test_zero_3_with_accumulation_and_two_sequences_at_a_time_is_right(
+def test_a_hybrid_at_zero_3_with_accumulation_and_two_sequences_at_a_time_is_right(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"}
     settings = JSON | {"zero_optimization": zero, "gradient_accumulation_steps": 4}
-    assert main(["selfcheck", "deepspeed", *files(tmp_path, settings, checkpoint="remat", loss_tile=5)]) == 0
+    assert (
+        main(["selfcheck", "deepspeed", *files(tmp_path, settings, QWEN3_NEXT, checkpoint="remat", loss_tile=5)]) == 0
+    )
     said = capsys.readouterr().out
     assert "ZeRO 3, size 2, 2 sequences at a time" in said
     for reduced in ("zero_optimization.offload_optimizer", "gradient_accumulation_steps", "bf16"):
         assert f"\n{reduced} " in said
     assert "norm of the gradient" in said
+    assert "output of states" in said
 
 
 def test_what_cannot_be_checked_is_refused(tmp_path: Path) -> None:

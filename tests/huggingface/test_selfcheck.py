@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,20 @@ MISTRAL: dict[str, Any] = {
     "sliding_window": 10240,
     "max_position_embeddings": 32768,
     "torch_dtype": "bfloat16",
+}
+
+QWEN3_NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "num_hidden_layers": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 4,
+    "intermediate_size": 512,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "num_experts": 0,
 }
 
 PLANTED = {
@@ -80,6 +95,17 @@ def test_a_planted_fault_is_found_where_it_is(fault: Any, reports: dict[str, Rep
     report = reports[fault.__name__]
     assert report.status == DIFFERS
     assert PLANTED[fault] in text(report).partition("first difference: ")[2], text(report)
+
+
+def test_a_hybrid_is_right_and_a_dropped_state_is_found_at_the_first_token_that_misses_it(tmp_path: Path) -> None:
+    case = case_of([written(tmp_path, QWEN3_NEXT)])
+    assert case.settings["config"]["linear_num_value_heads"] == 2 * case.settings["config"]["linear_num_key_heads"] == 4
+    passes = replace(case, sections={"plain": "plain", "rematerialized": "plain"})
+    right, wrong = check_planted(passes, [(), [of_kernels.the_incoming_state_is_dropped]])
+    assert right.status == RIGHT, text(right)
+    assert "output of states" in {row.kind for row in right.comparison.rows}
+    assert wrong.status == DIFFERS
+    assert "plain, output of states: model.layers.0.linear_attn on rank 1, token 16," in text(wrong), text(wrong)
 
 
 def test_a_model_is_made_small_and_keeps_its_heads_windows_pattern_rope_and_cap(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dfa_megatron.deepspeed.selfcheck.shrink import engine_settings, unseen_keys
 from dfa_megatron.huggingface.refusals import SELFCHECK as MODEL
 from dfa_megatron.huggingface.selfcheck.command import UNSEEN, Words, class_of, read_config
 from dfa_megatron.huggingface.selfcheck.shrink import shrink
+from dfa_megatron.huggingface.selfcheck.states import tolerance_of
 from dfa_megatron.selfcheck.case import Case, Reductions
 from dfa_megatron.selfcheck.options import MOST_RANKS, unseen
 
@@ -88,4 +89,5 @@ def make_case(
         unseen=(*unseen(block.options), *UNSEEN, *unseen_keys(settings)),
         facts={"ranks of each attention": str(size)},
         imports=(model.__module__,),
+        tolerance=tolerance_of(config),
     )

@@ -30,7 +30,7 @@ from dfa_megatron.huggingface.selfcheck.train import (
 )
 from dfa_megatron.huggingface.selfcheck.watch import Watch
 from dfa_megatron.selfcheck.record import Recorder
-from dfa_megatron.selfcheck.train import record_steps
+from dfa_megatron.selfcheck.train import LEAST_STEP, record_steps
 
 EVALUATION = 100
 """Stands for a step in the seed of the evaluation batches."""
@@ -66,7 +66,7 @@ class Run:
 
     def record_steps(self, step: Callable[[int], Any], **whole: Any) -> None:
         """Run three steps as `selfcheck.train.record_steps`."""
-        least = 0.1 * self.settings["optimizer"]["params"]["lr"]
+        least = LEAST_STEP * self.settings["optimizer"]["params"]["lr"]
         record_steps(self.recorder, lambda: whole_parameters(self.model), step, least=least, **whole)
 
 
@@ -80,6 +80,7 @@ def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, r
         recorder.section = section
         model = build(settings["config"])
         check_model(model)
+        watch.of_states(model)
         run = Run(settings, recorder, watch, model, tokens)
         if whole:
             watch.of_theirs(model)

@@ -11,6 +11,7 @@ from typing import Any
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.refusals import MODEL, SELFCHECK
 from dfa_megatron.huggingface.selfcheck.shrink import shrink
+from dfa_megatron.huggingface.selfcheck.states import tolerance_of
 from dfa_megatron.selfcheck.case import Case, Reductions
 from dfa_megatron.selfcheck.options import on_cpu, unseen
 
@@ -68,6 +69,7 @@ def case_of(words: Sequence[str]) -> Case:
         unseen=lines,
         facts={"ranks of each attention": str(args.ranks)},
         imports=(model.__module__,),
+        tolerance=tolerance_of(config),
     )
 
 
@@ -94,7 +96,7 @@ def read_config(path: Path) -> Any:
     except (ValueError, AttributeError) as error:
         SELFCHECK.check(no_json=error, path=path)
     SELFCHECK.check(unknown_type=None if kind in CONFIG_MAPPING else str(kind), path=path, version=versions())
-    return CONFIG_MAPPING[kind].from_dict(values)
+    return CONFIG_MAPPING[kind].from_json_file(path)
 
 
 def class_of(config: Any) -> Any:

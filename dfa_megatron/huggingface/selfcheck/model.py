@@ -29,8 +29,10 @@ def with_noise(model: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             random = noise(name, parameter.shape)
+            if name.endswith("A_log"):  # states that last for several tokens, so that what comes in matters
+                parameter.copy_(0.5 * random - 2)
             # Larger than at the start of a training, so that attention matters.
-            if parameter.dim() > 1:
+            elif parameter.dim() > 1:
                 parameter.copy_(random / parameter.shape[-1] ** 0.5)
             else:
                 parameter.add_(0.1 * random)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from dfa_megatron.huggingface.check_model import layers_with_states
 from dfa_megatron.huggingface.refusals import SELFCHECK
+from dfa_megatron.huggingface.selfcheck.states import shrink_states
 from dfa_megatron.selfcheck.case import Reductions
 from dfa_megatron.selfcheck.small import (
     EXPERTS,
@@ -24,15 +26,18 @@ LEAST_WINDOW = 5
 
 _WIDTHS = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp", "ffn_dim",
-    "n_inner", "ffn_hidden_size", "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank",
+    "n_inner", "ffn_hidden_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size",
+    "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank",
 )  # fmt: skip
 _HEADS = ("head_dim", "global_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_topk")
-_INDICES = ("mlp_only_layers", "moe_layers")
+_INDICES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs")
 """Lists of layers, where other lists have an entry for each layer."""
 _STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "moe_layer_interval")
 """Numbers after which a layer of another kind comes."""
+_FIRSTS = ("first_k_dense_replace", "attn_layer_offset", "expert_layer_offset")
+"""Numbers of the first layer of another kind."""
 _LEFT_OUT = ("quantization_config", "auto_map", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
 _OTHER_ATTENTIONS = re.compile(r"attn|attention")
 """Names of dropout inside attention, which the package refuses and the check must therefore leave in place."""
@@ -53,6 +58,8 @@ def shrink(config: Any, ranks: int, degree: int, tokens: int | None, reduced: Re
     small.values = {key: value for key, value in small.values.items() if key not in _LEFT_OUT}
     _heads(small, max(1, degree))
     small.most(*_WIDTHS, most=FFN)
+    if layers_with_states(config):
+        shrink_states(small)
     _experts(small)
     _layers(small)
     _words(small)
@@ -83,6 +90,7 @@ def _heads(small: Small, degree: int) -> None:
     small.set("num_key_value_heads", few)
     small.most("num_global_key_value_heads", most=few)
     small.most(*_HEADS, "rotary_dim", most=head)
+    small.set("attention_hidden_size", 2 * small.get("hidden_size"))
     if small.get("word_embed_proj_dim"):
         small.set("word_embed_proj_dim", small.get("hidden_size"))
 
@@ -94,7 +102,7 @@ def _experts(small: Small) -> None:
 
 def _layers(small: Small) -> None:
     """Keep one period of the kinds of layers; the first of each kind where the period is long."""
-    count: int = small.get("num_hidden_layers")
+    count: int = small.get("num_hidden_layers") or len(small.get("layer_types"))
     values = small.values
     lists = {
         name: value
@@ -111,7 +119,7 @@ def _layers(small: Small) -> None:
     for layer in range(count):
         first.setdefault(kind(layer), layer)
     steps = [small.get(name) for name in _STEPS]
-    counted = [step for step in steps if type(step) is int] + [1 + (small.get("first_k_dense_replace") or 0)]
+    counted = [step for step in steps if type(step) is int] + [1 + (small.get(name) or 0) for name in _FIRSTS]
     needed = max(2, 1 + max(first.values()), *counted)
     chosen = list(range(min(count, needed))) if needed <= LAYERS else sorted({0, 1, *first.values()})
     if small.get("num_kv_shared_layers"):

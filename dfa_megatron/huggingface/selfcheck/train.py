@@ -18,7 +18,7 @@ from dfa_megatron.huggingface.selfcheck.watch import Watch
 from dfa_megatron.loss.deferred import DeferredLogits
 from dfa_megatron.selfcheck.record import Recorder
 from dfa_megatron.selfcheck.small import ROWS
-from dfa_megatron.selfcheck.train import ADAM_EPS, record_steps
+from dfa_megatron.selfcheck.train import ADAM_EPS, LEAST_STEP, record_steps
 
 LEARNING_RATE, CLIP = 1e-2, 1.0
 """Steps that are large beside the rounding of weights."""
@@ -74,6 +74,7 @@ def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, r
             reentrant = settings["reentrant"] and section == "three steps"
             dfa_hf.distribute_attention(model, config=options, reentrant=reentrant)
             watch.of_ours()
+        watch.of_states(model)
         watch.on = section != "three steps"
         (_steps if section == "three steps" else _passes)(run)
 
@@ -148,7 +149,7 @@ def _steps(run: Run) -> None:
         optimizer.step()
         return norm
 
-    record_steps(run.recorder, lambda: whole_parameters(run.model), step, least=0.1 * LEARNING_RATE)
+    record_steps(run.recorder, lambda: whole_parameters(run.model), step, least=LEAST_STEP * LEARNING_RATE)
 
 
 def whole_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor, dict[int, torch.Tensor]]]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dfa_megatron.huggingface.attention_function import NAME, attention
 from dfa_megatron.huggingface.layer_context import CONTEXT
+from dfa_megatron.huggingface.recurrent.layers import layers_of
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.selfcheck.record import Recorder
 from dfa_megatron.selfcheck.train import record_attention
@@ -46,6 +47,21 @@ class Watch:
             names = vars(sys.modules[name])
             if _EAGER in names:
                 names[_EAGER] = self._wrapped(names[_EAGER])
+
+    def of_states(self, model: torch.nn.Module) -> None:
+        """Watch the outputs of the layers that carry a state, (samples, tokens, channels)."""
+        inner = {*layers_of(model)}
+        for name, module in model.named_modules():
+            if module in inner:
+                module.register_forward_hook(self._output_of(name))
+
+    def _output_of(self, name: str) -> Callable[..., None]:
+        def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if self.on and module.training:
+                out = output[0] if isinstance(output, tuple) else output
+                self.recorder.add("output of states", name, out, ("sample", "token", "channel"), {1: self.tokens})
+
+        return after
 
     def _wrapped(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(

@@ -15,7 +15,7 @@ from dfa_megatron.megatron.selfcheck.model import Parallel, build_chunk, config_
 from dfa_megatron.megatron.selfcheck.watch import tokens_of, watch
 from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
 from dfa_megatron.selfcheck.record import Recorder
-from dfa_megatron.selfcheck.train import record_steps
+from dfa_megatron.selfcheck.train import LEAST_STEP, record_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,8 @@ def _steps(run: Run) -> None:
                 model.start_param_sync(force_sync=True)
         return norm
 
-    record_steps(run.recorder, run.parameters, step)
+    least = LEAST_STEP * training["lr"] if training["optimizer"] == "adam" else 0.0
+    record_steps(run.recorder, run.parameters, step, least=least)
 
 
 def _micro_batch(step: int, micro: int, run: Run) -> dict[str, torch.Tensor]:
