@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness, padded_packs
 from tests.megatron.harness import Case, Topology
+from tests.megatron.test_composition import ALLGATHER
 from tests.megatron.test_latent import LATENT
 
 OURS = {"hybrid_context_parallel": True}
@@ -49,6 +51,10 @@ EVERY_SIZE = (
     Micro((2, 3), (13, 3)), Micro((0, 1), (24,)),
 )  # fmt: skip
 TWO_SIZES = (Micro((0,), (3, 7)), Micro((1,), (8,)), Micro((0, 1), (5, 10, 1)), Micro((1,), (4,)), Micro((0,), (2, 8)))
+BALANCED = (
+    *ALLGATHER, ("moe_layer_freq", [0, 1]), ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"]),
+    ("moe_aux_loss_coeff", [0.5, 0.25]), ("moe_z_loss_coeff", 0.1),
+)  # fmt: skip
 WHOLE = (Micro((0,), (10,)), Micro((1,), (6,)), Micro((2, 3), (8,)), Micro((0, 1, 2, 3), (24,)))
 """One document each, in Megatron-Core 0.16's format for them, with which it slices the rotary table itself."""
 
@@ -81,6 +87,7 @@ def cut(batch: dict[str, Any], micro: Micro, groups: Groups, me: int, model: Any
 def run(model: Any, micros: tuple[Micro, ...], groups: Groups, me: int, form: str) -> tuple[list[Any], list[Any]]:
     """This rank's losses of tokens in each of its micro-batches, and the sum of all ranks' gradients."""
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     losses = []
     for micro in (micro for micro in micros if me in micro.ranks):
@@ -92,6 +99,7 @@ def run(model: Any, micros: tuple[Micro, ...], groups: Groups, me: int, form: st
             local = cut(batch, micro, groups, me, model, form)
             params, batch = params_of({**batch, **local}, micro, groups, form), local
             out, weight = model(batch["tokens"], None, None, labels=batch["labels"], packed_seq_params=params), 1.0
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(weight))
         ((out * batch["loss_mask"]).sum() * weight).backward()
         losses.append((out.detach(), batch))
     gradients = []
@@ -162,6 +170,7 @@ def test_sizes_alternate_from_micro_batch_to_micro_batch_while_other_ranks_run_o
         (Topology(cp=2, dp=2), EVERY_SIZE[4:10], (), rows),
         (Topology(dp=4), EVERY_SIZE[4:10], LATENT, [("contiguous", "on", "thd")]),
         (Topology(dp=4), WHOLE, (), sliced),
+        (Topology(dp=4), WHOLE, BALANCED, [("boundary", "on", "thd")]),
         (Topology(tp=2, dp=2), TWO_SIZES, (), [("contiguous", "on", "thd")]),
     ]
     run_ranks(4, compare, cases, timeout=170)
@@ -184,6 +193,25 @@ def sliced_by_the_launcher(options: DistAttentionConfig, group: dist.ProcessGrou
         assert torch.equal(batch["tokens"], whole["tokens"].chunk(size, 1)[mine % size])
 
 
+def logged_by_a_router(group: dist.ProcessGroup, mine: int) -> None:
+    """The gradient of a rank's part of a loss stays its own; the log gets the whole of a group of the model's size."""
+    from dfa_megatron.megatron.layers.router import router_class
+    from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
+
+    class Router(torch.nn.Module):
+        def attach_and_log_load_balancing_loss(self, activation: Any, weight: float, *rest: Any) -> Any:
+            return rest
+
+    router, models = router_class(Router)(), SimpleNamespace(size=lambda: 4)
+    router.__dict__["tp_cp_group"] = models
+    loss = torch.tensor(mine + 1.0, requires_grad=True)
+    assert router.attach_and_log_load_balancing_loss(None, 1.0, loss, "loss", models) == (loss, "loss", models)
+    router.dfa_pack = PlacedPack((0, 8), group=group)
+    logged, _, over = router.attach_and_log_load_balancing_loss(None, 1.0, loss, "loss", router.tp_cp_group)
+    logged.backward()
+    assert (logged.item(), over, loss.grad) == ((1 + 2) / 4, models, 1)
+
+
 def refused(rank: int, world_size: int) -> None:
     from dfa_megatron.megatron import declare_batch_layout
 
@@ -194,6 +222,7 @@ def refused(rank: int, world_size: int) -> None:
     declare_batch_layout(pair if rank < 2 else others, "contiguous")
     if rank < 2:
         sliced_by_the_launcher(options, pair, rank)
+        logged_by_a_router(pair, rank)
     groups = {(0, 1): pair if rank < 2 else others, (): dist.group.WORLD}
     cut = {"tokens": torch.zeros(1, 6, dtype=torch.long), "labels": torch.zeros(1, 6, dtype=torch.long)}
 

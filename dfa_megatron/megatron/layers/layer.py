@@ -14,6 +14,7 @@ from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.in_order import InOrder
 from dfa_megatron.megatron.layers.latent import order_rotary
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, tile_mlp
+from dfa_megatron.megatron.layers.router import grouped_router
 from dfa_megatron.megatron.output import want_tiles
 from dfa_megatron.megatron.refusals import CALLS, LAYERS, OWN_GROUPS, PACKS, SPEC, check_config
 from dfa_megatron.megatron.tokens.batch import check_declared
@@ -142,6 +143,7 @@ class DistributedAttentionLayer:
         if pack.group is not None and not self._dfa_regroupable:
             stack = self._dfa.hybrid or isinstance(layer.self_attention, InOrder)
             OWN_GROUPS.check(layer.config, self._dfa.options, hybrid_stack=stack, built_for_one=not self._dfa_several)
+            self._dfa_heeds += grouped_router(layer)
             self._dfa_regroupable = True
         self._dfa_own, self._dfa_order = pack.group, pack.order
         return pack

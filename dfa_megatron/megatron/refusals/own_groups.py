@@ -8,17 +8,21 @@ from dfa_megatron.megatron.refusals.model_config import BOUNDARY
 from dfa_megatron.refusals import Asked, Refusal, Stage, stated
 
 _FIXED = "micro-batches without local_cp_size and cp_group"
-_BALANCED = ("aux_loss", "seq_aux_loss")
-"""The router's losses that are made of the tokens of a context-parallel group."""
+_GROUPED = ("none", "sinkhorn", "aux_loss", "seq_aux_loss")
+"""How a router may balance its experts: by the tokens of a rank, or of the ranks that share a micro-batch."""
 
 
-def _balanced(a: Asked) -> bool:
-    """Return whether a router has a loss over the model's context-parallel group."""
+def _weighted(a: Asked) -> list[str]:
+    """Return the ways in which a router balances its experts, without losses of weight 0."""
     kinds: Any = a.moe_router_load_balancing_type or ()
     kinds = [kinds] if isinstance(kinds, str) else kinds
     coefficients: Any = a.moe_aux_loss_coeff
     coefficients = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients or 0.0] * len(kinds)
-    return any(kind in _BALANCED and weight for kind, weight in zip(kinds, coefficients, strict=False))
+    return [kind for kind, weight in zip(kinds, coefficients, strict=False) if weight or not kind.endswith("aux_loss")]
+
+
+def _has_loss(a: Asked) -> bool:
+    return bool(a.moe_z_loss_coeff) or any(kind.endswith("aux_loss") for kind in _weighted(a))
 
 
 OWN_GROUPS = Stage(
@@ -51,11 +55,26 @@ OWN_GROUPS = Stage(
             _FIXED,
         ),
         Refusal(
-            _balanced,
+            lambda a: set(_weighted(a)) - set(_GROUPED),
             "a cp_group of a micro-batch with moe_router_load_balancing_type={moe_router_load_balancing_type!r}",
-            "Megatron sums this loss over the model's context-parallel group, whose ranks hold other micro-batches",
-            f"moe_aux_loss_coeff=0, or {_FIXED}",
-            {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
+            "it is of all ranks at once, which may run different numbers of micro-batches",
+            f"aux_loss, seq_aux_loss, or {_FIXED}",
+            {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.01},
+        ),
+        Refusal(
+            lambda a: _has_loss(a) and (a.tensor_model_parallel_size or 1) > 1,
+            "a cp_group of a micro-batch with a router's losses and tensor_model_parallel_size="
+            "{tensor_model_parallel_size}",
+            "Megatron has no group of its ranks and their tensor-parallel ranks to sum them over",
+            f"moe_aux_loss_coeff=0 and no moe_z_loss_coeff, or {_FIXED}",
+            {"moe_z_loss_coeff": 0.001, "tensor_model_parallel_size": 2},
+        ),
+        Refusal(
+            lambda a: _has_loss(a) and a.recompute_granularity == "selective" and "moe" in (a.recompute_modules or ()),
+            "a cp_group of a micro-batch with a router's losses and selective recomputation of moe",
+            "another micro-batch may have run before the recomputation, which would sum them over its group",
+            "--recompute-granularity full",
+            {"moe_z_loss_coeff": 0.001, "recompute_granularity": "selective", "recompute_modules": ["moe"]},
         ),
         Refusal(
             lambda a: a.sequence_parallel and a.dfa_data_layout == "boundary",
