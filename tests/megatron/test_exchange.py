@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, plan_exchange, positions
+from dfa_megatron.plan.language.layout import by_name, leaving
 from dfa_megatron.testing.workers import run_ranks
 
 SHAPES = [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (2, 2), (3, 2), (2, 4), (4, 3)]
@@ -25,6 +26,9 @@ def test_every_token_arrives_where_the_other_layout_has_it(
 ) -> None:
     length = 2 * ranks * splits * scale
     plans = [plan_exchange(source, target, length, ranks, splits, member) for member in range(ranks * splits)]
+    if splits == 1:
+        sent = [sum(plan.send_counts) - plan.send_counts[member] for member, plan in enumerate(plans)]
+        assert sent == list(leaving(by_name(source, length, ranks), by_name(target, length, ranks)))
     outboxes = []
     for member, plan in enumerate(plans):
         outgoing = held(source, length, ranks, splits, member)[plan.send_rows]
