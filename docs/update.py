@@ -34,19 +34,32 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 Tables = Mapping[str, Callable[[], list[str]]]
 
+ON_SITE = {"performance": ("eight", "without-link", "packed", "pack-programs"), "schedules": ("choices-8", "packs")}
+"""Measured and simulated tables that only the site shows, by page."""
+
+
+def parted(page: str, tables: Tables) -> tuple[Tables, Tables]:
+    """Return the tables that a page shows, and those that only the site shows there."""
+    apart = ON_SITE[page]
+    return {k: v for k, v in tables.items() if k not in apart}, {name: tables[name] for name in apart}
+
+
+MEASURED, MEASURED_ON_SITE = parted("performance", performance_tables.PAGES["docs/performance.md"])
+SIMULATED, SIMULATED_ON_SITE = parted("schedules", schedule_tables.TABLES)
 PAGES: dict[str, Tables] = {
     **performance_tables.PAGES,
+    "docs/performance.md": MEASURED,
     **paper_tables.PAGES,
     "docs/options.md": {"options": partial(reference_tables.options, whole=False)},
-    "docs/schedules.md": schedule_tables.TABLES,
+    "docs/schedules.md": SIMULATED,
     "docs/trust.md": {**performance_tables.PAGES["docs/trust.md"], "faults": fault_tables.in_short},
 }
 """The tables of each page, a path from the repository's root, by the name between its marks."""
 
 SITE: dict[str, Tables] = {
     "refusals": {name: partial(reference_tables.refusals, name) for name in ("megatron", "deepspeed", "huggingface")},
-    "performance": automatic_tables.SITE,
-    "schedules": scale_tables.SITE,
+    "performance": {**automatic_tables.SITE, **MEASURED_ON_SITE},
+    "schedules": {**scale_tables.SITE, **SIMULATED_ON_SITE},
     "support": support_tables.TABLES,
     "huggingface": model_tables.TABLES,
     "trust": {"faults": fault_tables.every},

@@ -100,14 +100,14 @@ def lines_by_file(tree: Path, *folders: str) -> dict[str, int]:
     }
 
 
+def pages(tree: Path) -> list[Path]:
+    """Markdown of ours, without installed packages."""
+    return [path for path in tree.rglob("*.md") if not path.relative_to(tree).as_posix().startswith((".", "build/"))]
+
+
 def words_of_markdown(tree: Path) -> int:
-    """Words of all pages, apart from installed packages, built pages and the bars of tables."""
-    pages = (
-        path
-        for path in tree.rglob("*.md")
-        if not any(part.startswith(".") for part in path.relative_to(tree).parts) and path.name != "refusals.md"
-    )
-    return sum(any(map(str.isalnum, word)) for page in pages for word in page.read_text(encoding="utf-8").split())
+    """Words of all pages, apart from the bars of tables."""
+    return sum(any(map(str.isalnum, word)) for page in pages(tree) for word in page.read_text(encoding="utf-8").split())
 
 
 def refusals(tree: Path, folder: str = f"{PACKAGE}/megatron") -> tuple[int, int]:
