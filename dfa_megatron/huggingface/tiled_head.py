@@ -1,7 +1,7 @@
 """Make the loss of a transformers model by tiles of tokens, between its head and its loss function.
 
-In a call with labels the head returns `DeferredLogits`. The loss function calls the head once more, which then makes
-the losses. So hooks that gather the weight (ZeRO 3, FSDP) run around the work, in the forward and the backward.
+In a call with labels the head returns `DeferredLogits` without running. The loss function runs it, and it makes the
+losses. So hooks that gather the weight (ZeRO 3, FSDP) run around the work, in the forward and the backward.
 """
 
 from __future__ import annotations
@@ -32,14 +32,19 @@ class TiledLinear:
     dfa_tile: int | None = None
     """Tokens of a tile, during a call whose logits are deferred."""
 
-    def forward(self, hidden: torch.Tensor, dfa_use: Callable[[torch.Tensor, Any], Any] | None = None) -> Any:
-        """Run the layer's own forward, where nothing is deferred and no function is given."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer, or defer its logits; then hooks run once, around the call that makes the losses.
+
+        With two runs FSDP would free the weights of a group, such as the last norm and the head, between them.
+        """
         layer: Any = self
-        if dfa_use is not None:
-            return dfa_use(hidden, layer)
-        if self.dfa_tile is None:
-            return super().forward(hidden)  # type: ignore[misc]
-        return DeferredLogits(functools.partial(run_in, layer, hidden), self.dfa_tile, layer.out_features, layer)
+        if self.dfa_tile is None or "dfa_use" in kwargs:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return DeferredLogits(functools.partial(run_in, layer, *args), self.dfa_tile, layer.out_features, layer)
+
+    def forward(self, hidden: torch.Tensor, dfa_use: Callable[[torch.Tensor, Any], Any] | None = None) -> Any:
+        """Run the layer's own forward, or a function in its place."""
+        return super().forward(hidden) if dfa_use is None else dfa_use(hidden, self)  # type: ignore[misc]
 
 
 def run_in(layer: Any, hidden: torch.Tensor, use: Use, scale: float, softcap: float | None) -> Any:

@@ -67,12 +67,14 @@ def sharded(rank: int, ranks: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh, whole = init_device_mesh("cpu", (ranks,)), text(2, 6 * ranks, seed=1, unlabelled=5)
-    for tied, own_shard in ((False, True), (True, False)):
+    for tied, own_shard in ((False, True), (True, False), (False, False)):
         one, model = (build("Llama", tie_word_embeddings=tied) for _ in range(2))
         one(**whole).loss.backward()
-        for module in (*model.model.layers, *([model.lm_head] if own_shard else []), model):
+        dfa_hf.distribute_attention(model, config=TILED)
+        tail = [] if tied else [model.lm_head] if own_shard else [[model.model.norm, model.lm_head]]
+        for module in (*model.model.layers, *tail, model):  # norm and head together: as accelerate does
             fully_shard(module, mesh=mesh)
-        output = dfa_hf.distribute_attention(model, config=TILED)(**dfa_hf.shard_batch(whole))
+        output = model(**dfa_hf.shard_batch(whole))
         assert isinstance(output.logits, DeferredLogits)
         output.loss.backward()
         wants = gradients(one)

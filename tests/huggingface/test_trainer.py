@@ -92,15 +92,32 @@ def alone(rank: int, world_size: int, folder: str) -> Any:
     return history(run), parameters_of(run), run.predict(Sequences(3, seed=70)).predictions
 
 
+def sharded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments for FSDP2, which accelerate knows on GPUs only: it is told that it has some."""
+    from accelerate.state import AcceleratorState, PartialState
+    from transformers import Trainer
+
+    own = Trainer.create_accelerator_and_postprocess
+
+    def create(run: Any) -> None:
+        AcceleratorState._reset_state()
+        PartialState._shared_state["distributed_type"] = "MULTI_GPU"
+        own(run)
+
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", create)
+    return {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+
+
 def together(rank: int, world_size: int, folder: str) -> Any:
     prepare_worker(rank, world_size)
-    found = []
+    monkeypatch, found = pytest.MonkeyPatch(), []
     for size in (world_size, 2):
         data = world_size // size
-        run = trainer(f"{folder}/{size}", data, compute_metrics=hits)
+        changes = {} if size == world_size else sharded(monkeypatch)
+        run = trainer(f"{folder}/{size}", data, compute_metrics=hits, **changes)
         dfa_hf.distribute_trainer(run, size=size, config=DistAttentionConfig(checkpoint="remat"))
         run.train()
-        again = trainer(f"{folder}/{size}", data)
+        again = trainer(f"{folder}/{size}", data, **changes)
         dfa_hf.distribute_trainer(again, size=size, config=DistAttentionConfig(loss_tile=5))
         again.train(resume_from_checkpoint=f"{folder}/{size}/checkpoint-{STEPS - 1}")
         predicted = run.predict(Sequences(3, seed=70)).predictions
@@ -115,10 +132,13 @@ def together(rank: int, world_size: int, folder: str) -> Any:
 
 
 def parameters_of(run: Any) -> dict[str, torch.Tensor]:
-    return {name: value.detach() for name, value in run.model.named_parameters()}
+    from torch.distributed.tensor import DTensor
+
+    named = {name: value.detach() for name, value in run.model.named_parameters()}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in named.items()}
 
 
-def test_trainer_without_deepspeed_has_the_steps_evaluation_and_resumed_steps_of_one_process(tmp_path: Path) -> None:
+def test_trainer_with_ddp_and_fsdp2_has_the_steps_evaluation_and_resumed_steps_of_one_process(tmp_path: Path) -> None:
     ((wanted, parameters, predicted),) = run_ranks(1, alone, str(tmp_path / "one"), timeout=120)
     last = wanted["loss"][-1:] + wanted["eval_loss"]
     for ranks in run_ranks(4, together, str(tmp_path), timeout=170):

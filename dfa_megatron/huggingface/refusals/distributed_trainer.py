@@ -48,6 +48,12 @@ TRAINER = Stage(
             {"metrics": True, "dfa_loss_tile": 4096},
         ),
         stated(
+            "tokens_seen",
+            "include_num_input_tokens_seen",
+            "the Trainer would count each token once on every rank of its sequence",
+            "include_num_input_tokens_seen='no'",
+        ),
+        stated(
             "objects",
             "eval_use_gather_object",
             "what the ranks of a sequence hold in common could not be told apart",

@@ -48,6 +48,10 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: DistAtt
     distribute_attention(trainer.model, group=mesh["cp"].get_group(), config=options)
     shared = take_whole_batches(transformers_model(trainer.model))
     trainer.get_cp_size = lambda: size
+    flops = trainer.floating_point_ops
+    trainer.floating_point_ops = lambda inputs: flops(inputs) / size
+    if hasattr(trainer, "_tp_size"):  # by which TRL divides the tokens that all ranks count
+        trainer._tp_size = size
     trainer._get_num_items_in_batch = functools.partial(_count, trainer, size)
     trainer.prediction_step = functools.partial(_predict, shared, options, trainer.prediction_step)
     accelerator = trainer.accelerator
@@ -69,6 +73,7 @@ def _check(trainer: Any, options: DistAttentionConfig, world: int, size: int) ->
         own_loss=trainer.label_smoother is not None or trainer.compute_loss_func is not None,
         metrics=trainer.compute_metrics is not None,
         objects=trainer.args.eval_use_gather_object,
+        tokens_seen=trainer.args.include_num_input_tokens_seen not in (False, "no"),
         checkpointed=trainer.args.gradient_checkpointing,
     )
 
