@@ -81,7 +81,7 @@ def chunk_of(module: torch.nn.Module, mask: WindowMask | None) -> int | None:
 def _type(module: torch.nn.Module) -> str | None:
     """Return the layer's type in the configuration."""
     types = getattr(getattr(module, "config", None), "layer_types", None)
-    number: Any = module.layer_idx  # None where layers share an attention (Zamba)
+    number: Any = getattr(module, "layer_idx", None)  # none where layers share an attention (Zamba)
     return None if types is None or number is None else str(types[number])
 
 

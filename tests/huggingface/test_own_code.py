@@ -53,4 +53,9 @@ def test_what_is_not_understood_in_such_code_is_refused() -> None:
         torch.nn.Dropout(0.1)(scores)
     with pytest.raises(UnsupportedError, match="position_bias in a layer of type SomeAttention"):
         scores + x
+    sees, low = torch.ones(1, 1, 3, 3).tril().bool(), torch.tensor(-1e38)
+    assert torch.where(sees.triu(-1), scores, low).seen == 2
+    for hidden, least in ((sees.logical_not(), low), (sees, torch.tensor(0.0)), (sees.clone().fill_(True), low)):
+        with pytest.raises(UnsupportedError, match="where in the attention"):
+            torch.where(hidden, scores, least)
     assert torch.equal(torch.nn.Softmax(-1)((scores / 2).float()) @ x, x)

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 from dfa_megatron.huggingface.refusals import ATTENTION
 
+_HIDES = torch.finfo(torch.float16).min / 2
+"""A score below this hides a key."""
 Run = Callable[["Scores", torch.Tensor], torch.Tensor]
 """From scores and values (batch, kv_heads, tokens, head_dim) to (batch, heads, tokens, head_dim)."""
 
@@ -32,6 +34,7 @@ class Scores:
         scale: of the product.
         slopes: (heads,), of a bias that grows with the key's place (ALiBi); None without.
         mask: what stands in for the layer's mask.
+        seen: keys that the last token sees by a causal mask of the layer's own; None without.
     """
 
     layer: str
@@ -42,6 +45,7 @@ class Scores:
     scale: float = 1.0
     slopes: torch.Tensor | None = None
     mask: Any = None
+    seen: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,6 +85,15 @@ class Scores:
         ATTENTION.check(position_bias=isinstance(mask, torch.Tensor), layer=self.layer)
         return replace(self, mask=self.mask if mask is None else mask)
 
+    def where(self, sees: torch.Tensor) -> Scores:
+        """Return the same under a causal mask of the layer's own, a band (1, 1, tokens, tokens) below the diagonal."""
+        tokens = self.shape[-1]
+        band = sees.dtype is torch.bool and sees.shape == (1, 1, tokens, tokens)
+        seen = int(sees[0, 0, -1].sum()) if band else 0
+        expected = torch.ones(tokens, tokens, dtype=torch.bool, device=sees.device).tril().triu(1 - seen)
+        ATTENTION.check(own_code=None if band and torch.equal(sees[0, 0], expected) else "where", layer=self.layer)
+        return replace(self, seen=seen)
+
     def __matmul__(self, value: torch.Tensor) -> torch.Tensor:
         batch, heads = self.query.shape[:2]
         out = self.run(self, value if value.dim() == 4 else value.unflatten(0, (batch, -1)))
@@ -94,11 +107,13 @@ class Scores:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a softmax and a dropout that does nothing, and multiply; refuse all else."""
+        """Note a causal mask, a softmax and a dropout that does nothing, and multiply; refuse all else."""
         kwargs = kwargs or {}
         scores = next(x for x in args if isinstance(x, Scores))
         if func in (torch.matmul, torch.bmm) and args[0] is scores:
             return scores @ args[1]
+        if func is torch.where and args[1] is scores and bool(torch.as_tensor(args[2] < _HIDES).all()):
+            return scores.where(args[0])
         if func in (F.softmax, torch.softmax):
             return scores
         if func in (F.dropout, torch.dropout):

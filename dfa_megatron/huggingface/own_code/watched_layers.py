@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,14 +13,20 @@ from dfa_megatron.huggingface.attention_function import attention
 from dfa_megatron.huggingface.layer_context import run_of
 from dfa_megatron.huggingface.own_code.noted_scores import Scores
 from dfa_megatron.huggingface.refusals import ATTENTION
+from dfa_megatron.huggingface.windows import WindowMask
 
 WATCHED = {
     "BloomAttention": True,
     "CodeGenAttention": False,
     "FalconAttention": False,
     "GPTJAttention": False,
+    "GPTNeoSelfAttention": False,
+    "GPTNeoXJapaneseAttention": False,
     "MegatronBertSelfAttention": False,
+    "MvpAttention": False,
     "RemBertSelfAttention": False,
+    "TrOCRAttention": False,
+    "XGLMAttention": False,
 }
 """Classes of layers, and whether they know places by a bias alone (ALiBi)."""
 
@@ -84,6 +91,8 @@ class _Watch(TorchFunctionMode):
 
     def _biased(self, scores: Scores, bias: torch.Tensor, beta: float, alpha: float) -> Scores:
         """Return scaled scores with a bias (batch * heads, 1, tokens) in proportion to the key's place."""
+        if bias.shape == scores.shape and not bias.any():
+            return replace(scores, scale=alpha)
         known = bias.dim() == 3 and bias.shape[1] == 1 and bias.shape[2] > 1
         ATTENTION.check(own_code=None if known else f"a bias of shape {tuple(bias.shape)}", layer=scores.layer)
         heads = scores.query.shape[1]
@@ -96,10 +105,18 @@ class _Watch(TorchFunctionMode):
         try:
             q, k = (x.to(value.dtype) for x in (scores.query, scores.key))
             more: dict[str, Any] = {} if scores.slopes is None else {"alibi_slopes": scores.slopes}
-            out, _ = attention(self.module, q, k, value, scores.mask, scaling=scores.scale, **more)
+            out, _ = attention(self.module, q, k, value, self._mask(scores), scaling=scores.scale, **more)
             return out.transpose(1, 2)
         finally:
             self.running = False
+
+    def _mask(self, scores: Scores) -> Any:
+        """Return the mask of the whole sequence, where the layer's own mask of this rank's tokens agrees with it."""
+        module: Any = self.module
+        size: int | None = module.config.window_size if getattr(module, "attention_type", "") == "local" else None
+        seen = self.tokens if size is None else min(size, self.tokens)
+        ATTENTION.check(own_code="where" if scores.seen not in (None, seen) else None, layer=scores.layer)
+        return scores.mask if scores.seen is None or size is None else WindowMask(size)
 
 
 _PRODUCTS = (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__)

@@ -25,7 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.huggingface.sweep", description=__doc__)
     parser.add_argument("types", nargs="*", help="of transformers' MODEL_FOR_CAUSAL_LM_MAPPING, and some with images")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write the states as JSON; docs/models.json makes the table")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="write states as JSON (types that are not named stay); docs/models.json makes the table",
+    )
     asked = parser.parse_args(arguments)
     every = {*transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *images.WHOLE}
     began, states, counts = time.monotonic(), {}, Counter[str]()
@@ -40,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         states[kind] = sections | ({"reason": reasons[0]} if reasons else {}) | ({"as": built} if built != kind else {})
     print(f"{dict(counts)} of {counts.total()} types in {time.monotonic() - began:.0f} s")
     if asked.out:
+        if asked.types and asked.out.exists():
+            states = json.loads(asked.out.read_text(encoding="utf-8"))["types"] | states
         about = {"transformers": transformers.__version__, "torch": torch.__version__, "ranks": asked.ranks}
         text = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(states[kind])}" for kind in sorted(states))
         head = json.dumps(about | {"sections": list(SECTIONS)})

@@ -105,6 +105,8 @@ class Float64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
+        if func is torch.full:  # of a least number, which float32 does not have
+            kwargs = {"dtype": torch.float64} | (kwargs or {})
         args = tuple(torch.float64 if x is torch.float32 else x for x in args)
         kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
         return func(*args, **kwargs)

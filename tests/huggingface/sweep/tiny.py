@@ -84,11 +84,13 @@ THEN: dict[str, dict[str, Any]] = {
         _BART,
     ),
     "marian": {**_BART, "decoder_vocab_size": 96},
+    "xglm": {"use_cache": False},
     "codegen": {"n_head": 4, "rotary_dim": 8},
     "llama4_text": {"attention_chunk_size": 7, "floor_scale": 4, "attn_scale": 0.5},
     "bamba": {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3},
     **_each(("kimi_linear", "bailing_hybrid"), {"linear_head_dim": 8, "linear_num_heads": 2}),
+    "gpt_neo": {"window_size": 7},
     "helium": {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4},
     **_each(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _DELTA),
     "falcon_h1": {
