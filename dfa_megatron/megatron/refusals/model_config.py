@@ -177,9 +177,19 @@ CONFIG = Stage(
         Refusal(
             lambda a: a.fine_grained_activation_offloading and "core_attn" in _modules(a.offload_modules),
             "offloading core_attn",
-            "attention saves its own tensors for the backward pass",
-            "--offload-modules without core_attn",
+            "Megatron frees q, k and v once they are copied, which was not tried beside messages that read them",
+            "--offload-modules without core_attn, or --dfa-remat-offload with --recompute-granularity full",
             {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
+        ),
+        Refusal(
+            lambda a: (
+                a.fine_grained_activation_offloading
+                and (a.dfa_remat == "on" or (a.recompute_granularity == "full" and a.dfa_remat != "off"))
+            ),
+            "fine_grained_activation_offloading together with rematerialization",
+            "a layer is recomputed in the backward, where Megatron would offload what it needs next",
+            "one of the two; --dfa-remat-offload moves what rematerialization keeps to the host",
+            {"fine_grained_activation_offloading": True, "dfa_remat": "on"},
         ),
         Refusal(
             lambda a: a.cpu_offloading and a.dfa_remat == "on",
