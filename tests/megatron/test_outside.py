@@ -1,4 +1,4 @@
-"""In layout `boundary` routing of experts, and hidden states of layers between, are in the caller's zigzag order."""
+"""In layout `boundary` routing, padding masks and hidden states between layers are in the caller's zigzag order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.megatron import harness
 from tests.megatron.harness import BATCH, LAYERS, MEGATRONS, SEQUENCE, Case, Topology, case
 from tests.megatron.test_parity import EXPERTS
 
-REPLAYED = (*EXPERTS, ("moe_enable_routing_replay", True))
+BALANCED = (("moe_router_load_balancing_type", "aux_loss"), ("moe_aux_loss_coeff", 0.5))
+REPLAYED = (*EXPERTS, *BALANCED, ("moe_enable_routing_replay", True))
 TOPK = 2
 
 
@@ -45,12 +46,14 @@ def train_step(model: Any, wanted: Case, replay: Any, first: str, second: str) -
     from dfa_megatron.megatron import shard_batch
 
     group = parallel_state.get_context_parallel_group()
-    batch: Any = harness.micro_batch(0, 0)
+    padding = torch.rand(BATCH, SEQUENCE, generator=torch.Generator().manual_seed(2)) < 0.4
+    batch: Any = {**harness.micro_batch(0, 0), "padding_mask": padding}  # which the loss of balance leaves out
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE), 1).bool() if wanted.options is None else None
     if wanted.options is not None:
         batch = shard_batch(batch, group, wanted.options)
     replay.set_global_router_replay_action(RouterReplayAction[first])
-    losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"]).sum() / (BATCH * SEQUENCE)
+    given = {name: batch[name] for name in ("labels", "padding_mask")}
+    losses = model(batch["tokens"], batch["position_ids"], mask, **given).sum() / (BATCH * SEQUENCE)
     replay.set_global_router_replay_action(RouterReplayAction[second])
     losses.backward()
     gradients = {}

@@ -36,8 +36,8 @@ class DistributedAttentionLayer:
       last one; before and after each attention layer of a hybrid stack, and each layer of multi-token prediction.
     - Layouts `boundary` and `contiguous`: Megatron's zigzag slice of the rotary table is exchanged once, a multimodal
       one once per micro-batch. In multi-latent attention every layer makes its own table, which is sliced in order.
-    - Layout `boundary`: recorded or replayed routing stays in the caller's order, and so do hidden states that a caller
-      extracts between layers; see outside.py.
+    - Layout `boundary`: padding masks, recorded or replayed routing, and hidden states that a caller extracts between
+      layers are in the caller's order; see outside.py.
     - Packed documents, in every layout: each token gets the rotary row of its position in its document. A multimodal
       table follows `position_ids`. The modules in `_dfa_heeds` get the documents, Megatron's arguments do not.
     - A micro-batch with a context-parallel group of its own is shared and exchanged by that group.
@@ -109,7 +109,6 @@ class DistributedAttentionLayer:
             attention_mask=attention_mask is not None,
             attention_bias=kwargs.get("attention_bias") is not None,
             inference_context=cache is not None and not (alone and cache.is_static_batching()),
-            exchanged_padding_mask=self._dfa_exchanges and kwargs.get("padding_mask") is not None,
         )
         pack = self._dfa_placed(kwargs.pop("packed_seq_params", None), self._dfa_tokens(hidden_states))
         if layer.layer_number == 1 or self._dfa.hybrid:
@@ -118,6 +117,8 @@ class DistributedAttentionLayer:
             check_declared(self._dfa_group(), self._dfa.options.data_layout, packed=packed)
         rotary_pos_emb = self._dfa_rotary(rotary_pos_emb, pack, self._dfa_tokens(hidden_states))
         kwargs.update(context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
+        if self._dfa_exchanges and kwargs.get("padding_mask") is not None:
+            kwargs["padding_mask"] = self._dfa_masked(kwargs["padding_mask"])
         if self._dfa_first:
             hidden_states = self._dfa_exchange()(hidden_states, self._dfa_order, "contiguous")
         hidden_states, context = self._dfa_body(hidden_states, context, pack, kwargs)
@@ -167,6 +168,15 @@ class DistributedAttentionLayer:
             return image_rows(table, pack, exchange, tokens, row_slice=own)
         tables = self._dfa.tables if pack is None or pack.group is None else pack.slices
         return tables.contiguous(table, exchange, tokens)
+
+    def _dfa_masked(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return the padding mask (batch, tokens) of the tokens inside the layers; only experts read it."""
+        layer: Any = self
+        if not hasattr(layer.mlp, "router"):
+            return mask
+        rows = mask.transpose(0, 1).to(torch.uint8)  # collectives know no truth values
+        moved: torch.Tensor = self._dfa_exchange().move(rows, self._dfa_order, "contiguous")
+        return moved.transpose(0, 1).to(mask.dtype)
 
     def _dfa_tokens(self, hidden_states: torch.Tensor) -> int:
         """Return the tokens of this context-parallel rank, also where sequence parallelism splits them."""

@@ -33,12 +33,6 @@ CALLS = Stage(
             "its states are not kept from call to call",
             "evaluation on whole sequences, or --dfa-data-layout boundary",
         ),
-        stated(
-            "exchanged_padding_mask",
-            "padding_mask in the boundary layout",
-            "it would stay in zigzag order",
-            "--dfa-data-layout zigzag",
-        ),
         Refusal(
             lambda a: a.attn_mask_type not in (None, "causal"),
             "attn_mask_type={attn_mask_type!r} at a call",
