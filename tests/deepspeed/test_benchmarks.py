@@ -68,13 +68,27 @@ def test_the_longest_sequence_lies_between_one_that_ran_and_one_that_ran_out_of_
     assert tried == [(80, True), (160, False), (120, limit > 120)] if limit > 80 else [(80, False)]
 
 
-def test_ranks_that_run_out_of_memory_end_an_attempt_and_say_so(tmp_path: Path) -> None:
-    script = [str(BENCHMARKS / "deepspeed_longest.py"), "--methods", "ulysses-full", "--pretend-limit", "70"]
-    report = call(*script, "--gpus", "2", "--shortest", "80", out=tmp_path / "toy.json")
+def test_ranks_that_run_out_of_memory_end_an_attempt_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import deepspeed_longest
+
+    out, launch = tmp_path / "toy.json", deepspeed_longest.launch
+    words = ["--methods", "ulysses-full", "--pretend-limit", "70", "--gpus", "2", "--shortest", "80", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["deepspeed_longest.py", *words, "--out", str(out)])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
+    def attempts(args: Any, ranks: int, method: str, *more: Any) -> dict[str, Any]:
+        compared = {"agreement": {"ulysses-full": {}}}  # `wrong` below compares for real
+        return compared if method == "compare" else launch(args, ranks, method, *more)
+
+    monkeypatch.setattr(deepspeed_longest, "launch", attempts)
+    assert deepspeed_longest.main() == 0
+    report = json.loads(out.read_text())
     (result,) = report["results"]
     assert result["failed"] == "out of memory: in a dry run"  # which only one of the ranks said
     assert report["longest"] == {}
-    assert report["agreement"]["ulysses-full"]["gradients"] < 0.05
     assert report["note"] == "2 layers, and tiny"
 
 
@@ -83,6 +97,19 @@ def master_weights(engine: Any) -> list[torch.Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     return [safe_get_full_fp32_param(parameter).clone() for parameter in engine.module.parameters()]
+
+
+def longest_methods(ranks: int) -> None:
+    """Both attentions of the search for the longest sequence are what one rank computes."""
+    import deepspeed_common
+    import deepspeed_longest
+
+    os.environ["WORLD_SIZE"] = str(ranks)
+    deepspeed_common.join = lambda seconds: None  # type: ignore[assignment]
+    found = deepspeed_longest.agreement(
+        deepspeed_longest.parse(["--dry-run", "--methods", "dfa-remat", "ulysses-full"])
+    )
+    assert all(0 < one["gradients"] < 0.05 for one in found["agreement"].values())
 
 
 def wrong(rank: int, world_size: int) -> None:
@@ -106,6 +133,7 @@ def wrong(rank: int, world_size: int) -> None:
             batch["input_ids"] = batch["input_ids"].flip(1)
         return right(engine, method, batch, **choices)
 
+    longest_methods(world_size)
     methods._gradients = without_a_rank
     with pytest.raises(RuntimeError, match="ours is not what one rank computes"):
         methods.compare(engine, ours, 64, 64)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
+from tests.support.groups import free_port, run_script
 from tests.support.models import build, text
 
 ROOT = Path(__file__).parents[2]
@@ -74,21 +76,29 @@ def losses_of(launcher: list[str], script: str, folder: Path, *flags: str, **env
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("is deprecated") == 0, "warnings at every step hide what a run says"
-    return [float(loss) for loss in re.findall(r"\bloss'?:? '?(\d+\.?\d*)", done.stdout)]
+    return losses_in(done.stdout)
+
+
+def losses_in(said: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"\bloss'?:? '?(\d+\.?\d*)", said)]
+
+
+def learn(rank: int, world_size: int, port: int, folder: str) -> list[float]:
+    """What Trainer prints on the first rank."""
+    script, flags = str(ROOT / "examples" / "train_trainer.py"), ("--seq-length", "128", "--train-iters", "15")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run_script(rank, world_size, port, script, folder, flags)
+    return losses_in(said.getvalue())
 
 
 def test_the_trainer_example_learns_on_two_ranks_that_torchrun_starts(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    losses = losses_of(torchrun, "train_trainer.py", tmp_path)
+    losses = run_ranks(2, learn, free_port(), str(tmp_path), timeout=150)[0]
     assert len(losses) == 15
     assert losses[0] > 5.0
     assert losses[-1] < losses[0] - 1.0
 
 
 def test_the_deepspeed_example_learns_on_two_ranks_that_deepspeeds_launcher_starts(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     launcher = [
         sys.executable,
         "-m",
@@ -96,7 +106,7 @@ def test_the_deepspeed_example_learns_on_two_ranks_that_deepspeeds_launcher_star
         "--num_accelerators",
         "2",
         "--master_port",
-        str(port),
+        str(free_port()),
     ]
     config = str(ROOT / "examples" / "train_deepspeed.json")
     losses = losses_of(launcher, "train_deepspeed.py", tmp_path, "--deepspeed_config", config, TORCHDYNAMO_DISABLE="1")

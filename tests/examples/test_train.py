@@ -14,14 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from dfa_megatron.testing.workers import run_ranks
 from gpt.errors import UserError
 from gpt.flags import parse_flags, settle
 from gpt.report import Report
 from gpt.text import ByteText
+from tests.support.groups import free_port, run_script
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 TINY = ("--seq-length", "256", "--hidden-size", "64", "--num-attention-heads", "2", "--num-query-groups", "1")
+ALONE = ("--nproc-per-node", "1")
 
 
 def test_the_loss_falls_on_two_ranks_and_the_report_is_written(
@@ -50,19 +53,10 @@ def test_the_loss_falls_on_two_ranks_and_the_report_is_written(
     assert summary in done.stdout
 
 
-def test_torchrun_starts_the_script_as_well(script: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    flags = [*TINY, "--train-iters", "1", "--save-report", "report", "--recompute-granularity", "none"]
-    done = subprocess.run(
-        [*torchrun, str(script), *flags],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_ranks_that_torchrun_starts_train_and_write_the_report(script: Path, tmp_path: Path) -> None:
+    """test_signals.py has torchrun itself."""
+    flags = (*TINY, "--train-iters", "1", "--save-report", "report", "--recompute-granularity", "none")
+    run_ranks(2, run_script, free_port(), str(script), str(tmp_path), flags, timeout=120)
     assert "nothing was recomputed" in (tmp_path / "report" / "summary.txt").read_text()
 
 
@@ -93,7 +87,17 @@ def test_a_disk_that_fills_up_is_one_line(script: Path, environment: dict[str, s
     """No file may grow beyond 8 KiB: the log reaches that after some thirty steps."""
     before = time.monotonic()
     done = subprocess.run(
-        [sys.executable, str(script), *TINY, "--train-iters", "1000", "--save-report", "report"],
+        [
+            sys.executable,
+            str(script),
+            *TINY,
+            "--train-iters",
+            "1000",
+            "--save-report",
+            "report",
+            "--nproc-per-node",
+            "1",
+        ],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

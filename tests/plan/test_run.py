@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import runpy
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,13 +48,11 @@ def test_a_plan_with_other_blocks_is_routed_again_and_runs(tmp_path: Path) -> No
     assert main(["run", "--plan", str(path)]) == 0
 
 
-def test_a_plan_runs_on_ranks_of_its_own(tmp_path: Path) -> None:
+def test_a_plan_runs_on_ranks_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.plan"
     path.write_text(to_text(plan_of("greedy", prefix_lm(24, 9), 2)))
-    command = [sys.executable, "-m", "dfa_megatron.cli.main", "run", "--plan", str(path), "--ranks", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip().endswith("right")
+    assert main(["run", "--plan", str(path), "--ranks", "2"]) == 0
+    assert capfd.readouterr().out.rstrip().endswith("right")
 
 
 @pytest.mark.parametrize(
@@ -88,11 +84,11 @@ def test_ranks_that_the_plan_does_not_have_are_refused(tmp_path: Path, capsys: p
     assert main(["run", "--plan", str(tmp_path / "none")]) == 2
 
 
-def test_the_example_changes_a_plan_and_runs_it() -> None:
-    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "3.2*" in done.stdout
-    assert done.stdout.count("equal to attention over the whole sequence") == 1
+def test_the_example_changes_a_plan_and_runs_it(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "3.2*" in said
+    assert said.count("equal to attention over the whole sequence") == 1
 
 
 def said_by_a_rank(rank: int, world_size: int, port: int) -> str:

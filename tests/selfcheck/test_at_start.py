@@ -13,14 +13,14 @@ from dfa_megatron.errors import SelfCheckError, UnsupportedError
 from dfa_megatron.megatron.selfcheck import at_start as of_megatron
 from dfa_megatron.megatron.start import script
 from dfa_megatron.selfcheck import at_start
-from dfa_megatron.selfcheck import run_case as check
+from dfa_megatron.selfcheck.compare import Comparison, Difference
+from dfa_megatron.selfcheck.run_case import Report
 from dfa_megatron.testing.workers import run_ranks
 from tests.selfcheck.test_megatron import FLAGS
-from tests.support.plants import the_loss_is_scaled_by_the_ranks
 
 
 def start_a_run(rank: int, world_size: int, flags: str) -> list[str]:
-    """What a rank is told: of a right configuration, of one that cannot be checked, and of a fault that is planted."""
+    """What a rank is told: of a right configuration, of one that cannot be checked, and of a difference."""
     asked, told = SimpleNamespace(dfa_selfcheck=True), []
     sys.argv = ["pretrain_gpt.py", *flags.split(), "--dfa-selfcheck"]
     of_megatron.check_if_asked(SimpleNamespace())
@@ -35,7 +35,8 @@ def start_a_run(rank: int, world_size: int, flags: str) -> list[str]:
     told.append(str(refused.value))
     at_start._DONE.clear()
     del sys.argv[-2:]
-    at_start.check = lambda case: check.check_planted(case, [[the_loss_is_scaled_by_the_ranks]])[0]  # type: ignore[attr-defined]
+    found = Comparison(differences=[Difference("plain", "gradients of q, k, v", "planted")])
+    at_start.check = lambda case: Report(case, found)  # type: ignore[attr-defined]
     with pytest.raises(SelfCheckError) as differs:
         of_megatron.check_if_asked(asked)
     return [*told, str(differs.value)]
@@ -51,4 +52,4 @@ def test_every_rank_is_told_the_outcome_before_training_starts() -> None:
     assert first == second
     refusal, table = first
     assert "--optimizer muon" in refusal
-    assert "first difference: plain, gradients of q, k, v" in table
+    assert "first difference: plain, gradients of q, k, v: planted" in table
