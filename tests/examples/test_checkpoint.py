@@ -28,7 +28,6 @@ TINY = ("--seq-length", "64", "--hidden-size", "32", "--num-attention-heads", "2
 STEPS = ("--train-iters", "4", "--global-batch-size", "2", "--lr-warmup-iters", "2")
 LAYOUTS = {
     "context 2": (),
-    "context 2, dropout": ("--hidden-dropout", "0.1"),
     "data 2, dropout": ("--context-parallel-size", "1", "--hidden-dropout", "0.1"),
     "tensor 2, dropout": ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--hidden-dropout", "0.1"),
     "pipeline 2": ("--pipeline-model-parallel-size", "2"),
@@ -242,6 +241,7 @@ def test_a_disk_that_fills_up_while_saving_is_one_line_and_leaves_no_checkpoint(
 ) -> None:
     """No file may grow beyond 64 KiB, which the log does not reach, and the weights do."""
     command = [sys.executable, str(script), *TINY, "--train-iters", "2", "--save", "new/run", "--save-report", "report"]
+    command += ["--nproc-per-node", "1"]
 
     def run(*flags: str, limit: int | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -20,7 +20,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import padded_packs
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 64, 4, 2, 128
-SEQUENCE, BATCH, MICRO_BATCHES, STEPS, VOCABULARY = 48, 2, 2, 12, 256
+SEQUENCE, BATCH, MICRO_BATCHES, STEPS, VOCABULARY = 48, 2, 2, 6, 256
 LEARNING_RATE, WEIGHT = 2e-3, 0.05
 """Of Adam, and the scale of initial weights."""
 

@@ -66,11 +66,11 @@ def of_topology(params: Mapping[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("topology", "steps"),
     [
-        (Topology(cp=2), 6),
+        (Topology(cp=2), 4),
         (Topology(cp=3), harness.STEPS),
-        (Topology(cp=4), 6),
-        (Topology(tp=2, cp=2), 6),
-        (Topology(pp=2, cp=2), 6),
+        (Topology(cp=4), 4),
+        (Topology(tp=2, cp=2), 4),
+        (Topology(pp=2, cp=2), 4),
     ],
     ids=["cp2", "cp3", "cp4", "tp2-cp2-sequence-parallel", "pp2-cp2"],
 )
