@@ -6,7 +6,6 @@ import os
 import runpy
 import socket
 import sys
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -39,7 +38,6 @@ def run_script(rank: int, world_size: int, port: int, script: str, folder: str, 
     as_torchrun_starts(rank, world_size, port)
     os.chdir(folder)
     sys.argv = [script, *flags]
-    sys.path.insert(0, str(Path(script).parent))
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
