@@ -86,10 +86,18 @@ def prepare_worker(rank: int, world_size: int) -> None:
     os.environ.update({**ranks, **sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
 
 
+def example(folder: str) -> list[float]:
+    """The losses that examples/train_packed.py prints."""
+    import train_packed
+
+    flags = ["--seq-length", "64", "--train-iters", "4", "--output-dir", folder]
+    return history(train_packed.train(train_packed.parse(flags)))["loss"]
+
+
 def alone(rank: int, world_size: int, folder: str) -> Any:
     run = trainer(folder, 1, compute_metrics=hits)
     run.train()
-    return history(run), parameters_of(run), run.predict(Sequences(3, seed=70)).predictions
+    return history(run), parameters_of(run), run.predict(Sequences(3, seed=70)).predictions, example(folder)
 
 
 def sharded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -110,7 +118,7 @@ def sharded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def together(rank: int, world_size: int, folder: str) -> Any:
     prepare_worker(rank, world_size)
-    monkeypatch, found = pytest.MonkeyPatch(), []
+    monkeypatch, found, packed = pytest.MonkeyPatch(), [], example(folder)
     for size in (world_size, 2):
         data = world_size // size
         changes = {} if size == world_size else sharded(monkeypatch)
@@ -128,7 +136,7 @@ def together(rank: int, world_size: int, folder: str) -> Any:
         again.model(**sample)
     with pytest.raises(UnsupportedError, match="predict with loss_tile=5"):
         again.predict(Sequences(2))
-    return found
+    return found, packed
 
 
 def parameters_of(run: Any) -> dict[str, torch.Tensor]:
@@ -139,9 +147,11 @@ def parameters_of(run: Any) -> dict[str, torch.Tensor]:
 
 
 def test_trainer_with_ddp_and_fsdp2_has_the_steps_evaluation_and_resumed_steps_of_one_process(tmp_path: Path) -> None:
-    ((wanted, parameters, predicted),) = run_ranks(1, alone, str(tmp_path / "one"), timeout=120)
+    ((wanted, parameters, predicted, wanted_packed),) = run_ranks(1, alone, str(tmp_path / "one"), timeout=120)
     last = wanted["loss"][-1:] + wanted["eval_loss"]
-    for ranks in run_ranks(4, together, str(tmp_path), timeout=170):
+    for ranks, packed in run_ranks(4, together, str(tmp_path), timeout=170):
+        assert packed == pytest.approx(wanted_packed, rel=1e-5)
+        assert packed[-1] < packed[0] - 0.1
         for whole, resumed, mine, mine_resumed, predictions in ranks:
             for name, values in wanted.items():
                 assert whole[name] == pytest.approx(values, rel=1e-5), name
