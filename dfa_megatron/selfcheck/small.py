@@ -11,6 +11,12 @@ ROWS, HEAD, HIDDEN, FFN, VOCABULARY, LAYERS, EXPERTS = 16, 16, 64, 96, 96, 8, 8
 """Tokens of a rank, head dimension, width, width of MLPs, vocabulary, layers and experts, where the user's are more."""
 
 
+STATE_EPS = 1e-2
+"""Of norms: a state that few tokens have filled is small, and a norm with a smaller eps would enlarge its rounding."""
+STATE_TOLERANCE = 2e-3
+"""Of models with states, which are sums of many exponentials in float32."""
+
+
 class Small:
     """Hold a configuration as a dictionary; `names` has an entry's own name by its common one, where they differ."""
 

@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.selfcheck.shrink import case_of
 from dfa_megatron.selfcheck.run_case import DIFFERS, RIGHT, Report, check_planted
 from dfa_megatron.selfcheck.table import text
@@ -69,7 +68,12 @@ def test_a_planted_fault_is_found_where_it_is(fault: object, reports: dict[str, 
     assert PLANTED[fault] in text(report).partition("first difference: ")[2], text(report)  # type: ignore[index]
 
 
-def test_gated_delta_nets_are_refused_because_a_check_of_attention_alone_would_pass_without_them() -> None:
-    delta = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"
-    with pytest.raises(UnsupportedError, match="layers that are not attention in a self-check"):
-        case_of([*FLAGS.split(), *delta.split()])
+def test_gated_delta_nets_are_right_and_a_dropped_state_is_found_at_the_first_token_that_misses_it() -> None:
+    delta = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --dfa-data-layout contiguous"
+    case = case_of([*FLAGS.split(), *delta.split(), "--swiglu"])
+    assert case.settings["config"]["linear_num_value_heads"] == 2 * case.settings["config"]["linear_num_key_heads"] == 4
+    right, wrong = check_planted(case, [(), [plants.the_incoming_state_is_dropped]])
+    assert right.status == RIGHT, text(right)
+    assert "output of states" in {row.kind for row in right.comparison.rows}
+    assert wrong.status == DIFFERS
+    assert "plain, output of states: layer 1 on rank 1, token 16," in text(wrong), text(wrong)

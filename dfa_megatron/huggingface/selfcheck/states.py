@@ -7,7 +7,7 @@ from typing import Any
 
 from dfa_megatron.huggingface.check_model import layers_with_states
 from dfa_megatron.selfcheck.case import TOLERANCE
-from dfa_megatron.selfcheck.small import HEAD, Small
+from dfa_megatron.selfcheck.small import HEAD, STATE_EPS, STATE_TOLERANCE, Small
 
 MOST = 8
 """Heads of a state space."""
@@ -19,10 +19,6 @@ _HEADS = {"mamba_n_heads": "mamba_d_head", "mamba_num_heads": "mamba_head_dim", 
 """Heads of a state space, and their width."""
 _GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 _EPS = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
-EPS = 1e-2
-"""Of norms: a state that few tokens have filled is small, and a norm with a smaller eps would enlarge its rounding."""
-OF_STATES = 2e-3
-"""Tolerance of models with states, which are sums of many exponentials in float32."""
 
 
 def shrink_states(small: Small) -> None:
@@ -32,7 +28,7 @@ def shrink_states(small: Small) -> None:
     """
     small.most(*_SIZES, most=HEAD)
     for name in _EPS:
-        small.set(name, EPS)
+        small.set(name, STATE_EPS)
     small.most("linear_num_heads", most=2)
     if keys := small.get("linear_num_key_heads"):
         few = min(2, keys)
@@ -57,4 +53,4 @@ def shrink_states(small: Small) -> None:
 
 def tolerance_of(config: Any) -> float:
     """Return the largest |difference| over the largest entry that a model's check allows."""
-    return OF_STATES if layers_with_states(config) else TOLERANCE
+    return STATE_TOLERANCE if layers_with_states(config) else TOLERANCE

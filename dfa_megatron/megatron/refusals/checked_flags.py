@@ -44,11 +44,11 @@ SELFCHECK = Stage(
             {"spec": ["my_model"]},
         ),
         Refusal(
-            lambda a: a.experimental_attention_variant or a.linear_attention_freq,
-            "layers that are not attention in a self-check",
-            "their kernels need a GPU, and a model of attention alone would say nothing of them",
-            "the flags without --experimental-attention-variant and --linear-attention-freq, which checks attention",
-            {"linear_attention_freq": 4},
+            lambda a: a.experimental_attention_variant and not a.linear_attention_freq,
+            "--experimental-attention-variant {experimental_attention_variant} by itself in a self-check",
+            "which layers have it is unknown",
+            "--linear-attention-freq as well",
+            {"experimental_attention_variant": "gated_delta_net"},
         ),
         Refusal(
             lambda a: a.spec and "hybrid_stack_spec" in a.spec,

@@ -137,6 +137,10 @@ def megatrons_spec(config: Any, stage: int | None = None, *, dense: bool = False
         if dense:
             for layer in layers:
                 layer.submodules.self_attention.submodules.core_attention = DenseAttention
+    if getattr(config, "linear_attention_freq", None):
+        from dfa_megatron.megatron.selfcheck.delta_nets import with_delta_nets
+
+        return with_delta_nets(spec, config, stage)
     return spec
 
 
@@ -194,6 +198,8 @@ def set_weights(chunk: Any, scale: float | None = None) -> None:
         whole = noise(name, shape) * (scale or (0.3 if "embedding" in name else 0.1))
         if "norm" in name and name.endswith("weight"):
             whole += 1
+        elif name.endswith("A_log"):  # states that last for several tokens, so that what comes in matters
+            whole -= 2
         for dimension, rows in places.items():
             whole = whole.index_select(dimension, rows)
         parameter.data.copy_(whole)

@@ -9,11 +9,22 @@ from typing import Any
 from dfa_megatron.megatron.refusals import SELFCHECK
 from dfa_megatron.megatron.selfcheck.read_flags import Asked, read
 from dfa_megatron.megatron.selfcheck.switched_off import steps, switch_off
-from dfa_megatron.selfcheck.case import Case, Reductions
+from dfa_megatron.selfcheck.case import TOLERANCE, Case, Reductions
 from dfa_megatron.selfcheck.options import MOST_RANKS, on_cpu, unseen
-from dfa_megatron.selfcheck.small import EXPERTS, FFN, HEAD, HIDDEN, ROWS, VOCABULARY, Small, fewest_groups
+from dfa_megatron.selfcheck.small import (
+    EXPERTS,
+    FFN,
+    HEAD,
+    HIDDEN,
+    ROWS,
+    STATE_EPS,
+    STATE_TOLERANCE,
+    VOCABULARY,
+    Small,
+    fewest_groups,
+)
 
-_PATTERNS = ("window_attn_skip_freq", "moe_layer_freq", "no_rope_freq")
+_PATTERNS = ("window_attn_skip_freq", "moe_layer_freq", "no_rope_freq", "linear_attention_freq")
 
 _LAYOUT_OF_STAGES = (
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
@@ -50,6 +61,7 @@ def case_of(flags: Sequence[str]) -> Case:
         sections={"plain": "plain", "rematerialized": "plain", "three steps": "three steps"},
         reduced=reduced,
         unseen=_unseen(asked),
+        tolerance=STATE_TOLERANCE if config.get("linear_attention_freq") else TOLERANCE,
         facts={"context-parallel ranks of each attention": str(parallel["cp"])},
     )
 
@@ -70,7 +82,8 @@ def _parallel(asked: Asked, reduced: Reductions) -> dict[str, Any]:
         "tp": c.get("tensor_model_parallel_size", 1),
         "pp": c.get("pipeline_model_parallel_size", 1),
     }
-    run = {name: size if name == "cp" else min(size, 2) for name, size in sizes.items()}
+    most = 1 if c.get("linear_attention_freq") else 2  # heads of a gated delta net are not located in its weights
+    run = {name: size if name == "cp" else min(size, most) for name, size in sizes.items()}
     for name in ("pp", "tp"):
         if run["cp"] * run["tp"] * run["pp"] > MOST_RANKS:
             run[name] = 1
@@ -98,6 +111,7 @@ def _config(asked: Asked, parallel: Mapping[str, Any], reduced: Reductions) -> d
     small = Small(c, reduced)
     _heads(asked, small, parallel)
     _sizes(small)
+    _states(small)
     _layers(small, parallel)
     return c
 
@@ -126,6 +140,24 @@ def _sizes(small: Small) -> None:
     small.most("qk_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank", most=2 * HEAD)
     small.most("qk_pos_emb_head_dim", most=HEAD)
     small.most("num_moe_experts", most=max(EXPERTS, small.get("moe_router_topk") or 2))
+
+
+def _states(small: Small) -> None:
+    """Make gated delta nets small: two key heads at the ratio of value heads to them."""
+    c = small.values
+    c.pop("experimental_attention_variant", None)  # linear_attention_freq says where they are
+    if not c.get("linear_attention_freq"):
+        return
+    for name in ("linear_key_head_dim", "linear_value_head_dim"):
+        width = c.get(name) or 128  # Megatron's default
+        small.reduced.note(name, width, min(width, HEAD))
+        c[name] = min(width, HEAD)
+    keys, values = c.get("linear_num_key_heads") or 16, c.get("linear_num_value_heads") or 32
+    few = min(2, keys)
+    small.reduced.note("heads of delta nets", f"{keys}, {values}", f"{few}, {few * values // keys}")
+    c["linear_num_key_heads"], c["linear_num_value_heads"] = few, few * values // keys
+    small.reduced.note("layernorm_epsilon", c.get("layernorm_epsilon", 1e-5), STATE_EPS)
+    c["layernorm_epsilon"] = STATE_EPS
 
 
 def _layers(small: Small, parallel: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.megatron.selfcheck.delta_nets import use_stand_ins
 from dfa_megatron.megatron.selfcheck.model import Parallel, build_chunk, config_of, global_name, places_of, start
 from dfa_megatron.megatron.selfcheck.watch import tokens_of, watch
 from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
@@ -44,6 +45,8 @@ def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, r
     if not whole:
         parallel = Parallel(**settings["parallel"], options=DistAttentionConfig(**settings["options"]))
     start(parallel)
+    if settings["config"].get("linear_attention_freq"):
+        use_stand_ins()
     for section in sections:
         recorder.section = section
         if section == "three steps":

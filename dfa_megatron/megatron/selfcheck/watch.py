@@ -39,10 +39,25 @@ def watch(chunks: Sequence[Any], recorder: Recorder, parallel: Parallel, scale: 
     sizes = set()
     for chunk in chunks:
         for layer in chunk.decoder.layers:
-            core = layer.self_attention.core_attention
+            core = getattr(layer.self_attention, "core_attention", None)
+            if core is None:
+                layer.self_attention.register_forward_hook(_of_states(recorder, parallel, layer.layer_number))
+                continue
             core.register_forward_hook(_hook(recorder, parallel, scale, layer.layer_number), with_kwargs=True)
             sizes.add(dist.get_world_size(core.cp_group) if isinstance(core, DistributedCoreAttention) else 1)
     return ", ".join(str(size) for size in sorted(sizes))
+
+
+def _of_states(recorder: Recorder, parallel: Parallel, number: int) -> Any:
+    """Return a hook that records the output of a gated delta net, (tokens, samples, channels)."""
+
+    def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
+        if module.training:
+            out = output[0]
+            places = {0: tokens_of(parallel, out.shape[0] * parallel.cp, inside=True)}
+            recorder.add("output of states", f"layer {number}", out, ("token", "sample", "channel"), places)
+
+    return after
 
 
 def _hook(recorder: Recorder, parallel: Parallel, scale: float, number: int) -> Any:
