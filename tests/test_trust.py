@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 from docs import fault_tables as script
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_the_results_are_those_of_exactly_the_fault_tests_that_are_there(every_test: list[dict[str, Any]]) -> None:
@@ -29,9 +25,3 @@ def test_a_failed_test_is_not_taken_in_and_a_later_result_replaces_the_earlier()
     found = script.read(map(json.dumps, lines))
     assert [result["seconds"] for result in found.values()] == [2.5]
     assert "| kill -9 | forward | 1 | ends | 2.5 s | gloo |" in script.table(found, whole=True)
-
-
-def test_the_tests_of_signals_that_the_page_names_are_there() -> None:
-    named = re.findall(r"^- `(test_\w+)`$", (ROOT / "docs" / "trust.md").read_text(encoding="utf-8"), re.MULTILINE)
-    source = (ROOT / "tests" / "examples" / "test_signals.py").read_text(encoding="utf-8")
-    assert set(named) == set(re.findall(r"^def (test_\w+)", source, re.MULTILINE))
