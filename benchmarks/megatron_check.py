@@ -57,8 +57,3 @@ def dense(*tensors: torch.Tensor) -> list[torch.Tensor]:
         x.requires_grad_()
     out, _ = dense_attention(*leaves, CAUSAL)
     return [x.transpose(0, 1) for x in (out.detach(), *torch.autograd.grad(out, leaves, dout))]
-
-
-def wrong(errors: dict[str, float], dtype: torch.dtype) -> str:
-    """Return what is wrong, or "". A NaN is."""
-    return ", ".join(f"{name} is off by {error:.1e}" for name, error in errors.items() if not error < TOLERANCE[dtype])

@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_check import attention_errors, wrong
+from megatron_check import TOLERANCE, attention_errors
 from megatron_common import (
     MODES,
     NAMED,
@@ -57,6 +57,7 @@ from megatron_common import (
 )
 
 from dfa_megatron.doctor.machine import machine
+from dfa_megatron.testing.dense import too_far
 
 LAYERS = ("65536:8:14336", "131072:8:14336", "131072:32:11008")
 TRAINING = (
@@ -180,7 +181,7 @@ def time_layers(
     """
     block, table = build_layers(args, shape, mode, length, device)
     errors = attention_errors(block, shape, mode, CHECKED * dist.get_world_size())
-    if why := wrong(errors, block.config.params_dtype):
+    if why := too_far(errors, TOLERANCE[block.config.params_dtype]):
         return {"wrong": why}
     rows = length // dist.get_world_size()  # under sequence parallelism tensor-parallel ranks share a part's rows
     hidden = torch.randn(rows, 1, shape.hidden_size, device=device, dtype=block.config.params_dtype)

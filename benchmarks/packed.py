@@ -35,7 +35,7 @@ from benchmarks.attention.failures import Failure, together
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func, shard_sequence
 from dfa_megatron.doctor.world import World, join
 from dfa_megatron.runtime.prepare import plans_in_use
-from dfa_megatron.testing.dense import band_of, dense_attention
+from dfa_megatron.testing.dense import band_of, dense_attention, too_far
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Offsets = tuple[int, ...]
@@ -153,14 +153,12 @@ def check(method: Method, args: argparse.Namespace, world: World) -> None:
     local = [method.split(x, offsets).clone().requires_grad_() for x in (q, k, v)]
     out = method.start(offsets)(*local)
     got = torch.autograd.grad(out, local, method.split(dout, offsets))
-    errors = []
+    errors = {}
     for name, g, w in zip(("out", "dq", "dk", "dv"), (out, *got), (want.detach(), *gradients), strict=True):
         w = method.split(w, offsets)
-        error = ((g.double() - w).norm() / w.norm()).item()
-        if not error <= TOLERANCE[getattr(torch, args.dtype)]:
-            errors.append(f"{name} is off by {error:.1e}")
-    if errors:
-        raise ValueError(", ".join(errors))
+        errors[name] = ((g.double() - w).norm() / w.norm()).item()
+    if why := too_far(errors, TOLERANCE[getattr(torch, args.dtype)]):
+        raise ValueError(why)
 
 
 def passes(method: Method, offsets: Offsets, inputs: list[torch.Tensor]) -> tuple[Callable[[], object], ...]:

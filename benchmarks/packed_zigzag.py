@@ -40,7 +40,7 @@ from dfa_megatron.doctor.world import World, join
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, plan_exchange
-from dfa_megatron.testing.dense import band_of, dense_attention
+from dfa_megatron.testing.dense import band_of, dense_attention, too_far
 
 ROUNDS = 4
 
@@ -175,9 +175,8 @@ def checked(method: Method, args: argparse.Namespace, world: World) -> dict[str,
         return {"method": method.name, "wrong": f"{found.state}: {found.why}"}
     worst = world.slowest([error if math.isfinite(error) else math.inf for error in found.values()])
     errors = dict(zip(found, worst, strict=True))
-    limit = TOLERANCE[getattr(torch, args.dtype)]
-    wrong = [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= limit]
-    return {"method": method.name, "errors": errors, "wrong": ", ".join(wrong)}
+    wrong = too_far(errors, TOLERANCE[getattr(torch, args.dtype)])
+    return {"method": method.name, "errors": errors, "wrong": wrong}
 
 
 def timer_of(method: Method, args: argparse.Namespace, pack: DocumentOrder, world: World) -> Timer:

@@ -30,6 +30,7 @@ from dfa_megatron import DistAttentionConfig
 from dfa_megatron.doctor.machine import machine
 from dfa_megatron.loss import scores_of
 from dfa_megatron.loss.memory import head_bytes
+from dfa_megatron.testing.dense import too_far
 
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float32: 1e-4}
 
@@ -149,11 +150,10 @@ def check(args: argparse.Namespace, mode: str, device: torch.device) -> dict[str
             losses_of(model, hidden, labels)
         pairs["entropy"] = (scores.entropy.flatten(), -(logp.exp() * logp).sum(-1))
     errors = {name: ((a.double() - b).norm() / b.norm()).item() for name, (a, b) in pairs.items()}
-    limit = TOLERANCE[hidden.dtype]
-    said = [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= limit]
+    said = too_far(errors, TOLERANCE[hidden.dtype])
     failed = torch.tensor(float(bool(said)), device=device)
     dist.all_reduce(failed)
-    return {"errors": errors, "wrong": ", ".join(said) or ("on another rank" if failed else "")}
+    return {"errors": errors, "wrong": said or ("on another rank" if failed else "")}
 
 
 def measure(args: argparse.Namespace, mode: str, name: str, tokens: int, device: torch.device) -> dict[str, Any]:

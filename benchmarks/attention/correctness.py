@@ -11,7 +11,7 @@ import torch
 from benchmarks.attention.job import Problem
 from benchmarks.attention.method import Attention, Method
 from dfa_megatron.doctor.world import World
-from dfa_megatron.testing.dense import band_of, dense_attention
+from dfa_megatron.testing.dense import band_of, dense_attention, too_far
 
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 """Largest |got - exact| / |exact| (Frobenius norms over the whole sequence)."""
@@ -74,6 +74,6 @@ def squares(method: Method, exact: Truth, world: World) -> torch.Tensor:
 def verdict(squared: list[float], dtype: str) -> tuple[float, str]:
     """Return the largest relative error from the sums over all ranks (0 if NaN), and why it is too large, or ""."""
     found = dict(zip(NAMES, (total**0.5 for total in squared), strict=True))
-    wrong = [f"{name} is off by {error:.1e}" for name, error in found.items() if not error <= TOLERANCE[dtype]]
+    wrong = too_far(found, TOLERANCE[dtype])
     largest = max((error for error in found.values() if math.isfinite(error)), default=0.0)
-    return largest, f"{', '.join(wrong)} (at most {TOLERANCE[dtype]:.0e})" if wrong else ""
+    return largest, f"{wrong} (at most {TOLERANCE[dtype]:.0e})" if wrong else ""

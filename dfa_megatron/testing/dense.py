@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -90,6 +91,11 @@ def _pairs(visible: Band | Mask | torch.Tensor, q_len: int, kv_len: int) -> torc
         at = slice(tile.q.lo, tile.q.hi), slice(tile.kv.lo, tile.kv.hi)
         seen[at] |= (ahead[at] >= tile.lo) & (ahead[at] <= tile.hi)
     return seen
+
+
+def too_far(errors: Mapping[str, float], tolerance: float) -> str:
+    """Return which relative errors are larger than the tolerance, or "". A NaN is."""
+    return ", ".join(f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= tolerance)
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, *, tolerance: float, name: str = "tensor") -> None:
