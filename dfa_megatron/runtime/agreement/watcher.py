@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 from dfa_megatron.errors import AbsentError, DisagreementError, DistAttentionError, LostGroupError
 from dfa_megatron.runtime.agreement.agree import by_rank
+from dfa_megatron.runtime.agreement.awake import AwakeClock
 from dfa_megatron.runtime.agreement.board import Board, named
 from dfa_megatron.runtime.agreement.calls import Calls
 
@@ -71,9 +71,9 @@ class Watch:
         self.stall, self.patience = stall, patience
         self._beat, self._process = 0, os.getpid()
         self._signs: list[Sign | None] = [None] * board.size
-        self._heard = time.monotonic()
-        self._seen = [self._heard] * board.size
-        self._since, self._at, self._warned = time.monotonic(), (0, "", -1), False
+        self._clock = AwakeClock(2 * PERIOD)
+        self._heard, self._seen, self._gone_since = 0.0, [0.0] * board.size, dict[int, float]()
+        self._since, self._at, self._warned = 0.0, (0, "", -1), False
         self._stopped, self._news = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="dfa_megatron watcher", daemon=True)
         self._signs_thread = threading.Thread(target=self._exchange, name="dfa_megatron signs", daemon=True)
@@ -108,7 +108,7 @@ class Watch:
         for rank, note in zip(known, self.board.read("sign", known), strict=True):
             sign = Sign(*json.loads(note))
             if self._signs[rank] != sign:
-                self._signs[rank], self._seen[rank] = sign, time.monotonic()
+                self._signs[rank], self._seen[rank] = sign, self._clock.now()
 
     def compare(self) -> DistAttentionError | None:
         """Return the error if ranks ran different calls or one has failed, else None."""
@@ -135,7 +135,7 @@ class Watch:
 
     def silent(self) -> list[int]:
         """Return the ranks that have stopped: their processes are gone, or their signs stayed away for a while."""
-        now, heard = time.monotonic(), self._heard
+        now, heard = self._clock.now(), self._heard
         others = [rank for rank in range(self.board.size) if rank != self.board.rank]
         if now - heard <= SILENT:
             return [rank for rank in others if self._ended(rank) or now - self._seen[rank] > SILENT]
@@ -146,23 +146,25 @@ class Watch:
 
     def suspects(self) -> str:
         """Say which rank may have broken a connection, after waiting long enough for each rank's next sign."""
-        deadline, heard = time.monotonic() + SILENT + PERIOD, math.inf
+        deadline = time.monotonic() + SILENT + PERIOD
         while time.monotonic() < deadline:
             failed = [r for r, sign in enumerate(self._signs) if sign is not None and sign.lost]
             if failed:
                 return f"rank {failed[0]} of the group failed: {self._signs[failed[0]].lost}"  # type: ignore[union-attr]
             if any(self._ended(rank) for rank in range(self.board.size)):
-                if self._heard > heard:
-                    break  # its last sign has been read, too
-                heard = min(heard, self._heard)
-                deadline = min(deadline, time.monotonic() + PERIOD)
-                self._news.set()
+                break
             time.sleep(0.02)
         return "; ".join(self._state(rank) for rank in self.silent())
 
     def _ended(self, rank: int) -> bool:
+        """Whether a rank has ended, and its last sign, which may say why, has been read."""
         sign = self._signs[rank]
-        return rank != self.board.rank and ((sign is not None and sign.doing == "has ended") or self.gone(rank))
+        if rank == self.board.rank or (sign is not None and sign.doing == "has ended"):
+            return rank != self.board.rank
+        if not self.gone(rank):
+            return False
+        now = self._clock.now()
+        return now - self._gone_since.setdefault(rank, now) > 1.5 * PERIOD  # a look lies between
 
     def _exchange(self) -> None:
         """Write and read signs, until the end or until the store is gone."""
@@ -170,7 +172,7 @@ class Watch:
             while self.alive() and not self._stopped.is_set():
                 self.sign()
                 self.look()
-                self._heard = time.monotonic()
+                self._heard = self._clock.now()
                 self._news.wait(PERIOD)
                 self._news.clear()
             self.sign(ended=True)
@@ -180,16 +182,11 @@ class Watch:
 
     def _run(self) -> None:
         _allow_captures()
-        looked = time.monotonic()
         while not self._stopped.wait(PERIOD):
+            self._clock.tick()
             if not self.alive():
                 self.ended()
                 return
-            now = time.monotonic()
-            if now - looked > SILENT:  # this process was stopped itself: signs may only wait to be read
-                self._since = self._heard = now
-                self._seen = [now] * self.board.size
-            looked = now
             found = None if self.calls.lost is not None else self.compare() or self.stalled()
             if found is not None:
                 self._lose(found)
@@ -199,13 +196,13 @@ class Watch:
     def stalled(self) -> DistAttentionError | None:
         """Return the error of a wait that is too long. If all ranks live, log one warning per wait instead."""
         if not self.calls.doing and not self.calls.pending():
-            self._since, self._warned = time.monotonic(), False
+            self._since, self._warned = self._clock.now(), False
             return None
         step, awaited = self.calls.where() if self.calls.where is not None else (-1, ())
         at = (self.calls.last.number, self.calls.doing, step)
         if at != self._at:
-            self._at, self._since, self._warned = at, time.monotonic(), False
-        waited, silent = time.monotonic() - self._since, self.silent()
+            self._at, self._since, self._warned = at, self._clock.now(), False
+        waited, silent = self._clock.now() - self._since, self.silent()
         ended = [rank for rank in silent if self._ended(rank)]
         if ended and waited > SILENT:
             return AbsentError(self._waits(waited, awaited, silent))
@@ -233,7 +230,7 @@ class Watch:
         place = f"after {sign.number} calls" if sign is not None else "before its first sign"
         if self._ended(rank):
             return f"{who} has ended, {place}"
-        age = time.monotonic() - self._seen[rank]
+        age = self._clock.now() - self._seen[rank]
         if age > SILENT:
             return f"{who} gives no sign of life since {age:.0f} s, {place}"
         doing = (sign.doing if sign else "") or "is outside of attention: it may compile, or write a checkpoint"

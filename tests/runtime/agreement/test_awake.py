@@ -1,0 +1,100 @@
+"""A rank that did not run itself does not call the others silent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from dfa_megatron.runtime.agreement import awake, watcher
+from dfa_megatron.runtime.agreement.board import Board
+from dfa_megatron.runtime.agreement.calls import Calls
+from dfa_megatron.runtime.agreement.watcher import PERIOD, SILENT, Watch
+
+
+class Time:
+    """What the clock reads instead of the machine's time."""
+
+    seconds = 100.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    made = Time()
+    monkeypatch.setattr(awake, "time", SimpleNamespace(monotonic=made.monotonic))
+    return made
+
+
+def watch_of_two(dead: list[int]) -> tuple[Watch, Board]:
+    """The watch of rank 0, whose threads the test plays, and the board of rank 1."""
+    store = dist.HashStore()
+    mine, other = Board(store, 0, (0, 1)), Board(store, 1, (0, 1))
+    watch = Watch(mine, Calls(), lambda: True, lambda: None, dead.__contains__, 2.0, 600.0)
+    return watch, other
+
+
+def lives(board: Board, beat: int) -> None:
+    board.put("sign", watcher.json.dumps(watcher.Sign(beat, 0, 0, "", "")))
+
+
+def look(watch: Watch) -> None:
+    watch.look()
+    watch._heard = watch._clock.now()
+
+
+def test_time_in_which_nobody_ticked_counts_little(time: Time) -> None:
+    clock = awake.AwakeClock(1.0)
+    for _ in range(4):
+        time.seconds += 0.5
+        clock.tick()
+    assert clock.now() == 2.0
+    time.seconds += 60.0
+    assert clock.now() == 3.0
+    clock.tick()
+    assert clock.now() == 3.0
+    time.seconds += 0.25
+    assert clock.now() == 3.25
+
+
+@pytest.mark.parametrize("pause", [SILENT - 0.2, SILENT + 0.2, 60.0], ids=lambda pause: f"{pause:g} s")
+def test_a_machine_that_stood_still_makes_no_rank_silent(time: Time, pause: float) -> None:
+    watch, other = watch_of_two([])
+    lives(other, 1)
+    look(watch)
+    time.seconds += 0.9 * PERIOD
+    time.seconds += pause
+    watch._clock.tick()
+    look(watch)  # before the other rank runs again
+    assert watch.silent() == []
+    lives(other, 2)
+    look(watch)
+    assert watch.silent() == []
+
+
+def test_a_rank_without_signs_in_all_the_time_that_this_one_ran_is_silent(time: Time) -> None:
+    watch, other = watch_of_two([])
+    lives(other, 1)
+    seconds = 0.0
+    while seconds <= SILENT:
+        assert watch.silent() == []
+        look(watch)
+        seconds += PERIOD
+        time.seconds += PERIOD
+        watch._clock.tick()
+    look(watch)
+    assert watch.silent() == [1]
+
+
+def test_the_last_sign_of_a_process_that_has_ended_is_read_before_it_counts_as_ended(time: Time) -> None:
+    watch, _ = watch_of_two([1])
+    assert not watch._ended(1)
+    time.seconds += PERIOD
+    watch._clock.tick()
+    assert not watch._ended(1)
+    time.seconds += PERIOD
+    watch._clock.tick()
+    assert watch._ended(1)
