@@ -7,12 +7,22 @@ batch = dfa_hf.shard_batch({"input_ids": ids, "labels": ids}, group=group)
 model(**batch).loss.backward()              # then average the gradients over all ranks
 
 dfa_hf.distribute_trainer(trainer, size=8)  # or let HF Trainer, TRL's SFTTrainer and the like do it all
+dfa_hf.distribute_accelerator(accelerator, model, size=8)   # or a loop around accelerate
 """
 
 from dfa_megatron.huggingface.attention_function import NAME
 from dfa_megatron.huggingface.batch import shard_batch
 from dfa_megatron.huggingface.distribute import distribute_attention, local_attention
 from dfa_megatron.huggingface.loss import causal_lm_loss
+from dfa_megatron.huggingface.trainers.distribute_accelerator import distribute_accelerator
 from dfa_megatron.huggingface.trainers.distribute_trainer import distribute_trainer
 
-__all__ = ["NAME", "causal_lm_loss", "distribute_attention", "distribute_trainer", "local_attention", "shard_batch"]
+__all__ = [
+    "NAME",
+    "causal_lm_loss",
+    "distribute_accelerator",
+    "distribute_attention",
+    "distribute_trainer",
+    "local_attention",
+    "shard_batch",
+]

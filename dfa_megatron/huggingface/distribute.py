@@ -26,6 +26,7 @@ from dfa_megatron.huggingface.positions.embedded_positions import padding_of
 from dfa_megatron.huggingface.recurrent import layers as recurrent
 from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.huggingface.tiled_head import set_tile
+from dfa_megatron.huggingface.trainers.shared_batches import check_parallelism
 from dfa_megatron.plan.language.heads import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 
@@ -104,6 +105,7 @@ def distribute_attention(
 
 def _hook(inner: Any, decoder: Any) -> None:
     """Register the hooks of a model and its decoder, which need a `LayerContext` when they run."""
+    inner.register_forward_pre_hook(check_parallelism, with_kwargs=True)
     inner.register_forward_pre_hook(inputs.follow_mode, with_kwargs=True)
     if inner is not decoder:
         inner.register_forward_pre_hook(inputs.check_loss, with_kwargs=True)

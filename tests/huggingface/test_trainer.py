@@ -117,13 +117,16 @@ def sharded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def together(rank: int, world_size: int, folder: str) -> Any:
+    from accelerate import ParallelismConfig
+
     prepare_worker(rank, world_size)
     monkeypatch, found, packed = pytest.MonkeyPatch(), [], example(folder)
     for size in (world_size, 2):
         data = world_size // size
         changes = {} if size == world_size else sharded(monkeypatch)
-        run = trainer(f"{folder}/{size}", data, compute_metrics=hits, **changes)
-        dfa_hf.distribute_trainer(run, size=size, config=DistAttentionConfig(checkpoint="remat"))
+        theirs = {"parallelism_config": ParallelismConfig(dp_shard_size=data, cp_size=size)} if changes else {}
+        run = trainer(f"{folder}/{size}", data, compute_metrics=hits, **changes, **theirs)
+        dfa_hf.distribute_trainer(run, config=DistAttentionConfig(checkpoint="remat"))  # by cp_size, or all ranks
         run.train()
         again = trainer(f"{folder}/{size}", data, **changes)
         dfa_hf.distribute_trainer(again, size=size, config=DistAttentionConfig(loss_tile=5))

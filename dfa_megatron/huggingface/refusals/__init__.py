@@ -1,9 +1,9 @@
 """Every request that the integration with transformers refuses, in one table for each moment at which it looks."""
 
 from dfa_megatron.huggingface.refusals.called_model import ATTENTION, BATCHES, INPUTS
-from dfa_megatron.huggingface.refusals.distributed_trainer import TRAINER
+from dfa_megatron.huggingface.refusals.distributed_trainer import ACCELERATOR, TRAINER
 from dfa_megatron.huggingface.refusals.prepared_model import MODEL, SELFCHECK
 
-STAGES = (MODEL, TRAINER, BATCHES, INPUTS, ATTENTION, SELFCHECK)
+STAGES = (MODEL, ACCELERATOR, TRAINER, BATCHES, INPUTS, ATTENTION, SELFCHECK)
 
-__all__ = ["ATTENTION", "BATCHES", "INPUTS", "MODEL", "SELFCHECK", "STAGES", "TRAINER"]
+__all__ = ["ACCELERATOR", "ATTENTION", "BATCHES", "INPUTS", "MODEL", "SELFCHECK", "STAGES", "TRAINER"]

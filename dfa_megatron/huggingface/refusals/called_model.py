@@ -28,7 +28,7 @@ BATCHES = Stage(
             "different_batches",
             "batches that differ between the ranks of a sequence",
             "each rank takes its part of the same batch",
-            "accelerator_config={{'dispatch_batches': False}}, where a Trainer's data set has no length",
+            "loaders prepared after distribute_accelerator; dispatch_batches=False, where a data set has no length",
         ),
         stated(
             "two_answers",
@@ -69,6 +69,13 @@ BATCHES = Stage(
 INPUTS = Stage(
     "Hugging Face: when a model is called",
     (
+        stated(
+            "own_parallelism",
+            "distribute_attention beside ParallelismConfig(cp_size={own_parallelism}) of accelerate",
+            "accelerate would drop the masks of layers, and cut batches a second time",
+            "distribute_accelerator(accelerator, model), or distribute_trainer(trainer)",
+            2,
+        ),
         Refusal(
             lambda a: a.kind and a.router_loss,
             "{kind} with a loss of its router (output_router_logits)",

@@ -1,11 +1,11 @@
-"""What a Trainer asks for that is refused when sequences are shared without DeepSpeed."""
+"""What accelerate and a Trainer ask for that is refused when sequences are shared without DeepSpeed."""
 
 from __future__ import annotations
 
 from dfa_megatron.refusals import Refusal, Stage, stated
 
-TRAINER = Stage(
-    "Hugging Face: when a Trainer is distributed",
+ACCELERATOR = Stage(
+    "Hugging Face: when an accelerate loop or a Trainer is distributed",
     (
         stated(
             "uneven_size",
@@ -16,18 +16,38 @@ TRAINER = Stage(
             ranks=4,
         ),
         stated(
+            "two_sizes",
+            "size={two_sizes} beside ParallelismConfig(cp_size={cp_size})",
+            "the ranks of cp share each sequence",
+            "one of them",
+            4,
+            cp_size=2,
+        ),
+        stated(
             "other_parallelism",
-            "distribute_trainer beside ParallelismConfig({other_parallelism})",
+            "ParallelismConfig({other_parallelism}) without DeepSpeed",
             "accelerate would cut the batches or the model too",
-            "distribute_trainer(trainer, size=...), and a ParallelismConfig of dp sizes or none",
-            "cp_size=2",
+            "a ParallelismConfig of cp_size and dp sizes, or none",
+            "tp_size=2",
         ),
         stated(
             "deepspeed",
-            "distribute_trainer of a Trainer with DeepSpeed",
+            "distribute_accelerator or distribute_trainer with DeepSpeed",
             "its engine finds the ranks of a sequence in the JSON",
             "dfa_megatron.deepspeed.install() and ParallelismConfig(sp_size=..., sp_backend='deepspeed')",
         ),
+        stated(
+            "objects",
+            "gather_for_metrics of objects (use_gather_object, eval_use_gather_object)",
+            "what the ranks of a sequence hold in common could not be told apart",
+            "tensors",
+        ),
+    ),
+)
+
+TRAINER = Stage(
+    "Hugging Face: when a Trainer is distributed",
+    (
         stated(
             "new_models",
             "model_init",
@@ -52,12 +72,6 @@ TRAINER = Stage(
             "include_num_input_tokens_seen",
             "the Trainer would count each token once on every rank of its sequence",
             "include_num_input_tokens_seen='no'",
-        ),
-        stated(
-            "objects",
-            "eval_use_gather_object",
-            "what the ranks of a sequence hold in common could not be told apart",
-            "eval_use_gather_object=False",
         ),
         Refusal(
             lambda a: a.checkpointed and a.dfa_checkpoint != "none",

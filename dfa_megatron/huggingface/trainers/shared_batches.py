@@ -5,6 +5,7 @@ Hooks cut each batch into this rank's part. In evaluation they put the outputs t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from dfa_megatron.huggingface.model_inputs import arguments_of
 from dfa_megatron.huggingface.padding import IGNORED, gathered
 from dfa_megatron.huggingface.parts.text_part import is_distributed
 from dfa_megatron.huggingface.positions.document_starts import FLASH_KEYS
-from dfa_megatron.huggingface.refusals import BATCHES
+from dfa_megatron.huggingface.refusals import BATCHES, INPUTS
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import unshard_sequence
 
@@ -48,6 +49,16 @@ def take_whole_batches(model: Any) -> Shared:
         model.register_forward_pre_hook(_cut, with_kwargs=True, prepend=True)  # before the checks of a part
         model.register_forward_hook(_join)
     return known
+
+
+def check_parallelism(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse accelerate's own context parallelism, where `distribute_accelerator` did not leave it out."""
+    state = sys.modules.get("accelerate.state")
+    if state is None or hasattr(model, _SHARED) or not is_distributed(model):
+        return
+    config = state.AcceleratorState._shared_state.get("parallelism_config")
+    size = getattr(config, "cp_size", 1)
+    INPUTS.check(own_parallelism=size if size > 1 else None)
 
 
 def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
