@@ -117,9 +117,10 @@ def train(
     accumulate = accelerator.gradient_accumulation_steps
     while progress.steps < until:
         epoch, done = divmod(progress.steps, len(loader) // accumulate)
-        loader.set_epoch(epoch)
-        batches = iter(accelerator.skip_first_batches(loader, done * accumulate))
-        for step in zip(*[batches] * accumulate, strict=False):  # what is left of an epoch is less than a step
+        rest = accelerator.skip_first_batches(loader, done * accumulate)
+        for each in (loader, rest):  # the order of an epoch; before accelerate 1.15 `rest` would begin with the first
+            each.set_epoch(epoch)
+        for step in zip(*[iter(rest)] * accumulate, strict=False):  # what is left of an epoch is less than a step
             loss = train_step(accelerator, model, optimizer, step, size)
             progress.steps += 1
             accelerator.print(f"step {progress.steps:4d}  loss {loss.item():.4f}", flush=True)

@@ -58,13 +58,12 @@ def distribute_accelerator(
     if world == 1:
         distribute_attention(model, config=config)
         return 1
-    if theirs > 1:
-        mesh = accelerator.torch_device_mesh
-        accelerator._prepare_cp = lambda *prepared: prepared
-        accelerator.maybe_context_parallel = lambda *args, **kwargs: nullcontext()
-    else:
+    mesh = accelerator.torch_device_mesh
+    if theirs == 1:
         mesh = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp_replicate", "cp"))
-        accelerator._prepare_device_mesh = lambda: mesh  # its loaders ask for it
+    accelerator._prepare_device_mesh = lambda: mesh  # its loaders ask for it
+    accelerator._prepare_cp = lambda *prepared: prepared
+    accelerator.maybe_context_parallel = lambda *args, **kwargs: nullcontext()
     distribute_attention(model, group=mesh["cp"].get_group(), config=config)
     take_whole_batches(transformers_model(model))
     accelerator.gather_for_metrics = functools.partial(_gather, accelerator, model, size)
