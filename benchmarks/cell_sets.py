@@ -158,7 +158,7 @@ def paper(gpus: int) -> tuple[Cell, ...]:
         layers("paper-few-heads", gpus, 210, "16h 8h 4h 2h", (128, 512), "--repeats", "1"),
         ulysses("paper-ulysses", gpus, 210, "--shapes", "llama-3-8b", "33-heads", "--lengths", "32768", "131072"),
         longest("paper-longest", gpus, 240, "--layers", "1", "--shortest", str(K * K),
-                "--methods", "dfa-remat", "ulysses-full"),
+                "--methods", "dfa-tiles", "ulysses-full"),
         attention("paper-packages", gpus, 180, "--preset", "quick", "--baselines", "installed"),
     )  # fmt: skip
 
@@ -193,12 +193,12 @@ ONE_GPU = (
     pack_programs(8),
     Cell("sanitize", ("python", "benchmarks/sanitize.py"), 240, 1, programs=("compute-sanitizer",)),
     attention("one-gpu", 1, 120, "--preset", "one_gpu"),
-    longest_on_one("dfa-remat-host-stages"),
+    longest_on_one("dfa-tiles-host-stages"),
     recurrence("recurrence"),
     recurrence("recurrence-forward", "--no-backward"),
     pack_programs(32),
     pack_programs(128),
-    longest_on_one("dfa-remat-host"),
+    longest_on_one("dfa-tiles-host"),
     longest_on_one("ulysses-full-host"),
     Cell("fuzz", ("python", "-m", "tests.fuzz", "--device", "cuda", "--seconds", "200", "--out", "{out}.json"), 300, 1),
 )
@@ -246,7 +246,7 @@ EIGHT_GPUS = (
               "transformer_engine"),
     packs("eight-packed-8k", 8, 120, 8),
     packs("eight-packed-16k", 8, 120, 16),
-    longest("eight-whole-llama", 8, 570, "--layers", "32", "--shortest", str(K * K), "--methods", "dfa-remat-host",
+    longest("eight-whole-llama", 8, 570, "--layers", "32", "--shortest", str(K * K), "--methods", "dfa-tiles-host",
             "ulysses-full-host"),
     between_hosts("eight-two-hosts", 8, 4, 240, "--preset", "automatic", "--transport", "p2p"),
     host_time(8),

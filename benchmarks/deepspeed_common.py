@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import time
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+from deepspeed_shapes import Shape
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.doctor.machine import machine
@@ -26,42 +26,11 @@ TILE = 2048
 """Rows of a tile; their logits with a vocabulary of 151,936 are 1.2 GiB in float32."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a decoder."""
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int = 128
-    family: str = "Llama"
-    theta: float = 500_000.0
-    """The base of rotary positions."""
-    tied: bool = False
-    """Whether embeddings and head are one weight."""
-
-    def toy(self) -> Shape:
-        """Return a tiny one with the same relations between its heads."""
-        kv_heads = max(2, self.kv_heads // 4) if self.kv_heads < self.heads else 3
-        heads = kv_heads * (self.heads // self.kv_heads)
-        hidden = heads * 8 * self.hidden // (self.heads * self.head_dim)
-        return replace(self, hidden=hidden, intermediate=32, heads=heads, kv_heads=kv_heads, head_dim=8)
-
-
-SHAPES = {
-    "llama-3-8b": Shape(4096, 14336, 32, 8),
-    "qwen2.5-7b": Shape(3584, 18944, 28, 4),
-    "33-heads": Shape(4224, 11264, 33, 33),
-    "qwen3-4b": Shape(2560, 9728, 32, 8, family="Qwen3", theta=1_000_000.0, tied=True),
-}
-
-
 class Training(torch.nn.Module):
     """A causal language model that returns its loss, with logits and inner activations of an MLP tile by tile or not.
 
-    tiled: "none", "loss" or "all". tiles: their number; None cuts rows into tiles of `TILE`. held_before: bytes of this
-    GPU that were taken before the model was made.
+    tiled: "none", "loss" or "all". tiles: their number; None cuts rows into tiles of `TILE`. theirs: MLPs go by ALST's
+    tiles, not by `mlp_tile`. held_before: bytes of this GPU that were taken before the model was made.
     """
 
     def __init__(self, model: Any, tiled: str) -> None:
@@ -69,13 +38,17 @@ class Training(torch.nn.Module):
         self.model = model
         self.tiled = tiled
         self.tiles: int | None = None
+        self.theirs = True
         self.held_before = 0
         if tiled == "all":
             for layer in model.model.layers:
                 layer.mlp.forward = functools.partial(self._mlp, layer.mlp, list(layer.mlp.parameters()))
 
     def _mlp(self, mlp: Any, parameters: list[torch.nn.Parameter], x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = TiledMLP.apply(type(mlp).forward, mlp, x, self._count(x), parameters)
+        whole: Any = type(mlp).forward
+        result: torch.Tensor = (
+            TiledMLP.apply(whole, mlp, x, self._count(x), parameters) if self.theirs else whole(mlp, x)
+        )
         return result
 
     def _count(self, rows: torch.Tensor) -> int:

@@ -2,14 +2,14 @@
 
     python benchmarks/deepspeed_longest.py --layers 2 --budget 540 --out longest.json      # on all GPUs there are
     python benchmarks/deepspeed_longest.py --shape qwen3-4b --layers 4 --gpus 1 --offload-optimizer --memory-gib 40 \\
-        --shortest 65536 --resolution 16384 --methods dfa-remat-host dfa-remat-host-stages --out longest.json
+        --shortest 65536 --resolution 16384 --methods dfa-tiles-host dfa-tiles-host-stages --out longest.json
     DS_ACCELERATOR=cpu python benchmarks/deepspeed_longest.py --dry-run                    # tiny, two ranks
 
-Forward, backward and optimizer, with tiled MLP and tiled loss for both. Lengths double until one runs out of memory or
-the time left is less than four times the last step; between the longest that ran and the shortest that ran out of
-memory one more is tried, or with --resolution as many as it needs. Every attempt is a fresh set of processes, which
-takes a short step before the one that is timed. First of all, loss and gradients of every method are compared with one
-rank's.
+Forward, backward and optimizer, with tiled loss for all. dfa-tiles has norms and MLPs by `mlp_tile`; the others have
+ALST's tiled MLP. Lengths double until one runs out of memory or the time left is less than four times the last step;
+between the longest that ran and the shortest that ran out of memory one more is tried, or with --resolution as many as
+it needs. Every attempt is a fresh set of processes, which takes a short step before the one that is timed. First of
+all, loss and gradients of every method are compared with one rank's.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from deepspeed_shapes import SHAPES, VOCABULARIES
 from longest_search import MEMORY, STOPPED, search
 
-VOCABULARIES = {"llama-3-8b": 128256, "qwen3-4b": 151936}
 METHODS = {
     "dfa-remat": {"attention": "dfa", "checkpoint": "remat"},
+    "dfa-tiles": {"attention": "dfa", "checkpoint": "remat", "tiled": True},
     "ulysses-full": {"attention": "ulysses", "checkpoint": "full"},
-    "dfa-remat-host": {"attention": "dfa", "checkpoint": "remat", "on_host": True},
-    "dfa-remat-host-stages": {"attention": "dfa", "checkpoint": "remat", "on_host": True, "stages": 8},
+    "dfa-tiles-host": {"attention": "dfa", "checkpoint": "remat", "tiled": True, "on_host": True},
+    "dfa-tiles-host-stages": {"attention": "dfa", "checkpoint": "remat", "tiled": True, "on_host": True, "stages": 8},
     "ulysses-full-host": {"attention": "ulysses", "checkpoint": "full", "on_host": True},
 }
-"""host: what a checkpoint keeps is in host memory: layers' inputs, and attention's output and lse."""
-DEFAULT = ("dfa-remat", "ulysses-full", "dfa-remat-host", "ulysses-full-host")
+"""host: what a checkpoint keeps is in host memory: layers' inputs, and attention's output and lse. tiled: `mlp_tile`."""
+DEFAULT = ("dfa-tiles", "ulysses-full", "dfa-tiles-host", "ulysses-full-host")
 ENOUGH = 20.0
 """Seconds of a step from which on it is taken once."""
 SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -147,7 +148,7 @@ def is_memory(error: BaseException | None) -> bool:
 def engine_for(args: argparse.Namespace, longest: int) -> tuple[Any, str, int]:
     """Return an engine, its optimizer's name and the vocabulary."""
     import torch
-    from deepspeed_common import SHAPES, build, join
+    from deepspeed_common import build, join
 
     join(max(args.budget, 60.0))  # a collective waits for the computation before it
     if args.memory_gib and torch.cuda.is_available():
@@ -229,14 +230,15 @@ def step(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
 
 def predicted(args: argparse.Namespace, method: str, length: int) -> dict[str, Any]:
     """Return the memory of the account, GiB by moment, and the largest."""
-    from deepspeed_common import SHAPES, TILE
-    from deepspeed_memory import account
+    from deepspeed_common import TILE
+    from deepspeed_memory import Step
 
     fields = settings(args, method)
-    found = account(
-        SHAPES[args.shape], args.layers, VOCABULARIES[args.shape], length,
-        on_host=bool(fields.get("on_host")), offload=args.offload_optimizer, stages=fields["stages"], tile=TILE,
-    )  # fmt: skip
+    found = Step(
+        shape=SHAPES[args.shape], layers=args.layers, vocabulary=VOCABULARIES[args.shape], tile=TILE,
+        on_host=bool(fields.get("on_host")), offload=args.offload_optimizer, stages=fields["stages"],
+        tiled=fields.get("tiled", False),
+    ).account(length)  # fmt: skip
     return {"predicted_gib": max(found.values()), "predicted_by_moment": found}
 
 

@@ -1,23 +1,90 @@
-"""The account of a GPU's memory in a ZeRO-3 step of the longest-sequence benchmark, on one rank; without PyTorch.
+"""The account of a GPU's memory in a ZeRO-3 step of the longest-sequence benchmark; without PyTorch.
 
 Bytes of each token were counted once for every operation of a small model, as multiples of its widths; a test compares
-them. Modules are transformers' own in bfloat16, MLP and loss go by tiles, and a layer is recomputed without its
-attention.
+them, and others the peaks that were measured. Modules are transformers' own in bfloat16. The loss goes by tiles, MLPs
+by ALST's or, with the norms, by `mlp_tile`. A layer is recomputed without its attention.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dfa_megatron.loss.memory import head_bytes
 
 if TYPE_CHECKING:
-    from deepspeed_common import Shape
+    from deepspeed_shapes import Shape
 
 BUCKET = 2 * 500_000_000
 """Bytes of the buffer in which ZeRO-3 reduces gradients; DeepSpeed's default."""
-_ALWAYS = 28
-"""Bytes of a token: its id, place and label, and a norm's number."""
+_IDS = 16
+"""Bytes of a token: its id and its place."""
+_LABELS = 12
+"""Bytes of a token where norms are whole: its label and a norm's number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A training step.
+
+    Attributes:
+        ranks: share the sequence and the model.
+        on_host: what a layer keeps is in host memory, but for the layer that is fetched next.
+        offload: optimizer state and gradients are there.
+        stages: `head_stages`; attention's float32 gradients and messages are those of a stage.
+        tile: tokens of a tile of the loss.
+        tiled: norms and MLPs go by `mlp_tile`.
+        messages: bytes of attention's messages of all heads.
+    """
+
+    shape: Shape
+    layers: int
+    vocabulary: int
+    tile: int
+    ranks: int = 1
+    on_host: bool = False
+    offload: bool = True
+    stages: int = 1
+    tiled: bool = False
+    messages: int = 0
+
+    def account(self, rows: int) -> dict[str, float]:
+        """Return the GiB of a rank with so many tokens, by moment; the largest is its peak."""
+        shape, count = self.shape, parameters(self.shape, self.layers, self.vocabulary)
+        matrix = 2 * self.vocabulary * shape.hidden
+        gathered = matrix if self.ranks > 1 else 0  # the embedding, from all ranks
+        rest = BUCKET + count * (2 if self.offload else 16) / self.ranks + gathered + self.messages / self.stages
+        waiting = matrix  # the gradient of the head, too large for the bucket, or tied to the embedding's
+        others = rows * kept(shape) * (min(self.layers - 1, 1) if self.on_host else self.layers - 1)
+        head = head_bytes(rows, self.vocabulary, shape.hidden, self.tile).together
+        at_head = kept(shape) + 10 * shape.hidden + 4 * shape.head_dim + _IDS + _LABELS
+        found = {
+            "at rest": rest,
+            "the head": rest + others + rows * at_head + head,
+            "the optimizer": rest + (0 if self.offload else 4 * count / self.ranks),
+        }
+        moments = recomputed(shape, tiled=self.tiled)
+        moments["attention"] += of_kernel(shape) // self.stages
+        found |= {name: rest + waiting + others + rows * each for name, each in moments.items()}
+        return {name: nbytes / 2**30 for name, nbytes in found.items()}
+
+    def peak(self, rows: int) -> float:
+        """Return the GiB of the largest moment."""
+        return max(self.account(rows).values())
+
+    def longest(self, gib: float, unit: int = 1024) -> int:
+        """Return the most tokens of a rank, a multiple of `unit`, whose peak is at most so many GiB."""
+        below, above = 0, 2**20
+        while above - below > 1:
+            middle = (below + above) // 2
+            below, above = (middle, above) if self.peak(middle * unit) <= gib else (below, middle)
+        return below * unit
+
+    def host_gib(self, rows: int) -> float:
+        """Return the GiB in a rank's host memory: what layers keep, and the optimizer's state."""
+        held = rows * kept(self.shape) * self.layers if self.on_host else 0
+        state = 16 * parameters(self.shape, self.layers, self.vocabulary) / self.ranks if self.offload else 0
+        return (held + state) / 2**30
 
 
 def parameters(shape: Shape, layers: int, vocabulary: int) -> int:
@@ -33,45 +100,33 @@ def kept(shape: Shape) -> int:
     return 2 * shape.hidden + 2 * shape.heads * shape.head_dim + 4 * shape.heads
 
 
-def recomputed(shape: Shape, stages: int) -> dict[str, int]:
+def of_kernel(shape: Shape) -> int:
+    """Return the bytes of a token that attention's backward takes inside: its gradients in float32."""
+    return 4 * shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+
+
+def recomputed(shape: Shape, *, tiled: bool) -> dict[str, int]:
     """Return the bytes of a token while a layer's backward runs, by moment, with its input and attention's output."""
     hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     heads = 4 * (queries + keys) + 4 * shape.heads  # q, k, v, attention's output, lse
+    gradients = 4 * (queries + keys)  # of attention's output, q, k and v
+    always = 4 * shape.head_dim + _IDS
+    if tiled:
+        heads += 2 * (queries + keys) if _norms_heads(shape) else 0  # the inputs of the norms
+        return {
+            "the norm before an MLP": 12 * hidden + heads + always,
+            "attention": 6 * hidden + heads + gradients + always,
+        }
+    always += _LABELS
     if _norms_heads(shape):
         heads += 6 * (queries + keys) + 4 * (shape.heads + shape.kv_heads)
-    always = 4 * shape.head_dim + _ALWAYS
     found = {
         "the norm before an MLP": 36 * hidden + heads + always,
-        "attention": 12 * hidden + heads + 4 * (queries + keys) + (4 * queries + 8 * keys) // stages + always,
+        "attention": 12 * hidden + heads + gradients + always,
     }
     if _norms_heads(shape):
         found["the norm of queries"] = 14 * hidden + 24 * queries + always
     return found
-
-
-def account(
-    shape: Shape, layers: int, vocabulary: int, rows: int, *, on_host: bool, offload: bool, stages: int, tile: int
-) -> dict[str, float]:
-    """Return the GiB of a rank that is alone, by moment; the largest is its peak.
-
-    Args:
-        on_host: what a layer keeps is in host memory, but for the layer that is fetched next.
-        offload: optimizer state and gradients are there.
-        stages: `head_stages`; attention's float32 gradients are those of a stage.
-        tile: tokens of a tile of the loss.
-    """
-    count = parameters(shape, layers, vocabulary)
-    rest = BUCKET + count * (2 if offload else 16)
-    waiting = 2 * vocabulary * shape.hidden if shape.tied else 0  # the head's part of the embedding's gradient
-    others = rows * kept(shape) * (min(layers - 1, 1) if on_host else layers - 1)
-    head = head_bytes(rows, vocabulary, shape.hidden, tile).together
-    found = {
-        "at rest": rest,
-        "the head": rest + others + rows * (kept(shape) + 10 * shape.hidden + 4 * shape.head_dim + _ALWAYS) + head,
-        "the optimizer": rest + (0 if offload else 4 * count),
-    }
-    found |= {name: rest + waiting + others + rows * each for name, each in recomputed(shape, stages).items()}
-    return {name: nbytes / 2**30 for name, nbytes in found.items()}
 
 
 def _norms_heads(shape: Shape) -> bool:

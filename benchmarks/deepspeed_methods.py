@@ -12,7 +12,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.utils import safe_get_full_grad
-from deepspeed_common import any_rank, batch_of, mean
+from deepspeed_common import TILE, any_rank, batch_of, mean
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dfa_megatron import deepspeed as dfa_ds
@@ -20,6 +20,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface import distribute_attention, local_attention
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import transformers_model
+from dfa_megatron.huggingface.tiled_layers import tile_layers
 
 LOSS_TOLERANCE, TOLERANCE = 0.002, 0.1
 """Of the loss, and of a gradient's distance from one rank's over its norm. Rounding to bfloat16 is about a hundredth
@@ -42,6 +43,8 @@ class Method:
     """What a checkpoint keeps: `remat_offload`, or DeepSpeed's cpu_checkpointing. The latter needs a GPU."""
     stages: int = 1
     """`head_stages`, of ours."""
+    tiled: bool = False
+    """Of ours: norms and MLPs go by `mlp_tile`, where a model with tiles has ALST's otherwise."""
 
 
 @contextlib.contextmanager
@@ -52,6 +55,7 @@ def attention(
     inner, mesh = transformers_model(engine.module), dfa_ds.mesh_of(engine)
     # The first name is the newer one.
     (getattr(inner, "activation_checkpointing_disable", None) or inner.gradient_checkpointing_disable)()
+    engine.module.theirs = not method.tiled
     if method.attention == "dfa":
         options = DistAttentionConfig(
             schedule=schedule,
@@ -59,10 +63,12 @@ def attention(
             checkpoint=method.checkpoint,
             remat_offload=method.on_host,
             head_stages=method.stages,
+            mlp_tile=TILE if method.tiled else "off",
         )
         distribute_attention(inner, group=mesh.group, config=options)
         yield
         return
+    tile_layers(inner, DistAttentionConfig(), "the benchmark's model")
     function = None
     if method.on_host and torch.cuda.is_available():
         checkpointing.configure(None, checkpoint_in_cpu=True)

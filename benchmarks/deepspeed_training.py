@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed_common import (
-    SHAPES,
     any_rank,
     batch_of,
     build,
@@ -37,6 +36,7 @@ from deepspeed_common import (
 )
 from deepspeed_longest import is_memory
 from deepspeed_methods import Method, attention, compare
+from deepspeed_shapes import SHAPES
 
 from dfa_megatron.errors import DistAttentionError
 

@@ -130,10 +130,11 @@ class DistAttentionConfig:
     )
     mlp_tile: int | str = _option(
         "off",
-        "Tokens of a rank that a dense MLP computes at a time. The backward computes each tile once more, so that the "
-        "MLP's inner activations exist for one tile only. off: all tokens at once. For the longest sequences.",
+        "Tokens of a rank that a dense MLP computes at a time, and a norm of transformers too. The backward computes "
+        "each tile once more, so that their inner activations exist for one tile only. off: all tokens at once. For the "
+        "longest sequences.",
         ("off",),
-        ("megatron",),
+        ("megatron", "deepspeed", "huggingface"),
         TOKENS,
     )
     deterministic: bool = _option(False, "The same gradients to the bit from run to run; may be slower.")

@@ -19,11 +19,11 @@ def test_every_option_says_where_it_can_be_set_and_the_others_are_refused_there(
     apart = {name: scope for name, scope in scopes.items() if scope != set(names.SCOPES)}
     assert apart == {
         "data_layout": {"megatron"},
-        "mlp_tile": {"megatron"},
         "remat": {"megatron"},
         "checkpoint": {"deepspeed", "huggingface"},
         "remat_offload": {"megatron", "deepspeed", "huggingface"},
         "loss_tile": {"megatron", "deepspeed", "huggingface"},
+        "mlp_tile": {"megatron", "deepspeed", "huggingface"},
     }
     config = DistAttentionConfig(remat="on", schedule="ring")
     assert config.within("function") == DistAttentionConfig(schedule="ring")

@@ -81,7 +81,7 @@ def prepare(
     else:
         mesh = groups.mesh
     _check_batch_sizes(settings, mesh)
-    CALL.check(own_tile=block.options.loss_tile if own_attention and block.options.loss_tile != "off" else None)
+    CALL.check(own_tile=_tile(block) if own_attention else None)
     CALL.check(selfcheck_of="a model of your own" if block.selfcheck and own_attention else None)
     at_start.check_if_asked(model, settings, block, mesh)
     _set_group(own_attention, mesh, block)
@@ -96,11 +96,17 @@ def prepare(
     return {**_common(settings), "sequence_parallel_size": mesh.size}, finish
 
 
+def _tile(block: DeepSpeedOptions) -> str | None:
+    """Return the option of tiles that is set, None for none."""
+    tiles = {"loss_tile": block.options.loss_tile, "mlp_tile": block.options.mlp_tile}
+    return next((f"{name}={tile}" for name, tile in tiles.items() if tile != "off"), None)
+
+
 def _pipelined(
     module: torch.nn.Module, settings: dict[str, Any], block: DeepSpeedOptions, size: int | None
 ) -> tuple[dict[str, Any], Finish]:
     CALL.check(selfcheck_of="a pipeline" if block.selfcheck else None)
-    CALL.check(own_tile=block.options.loss_tile if block.options.loss_tile != "off" else None)
+    CALL.check(own_tile=_tile(block))
     mesh = pipeline.pipeline_mesh(module, size)
     _set_group(_own_attention(module), mesh, block)  # a stage may have none
 

@@ -26,6 +26,7 @@ from dfa_megatron.huggingface.positions.embedded_positions import padding_of
 from dfa_megatron.huggingface.recurrent import layers as recurrent
 from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.huggingface.tiled_head import set_tile
+from dfa_megatron.huggingface.tiled_layers import tile_layers
 from dfa_megatron.huggingface.trainers.shared_batches import check_parallelism
 from dfa_megatron.plan.language.heads import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
@@ -99,6 +100,7 @@ def distribute_attention(
     for module in {inner, decoder, *layers, *others}:
         setattr(module, CONTEXT, context)
     set_tile(inner, options)
+    tile_layers(inner, options, kind_of(inner))
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
 

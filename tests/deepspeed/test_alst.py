@@ -19,12 +19,15 @@ TILES = 3
 
 
 class Tiled(torch.nn.Module):
-    """A causal language model that never has the logits, nor the inner activations of an MLP, of more than a tile."""
+    """A causal language model that never has the logits, nor the inner activations of an MLP, of more than a tile.
 
-    def __init__(self, model: Any) -> None:
+    theirs: ALST's tiled MLP, in place of `mlp_tile`.
+    """
+
+    def __init__(self, model: Any, theirs: bool) -> None:
         super().__init__()
         self.model = model
-        for layer in model.model.layers:
+        for layer in model.model.layers if theirs else ():
             layer.mlp.forward = self._tiled(layer.mlp)
 
     @staticmethod
@@ -52,8 +55,9 @@ def tiled(rank: int, world_size: int, tied: bool) -> None:
     wholes = [text(2, 10 * world_size, seed=seed, unlabelled=11 + seed) for seed in range(2)]
     want_loss, want = harness.reference("Llama", wholes, tie_word_embeddings=tied)
     for stage in range(4):
-        model = Tiled(build("Llama", tie_word_embeddings=tied))
-        config = harness.settings(stage, world_size, checkpoint="remat", loss_tile=7)
+        model = Tiled(build("Llama", tie_word_embeddings=tied), theirs=not tied)
+        tile = 7 if tied else "off"
+        config = harness.settings(stage, world_size, checkpoint="remat", loss_tile=7, mlp_tile=tile)
         config |= {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}
         engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         group = dfa_ds.mesh_of(engine).group
@@ -76,7 +80,7 @@ def tiled(rank: int, world_size: int, tied: bool) -> None:
         engine.destroy()
 
 
-@pytest.mark.support("deepspeed", "ALST's tiled MLP, and the loss by tiles, as option and function")
+@pytest.mark.support("deepspeed", "ALST's tiled MLP, `mlp_tile`, and the loss by tiles, as option and function")
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
 def test_tiled_mlp_and_tiled_loss_have_the_gradients_of_one_process(tied: bool) -> None:
     run_ranks(2, tiled, tied, timeout=120)

@@ -107,7 +107,7 @@ def longest_methods(ranks: int) -> None:
     os.environ["WORLD_SIZE"] = str(ranks)
     deepspeed_common.join = lambda seconds: None  # type: ignore[assignment]
     found = deepspeed_longest.agreement(
-        deepspeed_longest.parse(["--dry-run", "--methods", "dfa-remat", "ulysses-full"])
+        deepspeed_longest.parse(["--dry-run", "--methods", "dfa-tiles", "ulysses-full"])
     )
     assert all(0 < one["gradients"] < 0.05 for one in found["agreement"].values())
 
@@ -116,8 +116,9 @@ def wrong(rank: int, world_size: int) -> None:
     harness.prepare_worker(rank)
     import deepspeed_common as common
     import deepspeed_methods as methods
+    from deepspeed_shapes import SHAPES
 
-    shape, ours = common.SHAPES["qwen3-4b"].toy(), {"ours": methods.Method("dfa", "remat")}
+    shape, ours = SHAPES["qwen3-4b"].toy(), {"ours": methods.Method("dfa", "remat")}
     engine, _ = common.build(shape, layers=2, vocabulary=64, longest=64, tiled="all", offload=False, dry=True)
     assert engine.module.model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert engine.module.model.config.head_dim * shape.heads != shape.hidden

@@ -51,10 +51,10 @@ CALL = Stage(
         ),
         stated(
             "own_tile",
-            "dist_flash_attention.loss_tile={own_tile} for a model of your own or a pipeline",
-            "its head is not known",
-            "loss_tile 'off', and dfa_megatron.deepspeed.tiled_loss in the model",
-            4096,
+            "dist_flash_attention.{own_tile} for a model of your own or a pipeline",
+            "its head and its layers are not known",
+            "'off', and dfa_megatron.deepspeed.tiled_loss or dfa_megatron.remat.tiles in the model",
+            "loss_tile=4096",
         ),
         stated(
             "other_ranks",

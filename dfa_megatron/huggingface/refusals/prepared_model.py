@@ -53,6 +53,21 @@ MODEL = Stage(
             "ForMaskedLMLoss",
         ),
         stated(
+            "other_mlp",
+            "mlp_tile for {kind} with an MLP of class {other_mlp}",
+            "only a dense MLP of hidden states computes each token by itself; experts are chosen over all tokens",
+            "mlp_tile='off'",
+            "MixtralSparseMoeBlock",
+            kind="a mixtral model",
+        ),
+        stated(
+            "no_mlp",
+            "mlp_tile for {kind}",
+            "its layers have no MLP in a module of its own",
+            "mlp_tile='off'",
+            kind="an opt model",
+        ),
+        stated(
             "several_parts",
             "{kind} with several parts",
             "its decoder was not found by its configuration of the text",

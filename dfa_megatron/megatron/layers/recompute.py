@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.refusals import LAYERS
+from dfa_megatron.remat.tiles import by_tiles
 
 _ATTRIBUTE = "_dfa_recompute"
 """Where flags that were taken over stay on the TransformerConfig, for model chunks that are built later."""
@@ -93,7 +93,7 @@ def checkpoint_of(config: Any, tp_group: Any) -> Callable[..., Any]:
 
 
 def tile_mlp(layer: Any, options: DistAttentionConfig) -> None:
-    """Make a layer's MLP compute `mlp_tile` tokens at a time, each tile again in the backward (ALST, arXiv 2506.13996).
+    """Make a layer's MLP compute `mlp_tile` tokens at a time, each tile again in the backward .
 
     Under sequence parallelism a tile is of this rank's tokens, and every tile has its own collectives.
 
@@ -110,11 +110,8 @@ def tile_mlp(layer: Any, options: DistAttentionConfig) -> None:
     whole = mlp.forward
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        outputs, bias = [], None
-        for part in hidden_states.split(max(1, tile // hidden_states.shape[1])):  # (tokens, batch, hidden)
-            # Nothing in an MLP is random.
-            output, bias = torch_checkpoint(whole, part, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-            outputs.append(output)
-        return torch.cat(outputs), bias
+        rows = max(1, tile // hidden_states.shape[1])  # of (tokens, batch, hidden)
+        found = by_tiles(lambda part: whole(part, *args, **kwargs), hidden_states, rows)  # nothing in it is random
+        return torch.cat([output for output, _ in found]), found[-1][1]
 
     mlp.forward = forward

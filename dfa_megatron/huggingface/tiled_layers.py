@@ -1,0 +1,99 @@
+"""Make norms and dense MLPs of a transformers model compute a tile of tokens at a time: `mlp_tile`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.huggingface.refusals import MODEL
+from dfa_megatron.remat.tiles import by_tiles
+
+_MLP = re.compile(r"mlp|feed_?forward|ffn|block_sparse_moe|moe", re.IGNORECASE)
+"""In the name of a child of a layer, or of its class."""
+_NORM = re.compile(r"RMSNorm|LayerNorm")
+"""In the name of a class that norms the last dimension."""
+
+
+class TiledTokens:
+    """Compute tile by tile; the first base of `_tiled_class`."""
+
+    dfa_tile: int | None = None
+    """Tokens of a tile; None: all at once."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward on each tile of its one tensor; a call with more arguments runs whole."""
+        whole, tile = super().forward, self.dfa_tile  # type: ignore[misc]
+        if tile is None or len(args) != 1 or kwargs or args[0].dim() < 2:
+            return whole(*args, **kwargs)
+        x: torch.Tensor = args[0]
+        dim = max(range(x.dim() - 1), key=lambda at: x.shape[at])  # (batch, tokens, ...), or with heads before tokens
+        beside = x.shape[0] if dim else x.shape[1] if x.dim() == 3 else 1
+        return torch.cat(by_tiles(whole, x, max(1, tile // beside), dim=dim, random=_draws(self)), dim)
+
+
+def tile_layers(model: Any, options: DistAttentionConfig, kind: str) -> None:
+    """Make norms and MLPs of a model's decoder compute by tiles, or at once again for mlp_tile="off".
+
+    Args:
+        kind: of the model, for messages.
+
+    Raises:
+        UnsupportedError: the MLP of a layer has experts or takes more than hidden states, or no layer has an MLP.
+    """
+    decoder = model.get_decoder()
+    if options.mlp_tile == "off":
+        for module in decoder.modules():
+            if isinstance(module, TiledTokens):
+                module.dfa_tile = None
+        return
+    mlps = list(_mlps(decoder))
+    other = next((type(mlp).__name__ for mlp in mlps if not _treats_each_token_alone(mlp)), None)
+    MODEL.check(kind=kind, other_mlp=other, no_mlp=not mlps)
+    norms = [module for module in decoder.modules() if _NORM.search(type(module).__name__)]
+    for module in (*norms, *mlps):
+        if not isinstance(module, TiledTokens):
+            module.__class__ = _tiled_class(type(module))
+        module.dfa_tile = options.mlp_tile
+
+
+def _mlps(decoder: Any) -> Iterator[nn.Module]:
+    """Yield the children of layers that are MLPs by their name or that of their class."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for layer in decoder.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            for name, child in layer.named_children():
+                named = _MLP.search(name) or _MLP.search(type(child).__name__)
+                if named and not _NORM.search(type(child).__name__) and [*child.parameters()]:
+                    yield child
+
+
+def _treats_each_token_alone(mlp: nn.Module) -> bool:
+    """Whether an MLP is made of linear layers and functions of one number, and takes hidden states alone."""
+    from transformers.pytorch_utils import Conv1D
+
+    needed = [
+        each
+        for each in inspect.signature(mlp.forward).parameters.values()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    holders = [module for module in mlp.modules() if [*module.parameters(recurse=False)]]
+    dense = all(isinstance(x, (nn.Linear, Conv1D)) or _NORM.search(type(x).__name__) for x in holders)
+    lists = any(isinstance(module, nn.ModuleList) for module in mlp.modules())  # experts
+    return len(needed) <= 1 and dense and not lists
+
+
+def _draws(module: Any) -> bool:
+    return any(isinstance(each, nn.Dropout) and each.p > 0 and each.training for each in module.modules())
+
+
+@functools.cache
+def _tiled_class(base: type) -> type:
+    return type(f"Tiled{base.__name__}", (TiledTokens, base), {"__module__": __name__})

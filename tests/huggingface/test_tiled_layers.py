@@ -1,0 +1,100 @@
+"""Norms and MLPs that compute tile by tile change no loss and no gradient, and never see more than a tile."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.tiled_layers import TiledTokens, _tiled_class
+from dfa_megatron.testing.workers import run_ranks
+from tests.support.models import build, gradients, text
+
+TILE = 3
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("Llama", {}),
+    ("Qwen3", {}),  # norms of heads
+    ("Gemma3Text", {}),  # norms of heads behind their transpose
+    ("Olmo2", {}),
+    ("Phi3", {}),
+    ("GPTNeoX", {"hidden_dropout": 0.0, "attention_dropout": 0.0}),  # layer norms with biases
+]  # fmt: skip
+WAYS: list[dict[str, Any]] = [{}, {"checkpoint": "remat"}, {"checkpoint": "full", "loss_tile": 5}]
+
+
+def noted(model: Any) -> list[int]:
+    """Return the tokens of each linear layer's call, in MLPs, from now on."""
+    seen: list[int] = []
+    mlps = [module for module in model.modules() if isinstance(module, TiledTokens) and [*module.children()]]
+    for linear in (x for mlp in mlps for x in mlp.modules() if isinstance(x, torch.nn.Linear)):
+        linear.register_forward_pre_hook(lambda _, args: seen.append(args[0].numel() // args[0].shape[-1]))
+    return seen
+
+
+def models(rank: int, ranks: int) -> None:
+    for number, (kind, changes) in enumerate(MODELS):
+        whole = text(2, 7 * ranks, seed=number, unlabelled=5)
+        one = build(kind, **changes).double()
+        one(**whole).loss.backward()
+        wants = gradients(one)
+        for reentrant, way in ((False, WAYS[number % 3]), (True, WAYS[1])):
+            model = build(kind, **changes).double()
+            config = DistAttentionConfig(mlp_tile=TILE, **way)
+            model = copy.deepcopy(dfa_hf.distribute_attention(model, config=config, reentrant=reentrant))
+            seen = noted(model)
+            model(**dfa_hf.shard_batch(whole)).loss.backward()
+            assert 0 < max(seen) <= TILE, kind
+            for name, gradient in gradients(model).items():
+                dist.all_reduce(gradient)
+                torch.testing.assert_close(gradient / ranks, wants[name], rtol=1e-4, atol=1e-6, msg=f"{kind} {name}")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_layers_by_tiles_have_the_gradients_of_one_process(ranks: int) -> None:
+    run_ranks(ranks, models, timeout=120)
+
+
+def test_all_norms_and_mlps_are_tiled_and_tiles_end_with_the_option() -> None:
+    model = dfa_hf.distribute_attention(build("Qwen3"), config=DistAttentionConfig(mlp_tile=TILE))
+    norms = [name for name, _ in model.named_modules() if name.rpartition(".")[2].endswith("norm")]
+    tiled = {name for name, module in model.named_modules() if isinstance(module, TiledTokens)}
+    assert tiled == {*norms, "model.layers.0.mlp", "model.layers.1.mlp"}
+    assert len(norms) == 9
+    batch, seen = dfa_hf.shard_batch(text(1, 8, seed=1)), noted(model)
+    by_tiles = model(**batch).loss
+    assert max(seen) == TILE
+    seen.clear()
+    torch.testing.assert_close(dfa_hf.distribute_attention(model)(**batch).loss, by_tiles)
+    assert min(seen) == 8
+
+
+def test_a_tile_draws_the_same_numbers_again_in_the_backward() -> None:
+    mlp = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Dropout(0.5))
+    torch.nn.init.eye_(mlp[0].weight)
+    mlp.__class__ = _tiled_class(torch.nn.Sequential)
+    mlp.dfa_tile = TILE
+    x = torch.ones(1, 7, 4, requires_grad=True)
+    out = mlp(x)
+    out.sum().backward()
+    assert {*out.flatten().tolist()} == {0.0, 2.0}
+    assert x.grad is not None
+    assert torch.equal(x.grad, out)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "match"),
+    [
+        ("Mixtral", {"num_local_experts": 2}, "an MLP of class MixtralSparseMoeBlock"),
+        ("Bloom", {"hidden_dropout": 0.0, "attention_dropout": 0.0}, "an MLP of class BloomMLP"),
+        ("OPT", {"ffn_dim": 24, "word_embed_proj_dim": 32, "dropout": 0.0}, "no MLP in a module of its own"),
+    ],
+)
+def test_other_mlps_are_refused(kind: str, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(UnsupportedError, match=match):
+        dfa_hf.distribute_attention(build(kind, **changes), config=DistAttentionConfig(mlp_tile=TILE))
