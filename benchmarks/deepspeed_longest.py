@@ -38,7 +38,7 @@ METHODS = {
     "dfa-tiles-host-stages": {"attention": "dfa", "checkpoint": "remat", "tiled": True, "on_host": True, "stages": 8},
     "ulysses-full-host": {"attention": "ulysses", "checkpoint": "full", "on_host": True},
 }
-"""host: what a checkpoint keeps is in host memory: layers' inputs, and attention's output and lse. tiled: `mlp_tile`."""
+"""host: what a checkpoint keeps is in host memory: inputs of layers, attention's output and lse. tiled: `mlp_tile`."""
 DEFAULT = ("dfa-tiles", "ulysses-full", "dfa-tiles-host", "ulysses-full-host")
 ENOUGH = 20.0
 """Seconds of a step from which on it is taken once."""

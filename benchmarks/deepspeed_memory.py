@@ -34,7 +34,7 @@ class Step:
         stages: `head_stages`; attention's float32 gradients and messages are those of a stage.
         tile: tokens of a tile of the loss.
         tiled: norms and MLPs go by `mlp_tile`.
-        messages: bytes of attention's messages of all heads.
+        messages: bytes of a token in attention's messages, of all heads.
     """
 
     shape: Shape
@@ -53,11 +53,11 @@ class Step:
         shape, count = self.shape, parameters(self.shape, self.layers, self.vocabulary)
         matrix = 2 * self.vocabulary * shape.hidden
         gathered = matrix if self.ranks > 1 else 0  # the embedding, from all ranks
-        rest = BUCKET + count * (2 if self.offload else 16) / self.ranks + gathered + self.messages / self.stages
+        rest = BUCKET + count * (2 if self.offload else 16) / self.ranks + gathered + rows * self.messages / self.stages
         waiting = matrix  # the gradient of the head, too large for the bucket, or tied to the embedding's
         others = rows * kept(shape) * (min(self.layers - 1, 1) if self.on_host else self.layers - 1)
         head = head_bytes(rows, self.vocabulary, shape.hidden, self.tile).together
-        at_head = kept(shape) + 10 * shape.hidden + 4 * shape.head_dim + _IDS + _LABELS
+        at_head = kept(shape) + (8 if self.tiled else 10) * shape.hidden + 4 * shape.head_dim + _IDS + _LABELS
         found = {
             "at rest": rest,
             "the head": rest + others + rows * at_head + head,

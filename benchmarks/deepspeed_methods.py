@@ -20,7 +20,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface import distribute_attention, local_attention
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import transformers_model
-from dfa_megatron.huggingface.tiled_layers import tile_layers
+from dfa_megatron.huggingface.tiles.tiled_layers import tile_layers
 
 LOSS_TOLERANCE, TOLERANCE = 0.002, 0.1
 """Of the loss, and of a gradient's distance from one rank's over its norm. Rounding to bfloat16 is about a hundredth

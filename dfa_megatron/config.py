@@ -130,9 +130,9 @@ class DistAttentionConfig:
     )
     mlp_tile: int | str = _option(
         "off",
-        "Tokens of a rank that a dense MLP computes at a time, and a norm of transformers too. The backward computes "
-        "each tile once more, so that their inner activations exist for one tile only. off: all tokens at once. For the "
-        "longest sequences.",
+        "Tokens of a rank that a dense MLP, and a norm of transformers, computes at a time. The backward computes each "
+        "tile once more, so that inner activations exist for one tile only. off: all tokens at once. For the longest "
+        "sequences.",
         ("off",),
         ("megatron", "deepspeed", "huggingface"),
         TOKENS,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from docs import automatic_tables, hybrid_tables
+from docs import automatic_tables, hybrid_tables, longest_table
 from docs.attention_tables import (
     ALL,
     DEEPSPEED,
@@ -265,6 +265,7 @@ PAGES: dict[str, dict[str, Callable[[], Lines]]] = {
         "megatron-training": megatron_training, "losses": losses, "deepspeed": deepspeed, "qwen": qwen,
         "longest": longest,
     },
+    "docs/remat.md": {"longest": longest_table.longest},
     "docs/packed.md": {
         "dynamic-cp": dynamic_cp,
         "new-packs": partial(

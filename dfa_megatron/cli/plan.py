@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n" + _exchange(heads, whole, tokens, flags.ranks, kept=not flags.remat))
     if model is not None:
         sized = dataclasses.replace(model, seq_length=flags.seq_length, micro_batch_size=flags.batch)
-        messages = _message_bytes(plan, shape) + heads.landed(whole, tokens)
+        messages = message_bytes(plan, shape) + heads.landed(whole, tokens)
         print("\n" + models.report(sized, flags.ranks, messages))
         if model.dfa_data_layout == "boundary" and flags.ranks > 1:
             sent = max(bytes_sent(plan.phases[0], shape)) + heads.sent(whole, tokens, kept=True)[0]
@@ -185,7 +185,7 @@ def _of_model(model: models.Model) -> dict[str, Any]:
     }
 
 
-def _message_bytes(plan: AttentionPlan, shape: AttentionShape) -> int:
+def message_bytes(plan: AttentionPlan, shape: AttentionShape) -> int:
     """Return the most bytes of a rank's slots over both phases; a slot counts as a whole chunk."""
     most = 0
     for one in plan.phases:

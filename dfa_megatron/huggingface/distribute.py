@@ -25,8 +25,8 @@ from dfa_megatron.huggingface.positions import own_positions
 from dfa_megatron.huggingface.positions.embedded_positions import padding_of
 from dfa_megatron.huggingface.recurrent import layers as recurrent
 from dfa_megatron.huggingface.refusals import MODEL
-from dfa_megatron.huggingface.tiled_head import set_tile
-from dfa_megatron.huggingface.tiled_layers import tile_layers
+from dfa_megatron.huggingface.tiles.tiled_head import set_tile
+from dfa_megatron.huggingface.tiles.tiled_layers import tile_layers
 from dfa_megatron.huggingface.trainers.shared_batches import check_parallelism
 from dfa_megatron.plan.language.heads import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size

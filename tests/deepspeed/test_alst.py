@@ -80,7 +80,7 @@ def tiled(rank: int, world_size: int, tied: bool) -> None:
         engine.destroy()
 
 
-@pytest.mark.support("deepspeed", "ALST's tiled MLP, `mlp_tile`, and the loss by tiles, as option and function")
+@pytest.mark.support("deepspeed", "ALST's tiled MLP, and the loss by tiles, as option and function")
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
 def test_tiled_mlp_and_tiled_loss_have_the_gradients_of_one_process(tied: bool) -> None:
     run_ranks(2, tiled, tied, timeout=120)

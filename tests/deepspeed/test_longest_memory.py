@@ -83,7 +83,7 @@ def test_the_account_has_the_bytes_of_a_token_that_were_counted(family: str, mon
     assert counted[1] < 0.55 * counted[0]
 
 
-MEASURED = [path for path in Path(__file__).parents[2].glob("benchmarks/results/*longest*.json")]
+MEASURED = list(Path(__file__).parents[2].glob("benchmarks/results/*longest*.json"))
 
 
 def test_the_account_is_within_one_percent_of_every_measured_peak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ CALL = Stage(
             "own_tile",
             "dist_flash_attention.{own_tile} for a model of your own or a pipeline",
             "its head and its layers are not known",
-            "'off', and dfa_megatron.deepspeed.tiled_loss or dfa_megatron.remat.tiles in the model",
+            "'off', and dfa_megatron.deepspeed.tiled_loss or dfa_megatron.remat.by_tiles in the model",
             "loss_tile=4096",
         ),
         stated(

@@ -12,7 +12,7 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.refusals import LAYERS
-from dfa_megatron.remat.tiles import by_tiles
+from dfa_megatron.remat.by_tiles import by_tiles
 
 _ATTRIBUTE = "_dfa_recompute"
 """Where flags that were taken over stay on the TransformerConfig, for model chunks that are built later."""

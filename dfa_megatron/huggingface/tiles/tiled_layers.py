@@ -13,7 +13,7 @@ from torch import nn
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.refusals import MODEL
-from dfa_megatron.remat.tiles import by_tiles
+from dfa_megatron.remat.by_tiles import by_tiles
 
 _MLP = re.compile(r"mlp|feed_?forward|ffn|block_sparse_moe|moe", re.IGNORECASE)
 """In the name of a child of a layer, or of its class."""
@@ -59,7 +59,8 @@ def tile_layers(model: Any, options: DistAttentionConfig, kind: str) -> None:
     norms = [module for module in decoder.modules() if _NORM.search(type(module).__name__)]
     for module in (*norms, *mlps):
         if not isinstance(module, TiledTokens):
-            module.__class__ = _tiled_class(type(module))
+            base: Any = type(module)
+            module.__class__ = _tiled_class(base)
         module.dfa_tile = options.mlp_tile
 
 
