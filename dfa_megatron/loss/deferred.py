@@ -53,14 +53,13 @@ class DeferredLogits:
         def use(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, ...]:
             asked = watching is not None
             scores = token_scores(hidden, head, labels, tile=self._tile, ignore_index=ignore_index, entropy=asked)
-            # A tuple, in which the hooks of ZeRO 3 look for tensors.
-            return (scores.logprobs,) if scores.entropy is None else (scores.logprobs, scores.entropy)
+            # A tuple, in which the hooks of ZeRO 3 look for tensors, and no view, which those of FSDP2 warn of.
+            return (-scores.logprobs,) if scores.entropy is None else (-scores.logprobs, scores.entropy)
 
-        logprobs, *more = self._run(use, *self._shape())
+        found: tuple[torch.Tensor, ...] = self._run(use, *self._shape())
         if watching is not None:
-            watching.logprobs, watching.entropy = logprobs, more[0]
-        losses: torch.Tensor = -logprobs
-        return losses
+            watching.logprobs, watching.entropy = -found[0], found[1]
+        return found[0]
 
     def whole(self) -> torch.Tensor:
         """Return the logits of all tokens after all, in float32 without gradients, for a check of a small model."""
