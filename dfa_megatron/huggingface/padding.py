@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.huggingface.refusals import BATCHES
+from dfa_megatron.huggingface.refusals import ATTENTION, BATCHES
 from dfa_megatron.runtime.comm.groups import resolve
 
 IGNORED = -100
@@ -34,8 +34,9 @@ def check_right(mask: torch.Tensor, group: str = "") -> None:
         group: name of the group that shares the sequences, "" for whole sequences on this rank.
 
     Raises:
-        UnsupportedError: a padded token comes before a token that is not padding. All ranks raise it.
+        UnsupportedError: a padded token comes before a token that is not padding, or another mask. All ranks raise it.
     """
+    ATTENTION.check(ready_mask=mask.dim() != 2)
     real = mask.bool()
     contiguous = (real[:, 1:] <= real[:, :-1]).all()
     facts = torch.cat((real.sum(1), contiguous.long()[None]))

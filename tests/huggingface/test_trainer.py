@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         labels = sample["labels"][0]
         labels[5 if len(documents) > 1 else 0] = -100
         return {"input_ids": sample["input_ids"][0], "labels": labels, "position_ids": torch.cat(documents)}
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """Three sequences that no index finds, as of a streamed data set."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        data = Sequences(3, seed=70)
+        return (data[index] for index in range(3))
 
 
 def hits(found: Any) -> dict[str, float]:
@@ -131,12 +140,25 @@ def together(rank: int, world_size: int, folder: str) -> Any:
         again = trainer(f"{folder}/{size}", data, **changes)
         dfa_hf.distribute_trainer(again, size=size, config=DistAttentionConfig(loss_tile=5))
         again.train(resume_from_checkpoint=f"{folder}/{size}/checkpoint-{STEPS - 1}")
-        predicted = run.predict(Sequences(3, seed=70)).predictions
+        predicted = run.predict(Stream() if data == 1 else Sequences(3, seed=70)).predictions
         found.append((history(run), history(again, resumed=True), parameters_of(run), parameters_of(again), predicted))
     again.model.eval()
     sample = {name: value[None] for name, value in Sequences(1, seed=rank)[0].items()}
     with pytest.raises(UnsupportedError, match="batches that differ between the ranks"):
         again.model(**sample)
+    sample = {name: value[None] for name, value in Sequences(3)[2].items()}
+    offsets = torch.tensor([0, 5, 17], dtype=torch.int32)
+    by_offsets = sample | {"position_ids": None, "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    torch.testing.assert_close(again.model(**by_offsets).loss, again.model(**sample).loss)
+    for change, said in (
+        ({"input_ids": None, "labels": None, "position_ids": None}, "a batch of inputs_embeds"),
+        ({"logits_to_keep": 1}, "logits_to_keep"),
+        ({"attention_mask": torch.ones(1, 1, 17, 17)}, "a ready-made attention mask"),
+    ):
+        with pytest.raises(UnsupportedError, match=said):
+            again.model(**{**sample, "inputs_embeds": torch.ones(1, 17, 32), **change})
+    with pytest.raises(UnsupportedError, match="evaluation on data without a length"):
+        again.evaluate(Stream())
     with pytest.raises(UnsupportedError, match="predict with loss_tile=5"):
         again.predict(Sequences(2))
     return found, packed

@@ -28,7 +28,10 @@ BATCHES = Stage(
             "different_batches",
             "batches that differ between the ranks of a sequence",
             "each rank takes its part of the same batch",
-            "loaders prepared after distribute_accelerator; dispatch_batches=False, where a data set has no length",
+            "loaders prepared after distribute_accelerator; the same data set, collator and seed on every rank",
+        ),
+        stated(
+            "some_rows", "logits_to_keep of shared batches", "each rank would keep its own part's", "logits_to_keep=0"
         ),
         stated(
             "two_answers",

@@ -37,6 +37,18 @@ ACCELERATOR = Stage(
             "dfa_megatron.deepspeed.install() and ParallelismConfig(sp_size=..., sp_backend='deepspeed')",
         ),
         stated(
+            "dispatched",
+            "dispatch_batches=True",
+            "the first rank would hand the ranks of a sequence different batches",
+            "dispatch_batches=False, or None",
+        ),
+        stated(
+            "streamed",
+            "evaluation on data without a length, by several groups of ranks",
+            "what repeats to fill the last batch could not be told apart",
+            "a data set with a length, or size of all ranks",
+        ),
+        stated(
             "objects",
             "gather_for_metrics of objects (use_gather_object, eval_use_gather_object)",
             "what the ranks of a sequence hold in common could not be told apart",
@@ -66,6 +78,13 @@ TRAINER = Stage(
             "they read logits, which are not made",
             "loss_tile='off', or prediction_loss_only=True and the evaluation loss",
             {"metrics": True, "dfa_loss_tile": 4096},
+        ),
+        stated(
+            "noise",
+            "neftune_noise_alpha={noise}",
+            "its noise depends on the number of tokens of this rank",
+            "neftune_noise_alpha=None",
+            5.0,
         ),
         stated(
             "tokens_seen",

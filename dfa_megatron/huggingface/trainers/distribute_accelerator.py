@@ -54,6 +54,7 @@ def distribute_accelerator(
         cp_size=theirs,
         other_parallelism=f"{others[0]}={getattr(parallel, others[0])}" if others else None,
         deepspeed=accelerator.distributed_type == "DEEPSPEED",
+        dispatched=accelerator.dispatch_batches,
     )
     if world == 1:
         distribute_attention(model, config=config)
@@ -62,6 +63,7 @@ def distribute_accelerator(
     if theirs == 1:
         mesh = init_device_mesh(accelerator.device.type, (world // size, size), mesh_dim_names=("dp_replicate", "cp"))
     accelerator._prepare_device_mesh = lambda: mesh  # its loaders ask for it
+    accelerator.dataloader_config.dispatch_batches = False  # also of data without a length: every rank reads it
     accelerator._prepare_cp = lambda *prepared: prepared
     accelerator.maybe_context_parallel = lambda *args, **kwargs: nullcontext()
     distribute_attention(model, group=mesh["cp"].get_group(), config=config)
@@ -80,6 +82,9 @@ def _gather(accelerator: Any, model: torch.nn.Module, size: int, values: Any, us
     if model.training:
         return whole
     state = accelerator.gradient_state
+    data = getattr(state.active_dataloader, "dataset", None)
+    streamed = isinstance(data, torch.utils.data.IterableDataset) and state.remainder < 0
+    ACCELERATOR.check(streamed=streamed and size < accelerator.num_processes)
     rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
     def once(value: torch.Tensor) -> torch.Tensor:

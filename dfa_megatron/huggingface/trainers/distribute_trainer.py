@@ -58,6 +58,7 @@ def _check(trainer: Any, options: DistAttentionConfig) -> None:
         metrics=trainer.compute_metrics is not None,
         tokens_seen=trainer.args.include_num_input_tokens_seen not in (False, "no"),
         checkpointed=trainer.args.gradient_checkpointing,
+        noise=trainer.args.neftune_noise_alpha,
     )
 
 

@@ -19,7 +19,7 @@ from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
 from dfa_megatron.huggingface.model_inputs import arguments_of
 from dfa_megatron.huggingface.padding import IGNORED, gathered
 from dfa_megatron.huggingface.parts.text_part import is_distributed
-from dfa_megatron.huggingface.positions.document_starts import FLASH_KEYS
+from dfa_megatron.huggingface.positions.document_starts import FLASH_KEYS, of_offsets, positions_of
 from dfa_megatron.huggingface.refusals import BATCHES, INPUTS
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import unshard_sequence
@@ -68,9 +68,13 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     context: LayerContext = getattr(model, CONTEXT)
     given = {name: value for name, value in arguments_of(model, args, kwargs).items() if value is not None}
     batch = {name: given.pop(name) for name in (*KNOWN, *OTHER_SENSES) if name in given}
+    kept = given.get("logits_to_keep")
+    BATCHES.check(
+        unknown_batch=None if "input_ids" in batch else ", ".join((*batch, *given)) or "nothing",
+        some_rows=isinstance(kept, torch.Tensor) or kept,
+    )
     if context.options.verify != "off":
         _check_same(batch, context.group)
-    BATCHES.check(unknown_batch=None if "input_ids" in batch else ", ".join((*batch, *given)))
     shared: Shared = getattr(model, _SHARED)
     shared.length = batch["input_ids"].shape[1]
     part = shard_batch(padded(batch, context.size), group=context.group or None)
@@ -108,14 +112,18 @@ def padded(batch: Mapping[str, torch.Tensor], size: int) -> dict[str, torch.Tens
     They belong to the last document of their row: causal attention hides them from all others. With images or sound
     the batch stays as it is.
     """
-    missing = -batch["input_ids"].shape[1] % size
+    rows, length = batch["input_ids"].shape[:2]
+    missing = -length % size
     if not missing or any(name in batch for name in OTHER_SENSES):
         return dict(batch)
     new = dict(batch)
     for name, value in (("input_ids", 0), ("labels", IGNORED), ("attention_mask", 0)):
         if name in new:
             new[name] = torch.nn.functional.pad(new[name], (0, missing), value=value)
-    if (positions := new.get("position_ids")) is not None:
+    positions = new.get("position_ids")
+    if positions is None and {"cu_seq_lens_q", "cu_seq_lens_k"} & set(new):
+        positions = positions_of(of_offsets(new, rows, length), new["input_ids"].device)
+    if positions is not None:
         behind = positions[:, -1:] + torch.arange(1, missing + 1, device=positions.device)
         new["position_ids"] = torch.cat((positions, behind), dim=1)
         return {name: value for name, value in new.items() if name not in FLASH_KEYS}  # which say the same
