@@ -13,10 +13,11 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.megatron.hybrid.in_order import in_order_class, is_delta
+from dfa_megatron.megatron.hybrid.recomputed import ATTENTION_SLOTS, MIXERS, recomputed_class
+from dfa_megatron.megatron.hybrid.stack import default_stack_spec, follow_stack, is_stack
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.layers.hybrid import ATTENTION_SLOTS, MIXERS, default_stack_spec, is_stack, recomputed_class
-from dfa_megatron.megatron.layers.in_order import in_order_class, is_delta
 from dfa_megatron.megatron.layers.layer import layer_class
 from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
 from dfa_megatron.megatron.layers.prediction import follow_batches
@@ -80,10 +81,9 @@ def distribute_attention(
     follow_batches()
     follow_outputs()
     want_tiles(transformer_config, options)
-    if is_stack(spec):
-        check_config(transformer_config, options, is_hybrid_model=True)
-        return _stack(spec, transformer_config, AttentionContext(options, hybrid=True))
     check_config(transformer_config, options)
+    if is_stack(spec):
+        return _stack(spec, transformer_config, AttentionContext(options, hybrid=True))
     context = AttentionContext(options)
     if getattr(transformer_config, "heterogeneous_block_specs", False):
         context.recompute = take_over(transformer_config, context)
@@ -164,11 +164,13 @@ def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
             made.module = recomputed_class(layer.module)
             made.params = {**(layer.params or {}), "distributed_attention": context}
             _replace_norms(made.submodules, config)
-            if slot in MIXERS and context.options.data_layout == "contiguous":
+            if slot in MIXERS and context.options.layout_inside == "contiguous":
                 mixer = getattr(made.submodules, MIXERS[slot], None)
                 SPEC.check(no_mixer=None if isinstance(mixer, ModuleSpec) else slot)
                 setattr(made.submodules, MIXERS[slot], _mixer(mixer, config, context))
         setattr(stack.submodules, slot, made)
+    if context.options.data_layout == "boundary":
+        follow_stack(stack, context)
     return stack
 
 

@@ -1,10 +1,12 @@
-"""Hybrid stacks: attention layers run distributed, the layers between them see tokens in Megatron's own order."""
+"""Hybrid stacks in layout `zigzag`: attention runs distributed, the layers between see tokens in Megatron's own order.
+
+The other layouts: test_in_order.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import sys
 from typing import Any
 
@@ -19,8 +21,8 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Topology, case, make_config
+from tests.megatron.hybrids import PATTERN, build, plain_spec, stack_spec
 
-PATTERN = "M*-M*"
 LENGTH, BATCH = 24, 2
 
 
@@ -39,47 +41,6 @@ class InMegatronsOrder(torch.nn.Module):
         ranks = dist.get_world_size(self.cp_group)
         here = positions("zigzag", len(hidden_states) * ranks, ranks, dist.get_rank(self.cp_group))
         return hidden_states + torch.tanh(self.mix(hidden_states)) * torch.sin(here.float())[:, None, None]
-
-
-def stack_class() -> tuple[Any, Any]:
-    try:
-        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    except ImportError:
-        from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
-
-        return MambaStack, MambaStackSubmodules
-    return HybridStack, HybridStackSubmodules
-
-
-def plain_spec() -> Any:
-    """A stack of Megatron's own modules, without Transformer Engine."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    stack, submodules = stack_class()
-    attention = get_gpt_layer_local_spec(normalization="RMSNorm")
-    mlp = copy.deepcopy(attention)
-    for name, nothing in (("pre_mlp_layernorm", IdentityOp), ("mlp", IdentityOp), ("mlp_bda", IdentityFuncOp)):
-        setattr(attention.submodules, name, nothing)
-    for name, nothing in (
-        ("input_layernorm", IdentityOp),
-        ("self_attention", IdentityOp),
-        ("self_attn_bda", IdentityFuncOp),
-    ):
-        setattr(mlp.submodules, name, nothing)
-    mlp.module = MLPLayer
-    mamba = ModuleSpec(module=InMegatronsOrder)
-    return ModuleSpec(module=stack, submodules=submodules(mamba_layer=mamba, attention_layer=attention, mlp_layer=mlp))
-
-
-def build(spec: Any, config: Any, groups: Any, layers: str = PATTERN) -> Any:
-    from megatron.core.transformer.spec_utils import build_module
-
-    takes = inspect.signature(spec.module.__init__).parameters
-    pattern = {"layer_type_list": list(layers)} if "layer_type_list" in takes else {"hybrid_override_pattern": layers}
-    return build_module(spec, config=config, post_layer_norm=False, pg_collection=groups, **pattern).train()
 
 
 def run(stack: Any, groups: Any, mask: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -101,7 +62,7 @@ def run(stack: Any, groups: Any, mask: torch.Tensor | None) -> tuple[torch.Tenso
     return out.detach(), {**gradients, "hidden": hidden.grad}
 
 
-def compare_with_one_rank(rank: int, world_size: int, layout: str, remat: str) -> None:
+def compare_with_one_rank(rank: int, world_size: int) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from dfa_megatron.megatron import distribute_attention
@@ -112,17 +73,16 @@ def compare_with_one_rank(rank: int, world_size: int, layout: str, remat: str) -
     alone.cp = [dist.new_group([member]) for member in range(world_size)][rank]
     here = positions("zigzag", LENGTH, world_size, rank)
 
-    spec = plain_spec()
+    spec = plain_spec(InMegatronsOrder)
     layers = {"num_layers": len(PATTERN)}
     causal = torch.triu(torch.ones(1, 1, LENGTH, LENGTH), 1).bool()
     reference = build(spec, make_config(Topology(), harness.MEGATRONS, **layers), alone)
     harness.set_weights(reference)
     expected, expected_gradients = run(reference, alone, causal)
 
-    config = make_config(Topology(cp=world_size), case(layout, remat), **layers)
-    ours = build(
-        distribute_attention(spec, config, config=DistAttentionConfig(data_layout=layout, remat=remat)), config, groups
-    )
+    config = make_config(Topology(cp=world_size), case("zigzag", "auto"), **layers)
+    options = DistAttentionConfig(data_layout="zigzag")
+    ours = build(distribute_attention(spec, config, config=options), config, groups)
     harness.set_weights(ours)
     assert set(ours.state_dict()) == set(reference.state_dict())
     COUNTERS.reset()
@@ -134,34 +94,29 @@ def compare_with_one_rank(rank: int, world_size: int, layout: str, remat: str) -
         error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
         assert error <= 1e-5, f"the gradient of {name} is off by {error:.2e}"
     attentions, others = PATTERN.count("*"), PATTERN.count("M")
-    recomputed = remat == "auto"
-    assert COUNTERS.attention_forwards == attentions
-    assert COUNTERS.replays == attentions * recomputed
-    assert InMegatronsOrder.calls == others * (1 + recomputed), "layers of other kinds are recomputed as asked for"
+    assert COUNTERS.attention_forwards == COUNTERS.replays == attentions
+    assert InMegatronsOrder.calls == others * 2, "layers of other kinds are recomputed as asked for"
 
 
-@pytest.mark.support("megatron", "hybrid (Mamba) stacks")
-@pytest.mark.parametrize(
-    ("ranks", "layout", "remat"),
-    [(2, "boundary", "off"), (2, "boundary", "auto"), (3, "boundary", "auto"), (2, "zigzag", "auto")],
-)
-def test_a_hybrid_stack_equals_megatrons_own_on_one_rank(ranks: int, layout: str, remat: str) -> None:
-    run_ranks(ranks, compare_with_one_rank, layout, remat)
+@pytest.mark.support("megatron", "hybrid (Mamba) stacks; layout `zigzag`, CP 3")
+def test_a_hybrid_stack_equals_megatrons_own_on_one_rank() -> None:
+    run_ranks(3, compare_with_one_rank)
 
 
 def test_the_given_stack_spec_stays_and_every_layer_shares_one_context() -> None:
     from dfa_megatron.megatron import DistributedAttentionLayer, distribute_attention
 
-    given = plain_spec()
+    given = plain_spec(InMegatronsOrder)
     modules = {slot: layer.module for slot, layer in vars(given.submodules).items() if hasattr(layer, "module")}
-    made = distribute_attention(given, config=DistAttentionConfig(data_layout="boundary"))
+    options = DistAttentionConfig(data_layout="zigzag")
+    made = distribute_attention(given, config=options)
     assert {slot: getattr(given.submodules, slot).module for slot in modules} == modules
     assert issubclass(made.submodules.attention_layer.module, DistributedAttentionLayer)
     for slot, module in modules.items():
         assert issubclass(getattr(made.submodules, slot).module, module)
     contexts = {id(getattr(made.submodules, slot).params["distributed_attention"]) for slot in modules}
     assert len(contexts) == 1
-    again = distribute_attention(made, config=DistAttentionConfig(data_layout="boundary"))
+    again = distribute_attention(made, config=options)
     assert again.submodules.mlp_layer.module is made.submodules.mlp_layer.module
 
 
@@ -172,13 +127,12 @@ def refuse(rank: int, world_size: int) -> None:
 
     harness.start(Topology(cp=2))
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    boundary = DistAttentionConfig(data_layout="boundary")
-    in_order = DistAttentionConfig(data_layout="contiguous")
-    with pytest.raises(UnsupportedError, match=r"whose mamba_layer has no mixer.*data_layout='boundary'"):
-        distribute_attention(plain_spec(), config=in_order)
-    config = make_config(Topology(cp=2), case("boundary", recompute=("block", 1)), num_layers=len(PATTERN))
+    boundary, zigzag = (DistAttentionConfig(data_layout=layout) for layout in ("boundary", "zigzag"))
+    with pytest.raises(UnsupportedError, match=r"whose mamba_layer has no mixer.*data_layout='zigzag'"):
+        distribute_attention(plain_spec(InMegatronsOrder), config=boundary)
+    config = make_config(Topology(cp=2), case("zigzag", recompute=("block", 1)), num_layers=len(PATTERN))
     with pytest.raises(UnsupportedError, match=r"'block' in a hybrid model.*uniform"):
-        build(distribute_attention(plain_spec(), config, config=boundary), config, groups)
+        build(distribute_attention(plain_spec(InMegatronsOrder), config, config=zigzag), config, groups)
     config = make_config(Topology(cp=2), case("boundary"), is_hybrid_model=True)
     with pytest.raises(UnsupportedError, match=r"by itself in a hybrid model.*whole hybrid stack spec"):
         distribute_attention(harness.megatrons_spec(config), config, config=boundary)(
@@ -195,7 +149,7 @@ def test_megatrons_spec_flag_finds_the_stack_spec_or_says_what_is_missing(monkey
 
     import dfa_megatron.megatron as package
     from dfa_megatron.megatron import spec as spec_module
-    from dfa_megatron.megatron.layers.hybrid import default_stack_spec, is_stack
+    from dfa_megatron.megatron.hybrid.stack import default_stack_spec, is_stack
 
     with contextlib.suppress(UnsupportedError):
         assert is_stack(default_stack_spec())
@@ -203,7 +157,7 @@ def test_megatrons_spec_flag_finds_the_stack_spec_or_says_what_is_missing(monkey
         monkeypatch.setitem(sys.modules, home, None)
     with pytest.raises(UnsupportedError, match=r"it cannot be imported: .*stack spec of your own"):
         default_stack_spec()
-    monkeypatch.setattr(spec_module, "default_stack_spec", plain_spec)
+    monkeypatch.setattr(spec_module, "default_stack_spec", stack_spec)
     try:
         made = import_module(("dfa_megatron.megatron", "hybrid_stack_spec"))
         assert made.submodules.attention_layer.params["distributed_attention"].options.data_layout == "boundary"

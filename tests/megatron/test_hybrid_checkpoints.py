@@ -13,7 +13,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import checkpoints, harness
 from tests.megatron.harness import Case, Topology, case
-from tests.megatron.test_in_order import DELTA, in_a_gpt, make
+from tests.megatron.hybrids import DELTA, in_a_gpt, make
 from tests.support import state_kernels
 
 CONTIGUOUS = DistAttentionConfig(data_layout="contiguous")

@@ -103,7 +103,6 @@ def test_flags_become_options_and_scripts_default_to_their_own_data_order() -> N
         {"logits_load_dir": "logits", "logits_save_dir": "logits"},
         {"logits_load_dir": "logits", "dfa_data_layout": "zigzag"},
         {"moe_routing_trace_path": "trace", "dfa_data_layout": "contiguous"},
-        {"moe_routing_trace_path": "trace", "hybrid_layer_pattern": "M*E"},
     ],
 )
 def test_files_that_go_by_the_place_of_tokens_are_taken_where_it_is_that_of_the_batch(fields: dict[str, Any]) -> None:

@@ -10,30 +10,25 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.megatron.hybrid.in_order import InOrder
 from dfa_megatron.megatron.layers.context import AttentionContext
-from dfa_megatron.megatron.layers.in_order import InOrder
 from dfa_megatron.megatron.layers.latent import order_rotary
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, tile_mlp
-from dfa_megatron.megatron.layers.router import grouped_router
+from dfa_megatron.megatron.layers.sharing import SharingLayer
 from dfa_megatron.megatron.output import want_tiles
-from dfa_megatron.megatron.refusals import CALLS, LAYERS, OWN_GROUPS, PACKS, SPEC, check_config
-from dfa_megatron.megatron.tokens.batch import check_declared
+from dfa_megatron.megatron.refusals import CALLS, LAYERS, SPEC, check_config
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
-from dfa_megatron.megatron.tokens.exchange import LayoutName
 from dfa_megatron.megatron.tokens.outside import exchange_extracted, exchange_routing
-from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples, image_rows, place, rotary_rows
-
-_OWN_GROUPS = ("hybrid_context_parallel", "dynamic_context_parallel")
-"""Fields of Megatron's TransformerConfig with which micro-batches name their own groups."""
+from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, image_rows, rotary_rows
 
 
-class DistributedAttentionLayer:
+class DistributedAttentionLayer(SharingLayer):
     """Wrap a layer's forward; the first base of every class that `layer_class` makes.
 
     - Rematerialization: the layer runs inside Megatron's own checkpoint. The first pass records attention's output and
       lse, and the recompute replays them, so attention and its messages never run twice.
     - Layout `boundary`: hidden states go from Megatron's order to contiguous before global layer 1 and back after the
-      last one; before and after each attention layer of a hybrid stack, and each layer of multi-token prediction.
+      last one; before and after each layer of multi-token prediction. A hybrid stack exchanges them itself.
     - Layouts `boundary` and `contiguous`: Megatron's zigzag slice of the rotary table is exchanged once, a multimodal
       one once per micro-batch. In multi-latent attention every layer makes its own table, which is sliced in order.
     - Layout `boundary`: padding masks, recorded or replayed routing, and hidden states that a caller extracts between
@@ -49,8 +44,8 @@ class DistributedAttentionLayer:
         want_tiles(config, context.options)
         asked = take_over(config, context)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        self._dfa = context
         layer: Any = self
+        self._dfa_join(context, layer.pg_collection)
         LAYERS.check(
             context.options,
             context_parallel_size=config.context_parallel_size,
@@ -60,10 +55,6 @@ class DistributedAttentionLayer:
         )
         local_layer = kwargs.get("layer_number", 1)
         self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
-        several = config.context_parallel_size > 1 or any(getattr(config, name, False) for name in _OWN_GROUPS)
-        self._dfa_several = several
-        self._dfa_own: Any = None
-        self._dfa_order: LayoutName = "zigzag"
         tile_mlp(self, context.options)
         context.say_once(
             "on",
@@ -76,21 +67,18 @@ class DistributedAttentionLayer:
         core = getattr(layer.self_attention, "core_attention", None)
         LAYERS.check(other_core=None if core is None or hasattr(core, "dfa_pack") else type(core).__name__)
         listening = layer.self_attention if isinstance(layer.self_attention, InOrder) else core
-        self._dfa_heeds = [] if listening is None else [listening]
+        self._dfa_heeds += [] if listening is None else [listening]
         if core is not None and getattr(layer.config, "multi_latent_attention", False):
             order_rotary(layer.self_attention, context.options.layout_inside)
             self._dfa_heeds.append(layer.self_attention.rotary_pos_emb)
-        exchanges = self._dfa_exchanges = several and context.options.data_layout == "boundary"
-        self._dfa_packable = self._dfa_regroupable = False
+        exchanges = self._dfa_exchanges
         prediction = kwargs.get("is_mtp_layer") or layer.layer_number > config.num_layers
-        if context.hybrid or prediction:
-            self._dfa_first = self._dfa_last = exchanges
-            return
-        if exchanges:
+        if exchanges and not prediction:
             exchange_routing(self)
             exchange_extracted()
-        self._dfa_first = exchanges and layer.layer_number == 1
-        self._dfa_last = exchanges and layer.layer_number == config.num_layers
+        alone = exchanges and not context.hybrid  # a hybrid stack exchanges itself
+        self._dfa_first = alone and (prediction or layer.layer_number == 1)
+        self._dfa_last = alone and (prediction or layer.layer_number == config.num_layers)
 
     def forward(
         self,
@@ -110,14 +98,10 @@ class DistributedAttentionLayer:
             attention_bias=kwargs.get("attention_bias") is not None,
             inference_context=cache is not None and not (alone and cache.is_static_batching()),
         )
-        pack = self._dfa_placed(kwargs.pop("packed_seq_params", None), self._dfa_tokens(hidden_states))
-        if layer.layer_number == 1 or self._dfa.hybrid:
-            # A micro-batch of one document is cut in the same way by rows and by documents.
-            packed = pack is not None and (pack.group is None or len(pack.offsets) > 2)
-            check_declared(self._dfa_group(), self._dfa.options.data_layout, packed=packed)
+        pack = self._dfa_placed(kwargs.pop("packed_seq_params", None), hidden_states)
         rotary_pos_emb = self._dfa_rotary(rotary_pos_emb, pack, self._dfa_tokens(hidden_states))
         kwargs.update(context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
-        if self._dfa_exchanges and kwargs.get("padding_mask") is not None:
+        if "padding_mask" in kwargs:
             kwargs["padding_mask"] = self._dfa_masked(kwargs["padding_mask"])
         if self._dfa_first:
             hidden_states = self._dfa_exchange()(hidden_states, self._dfa_order, "contiguous")
@@ -125,34 +109,6 @@ class DistributedAttentionLayer:
         if self._dfa_last:
             hidden_states = self._dfa_exchange()(hidden_states, "contiguous", self._dfa_order)
         return hidden_states, context
-
-    def _dfa_placed(self, packed: Any, tokens: int) -> PlacedPack | None:
-        """Return the documents of a micro-batch, None without."""
-        layer: Any = self
-        self._dfa_own, self._dfa_order = None, "zigzag"
-        if packed is None:
-            self._dfa.check_unpacked()
-            return None
-        if not self._dfa_packable:
-            PACKS.check(layer.config, self._dfa.options)
-            self._dfa_packable = True
-        pack = place(packed)
-        group = layer.pg_collection.cp if pack.group is None else pack.group
-        if self._dfa_exchanges and pack.is_cut_by_documents(group):
-            pack = self._dfa.cut_pack(packed, group, tokens)
-        check_samples(layer.config, packed, pack)
-        if pack.group is not None and not self._dfa_regroupable:
-            stack = self._dfa.hybrid or isinstance(layer.self_attention, InOrder)
-            OWN_GROUPS.check(layer.config, self._dfa.options, hybrid_stack=stack, built_for_one=not self._dfa_several)
-            self._dfa_heeds += grouped_router(layer)
-            self._dfa_regroupable = True
-        self._dfa_own, self._dfa_order = pack.group, pack.order
-        return pack
-
-    def _dfa_group(self) -> Any:
-        """Return the ranks that share the micro-batch."""
-        layer: Any = self
-        return layer.pg_collection.cp if self._dfa_own is None else self._dfa_own
 
     def _dfa_rotary(self, table: Any, pack: PlacedPack | None, tokens: int) -> Any:
         """Return the rotary rows of this rank's tokens, of Megatron's table."""
@@ -169,33 +125,13 @@ class DistributedAttentionLayer:
         tables = self._dfa.tables if pack is None or pack.group is None else pack.slices
         return tables.contiguous(table, exchange, tokens)
 
-    def _dfa_masked(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return the padding mask (batch, tokens) of the tokens inside the layers; only experts read it."""
-        layer: Any = self
-        if not hasattr(layer.mlp, "router"):
-            return mask
-        rows = mask.transpose(0, 1).to(torch.uint8)  # collectives know no truth values
-        moved: torch.Tensor = self._dfa_exchange().move(rows, self._dfa_order, "contiguous")
-        return moved.transpose(0, 1).to(mask.dtype)
-
-    def _dfa_tokens(self, hidden_states: torch.Tensor) -> int:
-        """Return the tokens of this context-parallel rank, also where sequence parallelism splits them."""
-        layer: Any = self
-        return int(hidden_states.shape[0] * (layer.tp_group.size() if layer.config.sequence_parallel else 1))
-
-    def _dfa_exchange(self) -> Any:
-        layer: Any = self
-        return self._dfa.relayout(layer.pg_collection, self._dfa_own, sequence_parallel=layer.config.sequence_parallel)
-
     def _dfa_body(
         self, hidden_states: torch.Tensor, context: torch.Tensor | None, pack: PlacedPack | None, kwargs: dict[str, Any]
     ) -> Any:
         layer: Any = self
 
         def body(hidden_states: torch.Tensor, context: torch.Tensor | None) -> Any:
-            self._dfa_own, self._dfa_order = (None, "zigzag") if pack is None else (pack.group, pack.order)
-            for module in self._dfa_heeds:
-                module.dfa_pack = pack
+            self._dfa_follow(pack)
             forward = super(DistributedAttentionLayer, layer).forward  # type: ignore[misc]
             return forward(hidden_states, context=context, **kwargs)
 

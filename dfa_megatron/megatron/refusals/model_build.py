@@ -45,8 +45,15 @@ SPEC = Stage(
             "no_mixer",
             "a hybrid stack whose {no_mixer} has no mixer",
             "tokens are in order, and the layer may assume zigzag order",
-            "Megatron's MambaLayer and TransformerLayer, or data_layout='boundary'",
+            "Megatron's MambaLayer and TransformerLayer, or data_layout='zigzag'",
             "mamba_layer",
+        ),
+        stated(
+            "other_stack",
+            "a hybrid stack of class {other_stack} in layout 'boundary'",
+            "it is not Megatron's, and nobody knows where its layers begin and end",
+            "a subclass of Megatron's HybridStack (MambaStack), or data_layout='contiguous' or 'zigzag'",
+            "OwnStack",
         ),
         stated(
             "no_script",
@@ -161,7 +168,7 @@ LAYERS = Stage(
             "other_mixer",
             "the mixer {other_mixer} where tokens are in order",
             "it is neither Megatron's MambaMixer nor its GatedDeltaNet, and may assume zigzag order",
-            "a mixer of these classes, or --dfa-data-layout boundary",
+            "a mixer of these classes, or --dfa-data-layout zigzag",
             "DSAttention",
         ),
         stated(

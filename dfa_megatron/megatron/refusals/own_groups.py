@@ -48,11 +48,12 @@ OWN_GROUPS = Stage(
             "local_cp_size={group_size}",
             {"local_cp_size": 2, "group_size": 4},
         ),
-        stated(
-            "hybrid_stack",
-            "a cp_group of a micro-batch in a model with Mamba or gated delta net layers",
-            "their states pass through the model's context-parallel group",
-            _FIXED,
+        Refusal(
+            lambda a: a.recurs and a.dfa_data_layout == "zigzag",
+            "a cp_group of a micro-batch in layout 'zigzag' of a model with Mamba or gated delta net layers",
+            "these layers are Megatron's own, and exchange heads over the model's context-parallel group",
+            f"--dfa-data-layout boundary or contiguous, or {_FIXED}",
+            {"recurs": True, "dfa_data_layout": "zigzag"},
         ),
         Refusal(
             lambda a: set(_weighted(a)) - set(_GROUPED),

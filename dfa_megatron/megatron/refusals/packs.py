@@ -71,11 +71,11 @@ PACKS = Stage(
     "Megatron: when packed documents arrive",
     (
         Refusal(
-            lambda a: several_ranks(a) and a.is_hybrid_model and a.dfa_data_layout != "contiguous",
+            lambda a: several_ranks(a) and (a.hybrid_stack or a.is_hybrid_model) and a.dfa_data_layout == "zigzag",
             "packed documents in a hybrid model in layout {dfa_data_layout!r}",
             "its other layers rely on Megatron's zigzag order of every document",
-            "--dfa-data-layout contiguous",
-            {"context_parallel_size": 2, "is_hybrid_model": True},
+            "--dfa-data-layout boundary or contiguous",
+            {"context_parallel_size": 2, "hybrid_stack": True, "dfa_data_layout": "zigzag"},
         ),
         Refusal(
             lambda a: a.samples_in_pack is not None and "seq_aux_loss" in (a.moe_router_load_balancing_type or ()),

@@ -29,9 +29,9 @@ CALLS = Stage(
         ),
         stated(
             "mixer_cache",
-            "an inference context in a Mamba mixer or gated delta net that runs in order",
+            "an inference context in a Mamba mixer or gated delta net of several context-parallel ranks",
             "its states are not kept from call to call",
-            "evaluation on whole sequences, or --dfa-data-layout boundary",
+            "--context-parallel-size 1, or evaluation on whole sequences",
         ),
         Refusal(
             lambda a: a.attn_mask_type not in (None, "causal"),

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dfa_megatron.megatron.refusals.model_config import BOUNDARY, several_ranks
-from dfa_megatron.refusals import Asked, Refusal, Stage, stated
+from dfa_megatron.refusals import Refusal, Stage, stated
 
 _GET_SPEC = "--spec dfa_megatron.megatron get_spec"
 _SAME_PLACES = "--dfa-data-layout boundary or zigzag, where the places are the same"
-
-
-def _hybrid(a: Asked) -> Any:
-    """Return whether flags ask for a hybrid model, by version; its experts see Megatron's own order."""
-    return a.hybrid_layer_pattern or a.hybrid_override_pattern or a.is_hybrid_model
 
 
 def _with_logits(flag: str) -> Refusal:
@@ -52,9 +45,7 @@ ARGS = Stage(
         _with_logits("logits_load_dir"),
         _with_logits("logits_save_dir"),
         Refusal(
-            lambda a: (
-                a.moe_routing_trace_path and several_ranks(a) and a.dfa_data_layout == "boundary" and not _hybrid(a)
-            ),
+            lambda a: a.moe_routing_trace_path and several_ranks(a) and a.dfa_data_layout == "boundary",
             "--moe-routing-trace-path in the boundary layout",
             "a trace identifies tokens by their place, which differs between the layers and the batch",
             "--dfa-data-layout zigzag, or dfa_megatron.launch with --dfa-data-layout contiguous",

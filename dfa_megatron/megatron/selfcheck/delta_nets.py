@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.megatron.layers.convolutions import by_pytorch
+from dfa_megatron.megatron.hybrid.convolutions import by_pytorch
 from dfa_megatron.recurrence.token_loop import delta_rule
 
 

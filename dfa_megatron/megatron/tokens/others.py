@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from dfa_megatron.megatron.layers.hybrid import RecomputedLayer
+from dfa_megatron.megatron.hybrid.recomputed import RecomputedLayer
 from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
 from dfa_megatron.megatron.refusals import LAYERS
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.megatron.layers.convolutions import by_causal_conv1d, by_fla, by_pytorch
+from dfa_megatron.megatron.hybrid.convolutions import by_causal_conv1d, by_fla, by_pytorch
 from dfa_megatron.megatron.refusals import CALLS, LAYERS
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
 from dfa_megatron.recurrence import Convolve, dist_conv, dist_mamba2, dist_scan, fla_scan
@@ -64,9 +64,10 @@ class InOrder:
         """Run the mixer's own forward, with the same result."""
         from dfa_megatron.runtime.agreement.calls import at_layer
 
-        CALLS.check(mixer_cache=kwargs.get("inference_context") is not None)
+        cached = kwargs.get("inference_context") is not None
+        CALLS.check(mixer_cache=cached and self._dfa_group.size() > 1)
         mixer: Any = self
-        before, _RUNNING.mixer = _RUNNING.mixer, self
+        before, _RUNNING.mixer = _RUNNING.mixer, None if cached else self
         try:
             with at_layer(mixer.layer_number):
                 return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
@@ -81,7 +82,8 @@ class InOrder:
     def dfa_where(self) -> dict[str, Any]:
         """Return the ranks that share the sequence, the offsets of its documents, and the options."""
         documents = None if self.dfa_pack is None else self.dfa_pack.offsets
-        return {"group": self._dfa_group, "cu_seqlens": documents, "config": self._dfa_config}
+        own = None if self.dfa_pack is None else self.dfa_pack.group
+        return {"group": own or self._dfa_group, "cu_seqlens": documents, "config": self._dfa_config}
 
 
 class InOrderMamba(InOrder):
@@ -125,9 +127,11 @@ class InOrderMamba(InOrder):
         z = z.transpose(0, 1)
         return mixer.norm(y, z) if mixer.rmsnorm else y * torch.nn.functional.silu(z)
 
-    def _ssm_prefill(self, projected: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Do the same where use_mamba_mem_eff_path is off."""
-        return self._ssm_training(projected)
+    def _ssm_prefill(self, projected: torch.Tensor, conv_state: Any = None, **given: Any) -> torch.Tensor:
+        """Do the same where use_mamba_mem_eff_path is off; fill the cache of an inference context as Megatron does."""
+        if conv_state is None:
+            return self._ssm_training(projected)
+        return super()._ssm_prefill(projected, conv_state=conv_state, **given)  # type: ignore[misc,no-any-return]
 
 
 class InOrderDelta(InOrder):

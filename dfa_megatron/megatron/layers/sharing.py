@@ -1,0 +1,103 @@
+"""What every layer of a distributed model does with a micro-batch: find its documents, its ranks and its order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dfa_megatron.megatron.hybrid.in_order import InOrder
+from dfa_megatron.megatron.layers.context import AttentionContext
+from dfa_megatron.megatron.layers.router import grouped_router
+from dfa_megatron.megatron.refusals import OWN_GROUPS, PACKS
+from dfa_megatron.megatron.tokens.batch import check_declared
+from dfa_megatron.megatron.tokens.exchange import LayoutName, Relayout
+from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples, place
+
+_OWN_GROUPS = ("hybrid_context_parallel", "dynamic_context_parallel")
+"""Fields of Megatron's TransformerConfig with which micro-batches name their own groups."""
+
+
+class SharingLayer:
+    """Hold what a layer knows of the ranks that share a micro-batch; a base of all layers and stacks of this package.
+
+    Hidden states are (tokens of this rank [/ TP under sequence parallelism], batch, hidden).
+    """
+
+    def _dfa_join(self, context: AttentionContext, groups: Any) -> None:
+        """Join a model; Megatron's constructor has run. groups: its ProcessGroupCollection."""
+        config: Any = self.config  # type: ignore[attr-defined]
+        self._dfa, self._dfa_groups = context, groups
+        own = any(getattr(config, name, False) for name in _OWN_GROUPS)
+        self._dfa_several = config.context_parallel_size > 1 or own
+        self._dfa_exchanges = self._dfa_several and context.options.data_layout == "boundary"
+        self._dfa_own: Any = None
+        self._dfa_order: LayoutName = "zigzag"
+        self._dfa_heeds: list[Any] = []
+        """Modules that heed the documents of a micro-batch. In a list, their parameters are not this layer's."""
+        self._dfa_packable = self._dfa_regroupable = False
+
+    def _dfa_placed(self, packed: Any, hidden_states: torch.Tensor) -> PlacedPack | None:
+        """Return the documents of a micro-batch, None without.
+
+        Raises:
+            UnsupportedError: the documents, their group or the order of their tokens do not fit the model.
+        """
+        layer: Any = self
+        pack = None
+        if packed is None:
+            self._dfa.check_unpacked()
+        else:
+            pack = self._dfa_read(packed, self._dfa_tokens(hidden_states))
+        self._dfa_follow(pack)
+        if self._dfa.hybrid or layer.layer_number == 1:
+            # A micro-batch of one document is cut in the same way by rows and by documents.
+            several = pack is not None and (pack.group is None or len(pack.offsets) > 2)
+            check_declared(self._dfa_group(), self._dfa.options.data_layout, packed=several)
+        return pack
+
+    def _dfa_read(self, packed: Any, tokens: int) -> PlacedPack:
+        layer: Any = self
+        context = self._dfa
+        if not self._dfa_packable:
+            PACKS.check(layer.config, context.options, hybrid_stack=context.hybrid)
+            self._dfa_packable = True
+        pack = place(packed)
+        group = self._dfa_groups.cp if pack.group is None else pack.group
+        if self._dfa_exchanges and pack.is_cut_by_documents(group):
+            pack = context.cut_pack(packed, group, tokens)
+        check_samples(layer.config, packed, pack)
+        if pack.group is not None and not self._dfa_regroupable:
+            recurs = context.hybrid or isinstance(getattr(layer, "self_attention", None), InOrder)
+            OWN_GROUPS.check(layer.config, context.options, recurs=recurs, built_for_one=not self._dfa_several)
+            self._dfa_heeds += grouped_router(layer)
+            self._dfa_regroupable = True
+        return pack
+
+    def _dfa_follow(self, pack: PlacedPack | None) -> None:
+        """Follow the ranks and the order of a micro-batch, and hand its documents to the modules that heed them."""
+        self._dfa_own, self._dfa_order = (None, "zigzag") if pack is None else (pack.group, pack.order)
+        for module in self._dfa_heeds:
+            module.dfa_pack = pack
+
+    def _dfa_group(self) -> Any:
+        """Return the ranks that share the micro-batch."""
+        return self._dfa_groups.cp if self._dfa_own is None else self._dfa_own
+
+    def _dfa_tokens(self, hidden_states: torch.Tensor) -> int:
+        """Return the tokens of this context-parallel rank, also where sequence parallelism splits them."""
+        layer: Any = self
+        return int(hidden_states.shape[0] * (self._dfa_groups.tp.size() if layer.config.sequence_parallel else 1))
+
+    def _dfa_exchange(self) -> Relayout:
+        layer: Any = self
+        return self._dfa.relayout(self._dfa_groups, self._dfa_own, sequence_parallel=layer.config.sequence_parallel)
+
+    def _dfa_masked(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the padding mask (batch, tokens) of the tokens inside the layers; only experts read it."""
+        layer: Any = self
+        if mask is None or not self._dfa_exchanges or not hasattr(getattr(layer, "mlp", None), "router"):
+            return mask
+        rows = mask.transpose(0, 1).to(torch.uint8)  # collectives know no truth values
+        moved: torch.Tensor = self._dfa_exchange().move(rows, self._dfa_order, "contiguous")
+        return moved.transpose(0, 1).to(mask.dtype)

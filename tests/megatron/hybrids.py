@@ -1,0 +1,182 @@
+"""Tiny hybrid models of Megatron's own modules: stacks with Mamba mixers, and GPTs with gated delta nets."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.megatron.selfcheck import model as small_model
+from dfa_megatron.selfcheck.train import noise
+from tests.megatron import harness
+from tests.megatron.harness import MEGATRONS, Topology, case
+from tests.support import state_kernels
+
+PATTERN = "M*-M*"
+MAMBA = (("mamba_state_dim", 8), ("mamba_head_dim", 16), ("mamba_num_groups", 2), ("mamba_num_heads", 8))
+DELTA = (
+    ("linear_conv_kernel_dim", 4), ("linear_key_head_dim", 8), ("linear_value_head_dim", 16),
+    ("linear_num_key_heads", 2), ("linear_num_value_heads", 4), ("activation_func", torch.nn.functional.silu),
+)  # fmt: skip
+
+
+def delta_spec() -> Any:
+    """A TransformerLayer with a gated delta net, of Megatron's own modules."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    parts = {"in_proj": ColumnParallelLinear, "out_norm": WrappedTorchNorm, "out_proj": RowParallelLinear}
+    layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=GatedDeltaNetSubmodules(**parts))
+    return layer
+
+
+def stack_spec() -> Any:
+    """A stack with Megatron's Mamba mixer and, where this version has a slot for it, its gated delta net."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    stack = plain_spec()
+    parts = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    mixer = ModuleSpec(module=MambaMixer, submodules=parts)
+    layer = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
+    stack.submodules.mamba_layer = ModuleSpec(module=MambaLayer, submodules=layer)
+    if hasattr(stack.submodules, "gdn_layer"):
+        delta = stack.submodules.gdn_layer = copy.deepcopy(stack.submodules.attention_layer)
+        delta.submodules.self_attention = delta_spec().submodules.self_attention
+    return stack
+
+
+def build_stack(spec: Any, config: Any) -> Any:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    layers = "M*-MG" if hasattr(spec.submodules, "gdn_layer") else "M*-M*"
+    return build(spec, config, ProcessGroupCollection.use_mpu_process_groups(), layers)
+
+
+def build_gpt(spec: Any, config: Any) -> Any:
+    """A block of gated delta nets and an attention: the decoder of a GPT."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return TransformerBlock(config, spec, post_layer_norm=False, pg_collection=groups).train()
+
+
+def block_spec() -> Any:
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    layers = [
+        delta_spec(),
+        delta_spec(),
+        harness.megatrons_spec(harness.make_config(Topology(), MEGATRONS)),
+        delta_spec(),
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers)
+
+
+MODELS = {
+    "mamba": (stack_spec, build_stack, len(PATTERN), (*MAMBA, *DELTA)),
+    "delta": (block_spec, build_gpt, 4, DELTA),
+}
+
+
+def stack_class() -> tuple[Any, Any]:
+    try:
+        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    except ImportError:
+        from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+
+        return MambaStack, MambaStackSubmodules
+    return HybridStack, HybridStackSubmodules
+
+
+def plain_spec(mamba: Any = None) -> Any:
+    """A stack of Megatron's own modules, without Transformer Engine; mamba: the class of its Mamba layers."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    stack, submodules = stack_class()
+    attention = get_gpt_layer_local_spec(normalization="RMSNorm")
+    mlp = copy.deepcopy(attention)
+    for name, nothing in (("pre_mlp_layernorm", IdentityOp), ("mlp", IdentityOp), ("mlp_bda", IdentityFuncOp)):
+        setattr(attention.submodules, name, nothing)
+    for name, nothing in (
+        ("input_layernorm", IdentityOp),
+        ("self_attention", IdentityOp),
+        ("self_attn_bda", IdentityFuncOp),
+    ):
+        setattr(mlp.submodules, name, nothing)
+    mlp.module = MLPLayer
+    given = submodules(mamba_layer=ModuleSpec(module=mamba), attention_layer=attention, mlp_layer=mlp)
+    return ModuleSpec(module=stack, submodules=given)
+
+
+def build(spec: Any, config: Any, groups: Any, layers: str = PATTERN) -> Any:
+    from megatron.core.transformer.spec_utils import build_module
+
+    takes = inspect.signature(spec.module.__init__).parameters
+    pattern = {"layer_type_list": list(layers)} if "layer_type_list" in takes else {"hybrid_override_pattern": layers}
+    return build_module(spec, config=config, post_layer_norm=False, pg_collection=groups, **pattern).train()
+
+
+def make(model: str, topology: Topology, options: DistAttentionConfig | None, tp_rank: int, **more: Any) -> Any:
+    """The layers with weights that depend on names and the tensor-parallel rank alone; more: fields of its config."""
+    from dfa_megatron.megatron import distribute_attention
+
+    spec_of, build, layers, fields = MODELS[model]
+    wanted = MEGATRONS if options is None else case(options.data_layout)
+    # Megatron's PyTorch norms refuse sequence parallelism.
+    spread = options is not None and topology.tp > 1
+    config = harness.make_config(topology, wanted, num_layers=layers, sequence_parallel=spread, **dict(fields), **more)
+    spec = spec_of()
+    made = build(spec if options is None else distribute_attention(spec, config, config=options), config)
+    for name, parameter in made.named_parameters():
+        mine = tp_rank if getattr(parameter, "tensor_model_parallel", False) else ""
+        parameter.data.copy_(noise(f"{name} {mine}", tuple(parameter.shape)) * 0.3 + ("norm" in name))
+    return made
+
+
+def with_delta_nets(config: Any, stage: int | None = None, *, dense: bool = False) -> Any:
+    """Megatron's spec of the model's stage with a gated delta net in all layers but each stage's last."""
+    from megatron.core.transformer.transformer_block import (
+        LayerNormImpl,
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+
+    megatrons = MEGATRONS_SPEC(config, stage, dense=dense)
+    count = get_num_layers_to_build(config, stage)
+    layers = getattr(megatrons, "layer_specs", [megatrons] * count)
+    delta = delta_spec().submodules.self_attention
+    given = [copy.deepcopy(layer) for layer in layers]
+    for layer in given[::2]:
+        layer.submodules.self_attention = delta
+    norm = getattr(megatrons, "layer_norm", None) or LayerNormImpl
+    return TransformerBlockSubmodules(layer_specs=given, layer_norm=norm)
+
+
+MEGATRONS_SPEC = small_model.megatrons_spec
+
+
+def in_a_gpt(rank: int, ranks: int, function: Any, *args: Any) -> Any:
+    """Run a function of the harness on GPTs with gated delta nets."""
+    state_kernels.install()
+    small_model.megatrons_spec = with_delta_nets
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            return function(rank, ranks, *args)
+    finally:
+        small_model.megatrons_spec = MEGATRONS_SPEC
