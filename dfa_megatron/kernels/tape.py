@@ -208,10 +208,12 @@ def signature(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     current device, to which launches go, and autocast, which changes operations.
     """
     kind = tensors[0].device.type
-    around: tuple[Any, ...] = (torch.is_autocast_enabled(kind),) if kind in _WITH_AUTOCAST else ()
+    found: list[Any] = [kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind)]
     if kind == "cuda":
-        around = *around, stream_of(tensors[0].device), torch.cuda.current_device()
-    return around, *([(x.stride(), x.storage_offset(), x.data_ptr() % _ALIGNMENT == 0) for x in tensors])
+        found += stream_of(tensors[0].device), torch.cuda.current_device()
+    for x in tensors:
+        found.append((x.stride(), x.storage_offset(), x.data_ptr() % _ALIGNMENT == 0))
+    return tuple(found)
 
 
 _WITH_AUTOCAST = ("cuda", "cpu")

@@ -58,7 +58,7 @@ def run_forward(prepared: Prepared, inputs: Fields) -> tuple[torch.Tensor, torch
     COUNTERS.kernel_forwards += memory.calls
     COUNTERS.forward_messages += memory.messages
     COUNTERS.forward_bytes += memory.message_bytes
-    out, lse = _captured_or_not(prepared, memory, inputs)
+    out, lse = (_captured if prepared.request.config.cuda_graph else _bound_or_not)(prepared, memory, inputs)
     return out, lse
 
 
@@ -74,7 +74,7 @@ def run_backward(prepared: Prepared, inputs: Fields) -> tuple[torch.Tensor, torc
     COUNTERS.kernel_backwards += memory.calls
     COUNTERS.backward_messages += memory.messages
     COUNTERS.backward_bytes += memory.message_bytes
-    dq, dk, dv = _captured_or_not(prepared, memory, inputs)
+    dq, dk, dv = (_captured if prepared.request.config.cuda_graph else _bound_or_not)(prepared, memory, inputs)
     return dq, dk, dv
 
 
@@ -139,9 +139,9 @@ def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: Arena, t
     return *tensors.result("dq"), *tensors.result("dkv")
 
 
-def _captured_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
-    """Run, or replay where graphs were asked for and the caller is not capturing one of its own."""
-    if not prepared.request.config.cuda_graph or torch.cuda.is_current_stream_capturing():
+def _captured(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
+    """Replay the graph of a phase, captured in its first run; run as it stands while the caller captures one."""
+    if torch.cuda.is_current_stream_capturing():
         return _bound_or_not(prepared, memory, inputs)
     # An arena that has moved lies elsewhere.
     transport, _ = _way(prepared, memory, inputs[0].device)

@@ -98,7 +98,7 @@ class Calls:
         self.told = False
         self.where: Callable[[], tuple[int, tuple[int, ...]]] | None = None
         self.pending: Callable[[], bool] = _never
-        self.issued: Callable[[], None] = _nothing
+        self.issued: Callable[[], None] | None = None
         self._log = [self.last] * KEPT
         self._texts: dict[int, str] = {}
         self._thread: threading.Thread | None = None
@@ -127,7 +127,8 @@ class Calls:
 
     def end(self) -> None:
         """End a call that has been issued. If the group was lost meanwhile, raise instead of returning a result."""
-        self.issued()
+        if self.issued is not None:
+            self.issued()
         self.doing = ""
         if self.lost is not None:
             self.check()
@@ -234,7 +235,3 @@ class Calls:
 
 def _never() -> bool:
     return False
-
-
-def _nothing() -> None:
-    """The default of `Calls.issued`."""

@@ -141,7 +141,7 @@ class Channel:
         """
         last = self.calls.last
         mine = torch.tensor([last.number, last.chain])
-        theirs, work = self.collectives(mine.device).gather(mine)
+        theirs, work = (self._collectives.get("cpu") or self.collectives(mine.device)).gather(mine)
         self.wait(work.wait)
         for found in theirs:
             if self._watch is not None and not torch.equal(found, mine):

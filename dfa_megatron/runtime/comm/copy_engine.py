@@ -50,7 +50,7 @@ class CopyEngineTransport(KeptArena):
         device: this rank's GPU.
     """
 
-    beside_kernels = True
+    beside_kernels = queued = True
 
     def __init__(self, over: Channel, device: torch.device) -> None:
         super().__init__(over, device)

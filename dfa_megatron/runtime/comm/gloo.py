@@ -21,7 +21,7 @@ class GlooTransport:
 
     generation = 0
     pinned = False
-    beside_kernels = False
+    beside_kernels = queued = False
 
     def __init__(self, communicator: Communicator, wait: Callable[[Callable[[], object]], None]) -> None:
         """Use a communicator. `wait` runs a blocking call, and raises if another rank has failed."""
@@ -48,7 +48,7 @@ class GlooTransport:
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         """Start the batch; gloo's threads move it during compute."""
         self.sending = sends(nullcontext)
-        self._where = self._where[0], tuple(map(_peer, receives))
+        self._where = after + 1, tuple(map(_peer, receives))
         self.works = self._communicator.post(self.sending, receives)
 
     def land(self) -> None:
@@ -56,10 +56,10 @@ class GlooTransport:
         if works := self.works:
             self._wait(lambda: [work.wait() for work in works])
         self.works, self.sending = [], ()
+        self._where = self._where[0] + 1, ()
 
     def computed(self, step: int) -> None:
-        """Go to the next step: on a CPU the host has computed this one already."""
-        self._where = (step + 1, ())
+        """Do nothing: on a CPU the host has computed it."""
 
     def finish(self) -> None:
         """Do nothing: all batches have landed."""

@@ -20,6 +20,7 @@ class NcclTransport:
     generation = 0
     pinned = False
     beside_kernels = False
+    queued = True
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self._communicator, self.streams = communicator, Streams(device)

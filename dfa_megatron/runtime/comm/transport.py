@@ -62,12 +62,14 @@ class Transport(StepTransport, Protocol):
 
     generation: changes when reserved memory has moved.
     beside_kernels: messages move while kernels fill the GPU.
+    queued: kernels wait in queues, so it must be told where the compute of a step ends; otherwise it need not be.
     pinned: it must not move, because a captured CUDA graph of the caller holds addresses in it.
     """
 
     generation: int
     pinned: bool
     beside_kernels: bool
+    queued: bool
 
     def reserve(self, nbytes: int) -> None:
         """Have memory for the next call; all ranks of the group say the same number, at set-up and before each call."""
@@ -86,7 +88,7 @@ class NoTransport:
     """Moves nothing: for a plan of one rank, and to time the program of one rank alone."""
 
     generation = 0
-    beside_kernels = False
+    beside_kernels = queued = False
     pinned = False
 
     def reserve(self, nbytes: int) -> None:

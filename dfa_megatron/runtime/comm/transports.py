@@ -73,7 +73,7 @@ class Transports:
         Raises:
             UnsupportedError: "copy_engine" was asked for, and a GPU has no memory for it; on every rank.
         """
-        transport = self.get(device, kind)
+        transport = self._open.get((device.type, kind)) or self.get(device, kind)
         try:
             transport.reserve(nbytes)
         except UnsupportedError as error:

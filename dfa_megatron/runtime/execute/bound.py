@@ -115,11 +115,13 @@ class Recorder:
     def computed(self, step: int) -> None:
         """Note the end of a step's compute."""
         self.steps.append(len(self.tape.ops))
-        self._pass_on("computed", step)
+        if self.transport.queued:
+            self._pass_on("computed", step)
 
     def finish(self) -> None:
         """Note the end of the last step."""
-        self._pass_on("finish")
+        if self.transport.queued:
+            self._pass_on("finish")
 
     def _pass_on(self, method: str, *args: Any, holds: tuple[int, ...] = ()) -> None:
         if not self._moves:

@@ -24,13 +24,13 @@ from tests.support.cases import case, positions
 def _asked_for(rank: int, ranks: int) -> list[set[str]]:
     """The kinds that a forward and backward ask their channel for, by the largest arena that is allowed."""
     asked: set[str] = set()
-    real = Transports.get
+    real = Transports.reserve
 
-    def noted(self: Transports, device: torch.device, kind: str = "auto") -> Transport:
+    def noted(self: Transports, device: torch.device, kind: str, nbytes: int) -> Transport:
         asked.add(kind)
-        return real(self, device, "p2p")
+        return real(self, device, "p2p", nbytes)
 
-    Transports.get = noted  # type: ignore[method-assign]  # the process ends with this function
+    Transports.reserve = noted  # type: ignore[method-assign]  # the process ends with this function
     whole, found = case(ranks * 8), []
     rows = positions("contiguous", ranks * 8, ranks)[rank]
     for transport, spare in (("auto", 0), ("auto", -1), ("copy_engine", -1), ("p2p", 0)):

@@ -128,7 +128,7 @@ def _counted(rank: int, ranks: int) -> tuple[int, int]:
 
 def test_a_warm_call_on_four_ranks_makes_few_calls_of_python() -> None:
     calls = [found[0] for found in run_ranks(4, _counted)]
-    assert max(calls) <= 140, calls
+    assert max(calls) <= 120, calls
 
 
 def test_a_warm_call_on_one_rank_enters_twelve_files() -> None:
@@ -218,10 +218,10 @@ def _broken(rank: int, ranks: int) -> str:
     for seed in range(3):
         compare(rank, ranks, seed, schedule="ring")
 
-    def computed(self: GlooTransport, step: int) -> None:
+    def land(self: GlooTransport) -> None:
         raise RuntimeError("the cable was pulled")
 
-    GlooTransport.computed = computed  # type: ignore[method-assign]
+    GlooTransport.land = land  # type: ignore[method-assign]
     try:
         compare(rank, ranks, 3, schedule="ring")
     except ExecutionError as error:
@@ -231,4 +231,4 @@ def _broken(rank: int, ranks: int) -> str:
 
 def test_the_error_of_a_replay_names_the_step() -> None:
     for rank, told in enumerate(run_ranks(2, _broken)):
-        assert f"rank {rank}, step 1 of a distributed forward failed: the cable was pulled" in told
+        assert f"rank {rank}, step 0 of a distributed forward failed: the cable was pulled" in told

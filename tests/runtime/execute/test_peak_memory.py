@@ -121,7 +121,7 @@ class Holding(StepTransport):
     """Moves nothing, and holds what a step sends until its messages have landed."""
 
     sending: Sequence[Send] = ()
-    beside_kernels = True
+    beside_kernels = queued = True
 
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         self.sending = sends(nullcontext)
