@@ -288,7 +288,8 @@ def _check(spec: Field[Any], value: Any) -> None:
     what, choices, numbers = f"{spec.name}={value!r}", spec.metadata["choices"], spec.metadata["numbers"]
     kind: Any = int if _takes_both(spec) and type(value) is int else type(spec.default)
     if choices and kind is str and value not in choices:
-        raise UnsupportedError(what, "there is no such value", nearest(value, choices))
+        instead = nearest(value, choices) if numbers is None else numbers.instead
+        raise UnsupportedError(what, "there is no such value", instead)
     if type(value) is not kind:
         raise UnsupportedError(what, f"it must be of type {kind.__name__}", f"for example {spec.default!r}")
     if numbers and kind is not str and not numbers.hold(value):

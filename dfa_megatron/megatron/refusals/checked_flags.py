@@ -10,6 +10,14 @@ SELFCHECK = Stage(
     "Megatron: when a self-check is made",
     (
         stated(
+            "unknown_flag",
+            "{unknown_flag}",
+            "no option has that name",
+            "{nearest}",
+            "--dfa-shedule",
+            nearest="perhaps '--dfa-schedule'",
+        ),
+        stated(
             "no_process_group",
             "--dfa-selfcheck before the process group exists",
             "its outcome could not be sent to every rank",

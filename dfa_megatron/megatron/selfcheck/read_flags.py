@@ -15,6 +15,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.refusals import ARGS, LAUNCH, SELFCHECK, check_config
 from dfa_megatron.megatron.selfcheck.known_flags import FUSED_OFF, NO_PART
 from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments
+from dfa_megatron.names import nearest
 
 _TO_CONFIG: dict[str, dict[str, Any]] = {
     "apply_layernorm_1p": {"layernorm_zero_centered_gamma": True},
@@ -105,7 +106,7 @@ def read(words: Sequence[str]) -> Asked:
     """Sort flags into what makes the model, what trains it and our options, and refuse what the package refuses.
 
     Raises:
-        UnsupportedError: a needed flag is missing, or the combination is refused.
+        UnsupportedError: a needed flag is missing, one of ours is unknown, or the combination is refused.
     """
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -144,6 +145,8 @@ def read(words: Sequence[str]) -> Asked:
         }
     if model["use_rotary_position_embeddings"]:
         model["position_embedding_type"] = "rope"
+    for flag in unknown:
+        SELFCHECK.check(unknown_flag=flag if "-dfa-" in flag else None, nearest=nearest(flag, _own_flags()))
     asked = Asked(config, model, training, options, tuple(off), tuple(unknown))
     _check(asked)
     return asked
@@ -160,6 +163,10 @@ def _flags(words: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
         else:
             SELFCHECK.check(stray_word=word)
     return [(name, tuple(values)) for name, values in found]
+
+
+def _own_flags() -> list[str]:
+    return ["--dfa-" + spec.name.replace("_", "-") for spec in DistAttentionConfig.options("megatron")]
 
 
 def _field(name: str, kind: str, values: tuple[str, ...]) -> Any:
