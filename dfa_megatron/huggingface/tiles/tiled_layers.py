@@ -33,7 +33,8 @@ class TiledTokens:
         if tile is None or len(args) != 1 or kwargs or args[0].dim() < 2:
             return whole(*args, **kwargs)
         x: torch.Tensor = args[0]
-        dim = max(range(x.dim() - 1), key=lambda at: x.shape[at])  # (batch, tokens, ...), or with heads before tokens
+        places = x.shape[:-1]  # (batch, tokens), perhaps with heads behind or between
+        dim = places.index(max(places))
         beside = x.shape[0] if dim else x.shape[1] if x.dim() == 3 else 1
         return torch.cat(by_tiles(whole, x, max(1, tile // beside), dim=dim, random=_draws(self)), dim)
 
