@@ -48,7 +48,7 @@ def test_automatic_or_a_number_is_what_flag_json_and_check_take_for_the_degree()
 def test_a_tile_of_the_loss_is_off_or_a_number_of_tokens() -> None:
     assert DistAttentionConfig.from_mapping({"loss_tile": 4096}, "deepspeed").loss_tile == 4096
     for wrong in (0, -1, 1.5, True, None, "on"):
-        with pytest.raises(UnsupportedError, match="loss_tile=.*number from 1"):
+        with pytest.raises(UnsupportedError, match=r"loss_tile=.*number from 1"):
             DistAttentionConfig(loss_tile=wrong)  # type: ignore[arg-type]
 
 

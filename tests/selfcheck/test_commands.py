@@ -87,7 +87,7 @@ def test_a_flag_that_only_begins_like_a_known_one_is_named() -> None:
     unseen = case_of([*FLAGS.split(), *invented.split()]).unseen
     named = next(line for line in unseen if line.startswith("flags without a part"))
     assert named.split(": ")[1].split() == [word for word in invented.split() if word.startswith("--")]
-    with pytest.raises(UnsupportedError, match="--dfa-shedule is not supported.*perhaps '--dfa-schedule'"):
+    with pytest.raises(UnsupportedError, match=r"--dfa-shedule is not supported.*perhaps '--dfa-schedule'"):
         case_of([*FLAGS.split(), "--dfa-shedule", "ring"])
 
 
