@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.megatron.selfcheck import mamba_stacks
 from dfa_megatron.megatron.selfcheck import model as small_model
+from dfa_megatron.megatron.selfcheck.delta_nets import delta_net
 from dfa_megatron.selfcheck.train import noise
 from tests.megatron import harness
 from tests.megatron.harness import MEGATRONS, Topology, case
@@ -26,35 +29,16 @@ DELTA = (
 def delta_spec() -> Any:
     """A TransformerLayer with a gated delta net, of Megatron's own modules."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    parts = {"in_proj": ColumnParallelLinear, "out_norm": WrappedTorchNorm, "out_proj": RowParallelLinear}
-    layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=GatedDeltaNetSubmodules(**parts))
+    layer.submodules.self_attention = delta_net()
     return layer
 
 
 def stack_spec() -> Any:
     """A stack with Megatron's Mamba mixer and, where this version has a slot for it, its gated delta net."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    stack = plain_spec()
-    parts = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-    mixer = ModuleSpec(module=MambaMixer, submodules=parts)
-    layer = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
-    stack.submodules.mamba_layer = ModuleSpec(module=MambaLayer, submodules=layer)
-    if hasattr(stack.submodules, "gdn_layer"):
-        delta = stack.submodules.gdn_layer = copy.deepcopy(stack.submodules.attention_layer)
-        delta.submodules.self_attention = delta_spec().submodules.self_attention
-    return stack
+    plain = {"normalization": "RMSNorm", "qk_layernorm": False, "qk_l2_norm": False, "num_moe_experts": None}
+    return mamba_stacks.stack_spec(SimpleNamespace(**plain))
 
 
 def build_stack(spec: Any, config: Any) -> Any:
@@ -89,39 +73,6 @@ MODELS = {
     "mamba": (stack_spec, build_stack, len(PATTERN), (*MAMBA, *DELTA)),
     "delta": (block_spec, build_gpt, 4, DELTA),
 }
-
-
-def stack_class() -> tuple[Any, Any]:
-    try:
-        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    except ImportError:
-        from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
-
-        return MambaStack, MambaStackSubmodules
-    return HybridStack, HybridStackSubmodules
-
-
-def plain_spec(mamba: Any = None) -> Any:
-    """A stack of Megatron's own modules, without Transformer Engine; mamba: the class of its Mamba layers."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    stack, submodules = stack_class()
-    attention = get_gpt_layer_local_spec(normalization="RMSNorm")
-    mlp = copy.deepcopy(attention)
-    for name, nothing in (("pre_mlp_layernorm", IdentityOp), ("mlp", IdentityOp), ("mlp_bda", IdentityFuncOp)):
-        setattr(attention.submodules, name, nothing)
-    for name, nothing in (
-        ("input_layernorm", IdentityOp),
-        ("self_attention", IdentityOp),
-        ("self_attn_bda", IdentityFuncOp),
-    ):
-        setattr(mlp.submodules, name, nothing)
-    mlp.module = MLPLayer
-    given = submodules(mamba_layer=ModuleSpec(module=mamba), attention_layer=attention, mlp_layer=mlp)
-    return ModuleSpec(module=stack, submodules=given)
 
 
 def build(spec: Any, config: Any, groups: Any, layers: str = PATTERN) -> Any:

@@ -21,7 +21,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Topology, case, make_config
-from tests.megatron.hybrids import PATTERN, build, plain_spec, stack_spec
+from tests.megatron.hybrids import PATTERN, build, stack_spec
 
 LENGTH, BATCH = 24, 2
 
@@ -41,6 +41,15 @@ class InMegatronsOrder(torch.nn.Module):
         ranks = dist.get_world_size(self.cp_group)
         here = positions("zigzag", len(hidden_states) * ranks, ranks, dist.get_rank(self.cp_group))
         return hidden_states + torch.tanh(self.mix(hidden_states)) * torch.sin(here.float())[:, None, None]
+
+
+def plain_spec() -> Any:
+    """A stack with such layers in the place of Mamba layers."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    spec = stack_spec()
+    spec.submodules.mamba_layer = ModuleSpec(module=InMegatronsOrder)
+    return spec
 
 
 def run(stack: Any, groups: Any, mask: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -73,7 +82,7 @@ def compare_with_one_rank(rank: int, world_size: int) -> None:
     alone.cp = [dist.new_group([member]) for member in range(world_size)][rank]
     here = positions("zigzag", LENGTH, world_size, rank)
 
-    spec = plain_spec(InMegatronsOrder)
+    spec = plain_spec()
     layers = {"num_layers": len(PATTERN)}
     causal = torch.triu(torch.ones(1, 1, LENGTH, LENGTH), 1).bool()
     reference = build(spec, make_config(Topology(), harness.MEGATRONS, **layers), alone)
@@ -106,7 +115,7 @@ def test_a_hybrid_stack_equals_megatrons_own_on_one_rank() -> None:
 def test_the_given_stack_spec_stays_and_every_layer_shares_one_context() -> None:
     from dfa_megatron.megatron import DistributedAttentionLayer, distribute_attention
 
-    given = plain_spec(InMegatronsOrder)
+    given = plain_spec()
     modules = {slot: layer.module for slot, layer in vars(given.submodules).items() if hasattr(layer, "module")}
     options = DistAttentionConfig(data_layout="zigzag")
     made = distribute_attention(given, config=options)
@@ -129,10 +138,10 @@ def refuse(rank: int, world_size: int) -> None:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     boundary, zigzag = (DistAttentionConfig(data_layout=layout) for layout in ("boundary", "zigzag"))
     with pytest.raises(UnsupportedError, match=r"whose mamba_layer has no mixer.*data_layout='zigzag'"):
-        distribute_attention(plain_spec(InMegatronsOrder), config=boundary)
+        distribute_attention(plain_spec(), config=boundary)
     config = make_config(Topology(cp=2), case("zigzag", recompute=("block", 1)), num_layers=len(PATTERN))
     with pytest.raises(UnsupportedError, match=r"'block' in a hybrid model.*uniform"):
-        build(distribute_attention(plain_spec(InMegatronsOrder), config, config=zigzag), config, groups)
+        build(distribute_attention(plain_spec(), config, config=zigzag), config, groups)
     config = make_config(Topology(cp=2), case("boundary"), is_hybrid_model=True)
     with pytest.raises(UnsupportedError, match=r"by itself in a hybrid model.*whole hybrid stack spec"):
         distribute_attention(harness.megatrons_spec(config), config, config=boundary)(

@@ -70,10 +70,18 @@ def test_a_planted_fault_is_found_where_it_is(fault: object, reports: dict[str, 
     assert PLANTED[fault] in text(report).partition("first difference: ")[2], text(report)  # type: ignore[index]
 
 
-def test_gated_delta_nets_are_right_and_a_dropped_state_is_found_at_the_first_token_that_misses_it() -> None:
-    delta = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --dfa-data-layout contiguous"
-    case = case_of([*FLAGS.split(), *delta.split(), "--swiglu"])
-    assert case.settings["config"]["linear_num_value_heads"] == 2 * case.settings["config"]["linear_num_key_heads"] == 4
+DELTA = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --dfa-data-layout contiguous"
+STACK = "--hybrid-override-pattern M-M*-M-M/M --mamba-num-heads 8 --spec dfa_megatron.megatron hybrid_stack_spec"
+
+
+@pytest.mark.parametrize("flags", [DELTA, STACK], ids=["delta nets", "mamba"])
+def test_mixers_are_right_and_a_dropped_state_is_found_at_the_first_token_that_misses_it(flags: str) -> None:
+    case = case_of([*FLAGS.split(), *flags.split(), "--swiglu"])
+    config = case.settings["config"]
+    if flags is DELTA:
+        assert config["linear_num_value_heads"] == 2 * config["linear_num_key_heads"] == 4
+    else:
+        assert (case.settings["model"]["pattern"], config["num_layers"], config["mamba_num_heads"]) == ("M-*M", 4, 4)
     passes = replace(case, sections={"plain": "plain", "rematerialized": "plain"})
     right, wrong = check_planted(passes, [(), [plants.the_incoming_state_is_dropped]])
     assert right.status == RIGHT, text(right)

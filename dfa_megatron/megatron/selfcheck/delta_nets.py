@@ -18,23 +18,28 @@ def with_delta_nets(spec: Any, config: Any, stage: int | None) -> Any:
     spec: of one layer, or of the block where some layers have experts. Its modules are Megatron's own.
     """
     from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import transformer_block
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     count = transformer_block.get_num_layers_to_build(config, stage)
     layers = [copy.deepcopy(layer) for layer in getattr(spec, "layer_specs", [spec] * count)]
     first = get_transformer_layer_offset(config, stage)
-    parts = {"in_proj": ColumnParallelLinear, "out_norm": WrappedTorchNorm, "out_proj": RowParallelLinear}
-    delta = ModuleSpec(module=GatedDeltaNet, submodules=GatedDeltaNetSubmodules(**parts))
     for layer, recurrent in zip(layers, get_linear_attention_pattern(config)[first : first + count], strict=True):
         if recurrent:
-            layer.submodules.self_attention = delta
+            layer.submodules.self_attention = delta_net()
     norm = getattr(spec, "layer_norm", None) or transformer_block.LayerNormImpl
     return transformer_block.TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def delta_net() -> Any:
+    """Return the spec of a gated delta net of Megatron's own modules."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    parts = {"in_proj": ColumnParallelLinear, "out_norm": WrappedTorchNorm, "out_proj": RowParallelLinear}
+    return ModuleSpec(module=GatedDeltaNet, submodules=GatedDeltaNetSubmodules(**parts))
 
 
 def use_stand_ins() -> None:

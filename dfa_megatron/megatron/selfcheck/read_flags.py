@@ -36,6 +36,8 @@ _RENAMED = {
 """Flags with a value whose field of TransformerConfig has another name."""
 
 _MODEL: dict[str, Any] = {
+    "hybrid_layer_pattern": None,
+    "hybrid_override_pattern": None,
     "position_embedding_type": "learned_absolute",
     "rotary_base": 10000,
     "rotary_percent": 1.0,
@@ -147,9 +149,17 @@ def read(words: Sequence[str]) -> Asked:
         model["position_embedding_type"] = "rope"
     for flag in unknown:
         SELFCHECK.check(unknown_flag=flag if "-dfa-" in flag else None, nearest=nearest(flag, _own_flags()))
+    if pattern := pattern_of(model):
+        config["num_layers"] = len(pattern)
     asked = Asked(config, model, training, options, tuple(off), tuple(unknown))
     _check(asked)
     return asked
+
+
+def pattern_of(model: Mapping[str, Any]) -> str:
+    """Return the letters of a hybrid's layers, without pipeline stages and prediction layers; "" for a GPT."""
+    pattern = model["hybrid_layer_pattern"] or model["hybrid_override_pattern"] or ""
+    return str(pattern).partition("/")[0].replace("|", "")
 
 
 def _flags(words: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dfa_megatron.megatron.refusals import SELFCHECK
-from dfa_megatron.megatron.selfcheck.read_flags import Asked, read
+from dfa_megatron.megatron.selfcheck.mamba_stacks import LETTERS, shortest
+from dfa_megatron.megatron.selfcheck.read_flags import Asked, pattern_of, read
 from dfa_megatron.megatron.selfcheck.switched_off import steps, switch_off
 from dfa_megatron.selfcheck.case import TOLERANCE, Case, Reductions
 from dfa_megatron.selfcheck.options import MOST_RANKS, on_cpu, unseen
@@ -40,7 +41,15 @@ def case_of(flags: Sequence[str]) -> Case:
     """
     asked = read(flags)
     layers = ("context_parallel_size", "experimental_attention_variant", "linear_attention_freq")
-    SELFCHECK.check(asked.training, **{name: asked.config.get(name) for name in layers})
+    pattern = pattern_of(asked.model)
+    others = "".join(sorted(set(pattern) - set(LETTERS)))
+    SELFCHECK.check(
+        asked.training,
+        asked.options,
+        hybrid_pattern=pattern,
+        other_layers=others,
+        **{name: asked.config.get(name) for name in layers},
+    )
     reduced = Reductions()
     parallel = _parallel(asked, reduced)
     config = _config(asked, parallel, reduced)
@@ -53,7 +62,7 @@ def case_of(flags: Sequence[str]) -> Case:
         settings={
             "recompute": {name: config.pop(name, None) for name in names},
             "config": config,
-            "model": dict(asked.model),
+            "model": {**asked.model, "pattern": shortest(pattern)},
             "training": training,
             "options": on_cpu(asked.options, "--dfa-", reduced),
             "parallel": parallel,
@@ -61,9 +70,13 @@ def case_of(flags: Sequence[str]) -> Case:
         sections={"plain": "plain", "rematerialized": "plain", "three steps": "three steps"},
         reduced=reduced,
         unseen=_unseen(asked),
-        tolerance=STATE_TOLERANCE if config.get("linear_attention_freq") else TOLERANCE,
+        tolerance=STATE_TOLERANCE if _has_states(asked) else TOLERANCE,
         facts={"context-parallel ranks of each attention": str(parallel["cp"])},
     )
+
+
+def _has_states(asked: Asked) -> bool:
+    return bool(asked.config.get("linear_attention_freq") or pattern_of(asked.model))
 
 
 def _title(asked: Asked, parallel: Mapping[str, Any]) -> str:
@@ -82,7 +95,7 @@ def _parallel(asked: Asked, reduced: Reductions) -> dict[str, Any]:
         "tp": c.get("tensor_model_parallel_size", 1),
         "pp": c.get("pipeline_model_parallel_size", 1),
     }
-    most = 1 if c.get("linear_attention_freq") else 2  # heads of a gated delta net are not located in its weights
+    most = 1 if _has_states(asked) else 2  # heads of a mixer are not located in its weights
     run = {name: size if name == "cp" else min(size, most) for name, size in sizes.items()}
     for name in ("pp", "tp"):
         if run["cp"] * run["tp"] * run["pp"] > MOST_RANKS:
@@ -111,8 +124,8 @@ def _config(asked: Asked, parallel: Mapping[str, Any], reduced: Reductions) -> d
     small = Small(c, reduced)
     _heads(asked, small, parallel)
     _sizes(small)
-    _states(small)
-    _layers(small, parallel)
+    _states(asked, small)
+    _layers(asked, small, parallel)
     return c
 
 
@@ -142,12 +155,29 @@ def _sizes(small: Small) -> None:
     small.most("num_moe_experts", most=max(EXPERTS, small.get("moe_router_topk") or 2))
 
 
-def _states(small: Small) -> None:
-    """Make gated delta nets small: two key heads at the ratio of value heads to them."""
+def _states(asked: Asked, small: Small) -> None:
+    """Make mixers small: delta nets get two key heads at the ratio of value heads to them, Mamba mixers two groups."""
     c = small.values
     c.pop("experimental_attention_variant", None)  # linear_attention_freq says where they are
-    if not c.get("linear_attention_freq"):
-        return
+    if _has_states(asked):
+        small.reduced.note("layernorm_epsilon", c.get("layernorm_epsilon", 1e-5), STATE_EPS)
+        c["layernorm_epsilon"] = STATE_EPS
+    if "M" in pattern_of(asked.model):
+        _mamba(small)
+    if c.get("linear_attention_freq") or "G" in pattern_of(asked.model):
+        _delta_nets(small)
+
+
+def _mamba(small: Small) -> None:
+    c = small.values
+    for name, width, most in (("state_dim", 128, HEAD), ("head_dim", 64, HEAD), ("num_groups", 8, 2)):
+        given = c.setdefault(f"mamba_{name}", width)  # Megatron's default
+        small.set(f"mamba_{name}", min(given, most))
+    small.most("mamba_num_heads", most=2 * c["mamba_num_groups"])
+
+
+def _delta_nets(small: Small) -> None:
+    c = small.values
     for name in ("linear_key_head_dim", "linear_value_head_dim"):
         width = c.get(name) or 128  # Megatron's default
         small.reduced.note(name, width, min(width, HEAD))
@@ -156,13 +186,16 @@ def _states(small: Small) -> None:
     few = min(2, keys)
     small.reduced.note("heads of delta nets", f"{keys}, {values}", f"{few}, {few * values // keys}")
     c["linear_num_key_heads"], c["linear_num_value_heads"] = few, few * values // keys
-    small.reduced.note("layernorm_epsilon", c.get("layernorm_epsilon", 1e-5), STATE_EPS)
-    c["layernorm_epsilon"] = STATE_EPS
 
 
-def _layers(small: Small, parallel: Mapping[str, Any]) -> None:
+def _layers(asked: Asked, small: Small, parallel: Mapping[str, Any]) -> None:
     """Keep enough for every stage of the pipeline and for each kind of layer in the patterns."""
     c, chunks, needed = small.values, parallel["pp"] * (parallel["vp"] or 1), 2
+    if letters := pattern_of(asked.model):
+        whole = asked.model["hybrid_layer_pattern"] or asked.model["hybrid_override_pattern"]
+        small.reduced.note("layers", whole, shortest(letters))
+        c["num_layers"] = len(shortest(letters))
+        return
     for pattern in (c.get(name) for name in _PATTERNS):
         if isinstance(pattern, int):
             needed = max(needed, pattern)
@@ -197,6 +230,8 @@ def _training(asked: Asked, parallel: Mapping[str, Any], config: dict[str, Any],
 
 def _unseen(asked: Asked) -> list[str]:
     lines = unseen(asked.options)
+    if _has_states(asked):
+        lines.append("the kernels of mamba-ssm, causal-conv1d and FLA: loops over tokens stand in for them")
     if asked.unknown:
         lines.append("flags without a part in the check: " + " ".join(asked.unknown))
     return lines

@@ -12,7 +12,16 @@ import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.selfcheck.delta_nets import use_stand_ins
-from dfa_megatron.megatron.selfcheck.model import Parallel, build_chunk, config_of, global_name, places_of, start
+from dfa_megatron.megatron.selfcheck.mamba_stacks import build_hybrid, use_mamba_stand_ins
+from dfa_megatron.megatron.selfcheck.model import (
+    Parallel,
+    build_chunk,
+    config_of,
+    global_name,
+    places_of,
+    set_weights,
+    start,
+)
 from dfa_megatron.megatron.selfcheck.watch import tokens_of, watch
 from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
 from dfa_megatron.selfcheck.record import Recorder
@@ -45,8 +54,9 @@ def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, r
     if not whole:
         parallel = Parallel(**settings["parallel"], options=DistAttentionConfig(**settings["options"]))
     start(parallel)
-    if settings["config"].get("linear_attention_freq"):
+    if settings["config"].get("linear_attention_freq") or settings["model"]["pattern"]:
         use_stand_ins()
+        use_mamba_stand_ins()
     for section in sections:
         recorder.section = section
         if section == "three steps":
@@ -69,13 +79,18 @@ def _make(settings: Mapping[str, Any], parallel: Parallel, recorder: Recorder, *
         "vocab_size": training["vocabulary"],
         "max_sequence_length": training["tokens"],
         "share_embeddings_and_output_weights": not settings["model"]["untie_embeddings_and_output_weights"],
-        "rope_scaling": settings["model"]["use_rope_scaling"],
         "seq_len_interpolation_factor": settings["model"]["rotary_seq_len_interpolation_factor"],
     }
-    for name in ("position_embedding_type", "rotary_percent", "rotary_base", "rope_scaling_factor"):
+    for name in ("position_embedding_type", "rotary_percent", "rotary_base"):
         given[name] = settings["model"][name]
-    stages = range(parallel.vp) if parallel.vp else [None]
-    chunks = [build_chunk(config, parallel.options, stage, **given) for stage in stages]
+    if pattern := settings["model"]["pattern"]:
+        chunks = [build_hybrid(config, parallel.options, pattern, **given)]
+        set_weights(chunks[0])
+    else:
+        scaled = {"rope_scaling": "use_rope_scaling", "rope_scaling_factor": "rope_scaling_factor"}
+        given |= {name: settings["model"][asked] for name, asked in scaled.items()}
+        stages = range(parallel.vp) if parallel.vp else [None]
+        chunks = [build_chunk(config, parallel.options, stage, **given) for stage in stages]
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=as_asked and training["use_distributed_optimizer"],

@@ -39,9 +39,11 @@ def watch(chunks: Sequence[Any], recorder: Recorder, parallel: Parallel, scale: 
     sizes = set()
     for chunk in chunks:
         for layer in chunk.decoder.layers:
-            core = getattr(layer.self_attention, "core_attention", None)
+            mixer = layer.mixer if hasattr(layer, "mixer") else layer.self_attention
+            core = getattr(mixer, "core_attention", None)
             if core is None:
-                layer.self_attention.register_forward_hook(_of_states(recorder, parallel, layer.layer_number))
+                if next(mixer.parameters(), None) is not None:  # an MLP's layer has nothing there
+                    mixer.register_forward_hook(_of_states(recorder, parallel, layer.layer_number))
                 continue
             core.register_forward_hook(_hook(recorder, parallel, scale, layer.layer_number), with_kwargs=True)
             sizes.add(dist.get_world_size(core.cp_group) if isinstance(core, DistributedCoreAttention) else 1)
@@ -49,7 +51,7 @@ def watch(chunks: Sequence[Any], recorder: Recorder, parallel: Parallel, scale: 
 
 
 def _of_states(recorder: Recorder, parallel: Parallel, number: int) -> Any:
-    """Return a hook that records the output of a gated delta net, (tokens, samples, channels)."""
+    """Return a hook that records the output of a mixer, (tokens, samples, channels)."""
 
     def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
         if module.training:

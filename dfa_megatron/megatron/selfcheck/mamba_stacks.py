@@ -1,0 +1,160 @@
+"""Hybrid stacks of Megatron on a CPU: a model of them, and functions that stand in for mamba-ssm's kernels."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.megatron.hybrid.convolutions import by_pytorch
+from dfa_megatron.megatron.selfcheck.delta_nets import delta_net
+from dfa_megatron.recurrence.token_loop import linear_attention
+
+LETTERS = "M*-EG"
+"""Layers that are built here, as Megatron's patterns name them: Mamba, attention, MLP, experts, gated delta net."""
+
+
+def shortest(pattern: str) -> str:
+    """Return a pattern with every kind of layer of a hybrid's pattern, in its order, and the first kind again."""
+    short = "".join(dict.fromkeys(pattern)) + pattern[:1]
+    return short if len(short) < len(pattern) else pattern
+
+
+def build_hybrid(config: Any, options: DistAttentionConfig | None, pattern: str, **model: Any) -> Any:
+    """Return Megatron's model of a hybrid stack, with the layers of `options` or, where None, Megatron's own.
+
+    `pattern` has a letter for each layer, as in Megatron. `model` has arguments of the model.
+    """
+    from dfa_megatron.megatron.spec import distribute_attention
+
+    spec = stack_spec(config)
+    if options is not None:
+        spec = distribute_attention(spec, config, config=options)
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ModuleNotFoundError:
+        from megatron.core.models.mamba.mamba_model import MambaModel
+
+        return MambaModel(config, spec, hybrid_override_pattern=pattern, **model)
+    return HybridModel(config, spec, hybrid_layer_pattern=pattern, **model)
+
+
+def stack_spec(config: Any) -> Any:
+    """Return the spec of a hybrid stack of Megatron's own modules, without Transformer Engine."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    stack, submodules = _stack_classes()
+
+    def part(module: Any, *nothing: str, **given: Any) -> Any:
+        layer = get_gpt_layer_local_spec(normalization=config.normalization, **given)
+        layer.module = layer.module if module is None else module
+        for name in nothing:
+            setattr(layer.submodules, name, IdentityFuncOp if name.endswith("bda") else IdentityOp)
+        return layer
+
+    attention = part(
+        None, "pre_mlp_layernorm", "mlp", "mlp_bda", qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm
+    )
+    without = ("input_layernorm", "self_attention", "self_attn_bda")
+    mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear))
+    mamba = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
+    layers = {"attention_layer": attention, "mamba_layer": ModuleSpec(MambaLayer, submodules=mamba)}
+    layers["mlp_layer"] = part(MLPLayer, *without)
+    if config.num_moe_experts:
+        layers["moe_layer"] = part(None, *without, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    if hasattr(submodules(), "gdn_layer"):
+        layers["gdn_layer"] = copy.deepcopy(attention)
+        layers["gdn_layer"].submodules.self_attention = delta_net()
+    return ModuleSpec(module=stack, submodules=submodules(**layers))
+
+
+def _stack_classes() -> tuple[Any, Any]:
+    try:
+        home = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
+    except ModuleNotFoundError:
+        home = importlib.import_module("megatron.core.ssm.mamba_block")
+    return home.MambaStack, home.MambaStackSubmodules
+
+
+def use_mamba_stand_ins() -> None:
+    """Put the functions below where Megatron's Mamba mixers look for mamba-ssm's and einops', which need a GPU."""
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    vars(mamba_context_parallel)["HAVE_EINOPS"] = True
+    vars(mamba_mixer).update(
+        mamba_chunk_scan_combined=_scan,
+        mamba_split_conv1d_scan_combined=_convolve_and_scan,
+        causal_conv1d_fn=_convolve,
+        rearrange=_rearrange,
+        ExtendedRMSNorm=_GatedNorm,
+        HAVE_MAMBA_SSM=True,
+        HAVE_EINOPS=True,
+    )
+    vars(importlib.import_module(_stack_classes()[0].__module__))["TENorm"] = WrappedTorchNorm
+
+
+def _scan(
+    x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *_: Any, **given: Any
+) -> Any:
+    """Compute Mamba-2 of x (batch, tokens, heads, width), dt (batch, tokens, heads), B and C (..., groups, states)."""
+    dt = F.softplus(dt + given["dt_bias"])
+    b, c = (part.repeat_interleave(x.shape[2] // part.shape[2], 2) for part in (b, c))
+    out, state = linear_attention({"q": c, "k": b, "v": x * dt[..., None], "g": dt * a})
+    skip = given["D"]
+    out = out + x * (skip if skip.dim() == 2 else skip[:, None])
+    return (out, state.mT) if given.get("return_final_states") else out
+
+
+def _convolve_and_scan(
+    projected: torch.Tensor, weight: torch.Tensor, bias: Any, dt_bias: torch.Tensor, a: torch.Tensor, **given: Any
+) -> torch.Tensor:
+    """Compute the convolution, the scan and the gate of (batch, tokens, z + x + B + C + dt)."""
+    heads, width = len(a), given["headdim"] or given["D"].shape[1]
+    inner, groups = heads * width, (weight.shape[0] - heads * width) // 2
+    z, mixed, dt = projected.split([inner, inner + 2 * groups, heads], -1)
+    x, b, c = by_pytorch(weight, bias)(mixed, ()).split([inner, groups, groups], -1)
+    b, c = (part.unflatten(-1, (given["ngroups"], -1)) for part in (b, c))
+    out = _scan(x.unflatten(-1, (heads, width)), dt, a, b, c, D=given["D"], dt_bias=dt_bias)
+    gated: torch.Tensor = out.flatten(2) * F.silu(z)
+    return gated
+
+
+def _convolve(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **_: Any) -> torch.Tensor:
+    """Convolve (batch, channels, tokens) with SiLU, which is Megatron's; a self-check has no packs."""
+    return by_pytorch(weight, bias)(x.mT, ()).mT
+
+
+def _rearrange(x: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
+    """Do what Megatron's mixer asks of einops in training."""
+    if pattern == "d 1 w -> d w":
+        return x.squeeze(1)
+    return x.unflatten(0, (-1, sizes["p"])) if pattern == "(h p) -> h p" else x.transpose(0, 1)
+
+
+class _GatedNorm(torch.nn.Module):
+    """Normalize x * silu(z) in groups, as mamba-ssm's norm does."""
+
+    def __init__(self, hidden_size: int, eps: float, group_size: int, dtype: torch.dtype, **_: Any) -> None:
+        super().__init__()
+        self.eps, self.group_size = eps, group_size
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=dtype))
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        x = x if z is None else x * F.silu(z)
+        grouped = x.unflatten(-1, (-1, self.group_size))
+        normal = grouped * (grouped.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        scaled: torch.Tensor = normal.flatten(-2) * self.weight
+        return scaled
