@@ -6,8 +6,9 @@ import argparse
 from dataclasses import fields
 
 import pytest
+import torch
 
-from dfa_megatron import names
+from dfa_megatron import dist_flash_attn_func, names
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
@@ -43,6 +44,11 @@ def test_automatic_or_a_number_is_what_flag_json_and_check_take_for_the_degree()
     for wrong in ("0", "-1", "some"):
         with pytest.raises(UnsupportedError, match="ulysses_degree"):
             DistAttentionConfig.from_args(parser.parse_args(["--dfa-ulysses-degree", wrong]))
+
+
+def test_a_dictionary_in_place_of_options_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="it must be a DistAttentionConfig"):
+        dist_flash_attn_func(*torch.ones(3, 1, 2, 1, 8), config={"schedule": "ring"})  # type: ignore[arg-type]
 
 
 def test_a_tile_of_the_loss_is_off_or_a_number_of_tokens() -> None:

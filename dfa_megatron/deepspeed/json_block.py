@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
@@ -81,7 +82,13 @@ class DeepSpeedOptions:
 
     @classmethod
     def enabled_in(cls, settings: Mapping[str, Any]) -> DeepSpeedOptions | None:
-        """Return the enabled block of DeepSpeed's configuration, or None."""
+        """Return the enabled block of DeepSpeed's configuration, or None.
+
+        Raises:
+            UnsupportedError: the block is wrong, or its own key is misspelled, which DeepSpeed would ignore.
+        """
+        near = get_close_matches(KEY, [str(key) for key in settings], n=1, cutoff=0.8)
+        BLOCK.check(misspelled=near[0] if near and KEY not in settings else None)
         block = cls.from_mapping(settings[KEY]) if KEY in settings else None
         return block if block is not None and block.enabled else None
 

@@ -47,6 +47,9 @@ class Request:
     config: DistAttentionConfig = DEFAULTS
 
     def __post_init__(self) -> None:
+        if not isinstance(self.config, DistAttentionConfig):
+            instead = "DistAttentionConfig.from_mapping(...) of a dictionary"
+            raise UnsupportedError(f"config={self.config!r}", "it must be a DistAttentionConfig", instead)
         if type(self.softmax_scale) is int:
             object.__setattr__(self, "softmax_scale", float(self.softmax_scale))
         if type(self.softcap) is int:

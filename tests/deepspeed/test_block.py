@@ -31,6 +31,9 @@ def test_every_option_is_read() -> None:
     )
     assert DeepSpeedOptions.from_mapping({}) == DeepSpeedOptions()
     assert not DeepSpeedOptions.from_mapping({"enabled": False}).enabled
+    assert DeepSpeedOptions.enabled_in({"flops_profiler": {}, "zero_optimization": {}}) is None
+    with pytest.raises(UnsupportedError, match="dist_flash_attn in DeepSpeed's JSON"):
+        DeepSpeedOptions.enabled_in({"dist_flash_attn": {"size": 2}})
 
 
 @pytest.mark.parametrize(

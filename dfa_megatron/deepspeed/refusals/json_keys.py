@@ -42,6 +42,13 @@ BLOCK = Stage(
             "True",
         ),
         stated(
+            "misspelled",
+            "the key {misspelled} in DeepSpeed's JSON",
+            "DeepSpeed would ignore it, and attention would not be distributed",
+            "dist_flash_attention",
+            "dist_flash_attn",
+        ),
+        stated(
             "unknown_key",
             "the key dist_flash_attention.{unknown_key}",
             "no option has that name",
