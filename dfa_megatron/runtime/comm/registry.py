@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import weakref
 
 import torch.distributed as dist
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.agreement.board import Board
 from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.comm.channel import Channel
@@ -66,6 +68,19 @@ def _close(name: str, old: Channel) -> None:
 def _close_at_exit() -> None:
     """Have threads and connections end before the interpreter does: a thread inside of gloo or NCCL would abort it."""
     atexit.register(_close_all)
+    os.register_at_fork(after_in_child=_lose_all)
+
+
+def _lose_all() -> None:
+    """Refuse further attention in a fork, which has no watchers, and whose connections are its parent's."""
+    atexit.unregister(_close_all)
+    error = UnsupportedError(
+        "attention in a fork of a process that has run it",
+        "the threads and connections of its group stay with that process",
+        "processes that are spawned, with groups of their own",
+    )
+    for _, known in _channels.values():
+        known.calls.lose(error, told=False)
 
 
 def _close_all() -> None:

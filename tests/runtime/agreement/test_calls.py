@@ -184,6 +184,26 @@ def test_whoever_is_absent_at_the_first_attention_is_named_by_every_other_rank(a
             assert seconds < 4
 
 
+def _forked(rank: int, ranks: int) -> int:
+    """The exit status of a fork that calls attention too; 0 if it was refused by name."""
+
+    def run() -> None:
+        dfa_megatron.dist_flash_attn_func(*tensors(), causal=True)
+
+    run()
+    if (pid := os.fork()) == 0:
+        signal.alarm(10)
+        name, text, _ = told(run)
+        os._exit(name != "UnsupportedError" or "in a fork" not in text)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    run()
+    return status
+
+
+def test_a_fork_may_not_call_attention_and_its_parent_goes_on() -> None:
+    assert run_ranks(2, _forked, timeout=60) == [0, 0]
+
+
 def _stopped(rank: int, ranks: int, seconds: float) -> tuple[str, str, float, bool]:
     """Rank 2 is stopped for some seconds between two calls; whether the second is exact where it ends well."""
     know()
