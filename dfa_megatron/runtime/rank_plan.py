@@ -19,6 +19,7 @@ from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.lowering.positions import Tokens, tokens
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules.load_balanced import layout_of
+from dfa_megatron.plan.uncollected import uncollected
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
 from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.request import Request
@@ -141,12 +142,13 @@ def work_out(problem: Problem, rank: int, format_for: Callable[[frozenset[Form]]
     Raises:
         UnsupportedError: no schedule serves the problem, or no kernel its forms.
     """
-    plan, forward, backward = planned(problem, rank)
-    forms = forms_of(forward, backward)
-    sizes = format_for(forms)
-    memories = plan_memory(forward, rank, sizes), plan_memory(backward, rank, sizes)
-    batch = problem.shape.batch
-    rows = tokens(plan.forward, forward[rank], batch), tokens(plan.backward, backward[rank], batch)
+    with uncollected():
+        plan, forward, backward = planned(problem, rank)
+        forms = forms_of(forward, backward)
+        sizes = format_for(forms)
+        memories = plan_memory(forward, rank, sizes), plan_memory(backward, rank, sizes)
+        batch = problem.shape.batch
+        rows = tokens(plan.forward, forward[rank], batch), tokens(plan.backward, backward[rank], batch)
     return RankPlan(problem, rank, plan.schedule, plan.digest, forms, sizes, *memories, rows)
 
 
