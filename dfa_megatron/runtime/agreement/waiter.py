@@ -56,6 +56,8 @@ class Waiter:
                 blocking()
             except BaseException as error:  # noqa: BLE001 -- the thread that asked raises it
                 errors.append(error)
+            # The caller frees what was waited for: freed here, in a thread that outlives the interpreter, it aborts.
+            del task, blocking, errors
             done.set()
 
 

@@ -1,7 +1,9 @@
-"""A rank that did not run itself does not call the others silent."""
+"""A rank that did not run itself does not call the others silent; a thread that waited keeps nothing."""
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from dfa_megatron.runtime.agreement import awake, watcher
 from dfa_megatron.runtime.agreement.board import Board
 from dfa_megatron.runtime.agreement.calls import Calls
+from dfa_megatron.runtime.agreement.waiter import Waiter
 from dfa_megatron.runtime.agreement.watcher import PERIOD, SILENT, Watch
 
 
@@ -98,3 +101,12 @@ def test_the_last_sign_of_a_process_that_has_ended_is_read_before_it_counts_as_e
     time.seconds += PERIOD
     watch._clock.tick()
     assert watch._ended(1)
+
+
+def test_the_thread_that_waits_keeps_nothing_of_a_wait_that_is_over() -> None:
+    waiter, message = Waiter(lambda: None), Time()
+    alive = weakref.ref(message)
+    waiter.wait(partial(repr, message))
+    del message
+    assert alive() is None
+    waiter.stop()
