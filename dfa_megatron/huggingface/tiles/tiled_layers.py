@@ -15,7 +15,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.remat.by_tiles import by_tiles
 
-_MLP = re.compile(r"mlp|feed_?forward|ffn|block_sparse_moe|moe", re.IGNORECASE)
+_MLP = re.compile(r"mlp|feed_?forward|ffn|moe", re.IGNORECASE)
 """In the name of a child of a layer, or of its class."""
 _NORM = re.compile(r"RMSNorm|LayerNorm")
 """In the name of a class that norms the last dimension."""

@@ -61,7 +61,7 @@ def follow_stack(spec: Any, context: AttentionContext) -> None:
     Raises:
         UnsupportedError: the spec's module is not that class.
     """
-    megatrons = _megatrons_stack()
+    megatrons = megatrons_stack()
     SPEC.check(other_stack=None if issubclass(spec.module, megatrons) else spec.module.__name__)
     setattr(spec.submodules, _CONTEXT, context)
     built = megatrons.__init__
@@ -82,7 +82,8 @@ def follow_stack(spec: Any, context: AttentionContext) -> None:
     megatrons.__init__ = joined
 
 
-def _megatrons_stack() -> Any:
+def megatrons_stack() -> Any:
+    """Return Megatron's class of hybrid stacks (called MambaStack up to Megatron-Core 0.17)."""
     try:
         from megatron.core.models.hybrid.hybrid_block import HybridStack
     except ModuleNotFoundError:

@@ -93,7 +93,7 @@ def checkpoint_of(config: Any, tp_group: Any) -> Callable[..., Any]:
 
 
 def tile_mlp(layer: Any, options: DistAttentionConfig) -> None:
-    """Make a layer's MLP compute `mlp_tile` tokens at a time, each tile again in the backward .
+    """Make a layer's MLP compute `mlp_tile` tokens at a time, each tile again in the backward.
 
     Under sequence parallelism a tile is of this rank's tokens, and every tile has its own collectives.
 

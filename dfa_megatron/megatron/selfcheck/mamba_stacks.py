@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import sys
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.hybrid.convolutions import by_pytorch
+from dfa_megatron.megatron.hybrid.stack import megatrons_stack
 from dfa_megatron.megatron.selfcheck.delta_nets import delta_net
 from dfa_megatron.recurrence.token_loop import linear_attention
 
@@ -55,7 +56,8 @@ def stack_spec(config: Any) -> Any:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    stack, submodules = _stack_classes()
+    stack = megatrons_stack()
+    submodules = sys.modules[stack.__module__].MambaStackSubmodules
 
     def part(module: Any, *nothing: str, **given: Any) -> Any:
         layer = get_gpt_layer_local_spec(normalization=config.normalization, **given)
@@ -80,14 +82,6 @@ def stack_spec(config: Any) -> Any:
     return ModuleSpec(module=stack, submodules=submodules(**layers))
 
 
-def _stack_classes() -> tuple[Any, Any]:
-    try:
-        home = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
-    except ModuleNotFoundError:
-        home = importlib.import_module("megatron.core.ssm.mamba_block")
-    return home.MambaStack, home.MambaStackSubmodules
-
-
 def use_mamba_stand_ins() -> None:
     """Put the functions below where Megatron's Mamba mixers look for mamba-ssm's and einops', which need a GPU."""
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
@@ -103,7 +97,7 @@ def use_mamba_stand_ins() -> None:
         HAVE_MAMBA_SSM=True,
         HAVE_EINOPS=True,
     )
-    vars(importlib.import_module(_stack_classes()[0].__module__))["TENorm"] = WrappedTorchNorm
+    vars(sys.modules[megatrons_stack().__module__])["TENorm"] = WrappedTorchNorm
 
 
 def _scan(

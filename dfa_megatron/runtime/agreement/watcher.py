@@ -159,9 +159,9 @@ class Watch:
     def _ended(self, rank: int) -> bool:
         """Whether a rank has ended, and its last sign, which may say why, has been read."""
         sign = self._signs[rank]
-        if rank == self.board.rank or (sign is not None and sign.doing == "has ended"):
-            return rank != self.board.rank
-        if not self.gone(rank):
+        if sign is not None and sign.doing == "has ended":
+            return True
+        if rank == self.board.rank or not self.gone(rank):
             return False
         now = self._clock.now()
         return now - self._gone_since.setdefault(rank, now) > 1.5 * PERIOD  # a look lies between
