@@ -90,11 +90,12 @@ def longest(name: str, gpus: int, seconds: float, *flags: str) -> Cell:
     return Cell(name, ("python", *words, "--out", "{out}.json"), seconds, gpus, ("deepspeed", "transformers"))
 
 
-def longest_on_one(method: str) -> Cell:
-    """Return a cell that bisects the longest sequence of four layers of Qwen3-4B on a GPU of 40 GiB."""
+def longest_on_one() -> Cell:
+    """Return a cell that finds the longest sequence of four layers of Qwen3-4B on a GPU of 40 GiB to 16K tokens."""
     flags = ("--shape", "qwen3-4b", "--layers", "4", "--offload-optimizer", "--memory-gib", "40")
-    search = ("--shortest", str(128 * K), "--resolution", str(16 * K), "--methods", method)
-    return longest(f"longest-{method}", 1, 540, *flags, *search)
+    search = ("--shortest", str(128 * K), "--resolution", str(16 * K))
+    methods = ("--methods", "dfa-tiles-host-stages", "ulysses-full-host", "dfa-tiles-host")
+    return longest("longest-qwen3-4b", 1, 590, *flags, *search, *methods)
 
 
 def packs(name: str, gpus: int, seconds: float, tokens: int) -> Cell:
@@ -193,13 +194,11 @@ ONE_GPU = (
     pack_programs(8),
     Cell("sanitize", ("python", "benchmarks/sanitize.py"), 240, 1, programs=("compute-sanitizer",)),
     attention("one-gpu", 1, 120, "--preset", "one_gpu"),
-    longest_on_one("dfa-tiles-host-stages"),
+    longest_on_one(),
     recurrence("recurrence"),
     recurrence("recurrence-forward", "--no-backward"),
     pack_programs(32),
     pack_programs(128),
-    longest_on_one("dfa-tiles-host"),
-    longest_on_one("ulysses-full-host"),
     Cell("fuzz", ("python", "-m", "tests.fuzz", "--device", "cuda", "--seconds", "200", "--out", "{out}.json"), 300, 1),
 )
 

@@ -7,9 +7,10 @@
 
 Forward, backward and optimizer, with tiled loss for all. dfa-tiles has norms and MLPs by `mlp_tile`; the others have
 ALST's tiled MLP. Lengths double until one runs out of memory or the time left is less than four times the last step;
-between the longest that ran and the shortest that ran out of memory one more is tried, or with --resolution as many as
-it needs. Every attempt is a fresh set of processes, which takes a short step before the one that is timed. First of
-all, loss and gradients of every method are compared with one rank's.
+between the longest that ran and the shortest that ran out of memory one more is tried. With --resolution the next
+length is the one that the last peak says will fit, until two neighbors do and do not. Every attempt is a fresh set of
+processes, which takes a short step before the one that is timed. First of all, loss and gradients of every method are
+compared with one rank's.
 """
 
 from __future__ import annotations
@@ -276,7 +277,11 @@ def main() -> int:
         return result
 
     able = [method for method in args.methods if "refused" not in about["agreement"][method]]
-    search(able, args.shortest, attempt, lambda: begin + args.budget - time.perf_counter(), args.resolution)
+    memory = args.memory_gib
+    if memory is None and torch.cuda.is_available() and not args.dry_run:
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    left = lambda: begin + args.budget - time.perf_counter()  # noqa: E731
+    search(able, args.shortest, attempt, left, args.resolution, memory)
     failed = [one for one in about["results"] if not one.get("failed", MEMORY).startswith((MEMORY, STOPPED))]
     return int(bool(failed))
 

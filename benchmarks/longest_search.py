@@ -13,13 +13,23 @@ Attempt = Callable[[str, int, float], dict[str, Any]]
 
 
 def search(
-    methods: list[str], shortest: int, attempt: Attempt, left: Callable[[], float], resolution: int | None = None
+    methods: list[str],
+    shortest: int,
+    attempt: Attempt,
+    left: Callable[[], float],
+    resolution: int | None = None,
+    memory_gib: float | None = None,
 ) -> None:
     """Try every method at every length that there is time for, the shortest first; then between the last two.
 
-    resolution: halve the distance between the longest that ran and the shortest that ran out of memory until it is at
-        most so many tokens; None: try one length between.
+    resolution: take one method after the other, and come nearer until the shortest length that ran out of memory is at
+        most so many tokens from the longest that ran; None: try one length between.
+    memory_gib: of a GPU; with it and a resolution, the next length is the one that the last peak says will fit.
     """
+    if resolution:
+        for method in methods:
+            approach(method, shortest, attempt, left, resolution, memory_gib)
+        return
     alive, fits, full = dict.fromkeys(methods, shortest), dict[str, dict[str, Any]](), dict[str, int]()
     while alive:
         for method, length in list(alive.items()):
@@ -32,16 +42,39 @@ def search(
                 fits[method] = result
                 alive[method] = 2 * length
     for method, length in full.items():
-        enough = resolution or length // 4
-        while method in fits and length - fits[method]["length"] > enough:
-            between = (length + fits[method]["length"]) // 2
-            result = guarded(method, between, fits[method], attempt, left)
-            if "failed" not in result:
-                fits[method] = result
-            elif result["failed"].startswith(MEMORY):
-                length = between
-            else:
-                break
+        if method in fits:
+            guarded(method, (length + fits[method]["length"]) // 2, fits[method], attempt, left)
+
+
+def approach(
+    method: str, shortest: int, attempt: Attempt, left: Callable[[], float], resolution: int, memory_gib: float | None
+) -> None:
+    """Try lengths of one method, `shortest` and multiples of `resolution` more, until neighbors fit and do not."""
+    fit: dict[str, Any] | None = None
+    full, failures, length = 0, 0, shortest
+    while True:
+        result = guarded(method, length, fit, attempt, left)
+        if "failed" not in result:
+            fit, failures = result, 0
+        elif result["failed"].startswith(MEMORY):
+            full, failures = length, failures + 1
+        else:
+            return
+        if fit is None or 0 < full <= fit["length"] + resolution:
+            return
+        low = fit["length"]
+        length = expected(fit, memory_gib) or 2 * low
+        if full:
+            middle = (low + full) // 2
+            length = max(min(length, full - resolution * 2 ** max(failures - 1, 0)), middle) if memory_gib else middle
+        length = max(length - (length - shortest) % resolution, low + resolution)
+
+
+def expected(fit: dict[str, Any], memory_gib: float | None) -> int | None:
+    """Return the length whose peak is `memory_gib`: what is above the memory at rest grows with the length."""
+    if not memory_gib or fit.get("peak_gib", 0.0) <= fit.get("resting_gib", 0.0):
+        return None
+    return int(fit["length"] * (memory_gib - fit["resting_gib"]) / (fit["peak_gib"] - fit["resting_gib"]))
 
 
 def guarded(
