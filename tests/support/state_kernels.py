@@ -185,14 +185,13 @@ def install() -> None:
         HAVE_MAMBA_SSM=True, HAVE_EINOPS=True, RMSNormGated=RMSNormGated, ExtendedRMSNorm=RMSNormGated
     )
     vars(mamba_mixer)["_check_mamba_sequence_packing_support"] = lambda **_: (True, None)
-    try:
+    from megatron.core.ssm import gated_delta_net
+
+    homes: list[Any] = [gated_delta_net]
+    with contextlib.suppress(ImportError):  # a package from Megatron-Core 0.19 on
         from megatron.core.ssm.gated_delta_net import common, gdn
 
-        homes = [common, gdn]
-    except ImportError:
-        from megatron.core.ssm import gated_delta_net
-
-        homes = [gated_delta_net]
+        homes += [common, gdn]
     for home in homes:
         for name in ("chunk_gated_delta_rule", "l2norm", "causal_conv1d", "causal_conv1d_fn"):
             vars(home)[name] = here[name]
