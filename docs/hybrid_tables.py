@@ -21,17 +21,19 @@ def group() -> Lines:
 
 
 def shares() -> Lines:
-    """Return what a group's local work takes, and what distributing it adds, for a rank of eight."""
-    found = row(ONE, ranks=8)
+    """Return what a group's local work takes, and what distributing it adds, for a rank of two, four and eight."""
+    ranks = [row(ONE, ranks=number) for number in (2, 4, 8)]
     parts = {
-        "three gated delta nets and one attention, ms": f"{found['group, local work ms']:.0f}",
-        "wider values, share of it": f"{found['wider scans, % of it']:.2f} %",
-        "folds": f"{found['folds, % of it']:.2f} %",
-        "exchanges, at 370 GB/s": f"{found['exchanges, % of it']:.2f} %",
-        "to zigzag and back instead, at 370 GB/s": f"{found['to zigzag and back, % of it']:.2f} %",
-        "heads for tokens instead, at 370 GB/s": f"{found['heads for tokens, % of it']:.2f} %",
+        "three gated delta nets and one attention, ms": "{group, local work ms:.0f}",
+        "wider values, share of it": "{wider scans, % of it:.1f} %",
+        "folds and exchanges": "{added:.2f} %",
+        "to zigzag and back instead": "{to zigzag and back, % of it:.1f} %",
+        "heads for tokens instead": "{heads for tokens, % of it:.1f} %",
     }
-    return table(["one GPU as a rank of eight, 32K tokens each", ""], parts.items())
+    for one in ranks:
+        one["added"] = one["folds, % of it"] + one["exchanges, % of it"]
+    lines = [[label, *(form.format_map(one) for one in ranks)] for label, form in parts.items()]
+    return table(["one GPU as a rank, 32K tokens, a link of 370 GB/s", "of 2", "of 4", "of 8"], lines)
 
 
 TABLES: dict[str, Callable[[], Lines]] = {"group": group, "shares": shares}
