@@ -115,8 +115,8 @@ class DistAttentionConfig:
     )
     remat_offload: bool = _option(
         False,
-        "Keep what rematerialization saves, each layer's input and attention's output and lse, in pinned host memory "
-        "until the recompute takes it. The copies run beside the computation. Needs rematerialization.",
+        "Keep what checkpointing saves in pinned host memory until the recompute takes it: each layer's input; with "
+        "rematerialization, attention's output and lse too. The copies run beside the computation.",
         scope=("megatron", "deepspeed", "huggingface"),
     )
     loss_tile: int | str = _option(

@@ -112,8 +112,8 @@ def _pipelined(
 
     def finish(engine: Any) -> None:
         _accept(engine, mesh)
-        if block.options.checkpoint == "remat":
-            pipeline.set_remat(engine, offload=block.options.remat_offload)
+        if block.options.checkpoint == "remat" or block.options.remat_offload:
+            pipeline.set_checkpointing(engine, block.options)
 
     return pipeline.settings_for(_common(settings), module, block), finish
 

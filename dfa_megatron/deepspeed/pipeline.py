@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from dfa_megatron import remat
+from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh
 from dfa_megatron.deepspeed.refusals import CALL
@@ -47,15 +48,17 @@ def settings_for(settings: dict[str, Any], module: Any, block: DeepSpeedOptions)
     return settings
 
 
-def set_remat(engine: Any, *, offload: bool) -> None:
-    """Make the pipeline's checkpoints save attention's output and lse; with offload, all they save in host memory."""
+def set_checkpointing(engine: Any, options: DistAttentionConfig) -> None:
+    """Make the pipeline's checkpoints save attention's output and lse, or what they save in host memory, or both."""
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
-    module = engine.module
-    own = module.activation_checkpoint_func
-    if own is checkpointing.non_reentrant_checkpoint:
-        context_fn = functools.partial(remat.context_fn, offload=offload)
-        function = functools.partial(torch_checkpoint, use_reentrant=False, context_fn=context_fn)
-        module.activation_checkpoint_func = remat.keeping_inputs_on_host(function) if offload else function
-    else:
-        module.activation_checkpoint_func = functools.partial(remat.remat_checkpoint, checkpoint=own, offload=offload)
+    module, offload, saves = engine.module, options.remat_offload, options.checkpoint == "remat"
+    function = module.activation_checkpoint_func
+    if function is checkpointing.non_reentrant_checkpoint:  # it holds inputs where no hook finds them
+        function = functools.partial(torch_checkpoint, use_reentrant=False)
+        if saves:
+            function = functools.partial(function, context_fn=functools.partial(remat.context_fn, offload=offload))
+    elif saves:
+        function = functools.partial(remat.remat_checkpoint, checkpoint=function, offload=offload)
+        offload = False  # it has seen to that
+    module.activation_checkpoint_func = remat.keeping_inputs_on_host(function) if offload else function

@@ -32,7 +32,7 @@ def set_checkpointing(
         checkpoint: a value of `DistAttentionConfig.checkpoint`.
         reentrant: with PyTorch's re-entrant form, which saves only a layer's input. This input must have a gradient,
             so frozen embeddings (PEFT) are made to give it one.
-        offload: with 'remat', save each layer's input and attention's output and lse in pinned host memory.
+        offload: save each layer's input, and with 'remat' attention's output and lse, in pinned host memory.
         function: a re-entrant checkpoint function in place of PyTorch's, called as function(layer, *inputs).
     """
     if checkpoint == "none":

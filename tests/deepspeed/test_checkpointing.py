@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron import dist_flash_attn_func
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.remat import saved
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
@@ -20,7 +23,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "full": {"checkpoint": "full"},
     "re-entrant remat": {"checkpoint": "remat", "reentrant": True},
     "re-entrant full": {"checkpoint": "full", "reentrant": True},
-    "attention on the host": {"checkpoint": "remat", "remat_offload": True},
+    "all on the host": {"checkpoint": "remat", "remat_offload": True},
+    "inputs on the host": {"checkpoint": "full", "remat_offload": True},
 }
 
 
@@ -32,6 +36,16 @@ def adapted() -> Any:
     torch.manual_seed(1)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
     return get_peft_model(model, config)
+
+
+@contextlib.contextmanager
+def moves() -> Iterator[list[Any]]:
+    """Give a list of what is moved to the host meanwhile."""
+    moved: list[Any] = []
+    to_host = saved._Lane.to_host
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved._Lane, "to_host", lambda self, tensors: moved.append(tensors) or to_host(self, tensors))
+        yield moved
 
 
 def two_steps(make: Any, stage: int, world_size: int, block: dict[str, Any]) -> tuple[Any, Any]:
@@ -60,11 +74,14 @@ def forms(rank: int, world_size: int, stage: int, peft: bool) -> None:
     assert plain["attention_forwards"] == LAYERS
     assert all(bool(gradient.any()) for gradient in want)
     for name, block in FORMS.items():
-        got, counts = two_steps(make, stage, world_size, block)
+        with moves() as moved:
+            got, counts = two_steps(make, stage, world_size, block)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
         once = block["checkpoint"] == "remat"
         assert counts["attention_forwards"] == (LAYERS if once else 2 * LAYERS), name
         assert counts["replays"] == (LAYERS if once else 0), name
+        each = 1 + once if "remat_offload" in block else 0  # of two micro-batches: each input, each attention
+        assert len(moved) == 2 * LAYERS * each, name
 
 
 @pytest.mark.support("deepspeed", "every form of checkpointing, to the bit; with PEFT")
@@ -108,7 +125,7 @@ def refusals(rank: int, world_size: int) -> None:
         ({}, {"cpu_checkpointing": True}, "no layer is checkpointed"),
         ({"checkpoint": "remat"}, {"cpu_checkpointing": True}, "on a CPU"),
         ({"reentrant": True}, {}, "reentrant with checkpoint='none'"),
-        ({"checkpoint": "full", "remat_offload": True}, {}, "remat_offload with checkpoint='full'"),
+        ({"remat_offload": True}, {}, "remat_offload with checkpoint='none'"),
         ({"checkpoint": "remat"}, {"partition_activations": True}, "partition_activations"),
         ({"checkpoint": "remat", "reentrant": 1}, {}, "must be of type bool"),
     ):

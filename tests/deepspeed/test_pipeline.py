@@ -104,7 +104,8 @@ def train(rank: int, world_size: int, stages: int, size: int) -> None:
             partition_method="uniform",
             checkpointable_layers=["Block"] if reentrant else None,  # token numbers have no gradient
         )
-        config = harness.settings(stage, size, checkpoint=checkpoint) | {"gradient_accumulation_steps": 2}
+        block = {"checkpoint": checkpoint, "remat_offload": stage == 1}
+        config = harness.settings(stage, size, **block) | {"gradient_accumulation_steps": 2}
         config["optimizer"]["params"]["lr"] = 0.1
         if reentrant:
             config["pipeline"] = {"use_reentrant": True}

@@ -32,10 +32,10 @@ MODEL = Stage(
             {"reentrant": True},
         ),
         Refusal(
-            lambda a: a.dfa_remat_offload and a.dfa_checkpoint != "remat",
-            "remat_offload with checkpoint={dfa_checkpoint!r}",
+            lambda a: a.dfa_remat_offload and a.dfa_checkpoint == "none",
+            "remat_offload with checkpoint='none'",
             "nothing is saved for a recompute",
-            "checkpoint='remat'",
+            "checkpoint 'remat' or 'full'",
             {"dfa_remat_offload": True},
         ),
         stated(
