@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.tiles.tiled_layers import TiledTokens, _tiled_class
+from dfa_megatron.huggingface.tiles.tiled_class import tiled_class
+from dfa_megatron.huggingface.tiles.tiled_layers import TiledTokens
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.models import build, gradients, text
 
@@ -74,10 +76,22 @@ def test_all_norms_and_mlps_are_tiled_and_tiles_end_with_the_option() -> None:
     assert min(seen) == 8
 
 
+def test_a_model_that_computes_by_tiles_is_saved_whole() -> None:
+    options = DistAttentionConfig(mlp_tile=TILE, loss_tile=TILE)
+    model, file = dfa_hf.distribute_attention(build("Llama"), config=options), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    batch, seen = dfa_hf.shard_batch(text(1, 8, seed=1)), noted(loaded)
+    assert torch.equal(model(**batch).loss, loaded(**batch).loss)
+    assert max(seen) == TILE
+    assert [type(one) for one in model.modules()] == [type(one) for one in loaded.modules()]
+
+
 def test_a_tile_draws_the_same_numbers_again_in_the_backward() -> None:
     mlp = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Dropout(0.5))
     torch.nn.init.eye_(mlp[0].weight)
-    mlp.__class__ = _tiled_class(torch.nn.Sequential)
+    mlp.__class__ = tiled_class(TiledTokens, torch.nn.Sequential)
     mlp.dfa_tile = TILE
     x = torch.ones(1, 7, 4, requires_grad=True)
     out = mlp(x)

@@ -16,6 +16,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.model_inputs import arguments_of
 from dfa_megatron.huggingface.padding import IGNORED
 from dfa_megatron.huggingface.refusals import MODEL
+from dfa_megatron.huggingface.tiles.tiled_class import tiled_class
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
 
@@ -26,7 +27,7 @@ _TILE = "_dfa_tile"
 class TiledLinear:
     """Defer the logits of a linear layer, or give its hidden states and weight to a function.
 
-    The first base of `_linear_class`.
+    The first base of a `tiled_class`.
     """
 
     dfa_tile: int | None = None
@@ -56,11 +57,6 @@ def run_in(layer: Any, hidden: torch.Tensor, use: Use, scale: float, softcap: fl
     return layer(hidden, dfa_use=inside)
 
 
-@functools.cache
-def _linear_class(base: type) -> type:
-    return type(f"Tiled{base.__name__}", (TiledLinear, base), {"__module__": __name__})
-
-
 def tiled_head(head: Any) -> Any:
     """Return the same linear layer, which can then make losses by tiles; its own forward stays as it was.
 
@@ -71,7 +67,7 @@ def tiled_head(head: Any) -> Any:
         plain = isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward
         MODEL.check(other_head=None if plain else f"{type(head).__module__}.{type(head).__qualname__}")
         base: Any = type(head)
-        head.__class__ = _linear_class(base)
+        head.__class__ = tiled_class(TiledLinear, base)
         setattr(head, WATCHED, None)
     return head
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from torch import nn
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.refusals import MODEL
+from dfa_megatron.huggingface.tiles.tiled_class import tiled_class
 from dfa_megatron.remat.by_tiles import by_tiles
 
 _MLP = re.compile(r"mlp|feed_?forward|ffn|moe", re.IGNORECASE)
@@ -22,7 +22,7 @@ _NORM = re.compile(r"RMSNorm|LayerNorm")
 
 
 class TiledTokens:
-    """Compute tile by tile; the first base of `_tiled_class`."""
+    """Compute tile by tile; the first base of a `tiled_class`."""
 
     dfa_tile: int | None = None
     """Tokens of a tile; None: all at once."""
@@ -61,7 +61,7 @@ def tile_layers(model: Any, options: DistAttentionConfig, kind: str) -> None:
     for module in (*norms, *mlps):
         if not isinstance(module, TiledTokens):
             base: Any = type(module)
-            module.__class__ = _tiled_class(base)
+            module.__class__ = tiled_class(TiledTokens, base)
         module.dfa_tile = options.mlp_tile
 
 
@@ -94,8 +94,3 @@ def _treats_each_token_alone(mlp: nn.Module) -> bool:
 
 def _draws(module: Any) -> bool:
     return any(isinstance(each, nn.Dropout) and each.p > 0 and each.training for each in module.modules())
-
-
-@functools.cache
-def _tiled_class(base: type) -> type:
-    return type(f"Tiled{base.__name__}", (TiledTokens, base), {"__module__": __name__})
