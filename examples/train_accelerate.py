@@ -73,14 +73,12 @@ def labelled(batch: Batch) -> torch.Tensor:
     return (batch["labels"][:, 1:] != -100).sum()
 
 
-def train_step(
-    accelerator: Accelerator, model: Any, optimizer: Any, batches: Sequence[Batch], size: int
-) -> torch.Tensor:
+def train_step(accelerator: Accelerator, model: Any, optimizer: Any, batches: Sequence[Batch]) -> torch.Tensor:
     """Train on the micro-batches of a step; return the mean loss of its labelled tokens, the same on every rank.
 
-    `backward` divides by the micro-batches, and DDP and FSDP by the ranks. Each sequence is on `size` ranks.
+    `backward` divides by the micro-batches, and DDP and FSDP by the ranks.
     """
-    count = accelerator.gather(torch.stack([labelled(batch) for batch in batches]).sum()).sum().clamp(min=1) / size
+    count = accelerator.gather(torch.stack([labelled(batch) for batch in batches]).sum()).sum().clamp(min=1)
     share = count / accelerator.num_processes / accelerator.gradient_accumulation_steps
     total = torch.zeros((), device=accelerator.device)
     for batch in batches:
@@ -110,9 +108,7 @@ def evaluate(accelerator: Accelerator, model: Any, loader: Any) -> torch.Tensor:
     return loss / count
 
 
-def train(
-    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, progress: Progress, until: int, size: int
-) -> None:
+def train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, progress: Progress, until: int) -> None:
     """Train until so many steps are done since the first run, whole epochs or not."""
     accumulate = accelerator.gradient_accumulation_steps
     while progress.steps < until:
@@ -121,7 +117,7 @@ def train(
         for each in (loader, rest):  # the order of an epoch; before accelerate 1.15 `rest` would begin with the first
             each.set_epoch(epoch)
         for step in zip(*[iter(rest)] * accumulate, strict=False):  # what is left of an epoch is less than a step
-            loss = train_step(accelerator, model, optimizer, step, size)
+            loss = train_step(accelerator, model, optimizer, step)
             progress.steps += 1
             accelerator.print(f"step {progress.steps:4d}  loss {loss.item():.4f}", flush=True)
             if progress.steps == until:
@@ -139,7 +135,7 @@ def main() -> None:
     accelerator, progress = start(args.accumulate), Progress()
     model, tokens = build(args)
     options = DistAttentionConfig(checkpoint="remat", loss_tile=4096)
-    size = dfa_hf.distribute_accelerator(accelerator, model, size=args.size, config=options)
+    dfa_hf.distribute_accelerator(accelerator, model, size=args.size, config=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
     length, count = args.seq_length, 64
     data = torch.utils.data.DataLoader(Sequences(tokens, length, 0, count), batch_size=1, shuffle=True)
@@ -148,7 +144,7 @@ def main() -> None:
     accelerator.register_for_checkpointing(progress)
     if args.save and args.save.exists():
         accelerator.load_state(args.save)
-    train(accelerator, model, optimizer, loader, progress, args.train_iters, size)
+    train(accelerator, model, optimizer, loader, progress, args.train_iters)
     accelerator.print(f"evaluation loss {evaluate(accelerator, model, others).item():.4f}")
     if args.save:
         accelerator.save_state(args.save)

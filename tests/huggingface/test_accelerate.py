@@ -88,8 +88,7 @@ class Loop:
         model = tiny()
         options = DistAttentionConfig(checkpoint="remat", loss_tile=7)
         size = None if fsdp or data == 1 else context
-        self.size = dfa_hf.distribute_accelerator(self.accelerator, model, size=size, config=options)
-        assert self.size == context
+        assert dfa_hf.distribute_accelerator(self.accelerator, model, size=size, config=options) == context
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
         loader = torch.utils.data.DataLoader(Sequences(2 * ACCUMULATE * data + 1), batch_size=1, shuffle=True)
         others = torch.utils.data.DataLoader(Sequences(5, seed=50), batch_size=1)
@@ -110,7 +109,7 @@ class Loop:
     def train(self, until: int) -> None:
         model, optimizer, loader, _ = self.prepared
         self.gradients.clear()  # FSDP2 makes the optimizer's state by a step, when it is loaded
-        self.example.train(self.accelerator, model, optimizer, loader, self.progress, until, self.size)
+        self.example.train(self.accelerator, model, optimizer, loader, self.progress, until)
 
     def evaluate(self) -> torch.Tensor:
         found: torch.Tensor = self.example.evaluate(self.accelerator, self.prepared[0], self.prepared[3])
@@ -142,6 +141,10 @@ def compare(rank: int, world_size: int, context: int, folder: str) -> None:
         with torch.no_grad():
             want = one_process(reference.model, [Sequences(5, seed=50)[index] for index in range(5)])
         assert_close(loop.evaluate(), want, tolerance=TOLERANCE, name="evaluation")
+        batch = {name: value[None] for name, value in Sequences(1)[0].items()}
+        with torch.no_grad():
+            counted = [run.eval()(**batch, num_items_in_batch=7).loss for run in (loop.prepared[0], reference.model)]
+        assert_close(*counted, tolerance=TOLERANCE, name="loss over a count given by hand")
     if data > 1:
         group = loop.accelerator.torch_device_mesh["cp"].get_group()
         with pytest.raises(UnsupportedError, match="size=4 beside ParallelismConfig"):

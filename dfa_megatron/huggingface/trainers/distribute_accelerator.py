@@ -27,8 +27,8 @@ def distribute_accelerator(
 
     The ranks of a group then get the same batches from loaders that are prepared later. The model takes such a batch
     whole and cuts it. In training its loss is that of `shard_batch`: the mean over ranks is the mean of the groups'
-    losses. In evaluation every rank gets the loss of the whole batch and the logits of all tokens.
-    `gather_for_metrics` takes the values of one rank of each group in evaluation.
+    losses. `num_items_in_batch`, if given, is that of a loop without sharing. In evaluation every rank gets the loss of
+    the whole batch and the logits of all tokens, and `gather_for_metrics` takes the values of one rank of each group.
 
     Args:
         accelerator: an `accelerate.Accelerator`, with DDP or FSDP2.

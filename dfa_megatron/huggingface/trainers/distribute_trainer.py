@@ -44,7 +44,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: DistAtt
     trainer.floating_point_ops = lambda inputs: flops(inputs) / size
     if hasattr(trainer, "_tp_size"):  # by which TRL divides the tokens that all ranks count
         trainer._tp_size = size
-    trainer._get_num_items_in_batch = functools.partial(_count, trainer, size)
+    trainer._get_num_items_in_batch = functools.partial(_count, trainer)
     trainer.prediction_step = functools.partial(_predict, shared, options, trainer.prediction_step)
     trainer.gather_function = accelerator.gather_for_metrics
 
@@ -62,14 +62,14 @@ def _check(trainer: Any, options: DistAttentionConfig) -> None:
     )
 
 
-def _count(trainer: Any, size: int, batches: Sequence[Any], device: torch.device) -> torch.Tensor | None:
-    """Count the labels of a step, of all its micro-batches, as Trainer does; each batch is on `size` ranks."""
+def _count(trainer: Any, batches: Sequence[Any], device: torch.device) -> torch.Tensor | None:
+    """Count the labels of a step, of all its micro-batches, as Trainer does."""
     if not batches or "labels" not in batches[0] or not trainer.model_accepts_loss_kwargs:
         return None
     count = torch.stack([(batch["labels"][..., 1:] != IGNORED).sum() for batch in batches]).sum().to(device)
     if trainer.args.average_tokens_across_devices:
         count = trainer.accelerator.gather(count).sum()
-    return count.clamp(min=1) / size
+    return count.clamp(min=1)
 
 
 def _predict(

@@ -62,7 +62,7 @@ def check_parallelism(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Replace a whole batch by this rank's part; the count of labels, if given, is the caller's."""
+    """Replace a whole batch by this rank's part; the count of labels, if given, is the caller's, of whole batches."""
     if not is_distributed(model):
         return None
     context: LayerContext = getattr(model, CONTEXT)
@@ -78,6 +78,8 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     shared: Shared = getattr(model, _SHARED)
     shared.length = batch["input_ids"].shape[1]
     part = shard_batch(padded(batch, context.size), group=context.group or None)
+    if (count := given.get("num_items_in_batch")) is not None:
+        given["num_items_in_batch"] = count / context.size
     return (), part | given
 
 
