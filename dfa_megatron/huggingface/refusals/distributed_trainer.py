@@ -72,13 +72,6 @@ TRAINER = Stage(
             "they would compare the labels of all tokens with the logits of this rank's",
             "the model's own loss",
         ),
-        Refusal(
-            lambda a: a.metrics and a.dfa_loss_tile != "off",
-            "compute_metrics or predict with loss_tile={dfa_loss_tile!r}",
-            "they read logits, which are not made",
-            "loss_tile='off', or prediction_loss_only=True and the evaluation loss",
-            {"metrics": True, "dfa_loss_tile": 4096},
-        ),
         stated(
             "noise",
             "neftune_noise_alpha={noise}",

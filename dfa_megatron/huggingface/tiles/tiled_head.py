@@ -7,7 +7,10 @@ losses. So hooks that gather the weight (ZeRO 3, FSDP) run around the work, in t
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +22,8 @@ from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.huggingface.tiles.tiled_class import tiled_class
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
+
+logger = logging.getLogger(__name__)
 
 _TILE = "_dfa_tile"
 """The attribute of a model that holds the tile of its loss, None where logits are dense."""
@@ -125,14 +130,33 @@ def loss_by_tiles(
 
 
 def _look(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Defer the logits of a call with labels.
+    """Defer the logits of a call with labels, but for a Trainer that reads them.
 
     Raises:
         UnsupportedError: the head was replaced since `set_tile`, by one with an adapter.
     """
     tile = getattr(model, _TILE)
-    if tile is not None and arguments_of(model, args, kwargs).get("labels") is not None:
-        tiled_head(model.get_output_embeddings()).dfa_tile = tile
+    if tile is None or arguments_of(model, args, kwargs).get("labels") is None:
+        return
+    if not model.training and _trainer_reads_logits():
+        _say_whole()
+        return
+    tiled_head(model.get_output_embeddings()).dfa_tile = tile
+
+
+def _trainer_reads_logits() -> bool:
+    """Return whether HF Trainer's `prediction_step` runs, and wants more than the loss; it does not tell the model."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "prediction_step":
+            return not frame.f_locals.get("prediction_loss_only", True)
+        frame = frame.f_back
+    return False
+
+
+@functools.cache
+def _say_whole() -> None:
+    logger.info("dfa: Trainer reads logits (compute_metrics, predict), so evaluation makes those of all tokens at once")
 
 
 def _forget(model: Any, args: Any, output: Any) -> None:

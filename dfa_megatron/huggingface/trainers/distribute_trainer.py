@@ -45,7 +45,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: DistAtt
     if hasattr(trainer, "_tp_size"):  # by which TRL divides the tokens that all ranks count
         trainer._tp_size = size
     trainer._get_num_items_in_batch = functools.partial(_count, trainer)
-    trainer.prediction_step = functools.partial(_predict, shared, options, trainer.prediction_step)
+    trainer.prediction_step = functools.partial(_predict, shared, trainer.prediction_step)
     trainer.gather_function = accelerator.gather_for_metrics
 
 
@@ -55,7 +55,6 @@ def _check(trainer: Any, options: DistAttentionConfig) -> None:
         options,
         new_models=trainer.model_init is not None,
         own_loss=trainer.label_smoother is not None or trainer.compute_loss_func is not None,
-        metrics=trainer.compute_metrics is not None,
         tokens_seen=trainer.args.include_num_input_tokens_seen not in (False, "no"),
         checkpointed=trainer.args.gradient_checkpointing,
         noise=trainer.args.neftune_noise_alpha,
@@ -74,7 +73,6 @@ def _count(trainer: Any, batches: Sequence[Any], device: torch.device) -> torch.
 
 def _predict(
     shared: Shared,
-    options: DistAttentionConfig,
     own: Callable[..., Any],
     model: Any,
     inputs: Any,
@@ -82,7 +80,6 @@ def _predict(
     ignore_keys: list[str] | None = None,
 ) -> Any:
     """Run the Trainer's own step, with the logits of all tokens only where they are wanted."""
-    TRAINER.check(options, metrics=not prediction_loss_only)
     shared.logits = not prediction_loss_only
     try:
         return own(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
