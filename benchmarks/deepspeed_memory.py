@@ -15,8 +15,8 @@ from dfa_megatron.loss.memory import head_bytes
 if TYPE_CHECKING:
     from deepspeed_shapes import Shape
 
-BUCKET = 2 * 500_000_000
-"""Bytes of the buffer in which ZeRO-3 reduces gradients; DeepSpeed's default."""
+BUCKET = 4 * 500_000_000
+"""Bytes of the buffer in which ZeRO-3 reduces gradients, in float32; DeepSpeed's default length."""
 _IDS = 16
 """Bytes of a token: its id and its place."""
 _LABELS = 12
@@ -54,7 +54,7 @@ class Step:
         matrix = 2 * self.vocabulary * shape.hidden
         gathered = matrix if self.ranks > 1 else 0  # the embedding, from all ranks
         rest = BUCKET + count * (2 if self.offload else 16) / self.ranks + gathered + rows * self.messages / self.stages
-        waiting = matrix  # the gradient of the head, too large for the bucket, or tied to the embedding's
+        waiting = matrix if shape.tied else 0  # the gradient of the head waits for the embedding's
         others = rows * kept(shape) * (min(self.layers - 1, 1) if self.on_host else self.layers - 1)
         head = head_bytes(rows, self.vocabulary, shape.hidden, self.tile).together
         at_head = kept(shape) + (8 if self.tiled else 10) * shape.hidden + 4 * shape.head_dim + _IDS + _LABELS
@@ -65,6 +65,8 @@ class Step:
         }
         moments = recomputed(shape, tiled=self.tiled)
         moments["attention"] += of_kernel(shape) // self.stages
+        if self.stages > 1:
+            moments["attention"] += of_stage(shape, self.stages)
         found |= {name: rest + waiting + others + rows * each for name, each in moments.items()}
         return {name: nbytes / 2**30 for name, nbytes in found.items()}
 
@@ -103,6 +105,11 @@ def kept(shape: Shape) -> int:
 def of_kernel(shape: Shape) -> int:
     """Return the bytes of a token that attention's backward takes inside: its gradients in float32."""
     return 4 * shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+
+
+def of_stage(shape: Shape, stages: int) -> int:
+    """Return the bytes of a token that a stage copies: q, k, v, out, lse, and the gradients of the first four."""
+    return (8 * shape.head_dim * (shape.heads + shape.kv_heads) + 4 * shape.heads) // stages
 
 
 def recomputed(shape: Shape, *, tiled: bool) -> dict[str, int]:

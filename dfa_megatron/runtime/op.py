@@ -110,8 +110,9 @@ def _backward_of(dout: torch.Tensor, saved: Saved, request: Request, group: str)
     for heads, kv_heads in stages_of(number, q.shape[2], k.shape[2]):
         some = _of_stage(saved, heads, kv_heads)
         prepared = prepare(request, group, QKV(*some[:3]), some[6])
-        *of_some, of_sinks = _gradients(dout[:, :, heads].contiguous(), some, prepared)
-        dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads] = of_some
+        part = dout[:, :, heads].contiguous()
+        # Unpacked at once: no gradient of a stage is held while the next one runs.
+        dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads], of_sinks = _gradients(part, some, prepared)
         if sinks is not None:
             dsinks[heads] = of_sinks
     return dq, dk, dv, dsinks

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime import op
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.prepare import in_use
 from dfa_megatron.testing.nan_memory import nan_memory
@@ -48,18 +52,22 @@ def _everything(rank: int, ranks: int) -> None:
         offsets = (0, 3, 4, ranks * 6, ranks * 8)
         compare_pack(pack(offsets, heads=4, kv_heads=2), offsets, rank, ranks, head_stages=2)
         _same_bits_under_remat()
+        _no_gradient_outlives_its_stage()
         with pytest.raises(UnsupportedError, match=r"head_stages=3 with 4 kv heads.*one of 1, 2, 4"):
             attend_and_compare(case(ranks * 10, heads=8, kv_heads=4), rank, ranks, head_stages=3)
 
 
-def _same_bits_under_remat() -> None:
-    config = DistAttentionConfig(head_stages=2)
+def attend(x: torch.Tensor, head_stages: int) -> torch.Tensor:
+    q, k, v = x.chunk(3, -1)
+    config = DistAttentionConfig(head_stages=head_stages)
+    out = dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, config=config)
+    assert isinstance(out, torch.Tensor)
+    return out
 
+
+def _same_bits_under_remat() -> None:
     def region(x: torch.Tensor) -> torch.Tensor:
-        q, k, v = x.chunk(3, -1)
-        out = dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, config=config)
-        assert isinstance(out, torch.Tensor)
-        return out.sin()
+        return attend(x, head_stages=2).sin()
 
     x = torch.randn(1, 6, 4, 24, dtype=torch.float64, requires_grad=True)
     (want,) = torch.autograd.grad(region(x).sum(), x)
@@ -68,6 +76,21 @@ def _same_bits_under_remat() -> None:
     (got,) = torch.autograd.grad(rerun.sum(), x)
     assert torch.equal(got, want)
     assert COUNTERS.attention_forwards == before + 2, "once, in two stages"
+
+
+def _no_gradient_outlives_its_stage() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    gradients = op._gradients
+
+    def watched(*given: Any) -> op.Gradients:
+        assert [one() for one in made] == [None] * len(made)
+        found = gradients(*given)
+        made.extend(weakref.ref(x) for x in found[:3])
+        return found
+
+    with patch.object(op, "_gradients", watched):
+        attend(torch.randn(1, 6, 4, 24, requires_grad=True), head_stages=4).sum().backward()
+    assert len(made) == 12
 
 
 @pytest.mark.support("runtime", "heads in stages (`head_stages`), with every schedule, packs, sinks and remat")
