@@ -145,10 +145,16 @@ def compare(rank: int, world_size: int, context: int, folder: str) -> None:
         with torch.no_grad():
             counted = [run.eval()(**batch, num_items_in_batch=7).loss for run in (loop.prepared[0], reference.model)]
         assert_close(*counted, tolerance=TOLERANCE, name="loss over a count given by hand")
+        size = None if fsdp else context
+        dfa_hf.distribute_accelerator(loop.accelerator, build("Llama").eval(), size=size)  # a teacher
+        for training, values in ((True, world_size), (False, data)):
+            loop.prepared[0].train(training)
+            assert len(loop.accelerator.gather_for_metrics(torch.ones(1))) == values
+        if data > 1:
+            with pytest.raises(UnsupportedError, match=r"size=4 (beside ParallelismConfig|for a second model)"):
+                dfa_hf.distribute_accelerator(loop.accelerator, build("Llama"), size=4)
     if data > 1:
         group = loop.accelerator.torch_device_mesh["cp"].get_group()
-        with pytest.raises(UnsupportedError, match="size=4 beside ParallelismConfig"):
-            dfa_hf.distribute_accelerator(loop.accelerator, build("Llama"), size=4)
         beside = dfa_hf.distribute_attention(build("Llama"), group=group)
         with pytest.raises(UnsupportedError, match="distribute_attention beside ParallelismConfig"):
             beside(**dfa_hf.shard_batch({"input_ids": torch.arange(4)[None]}, group=group))

@@ -24,6 +24,14 @@ ACCELERATOR = Stage(
             cp_size=2,
         ),
         stated(
+            "other_size",
+            "size={other_size} for a second model",
+            "the accelerator's loaders give one batch to {known_size} ranks",
+            "the same size for all models of an accelerator",
+            4,
+            known_size=2,
+        ),
+        stated(
             "other_parallelism",
             "ParallelismConfig({other_parallelism}) without DeepSpeed",
             "accelerate would cut the batches or the model too",
@@ -71,6 +79,13 @@ TRAINER = Stage(
             "label_smoothing_factor or compute_loss_func",
             "they would compare the labels of all tokens with the logits of this rank's",
             "the model's own loss",
+        ),
+        stated(
+            "other_loss",
+            "{other_loss}",
+            "what it makes of logits or log-probabilities would be of this rank's tokens alone, and training wrong",
+            "Trainer or SFTTrainer, or distribute_accelerator and a loop of your own over the model's loss",
+            "DPOTrainer.compute_loss",
         ),
         stated(
             "noise",

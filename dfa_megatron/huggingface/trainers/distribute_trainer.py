@@ -44,31 +44,42 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: DistAtt
     trainer.floating_point_ops = lambda inputs: flops(inputs) / size
     if hasattr(trainer, "_tp_size"):  # by which TRL divides the tokens that all ranks count
         trainer._tp_size = size
-    trainer._get_num_items_in_batch = functools.partial(_count, trainer)
+    shared.count_of_whole = False  # TRL divides its loss itself, and does not hand the model a count
+    trainer._get_num_items_in_batch = functools.partial(_count, trainer, size)
     trainer.prediction_step = functools.partial(_predict, shared, trainer.prediction_step)
     trainer.gather_function = accelerator.gather_for_metrics
 
 
 def _check(trainer: Any, options: DistAttentionConfig) -> None:
+    own = trainer.compute_loss
     ACCELERATOR.check(objects=trainer.args.eval_use_gather_object)
     TRAINER.check(
         options,
         new_models=trainer.model_init is not None,
         own_loss=trainer.label_smoother is not None or trainer.compute_loss_func is not None,
+        other_loss=None if _name(own) in _LOSSES else getattr(own, "__qualname__", repr(own)),
         tokens_seen=trainer.args.include_num_input_tokens_seen not in (False, "no"),
         checkpointed=trainer.args.gradient_checkpointing,
         noise=trainer.args.neftune_noise_alpha,
     )
 
 
-def _count(trainer: Any, batches: Sequence[Any], device: torch.device) -> torch.Tensor | None:
-    """Count the labels of a step, of all its micro-batches, as Trainer does."""
+def _name(method: Any) -> str:
+    return f"{getattr(method, '__module__', '')}.{getattr(method, '__qualname__', '')}"
+
+
+_LOSSES = ("transformers.trainer.Trainer.compute_loss", "trl.trainer.sft_trainer.SFTTrainer.compute_loss")
+"""The methods that sum a loss of each token, so that what the ranks make of their parts adds up."""
+
+
+def _count(trainer: Any, size: int, batches: Sequence[Any], device: torch.device) -> torch.Tensor | None:
+    """Count the labels of a step, of all its micro-batches, as Trainer does; each batch is on `size` ranks."""
     if not batches or "labels" not in batches[0] or not trainer.model_accepts_loss_kwargs:
         return None
     count = torch.stack([(batch["labels"][..., 1:] != IGNORED).sum() for batch in batches]).sum().to(device)
     if trainer.args.average_tokens_across_devices:
         count = trainer.accelerator.gather(count).sum()
-    return count.clamp(min=1)
+    return count.clamp(min=1) / size
 
 
 def _predict(

@@ -33,10 +33,12 @@ class Shared:
     """Hold what the hooks of a model tell each other.
 
     logits: whether evaluation puts logits together; whoever reads the loss alone saves their memory.
+    count_of_whole: whether `num_items_in_batch`, where given, counts whole batches; Trainer's is this rank's share.
     length: tokens of the present batch, without those that made its length divide.
     """
 
     logits: bool = True
+    count_of_whole: bool = True
     length: int = 0
 
 
@@ -78,7 +80,7 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     shared: Shared = getattr(model, _SHARED)
     shared.length = batch["input_ids"].shape[1]
     part = shard_batch(padded(batch, context.size), group=context.group or None)
-    if (count := given.get("num_items_in_batch")) is not None:
+    if shared.count_of_whole and (count := given.get("num_items_in_batch")) is not None:
         given["num_items_in_batch"] = count / context.size
     return (), part | given
 
