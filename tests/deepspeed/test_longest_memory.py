@@ -86,21 +86,28 @@ def test_the_account_has_the_bytes_of_a_token_that_were_counted(family: str, mon
 MEASURED = list(Path(__file__).parents[2].glob("benchmarks/results/*longest*.json"))
 
 
-def test_the_account_is_within_one_percent_of_every_measured_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+PATHS: dict[str, dict[str, Any]] = {
+    "dfa-remat": {}, "dfa-tiles-host-stages": {"tiled": True, "on_host": True, "stages": 8},
+}  # fmt: skip
+
+
+def test_the_account_is_near_every_measured_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     from deepspeed_memory import Step
     from deepspeed_shapes import SHAPES, VOCABULARIES
 
-    seen = 0
+    seen = []
     for path in MEASURED:
         file = json.loads(path.read_text())
         ranks, arguments = file["gpus"], file["arguments"]
-        step = Step(
-            shape=SHAPES[file["shape"]], layers=int(arguments["layers"]), vocabulary=VOCABULARIES[file["shape"]],
-            tile=2048, ranks=ranks, offload=arguments["offload_optimizer"] == "True",
-        )  # fmt: skip
         for one in file["results"]:
-            if one["method"] == "dfa-remat" and "peak_gib" in one:
-                assert step.peak(one["length"] // ranks) == pytest.approx(one["peak_gib"], rel=0.01), path.name
-                seen += 1
-    assert seen == 6
+            if one["method"] in PATHS and "peak_gib" in one:
+                shape = file["shape"]
+                step = Step(
+                    shape=SHAPES[shape], layers=int(arguments["layers"]), vocabulary=VOCABULARIES[shape],
+                    tile=2048, ranks=ranks, offload=arguments["offload_optimizer"] == "True", **PATHS[one["method"]],
+                )  # fmt: skip
+                rel = 0.013 if step.tiled else 0.002
+                assert step.peak(one["length"] // ranks) == pytest.approx(one["peak_gib"], rel=rel), path.name
+                seen.append(step.tiled)
+    assert (len(seen), sum(seen)) == (10, 4)
