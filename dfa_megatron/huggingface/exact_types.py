@@ -12,10 +12,10 @@ EXACT = (
     "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jamba", "jetmoe", "kimi_linear", "kolibri1",
     "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "llava", "longcat_flash", "mamba", "mamba2", "marian",
     "mbart", "megatron-bert", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text",
-    "ministral", "ministral3", "mistral", "mixtral", "mllama_text_model", "moshi", "mvp", "nanochat", "nemotron",
+    "ministral", "ministral3", "mistral", "mixtral", "mllama_text_model", "moshi", "mpt", "mvp", "nanochat", "nemotron",
     "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "pegasus", "persimmon", "phi", "phi3",
     "phi4_multimodal", "phimoe", "plbart", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_5",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "rembert", "roberta",
-    "roberta-prelayernorm", "roc_bert", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "trocr",
-    "vaultgemma", "whisper", "xglm", "xlm-roberta", "xlm-roberta-xl", "xmod", "youtu", "zamba", "zamba2",
+    "roberta-prelayernorm", "roc_bert", "roformer", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+    "trocr", "vaultgemma", "whisper", "xglm", "xlm-roberta", "xlm-roberta-xl", "xmod", "youtu", "zamba", "zamba2",
 )  # fmt: skip

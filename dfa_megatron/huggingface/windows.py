@@ -17,7 +17,7 @@ from dfa_megatron.huggingface.refusals import ATTENTION
 
 @dataclass(frozen=True, slots=True)
 class WindowMask:
-    """Replace a causal mask with a sliding window or chunks. It is no tensor, so models do not copy or cast it.
+    """Replace a causal mask with a sliding window or chunks. It is no tensor, so models do not copy it.
 
     size: tokens that a token sees, including itself; of layers with chunks, the tokens of a chunk.
     """
@@ -33,12 +33,20 @@ class WindowMask:
         ATTENTION.check(some_rows=any(part not in (slice(None), slice(0, None)) for part in index))
         return self
 
+    def to(self, *_: Any) -> WindowMask:
+        """Return itself for any dtype."""
+        return self
+
 
 class OtherMask:
     """Replace a mask beyond causality and windows. A layer that is given it is refused, but one may never run."""
 
     def __getitem__(self, index: Any) -> OtherMask:
         """Return itself for any slice."""
+        return self
+
+    def to(self, *_: Any) -> OtherMask:
+        """Return itself for any dtype."""
         return self
 
 

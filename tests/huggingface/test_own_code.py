@@ -11,7 +11,7 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.testing.dense import assert_close
-from tests.support.models import text
+from tests.support.models import build, text
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -36,6 +36,16 @@ def test_a_model_with_code_of_its_own_computes_ours_and_its_own_again_locally() 
     assert_close(model.train()(**dfa_hf.shard_batch(batch)).logits, want, tolerance=1e-5, name="ours again")
 
 
+def test_rows_of_documents_that_begin_at_other_places_are_refused_where_the_table_is_of_one_row() -> None:
+    dropped = dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), 0.0)
+    model = dfa_hf.distribute_attention(build("RoFormer", is_decoder=True, **dropped))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]])
+    batch = {"input_ids": text(2, 6, seed=1)["input_ids"]}
+    model(**dfa_hf.shard_batch({**batch, "position_ids": positions[:1].expand(2, -1)}))
+    with pytest.raises(UnsupportedError, match="rows with documents of other lengths"):
+        model(**dfa_hf.shard_batch({**batch, "position_ids": positions}))
+
+
 def test_what_is_not_understood_in_such_code_is_refused() -> None:
     model = dfa_hf.distribute_attention(falcon(alibi=True))
     with pytest.raises(UnsupportedError, match="position_bias in a layer of type FalconAttention"):
@@ -45,7 +55,11 @@ def test_what_is_not_understood_in_such_code_is_refused() -> None:
 
     x = torch.ones(1, 2, 3, 4)
     scores = Scores("SomeAttention", x, x, torch.Size((1, 2, 3, 3)), lambda scores, value: value)
-    for change in (lambda: scores.masked_fill(x > 0, 0.0), lambda: torch.where(x > 0, scores, x), lambda: scores.log()):
+    for change in (
+        lambda: scores.masked_fill(x > 0, -1e38),
+        lambda: torch.where(x > 0, scores, x),
+        lambda: scores.log(),
+    ):
         with pytest.raises(UnsupportedError, match=r"in the attention of a layer of type SomeAttention"):
             change()
     assert not hasattr(scores, "ds_param_alias"), "DeepSpeed asks what a layer returns for it"

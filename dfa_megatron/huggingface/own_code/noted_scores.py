@@ -33,6 +33,7 @@ class Scores:
         run: see `Run`.
         scale: of the product.
         slopes: (heads,), of a bias that grows with the key's place (ALiBi); None without.
+        places_by_bias: the layer adds such a bias.
         mask: what stands in for the layer's mask.
         seen: keys that the last token sees by a causal mask of the layer's own; None without.
     """
@@ -44,6 +45,7 @@ class Scores:
     run: Run
     scale: float = 1.0
     slopes: torch.Tensor | None = None
+    places_by_bias: bool = False
     mask: Any = None
     seen: int | None = None
 
@@ -82,8 +84,26 @@ class Scores:
         return replace(self, scale=self.scale * float(factor))
 
     def __add__(self, mask: Any) -> Scores:
+        if self.places_by_bias and isinstance(mask, torch.Tensor):
+            return self.biased(mask)
         ATTENTION.check(position_bias=isinstance(mask, torch.Tensor), layer=self.layer)
         return replace(self, mask=self.mask if mask is None else mask)
+
+    def biased(self, bias: torch.Tensor, factor: Any = 1.0) -> Scores:
+        """Return the same with a bias (heads or more, 1, keys) in proportion to the key's place (ALiBi)."""
+        known = self.slopes is None and bias.dim() == 3 and bias.shape[1] == 1 and bias.shape[2] > 1
+        ATTENTION.check(own_code=None if known else f"a bias of shape {tuple(bias.shape)}", layer=self.layer)
+        heads = self.query.shape[1]
+        with torch._C.DisableTorchFunction():  # kernels want float32, whatever a mode makes of it
+            slopes = (bias[:heads, 0, 1] - bias[:heads, 0, 0]).float() * factor
+        return replace(self, slopes=slopes)
+
+    def masked_fill(self, mask: Any, value: Any) -> Scores:
+        """Return the same under what stands in for the layer's mask."""
+        ATTENTION.check(
+            own_code="masked_fill" if isinstance(mask, torch.Tensor) or value > _HIDES else None, layer=self.layer
+        )
+        return replace(self, mask=mask)
 
     def where(self, sees: torch.Tensor) -> Scores:
         """Return the same under a causal mask of the layer's own, a band (1, 1, tokens, tokens) below the diagonal."""

@@ -23,8 +23,10 @@ WATCHED = {
     "GPTNeoSelfAttention": False,
     "GPTNeoXJapaneseAttention": False,
     "MegatronBertSelfAttention": False,
+    "MptAttention": True,
     "MvpAttention": False,
     "RemBertSelfAttention": False,
+    "RoFormerSelfAttention": False,
     "TrOCRAttention": False,
     "XGLMAttention": False,
 }
@@ -86,19 +88,13 @@ class _Watch(TorchFunctionMode):
 
     def _scores(self, queries: torch.Tensor, keys: torch.Tensor) -> Scores:
         q, k = (x if x.dim() == 4 else x.unflatten(0, (self.batch, -1)) for x in (queries, keys.transpose(-1, -2)))
-        shape = torch.Size((*queries.shape[:-1], self.tokens))
-        return Scores(type(self.module).__name__, q, k, shape, self._run)
+        shape, name = torch.Size((*queries.shape[:-1], self.tokens)), type(self.module).__name__
+        return Scores(name, q, k, shape, self._run, places_by_bias=WATCHED[name])
 
     def _biased(self, scores: Scores, bias: torch.Tensor, beta: float, alpha: float) -> Scores:
-        """Return scaled scores with a bias (batch * heads, 1, tokens) in proportion to the key's place."""
-        if bias.shape == scores.shape and not bias.any():
-            return replace(scores, scale=alpha)
-        known = bias.dim() == 3 and bias.shape[1] == 1 and bias.shape[2] > 1
-        ATTENTION.check(own_code=None if known else f"a bias of shape {tuple(bias.shape)}", layer=scores.layer)
-        heads = scores.query.shape[1]
-        with torch._C.DisableTorchFunction():  # kernels want float32, whatever a mode makes of it
-            slopes = (bias[:heads, 0, 1] - bias[:heads, 0, 0]).float() * beta
-        return Scores(scores.layer, scores.query, scores.key, scores.shape, scores.run, alpha, slopes)
+        """Return scaled scores with a bias (batch * heads, 1, tokens), or with none of zeros."""
+        scores = replace(scores, scale=alpha)
+        return scores if bias.shape == scores.shape and not bias.any() else scores.biased(bias, beta)
 
     def _run(self, scores: Scores, value: torch.Tensor) -> torch.Tensor:
         self.running = True

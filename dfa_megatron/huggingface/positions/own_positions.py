@@ -14,6 +14,10 @@ from typing import Any
 import torch
 
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
+from dfa_megatron.huggingface.refusals import INPUTS
+
+_OF_ONE_ROW = "RoFormerSinusoidalPositionalEmbedding"
+"""The class of a table whose embeddings have no dimension for rows."""
 
 LOCAL_ROPE = ("dynamic", "longrope")
 """Types of rotary embeddings whose frequencies depend on the longest position in the batch."""
@@ -26,7 +30,8 @@ def rotaries_of(decoder: Any) -> list[torch.nn.Module]:
 
 def table_of(decoder: Any) -> torch.nn.Module | None:
     """Return the table of positions of a decoder that takes no position_ids; None for others."""
-    table: torch.nn.Module | None = getattr(decoder, "embed_positions", None)
+    home = decoder if hasattr(decoder, "embed_positions") else getattr(decoder, "encoder", None)
+    table: torch.nn.Module | None = getattr(home, "embed_positions", None)
     if _takes(decoder) or table is None or not _takes(table):
         return None
     return table
@@ -90,4 +95,9 @@ def _of_rows(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.
     """Return the embeddings by row: tables that expect the positions of one row add a dimension."""
     context: LayerContext = getattr(module, CONTEXT)
     positions = context.current.positions
-    return None if positions is None else output.view(*positions.shape, -1)
+    if positions is None:
+        return None
+    if type(module).__name__ == _OF_ONE_ROW:
+        INPUTS.check(rows_apart=len(positions) > 1 and not bool((positions == positions[:1]).all()))
+        return output[0]
+    return output.view(*positions.shape, -1)

@@ -196,6 +196,12 @@ INPUTS = Stage(
             "padding on the right, which is checked and removed before the layers see it",
         ),
         stated(
+            "rows_apart",
+            "rows with documents of other lengths in a roformer model",
+            "its table of positions is of one row",
+            "one row a batch, or documents that begin at the same places in each",
+        ),
+        stated(
             "other_mask",
             "a mask beyond causal and sliding window",
             "prefixes and blocks are not planned, and verify='off' does not see packed documents; under torch.compile "
