@@ -1,73 +1,12 @@
-"""Batches, inputs and calls of a transformers model that are refused."""
+"""Inputs and calls of a transformers model that are refused."""
 
 from __future__ import annotations
 
+from dfa_megatron.huggingface.refusals.cut_batch import SHARD
 from dfa_megatron.refusals import Refusal, Stage, stated
 
-_SHARD = "dfa_megatron.huggingface.shard_batch"
 _CAUSAL = "causal self-attention over whole, unpadded sequences"
-_LOSS = f"{_SHARD}, or no labels and causal_lm_loss on the logits"
-
-BATCHES = Stage(
-    "Hugging Face: when a batch is cut",
-    (
-        stated(
-            "unknown_batch",
-            "a batch of {unknown_batch}",
-            "it is not known how to cut it",
-            "input_ids and labels; others by hand",
-            "input_ids, pixel_values",
-        ),
-        stated(
-            "wrong_documents",
-            "position_ids that are not those of documents",
-            "each document, and so each row, must begin at 0 and go up by 1",
-            "as DataCollatorWithFlattening of transformers makes them, or none for one document a sequence",
-        ),
-        stated(
-            "different_batches",
-            "batches that differ between the ranks of a sequence",
-            "each rank takes its part of the same batch",
-            "loaders prepared after distribute_accelerator; the same data set, collator and seed on every rank",
-        ),
-        stated(
-            "some_rows", "logits_to_keep of shared batches", "each rank would keep its own part's", "logits_to_keep=0"
-        ),
-        stated(
-            "two_answers",
-            "cu_seq_lens_q that disagree with position_ids",
-            "they say where documents begin in two ways",
-            "one of them",
-        ),
-        stated(
-            "other_keys",
-            "cu_seq_lens_k other than cu_seq_lens_q",
-            "queries and keys must be of the same documents",
-            "the same",
-        ),
-        stated(
-            "offsets",
-            "cu_seq_lens_q {offsets}",
-            "it must hold the offsets of documents in {rows} rows of {length} tokens, those of all ranks",
-            f"the batches of {_SHARD}, which makes it of position_ids",
-            "from 0 to 7",
-            rows=1,
-            length=8,
-        ),
-        stated(
-            "left_padding",
-            "an attention_mask with padding that is not on the right",
-            "padded tokens would be attended to",
-            "tokenizer.padding_side='right', or sequences without padding",
-        ),
-        stated(
-            "padded_labels",
-            "labels of padded tokens",
-            "an attention that masks padding would give them another output",
-            "the label -100 for padding, as transformers' collators write it",
-        ),
-    ),
-)
+_LOSS = f"{SHARD}, or no labels and causal_lm_loss on the logits"
 
 INPUTS = Stage(
     "Hugging Face: when a model is called",
@@ -125,7 +64,7 @@ INPUTS = Stage(
             "other_tokens",
             "other input_ids than those of another of {ranks} ranks",
             "a model of several parts embeds whole sequences on every rank, and its decoder's are cut",
-            f"{_SHARD} of a batch with pixel_values, mm_token_type_ids or the like, the same on every rank",
+            f"{SHARD} of a batch with pixel_values, mm_token_type_ids or the like, the same on every rank",
             ranks=2,
         ),
         stated(
@@ -139,7 +78,7 @@ INPUTS = Stage(
             "no_positions",
             "a batch without position_ids on {no_positions} ranks",
             "each rank takes its part of a sequence, and the batch does not show that it is a part",
-            f"{_SHARD}, which brings them",
+            f"{SHARD}, which brings them",
             2,
         ),
         stated(
@@ -156,7 +95,7 @@ INPUTS = Stage(
             "position_ids {wrong_positions}",
             "this rank holds the tokens {first} to {last} of each sequence, and every sequence, or every document in "
             "it, must begin at position 0 and go up by 1, across the ranks",
-            f"the position_ids of {_SHARD}, or of dfa_megatron.local_positions",
+            f"the position_ids of {SHARD}, or of dfa_megatron.local_positions",
             "from 8 to 15 of shape (1, 8)",
             first=0,
             last=7,

@@ -1,0 +1,68 @@
+"""Batches that are refused when they are cut."""
+
+from __future__ import annotations
+
+from dfa_megatron.refusals import Stage, stated
+
+SHARD = "dfa_megatron.huggingface.shard_batch"
+
+BATCHES = Stage(
+    "Hugging Face: when a batch is cut",
+    (
+        stated(
+            "unknown_batch",
+            "a batch of {unknown_batch}",
+            "it is not known how to cut it",
+            "input_ids and labels; others by hand",
+            "input_ids, pixel_values",
+        ),
+        stated(
+            "wrong_documents",
+            "position_ids that are not those of documents",
+            "each document, and so each row, must begin at 0 and go up by 1",
+            "as DataCollatorWithFlattening of transformers makes them, or none for one document a sequence",
+        ),
+        stated(
+            "different_batches",
+            "batches that differ between the ranks of a sequence",
+            "each rank takes its part of the same batch",
+            "loaders prepared after distribute_accelerator; the same data set, collator and seed on every rank",
+        ),
+        stated(
+            "some_rows", "logits_to_keep of shared batches", "each rank would keep its own part's", "logits_to_keep=0"
+        ),
+        stated(
+            "two_answers",
+            "cu_seq_lens_q that disagree with position_ids",
+            "they say where documents begin in two ways",
+            "one of them",
+        ),
+        stated(
+            "other_keys",
+            "cu_seq_lens_k other than cu_seq_lens_q",
+            "queries and keys must be of the same documents",
+            "the same",
+        ),
+        stated(
+            "offsets",
+            "cu_seq_lens_q {offsets}",
+            "it must hold the offsets of documents in {rows} rows of {length} tokens, those of all ranks",
+            f"the batches of {SHARD}, which makes it of position_ids",
+            "from 0 to 7",
+            rows=1,
+            length=8,
+        ),
+        stated(
+            "left_padding",
+            "an attention_mask with padding that is not on the right",
+            "padded tokens would be attended to",
+            "tokenizer.padding_side='right', or sequences without padding",
+        ),
+        stated(
+            "padded_labels",
+            "labels of padded tokens",
+            "an attention that masks padding would give them another output",
+            "the label -100 for padding, as transformers' collators write it",
+        ),
+    ),
+)
