@@ -147,6 +147,15 @@ def test_a_config_whose_recomputation_was_taken_over_is_refused_to_a_model_that_
     assert own.recompute_granularity == "full"
 
 
+def test_offloading_what_nothing_recomputes_is_refused() -> None:
+    context = AttentionContext(OPTIONS.replace(remat_offload=True))
+    full = config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    assert take_over(full, context) is take_over(full, context)
+    with pytest.raises(UnsupportedError, match="remat_offload without --recompute-granularity full"):
+        take_over(config(), context)
+    assert take_over(config(), AttentionContext(OPTIONS.replace(remat_offload=True, remat="on"))) is None
+
+
 def test_uniform_groups_of_layers_are_said_to_be_taken_as_one(caplog: pytest.LogCaptureFixture) -> None:
     context = distribute_attention(local_spec(), config(), config=OPTIONS).params["distributed_attention"]
     for _ in range(2):

@@ -47,6 +47,7 @@ def take_over(config: Any, context: AttentionContext) -> Recompute | None:
         config_of_one_layer=own,
         taken_over=taken is not None,
         hybrid_stack=context.hybrid,
+        nothing_recomputed=taken is None and granularity != "full",
         recompute_granularity=granularity,
         recompute_method=method,
     )

@@ -139,6 +139,13 @@ LAYERS = Stage(
             {"dfa_remat": "off", "taken_over": True},
         ),
         Refusal(
+            lambda a: a.dfa_remat_offload and a.dfa_remat == "auto" and a.nothing_recomputed,
+            "remat_offload without --recompute-granularity full",
+            "without rematerialization there is nothing to offload",
+            "that flag, or remat='on'",
+            {"dfa_remat_offload": True, "nothing_recomputed": True},
+        ),
+        Refusal(
             lambda a: a.config_of_one_layer and a.recompute_granularity == "full" and a.dfa_remat != "off",
             "full recomputation of layers that each have a config of their own",
             "the flags must be taken over on the model's config",
