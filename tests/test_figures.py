@@ -51,6 +51,12 @@ def test_a_paragraph_with_a_measured_figure_names_its_source(name: str) -> None:
     assert bare == []
 
 
+def test_the_readme_counts_the_types_that_are_exact() -> None:
+    types = json.loads((ROOT / "docs" / "models.json").read_text(encoding="utf-8"))["types"]
+    exact = sum(states["plain"] == "exact" for states in types.values())
+    assert f"[{exact} of transformers' {len(types)} causal types]" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_a_new_file_of_a_cell_of_the_paper_replaces_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw_results, "RESULTS", tmp_path)
     asked = partial(paper_tables.end_to_end, "paper-33h", 33, 33, "tp-te-full")
