@@ -120,9 +120,11 @@ def recomputed(shape: Shape, *, tiled: bool) -> dict[str, int]:
     always = 4 * shape.head_dim + _IDS
     if tiled:
         heads += 2 * (queries + keys) if _norms_heads(shape) else 0  # the inputs of the norms
+        attention = 6 * hidden + heads + gradients + always
         return {
             "the norm before an MLP": 12 * hidden + heads + always,
-            "attention": 6 * hidden + heads + gradients + always,
+            "attention": attention,
+            "the rotary embedding": attention + 2 * queries - 4 * keys,  # three more like q; q, dout, k and v are gone
         }
     always += _LABELS
     if _norms_heads(shape):

@@ -17,7 +17,7 @@ from dfa_megatron.huggingface import distribute_attention
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
 
-WIDTHS = {"hidden": 192, "intermediate": 16, "heads": 4, "kv_heads": 2, "head_dim": 32}
+WIDTHS = {"hidden": 160, "intermediate": 16, "heads": 8, "kv_heads": 2, "head_dim": 32}
 LAYERS, WORDS, TILES = 3, 32, 8
 
 
@@ -56,14 +56,14 @@ def peaks(rank: int, ranks: int, family: str) -> list[float]:
     for tile in ("off", 8):
         distribute_attention(model, config=DistAttentionConfig(checkpoint="remat", mlp_tile=tile))
         training.theirs, found = tile == "off", {}
-        for rows in (256, 256, 512):
+        for rows in (512, 512, 1024):
             ids = torch.arange(rows)[None] % WORDS
             with Held() as held:
                 loss = training(input_ids=ids, position_ids=torch.arange(rows)[None], shift_labels=ids, group=None)
                 loss.backward()
             found[rows] = held.peak
             training.zero_grad()
-        counted.append((found[512] - found[256]) / 256)
+        counted.append((found[1024] - found[512]) / 512)
     return counted
 
 
@@ -80,7 +80,7 @@ def test_the_account_has_the_bytes_of_a_token_that_were_counted(family: str, mon
         assert bytes_of_token == pytest.approx(of_layer, rel=0.01)
         step = Step(shape=shape, layers=LAYERS, vocabulary=WORDS, tile=64, tiled=tiled, stages=10**6)
         assert (step.peak(2**21) - step.peak(2**20)) * 2**10 == pytest.approx(of_layer)
-    assert counted[1] < 0.55 * counted[0]
+    assert counted[1] < 0.65 * counted[0]
 
 
 MEASURED = list(Path(__file__).parents[2].glob("benchmarks/results/*longest*.json"))
