@@ -57,7 +57,7 @@ class PackPlanner:
         kv_heads: of k and v; heads if None.
         head_dim_v: of v; head_dim if None.
         dtype: of q, k and v.
-        device: on which they are.
+        device: on which they are; None is the GPU if there is one.
         causal, group, window_size, softcap, layout, config: as for `dist_flash_attn_varlen_func`.
         alibi: whether calls bring slopes.
 
@@ -74,7 +74,7 @@ class PackPlanner:
         kv_heads: int | None = None,
         head_dim_v: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "cuda",
+        device: torch.device | str | None = None,
         causal: bool,
         group: Group = None,
         window_size: tuple[int, int] = (-1, -1),
@@ -97,7 +97,7 @@ class PackPlanner:
             config=config,
         )
         request.check()
-        place, stages = torch.device(device), config.head_stages
+        place, stages = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), config.head_stages
         if error := stages_error(stages, kv_heads or heads):
             raise error
         counts = heads // stages, (kv_heads or heads) // stages

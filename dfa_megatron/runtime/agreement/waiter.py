@@ -8,6 +8,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeVar
 
+from dfa_megatron.errors import LostGroupError
+
 T = TypeVar("T")
 
 _PERIOD = 0.05
@@ -46,7 +48,7 @@ class Waiter:
 
     def stop(self) -> None:
         """End the thread, unless it is inside a blocking call."""
-        self._told = None  # it may refer to who owns this
+        self._told = _stopped  # the given one may refer to who owns this
         self._tasks.put(None)
 
     def _run(self) -> None:
@@ -59,6 +61,10 @@ class Waiter:
             # The caller frees what was waited for: freed here, in a thread that outlives the interpreter, it aborts.
             del task, blocking, errors
             done.set()
+
+
+def _stopped(error: RuntimeError) -> BaseException:
+    return LostGroupError(f"its process group was destroyed on this rank or another, which waited in it ({error})")
 
 
 def bounded(action: Callable[[], T], seconds: float, check: Callable[[], None], overdue: Callable[[], Exception]) -> T:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from dfa_megatron.errors import AbsentError, DistAttentionError, UnsupportedError
+from dfa_megatron.errors import AbsentError, DistAttentionError, LostGroupError, UnsupportedError
 from dfa_megatron.runtime.agreement.agree import Facts, agree, exchange
 from dfa_megatron.runtime.agreement.board import Board
 from dfa_megatron.runtime.agreement.calls import BACKWARD_ENDS, Calls, Kind, current_layer
@@ -175,6 +175,7 @@ class Channel:
 
     def new_communicator(self, device: torch.device) -> Communicator:
         """Open connections that end with this channel; collective."""
+        self.calls.check()
         with self.calls.waiting("opens connections"):
             self._made.append(Communicator(self.board, device, self._timeout))
         return self._made[-1]
@@ -206,23 +207,31 @@ class Channel:
             return
         try:
             if not self._closed:
-                self._closed = True
-                self._close()
+                abort = self.calls.lost is not None
+                self._release()
+                # A backward that is still to come would open connections of its own, and wait on them for the others.
+                self.calls.lose(LostGroupError("its process group was destroyed since its forward"), told=False)
+                self._close(abort)
         finally:
             self._closing.release()
 
-    def _close(self) -> None:
+    def _release(self) -> None:
         if self._watch is not None:
             self._watch.stop()
         for release in self._releases:
             release()
         for subgroup in self._subgroups.values():
-            subgroup.close()
+            subgroup._release()
+
+    def _close(self, abort: bool) -> None:
+        self._closed = True
+        for subgroup in self._subgroups.values():
+            subgroup._close(abort)
         self._waiter.stop()
         self.transports.clear()
         self._collectives.clear()
         for made in self._made:
-            made.close(abort=self.calls.lost is not None)
+            made.close(abort=abort)
         self._made.clear()
         # References to the channel itself: its store's connection would wait for the garbage collector.
         self._watch, self.ended = None, _nothing

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.errors import LostGroupError, UnsupportedError
 from dfa_megatron.runtime.comm.groups import group_name
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.prepare import in_use
@@ -58,6 +59,26 @@ def test_no_group_is_kept_after_all_were_destroyed() -> None:
     for made, left, plans in run_ranks(4, _kept):
         assert made >= 5  # the default group; messages and comparisons of all ranks; of each pair
         assert (left, plans) == (0, 0)
+
+
+def _backward_of_a_destroyed(rank: int, ranks: int) -> str:
+    """What a backward says whose group was destroyed: on a rank that waits in it, and on one that comes later."""
+    group = dist.new_group([0, 1])
+    q, k, v = (torch.randn(1, 8, 2, 16, requires_grad=True) for _ in range(3))
+    out = dfa_megatron.dist_flash_attn_func(q, k, v, causal=True, group=group)
+    assert isinstance(out, torch.Tensor)
+    closed = weakref.ref(channel(group_name(group)))
+    dist.barrier()
+    dist.destroy_process_group(group)
+    late = rank == 1 and _soon(lambda: int(not closed()._closed))  # type: ignore[union-attr]
+    assert not late
+    with pytest.raises(LostGroupError) as error:
+        out.sum().backward()
+    return str(error.value)
+
+
+def test_a_backward_whose_group_was_destroyed_waits_for_nobody() -> None:
+    assert all("process group was destroyed" in said for said in run_ranks(2, _backward_of_a_destroyed))
 
 
 def _unwatched(rank: int, ranks: int) -> tuple[int, int, bool]:

@@ -121,7 +121,7 @@ def test_the_compiled_operator_runs_in_stages_too() -> None:
 
 
 def test_a_planner_of_packs_plans_for_one_stages_heads() -> None:
-    planner = dfa_megatron.PackPlanner(8, heads=4, head_dim=8, causal=True, device="cpu", config=STAGED)
+    planner = dfa_megatron.PackPlanner(8, heads=4, head_dim=8, causal=True, config=STAGED)
     assert planner.problem.shape.heads == 2
     with pytest.raises(UnsupportedError, match="head_stages=2 with 3 kv heads"):
         dfa_megatron.PackPlanner(8, heads=3, head_dim=8, causal=True, device="cpu", config=STAGED)
