@@ -31,7 +31,7 @@ def test_quick_runs_and_the_planner_is_near_what_was_measured(tmp_path: Path, mo
     monkeypatch.setattr(sys, "argv", ["dynamic_cp", "--quick", "--out", str(tmp_path / "out.json")])
     dynamic_cp.main()
     found = json.loads((tmp_path / "out.json").read_text())
-    assert all(0.87 < check["simulated ms"] / check["measured ms"] < 1.15 for check in found["checks"])
+    assert all(0.87 < check["simulated ms"] / check["measured ms"] < 1.18 for check in found["checks"])
     for row in found["rows"]:
         assert all(rate > 0 for rate in row["rate"].values())
         assert row["rate"]["ours 4"] == row["rate"]["ours all"]  # one group of four ranks

@@ -250,9 +250,10 @@ def computing_with(kernel: str | None, hardware: Hardware) -> Hardware:
 _HOPPER = RATES["cudnn"]
 
 _HOST = Host(run=364e-6, call=51e-6, merge=24e-6, message=95e-6, exchange=550e-6)
-"""Replayed runs. call and merge: least squares over benchmarks/results/2026-11-23-1xh200-host-time.json. message: the
-seven of 2026-11-22-2xh200-host-time.json. run: what is left of 2026-11-23-2xh200-host-time.json, which has three.
-exchange: a degree of 4 in 2026-11-21-4xh200-ulysses-flash4.json, less one rank's run.
+"""Replayed runs. call and merge: least squares over benchmarks/results/2026-11-23-1xh200-host-time.json at commit
+508b9ec; a later run is within 0.1 ms. message: the seven of 2026-11-22-2xh200-host-time.json. run: what is left of
+2026-11-23-2xh200-host-time.json, which has three. exchange: a degree of 4 in
+2026-11-21-4xh200-ulysses-flash4.json, less one rank's run.
 """
 
 _GPU: dict[str, Any] = {"launch_overhead": 15e-6, "host": _HOST, "multiprocessors": 132}
