@@ -135,18 +135,18 @@ class Watch:
 
     def silent(self) -> list[int]:
         """Return the ranks that have stopped: their processes are gone, or their signs stayed away for a while."""
-        now, heard = self._clock.now(), self._heard
+        heard = self._heard
         others = [rank for rank in range(self.board.size) if rank != self.board.rank]
-        if now - heard <= SILENT:
-            return [rank for rank in others if self._ended(rank) or now - self._seen[rank] > SILENT]
-        # The store no longer answers, so signs that were not read since are no evidence against their ranks.
+        # A sign that was not read since the store last answered is no evidence against its rank.
         known = [rank for rank in others if self._ended(rank) or heard - self._seen[rank] > SILENT]
+        if self._clock.now() - heard <= SILENT:
+            return known
         keeper = [rank for rank in others if rank == self.board.keeper and rank not in known]
         return known + keeper or others
 
     def suspects(self) -> str:
         """Say which rank may have broken a connection, after waiting long enough for each rank's next sign."""
-        deadline = time.monotonic() + SILENT + PERIOD
+        deadline = time.monotonic() + SILENT + 2 * PERIOD
         while time.monotonic() < deadline:
             failed = [r for r, sign in enumerate(self._signs) if sign is not None and sign.lost]
             if failed:
@@ -230,9 +230,8 @@ class Watch:
         place = f"after {sign.number} calls" if sign is not None else "before its first sign"
         if self._ended(rank):
             return f"{who} has ended, {place}"
-        age = self._clock.now() - self._seen[rank]
-        if age > SILENT:
-            return f"{who} gives no sign of life since {age:.0f} s, {place}"
+        if rank in self.silent():
+            return f"{who} gives no sign of life since {self._clock.now() - self._seen[rank]:.0f} s, {place}"
         doing = (sign.doing if sign else "") or "is outside of attention: it may compile, or write a checkpoint"
         return f"{who} lives, {place}, and {doing}"
 

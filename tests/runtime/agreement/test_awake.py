@@ -92,6 +92,26 @@ def test_a_rank_without_signs_in_all_the_time_that_this_one_ran_is_silent(time: 
     assert watch.silent() == [1]
 
 
+def test_a_store_that_stops_answering_is_no_evidence_against_ranks_that_did_not_keep_it(time: Time) -> None:
+    store = dist.HashStore()
+    boards = [Board(store, rank, (0, 1, 2)) for rank in range(3)]
+    watch = Watch(boards[2], Calls(), lambda: True, lambda: None, [].__contains__, 2.0, 600.0)
+    for seen in ((0, 1), (0,)):  # rank 1 is about to give its next sign when rank 0, which keeps the store, stops
+        for rank in seen:
+            lives(boards[rank], int(time.seconds * 10))
+        look(watch)
+        time.seconds += PERIOD
+        watch._clock.tick()
+    judged = []
+    for _ in range(10):
+        judged.append(watch.silent())
+        time.seconds += PERIOD
+        watch._clock.tick()
+    assert next(ranks for ranks in judged if ranks) == judged[-1] == [0]
+    assert "rank 0 of the group gives no sign of life" in watch._state(0)
+    assert "rank 1 of the group lives" in watch._state(1)
+
+
 def test_the_last_sign_of_a_process_that_has_ended_is_read_before_it_counts_as_ended(time: Time) -> None:
     watch, _ = watch_of_two([1])
     assert not watch._ended(1)
