@@ -22,6 +22,7 @@ _HOME = {
     "make_plan": "dfa_megatron.plan.cost.choose",
     "shard_sequence": "dfa_megatron.sharding",
     "simulate": "dfa_megatron.plan.cost.simulate",
+    "tree_positions": "dfa_megatron.sharding",
     "unshard_sequence": "dfa_megatron.sharding",
 }
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from dfa_megatron.plan.cost.simulate import simulate
     from dfa_megatron.plan.draw import draw
     from dfa_megatron.plan.proof.check import check_plan
-    from dfa_megatron.sharding import local_positions, shard_sequence, unshard_sequence
+    from dfa_megatron.sharding import local_positions, shard_sequence, tree_positions, unshard_sequence
 
 __all__ = [
     "DistAttentionConfig",
@@ -48,6 +49,7 @@ __all__ = [
     "make_plan",
     "shard_sequence",
     "simulate",
+    "tree_positions",
     "unshard_sequence",
 ]
 

@@ -13,7 +13,7 @@ The twelve static masks of the Long-Context Attention Benchmark (arXiv 2510.1789
     causal document               documents(lengths)
     prefix LM causal              prefix_lm(n, prefix)
     prefix LM document            prefix_lm_documents(lengths, prefix)
-    share question                shared_question([[question, answer, answer, ...]])
+    share question                prompt_tree([question, answer, ...], [-1, 0, ...])
     causal blockwise              causal_blockwise(lengths)
     block causal document         block_causal_documents(lengths, block)
     global sliding                global_sliding(n, w, w)

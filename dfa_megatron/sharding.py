@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.plan.language.layout import Layout, by_name
+from dfa_megatron.plan.language.mask import check_parents
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.runtime.comm.groups import Group, group_name, resolve
 from dfa_megatron.runtime.cu_seqlens import balancing_mask, offsets_of
@@ -116,6 +117,27 @@ def local_positions(
         return positions
     starts = torch.tensor(offsets_of(cu_seqlens)[:-1], device=device)
     return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+def tree_positions(
+    lengths: Sequence[int], parents: Sequence[int], *, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Return every token's place in its path from the root, int64 (tokens,), for position embeddings and RoPE.
+
+    They are those of the whole sequence: `shard_sequence` takes a rank's part.
+
+    Args:
+        lengths, parents: as for `dfa_megatron.masks.prompt_tree`.
+
+    Raises:
+        ValueError: they are no trees in depth-first order.
+    """
+    check_parents(parents, len(lengths))
+    begins: list[int] = []
+    for parent in parents:
+        begins.append(begins[parent] + lengths[parent] if parent >= 0 else 0)
+    parts = [torch.arange(lo, lo + length, device=device) for lo, length in zip(begins, lengths, strict=True)]
+    return torch.cat(parts)
 
 
 def layout_of_tokens(name: str, length: int, ranks: int, cu_seqlens: CuSeqlens = None) -> Layout:

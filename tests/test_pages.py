@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from dfa_megatron import masks
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
-RUNNABLE = {"README.md": "shard_sequence(x", "docs/start.md": "kernel=", "docs/masks.md": "mask=mask"}
+RUNNABLE = (
+    ("README.md", "shard_sequence(x"),
+    ("docs/start.md", "kernel="),
+    ("docs/masks.md", "mask=mask"),
+    ("docs/masks.md", "mask=tree"),
+)
 """Pages whose first Python code with these words runs, given q, k, v and a group."""
 
 
@@ -21,14 +28,23 @@ def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_the_code_of_a_page_runs(name: str) -> None:
+@pytest.mark.parametrize(("name", "words"), RUNNABLE)
+def test_the_code_of_a_page_runs(name: str, words: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    code = next(block for block in blocks if RUNNABLE[name] in block)
+    code = next(block for block in blocks if words in block)
     names: dict[str, object] = {"group": None} | {x: torch.randn(1, 64, 4, 32) for x in "qkv"}
     exec(code, names)  # noqa: S102 our own page
     assert tuple(names["out"].shape) == (1, 64, 4, 32)  # type: ignore[attr-defined]
+
+
+def test_the_page_says_what_a_tree_saves() -> None:
+    prompt, answer, answers = 8192, 1024, 8
+    tree = masks.prompt_tree([prompt, *[answer] * answers], [-1, *[0] * answers])
+    repeated = masks.documents([prompt + answer] * answers)
+    one, other = (f"{mask.length:,} tokens and {mask.area / 1e6:.0f} million pairs" for mask in (tree, repeated))
+    text = " ".join((ROOT / "docs/masks.md").read_text(encoding="utf-8").split())
+    assert f"takes {one}; with repeated prompts it takes {other.replace(' tokens', '').replace(' pairs', '')}" in text
 
 
 def test_the_readmes_plan_is_changed_and_checked(capsys: pytest.CaptureFixture[str]) -> None:

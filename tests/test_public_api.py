@@ -25,6 +25,7 @@ NAMES = {
     "make_plan",
     "shard_sequence",
     "simulate",
+    "tree_positions",
     "unshard_sequence",
 }
 

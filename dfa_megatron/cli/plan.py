@@ -39,7 +39,7 @@ MASKS: dict[str, Callable[[PlanFlags], Mask]] = {
     "window-documents": lambda flags: masks.documents(_documents(flags), causal=False, window_size=flags.window_size),
     "prefix": lambda flags: masks.prefix_lm(flags.seq_length, flags.prefix),
     "prefix-documents": lambda flags: masks.prefix_lm_documents(_documents(flags), flags.prefix),
-    "shared-question": lambda flags: masks.shared_question([_documents(flags)]),
+    "prompt-tree": lambda flags: masks.prompt_tree(_documents(flags), _parents(flags)),
     "causal-blockwise": lambda flags: masks.causal_blockwise(_documents(flags)),
     "block-causal": lambda flags: masks.block_causal_documents(_documents(flags), flags.block),
     "global-window": lambda flags: masks.global_sliding(flags.seq_length, max(flags.window_size), flags.prefix),
@@ -64,7 +64,8 @@ class PlanFlags:
     seq_length: int = flag(65536, "tokens of all ranks")
     mask: str = flag("causal", ", ".join(MASKS), group="mask")
     window_size: tuple[int, int] = flag((4096, 0), "for masks of windows", group="mask", metavar=("LEFT", "RIGHT"))
-    documents: str = flag("", "lengths, for masks of documents", group="mask", metavar="N,N,...")
+    documents: str = flag("", "lengths, for masks of documents and segments", group="mask", metavar="N,N,...")
+    parents: str = flag("", "of segments, after `=` (default: the first's children)", group="mask", metavar="-1,0,...")
     prefix: int = flag(0, "tokens that all see", group="mask", metavar="N")
     block: int = flag(1024, "tokens of a block, for --mask block-causal", group="mask", metavar="N")
     batch: int = flag(1, "sequences", group="attention")
@@ -269,3 +270,10 @@ def _documents(flags: PlanFlags) -> list[int]:
     if sum(lengths) != flags.seq_length:
         raise ValueError(f"--documents add up to {sum(lengths)} tokens, --seq-length is {flags.seq_length}")
     return lengths
+
+
+def _parents(flags: PlanFlags) -> list[int]:
+    """Return the parents that were given; without any, the first segment is a question and the others its answers."""
+    if flags.parents:
+        return [int(parent) for parent in flags.parents.split(",")]
+    return [-1] + [0] * (len(_documents(flags)) - 1)

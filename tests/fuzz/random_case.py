@@ -11,6 +11,7 @@ from typing import Any
 from dfa_megatron import masks
 from dfa_megatron.masks import Mask
 from dfa_megatron.plan.language.mask import of_window
+from tests.support.plan_cases import some_parents
 
 LAYOUTS = {
     "contiguous": ("auto", "ring", "balanced", "balanced_shared", "greedy"),
@@ -228,8 +229,7 @@ def _degree(dice: random.Random, ranks: int, heads: int) -> int | str:
 def _mask(tokens: int, dice: random.Random) -> Mask:
     """Draw one of the masks of `dfa_megatron.masks`, with parameters at random."""
     lengths = [hi - lo for lo, hi in pairwise(_offsets(tokens, dice))]
-    some, few, cut = dice.randint(0, tokens), dice.randint(0, 9), dice.randint(1, len(lengths))
-    groups = [group for group in (lengths[:cut], lengths[cut:]) if group]
+    some, few = dice.randint(0, tokens), dice.randint(0, 9)
     kinds = (
         lambda: masks.causal(tokens),
         lambda: masks.full(tokens),
@@ -237,7 +237,7 @@ def _mask(tokens: int, dice: random.Random) -> Mask:
         lambda: masks.documents(lengths, causal=dice.random() < 0.5, window_size=dice.choice(WINDOWS)),
         lambda: masks.prefix_lm(tokens, some),
         lambda: masks.prefix_lm_documents(lengths, few),
-        lambda: masks.shared_question(groups),
+        lambda: masks.prompt_tree(lengths, some_parents(len(lengths), dice)),
         lambda: masks.causal_blockwise(lengths),
         lambda: masks.block_causal_documents(lengths, few + 1),
         lambda: masks.global_sliding(tokens, few, some, causal=dice.random() < 0.5),

@@ -37,6 +37,15 @@ def test_the_report_of_many_ranks_fits_the_width(capsys: pytest.CaptureFixture[s
     assert any(line.startswith("MB received") for line in lines)
 
 
+@pytest.mark.parametrize(("given", "parents"), [((), "-1,0,0"), (("--parents=-1,0,1",), "-1,0,1")])
+def test_a_tree_is_planned_by_default_one_question_with_answers(
+    given: tuple[str, ...], parents: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = ["--mask", "prompt-tree", "--documents", "16,8,8", *given]
+    assert main(["plan", "--ranks", "2", "--seq-length", "32", *tree]) == 0
+    assert f"prompt tree({parents};16,8,8) over 32 tokens" in capsys.readouterr().out
+
+
 def test_auto_says_what_it_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--ranks", "4", "--seq-length", "4096", "--mask", "full", "--layout", "contiguous"]) == 0
     out = capsys.readouterr().out
@@ -93,7 +102,6 @@ def test_files_are_written_and_the_plan_reads_back(tmp_path: Path, capsys: pytes
         ["--mask", "full-documents", "--documents", "10,40,46"],
         ["--mask", "window-documents", "--documents", "10,40,46", "--window-size", "5", "3"],
         ["--mask", "prefix-documents", "--documents", "10,40,46", "--prefix", "7"],
-        ["--mask", "shared-question", "--documents", "10,40,46"],
         ["--mask", "causal-blockwise", "--documents", "10,40,46"],
         ["--mask", "block-causal", "--documents", "10,40,46", "--block", "8"],
         ["--mask", "global-window", "--window-size", "5", "0", "--prefix", "7"],

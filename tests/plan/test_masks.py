@@ -75,6 +75,13 @@ def test_most_masks_have_few_tiles_and_no_row_twice() -> None:
         assert all(one.hi <= other.lo for one, other in pairwise(rows)), mask.name
 
 
+def test_a_tree_has_a_tile_for_each_leaf_and_each_branch() -> None:
+    assert masks.prompt_tree([3, 2, 4], [-1, 0, 1]).tiles == masks.causal(9).tiles
+    assert masks.prompt_tree([3, 2, 4], [-1, -1, -1]).tiles == masks.documents([3, 2, 4]).tiles
+    lengths, parents = [3] + [2] * 6, [-1, 0, 1, 1, 1, 0, 5]  # a question, two answers, three and one further turns
+    assert len(masks.prompt_tree(lengths, parents).tiles) == 4 + 2
+
+
 def test_the_name_of_a_pack_tells_packs_apart_and_stays_short() -> None:
     many = [3 + d % 5 for d in range(500)]
     names = {masks.documents(lengths).name for lengths in (many, many[::-1], [*many[:-1], many[-1] + 1])}
@@ -109,8 +116,12 @@ def test_equal_requests_for_a_window_give_equal_masks() -> None:
         (lambda: masks.prefix_lm(4, 5), "within the 4 tokens, got 5"),
         (lambda: masks.prefix_lm_documents([3, 4], [1]), "as many prefixes"),
         (lambda: masks.prefix_lm_documents([3, 4], -1), "at least 0 tokens"),
-        (lambda: masks.shared_question([[3, 1], []]), "every group needs a question"),
-        (lambda: masks.shared_question([[3, 0]]), "must be positive"),
+        (lambda: masks.prompt_tree([3, 0], [-1, 0]), "must be positive"),
+        (lambda: masks.prompt_tree([3, 1], [-1]), "2 segments need as many parents"),
+        (lambda: masks.prompt_tree([3], [0]), "the parent of segment 0 is -1, got 0"),
+        (lambda: masks.prompt_tree([3, 1, 2], [-1, 0, 2]), "segment 2 is -1, 1 or an ancestor of 1, got 2"),
+        (lambda: masks.prompt_tree([3, 1, 2, 1], [-1, 0, 0, 1]), "segment 3 is -1, 2 or an ancestor of 2, got 1"),
+        (lambda: masks.prompt_tree([3, 1], [-1, -2]), "segment 1 is -1, 0 or an ancestor of 0, got -2"),
         (lambda: masks.block_causal_documents([3], 0), "positive length, got 0"),
         (lambda: masks.global_sliding(4, 1, 5), "5 global tokens"),
         (lambda: masks.global_sliding(4, -1, 1), "a window of -1"),

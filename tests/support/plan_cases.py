@@ -42,6 +42,20 @@ def some_lengths(total: int, rng: random.Random) -> list[int]:
     return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
+def some_parents(segments: int, rng: random.Random) -> list[int]:
+    """The parents of segments in depth-first order; few are roots."""
+    parents: list[int] = []
+    for last in range(-1, segments - 1):
+        above = ancestors(last, parents)
+        parents.append(rng.choice([*above, *above, -1]))
+    return parents
+
+
+def ancestors(segment: int, parents: Sequence[int]) -> list[int]:
+    """A segment, its parent, and so on up to its root; none of -1."""
+    return [segment, *ancestors(parents[segment], parents)] if segment >= 0 else []
+
+
 def every_mask(n: int, rng: random.Random) -> list[Case]:
     """Each kind of mask over n tokens, with its parameters drawn anew."""
     left, right, prefix = rng.randint(0, n), rng.randint(0, n // 2 + 1), rng.randint(0, n)
@@ -67,9 +81,7 @@ def heterogeneous_masks(n: int, rng: random.Random) -> list[Case]:
     start = [edges[d] for d in number]
     prefix, block, tokens = rng.randint(0, n), rng.randint(1, 5), rng.randint(0, n)
     prefixes = [rng.randint(0, 5) for _ in lengths]
-    cut = rng.randint(1, len(lengths))
-    groups = [lengths[:cut], lengths[cut:]] if cut < len(lengths) else [lengths]
-    question = [0 if d < cut else cut for d in number]
+    parents = some_parents(len(lengths), rng)
 
     def alike(i: int, j: int) -> bool:
         return number[i] == number[j]
@@ -94,8 +106,8 @@ def heterogeneous_masks(n: int, rng: random.Random) -> list[Case]:
             lambda i, j: alike(i, j) and (j <= i or j - start[j] < prefixes[number[j]]),
         ),
         Case(
-            masks.shared_question(groups),
-            lambda i, j: j <= i and (alike(i, j) or (question[i] == question[j] == number[j])),
+            masks.prompt_tree(lengths, parents),
+            lambda i, j: j <= i and number[j] in ancestors(number[i], parents),
         ),
         Case(masks.causal_blockwise(lengths), lambda i, j: j <= i and (alike(i, j) or number[i] == number[-1])),
         Case(

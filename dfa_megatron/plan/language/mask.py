@@ -25,7 +25,7 @@ __all__ = [
     "global_sliding",
     "prefix_lm",
     "prefix_lm_documents",
-    "shared_question",
+    "prompt_tree",
     "sliding_window",
     "two_way_blocks",
     "union",
@@ -144,25 +144,48 @@ def prefix_lm_documents(lengths: Sequence[int], prefix: int | Sequence[int]) -> 
     return _mask(name, spans[-1].hi, tiles)
 
 
-def shared_question(groups: Sequence[Sequence[int]]) -> Mask:
-    """Return questions with several answers each, as in reward models.
+def prompt_tree(lengths: Sequence[int], parents: Sequence[int]) -> Mask:
+    """Return trees of segments that share their prefixes: a token sees its segment's ancestors, and j <= i inside it.
 
-    A question and every answer are causal. An answer sees all of its question, but no other answer and no other group.
+    Segments stand in depth-first order, each tree behind the one before. A run of first children is one causal tile.
+    The other children of a segment share one tile, of the columns of that run.
 
     Args:
-        groups: for each question its length, then the lengths of its answers. The benchmark's mask is one group.
+        lengths: tokens of each segment.
+        parents: the index of each segment's parent, -1 for a root.
     """
-    if not groups or not all(groups):
-        raise ValueError(f"every group needs a question, got {[list(group) for group in groups]}")
-    lengths = [length for group in groups for length in group]
-    spans, tiles, at = _spans(lengths), list[Tile](), 0
-    for group in groups:
-        question, *answers = spans[at : at + len(group)]
-        at += len(group)
-        tiles += [Tile(span, span, hi=0) for span in (question, *answers)]
-        if answers:
-            tiles.append(Tile(Span(answers[0].lo, answers[-1].hi), question))
-    return _mask("shared question(" + "|".join(_short(group) for group in groups) + ")", spans[-1].hi, tiles)
+    spans = _spans(lengths)
+    check_parents(parents, len(spans))
+    begins, runs, others = list[int](), dict[int, int](), dict[int, int]()
+    for at, (span, parent) in enumerate(zip(spans, parents, strict=True)):
+        begins.append(begins[parent] if 0 <= parent == at - 1 else span.lo)
+        runs[begins[at]] = span.hi
+        if 0 <= parent < at - 1:
+            others.setdefault(parent, span.lo)
+    ends = [span.hi for span in spans]
+    for at in reversed(range(len(spans))):
+        if (parent := parents[at]) >= 0:
+            ends[parent] = max(ends[parent], ends[at])
+    tiles = [Tile(Span(lo, hi), Span(lo, hi), hi=0) for lo, hi in runs.items()]
+    tiles += [Tile(Span(lo, ends[at]), Span(begins[at], spans[at].hi)) for at, lo in others.items()]
+    return _mask(f"prompt tree({_short(parents)};{_short(lengths)})", spans[-1].hi, tiles)
+
+
+def check_parents(parents: Sequence[int], segments: int) -> None:
+    """Refuse parents that are no trees in depth-first order.
+
+    Raises:
+        ValueError: names the segment, and the parents that it can have.
+    """
+    if len(parents) != segments:
+        raise ValueError(f"{segments} segments need as many parents, got {list(parents)}")
+    for at, parent in enumerate(parents):
+        above = at - 1
+        while above not in (parent, -1):
+            above = parents[above]
+        if above != parent:
+            known = "-1" + f", {at - 1} or an ancestor of {at - 1}" * (at > 0)
+            raise ValueError(f"in depth-first order the parent of segment {at} is {known}, got {parent}")
 
 
 def causal_blockwise(lengths: Sequence[int]) -> Mask:

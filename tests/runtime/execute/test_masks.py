@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron import DistAttentionConfig, dist_flash_attn_func
+from dfa_megatron import DistAttentionConfig, dist_flash_attn_func, masks, tree_positions
+from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.schedules import SCHEDULES
 from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.dense import assert_close, dense_attention
 from dfa_megatron.testing.workers import run_ranks
-from tests.support.plan_cases import Case, every_mask, heterogeneous_masks
+from tests.support.plan_cases import WAYS, Case, ancestors, every_mask, heterogeneous_masks, plan_of, some_parents
 
 DRAWN = 16
 """How many cases a random test draws; `make fuzz` draws as many as one likes."""
@@ -75,6 +77,50 @@ def test_every_mask_serves_schedules_that_look_both_ways(kind: int, batch: int) 
     case = all_masks(36, random.Random(kind))[kind]
     for schedule in ("ring", "greedy"):
         compare(case, 3, schedule, "reference", batch, 2)
+
+
+def paths(lengths: list[int], parents: list[int]) -> list[list[int]]:
+    """The tokens of each path from a root to a leaf: its prompt is repeated for every leaf."""
+    ends = list(accumulate(lengths, initial=0))
+    own = [list(range(lo, hi)) for lo, hi in pairwise(ends)]
+    leaves = [segment for segment in range(len(lengths)) if segment not in parents]
+    return [[token for above in reversed(ancestors(leaf, parents)) for token in own[above]] for leaf in leaves]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_tree_is_its_paths_with_every_prompt_repeated(ranks: int) -> None:
+    """Outputs of all copies are equal, and the gradient of a shared token is the sum over its copies."""
+    rng = random.Random(ranks)
+    torch.manual_seed(ranks)
+    for number in range(3):
+        lengths = [rng.randint(1, 5) for _ in range(rng.randint(8, 14))]
+        lengths[-1] += -sum(lengths) % (2 * ranks)
+        parents = some_parents(len(lengths), rng) if number else [-1, *[0] * (len(lengths) - 1)]
+        given = [torch.randn(1, sum(lengths), heads, 4, dtype=torch.float64) for heads in (6, 2, 2, 6)]
+        leaves, dout = [x.requires_grad_() for x in given[:3]], given[3]
+        each = paths(lengths, parents)
+        rows = torch.tensor([token for path in each for token in path])
+        repeated, _ = dense_attention(*(x[:, rows] for x in leaves), visible=masks.documents([len(p) for p in each]))
+        copies = torch.bincount(rows)[rows, None, None]
+        gradients = torch.autograd.grad(repeated, leaves, dout[:, rows] / copies)
+        positions = tree_positions(lengths, parents)
+        assert torch.equal(positions[rows], torch.tensor([place for path in each for place in range(len(path))]))
+        for way in WAYS:
+            plan = plan_of(way, masks.prompt_tree(lengths, parents), ranks)
+            out, *got = whole(plan, given)
+            for name, mine, want in zip(NAMES, (out[:, rows], *got), (repeated, *gradients), strict=True):
+                assert_close(mine, want, tolerance=1e-13, name=f"{name} of {parents} on {ranks} ranks, {way}")
+
+
+def whole(plan: AttentionPlan, given: Tensors) -> Tensors:
+    """Out, dq, dk and dv of all tokens; all ranks in this process, each with the tokens of the plan's layout."""
+    held = [plan.forward.layout.positions(rank) for rank in range(plan.ranks)]
+    q, k, v, dout = ([x[:, rows].detach() for rows in held] for x in given)
+    prepared = prepare_together(Request(softmax_scale=0.5, plan=plan, layout=plan.layout), q, k, v)
+    out, lse = zip(*forward_together(prepared, q, k, v), strict=True)
+    gradients = backward_together(prepared, dout, q, k, v, out, lse)
+    order = torch.tensor([token for rows in held for token in rows]).argsort()
+    return [torch.cat(parts, 1)[:, order] for parts in (out, *zip(*gradients, strict=True))]
 
 
 def on_a_rank(rank: int, world_size: int, number: int) -> None:
