@@ -11,7 +11,8 @@ from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext, run_of
 from dfa_megatron.huggingface.parts.image_masks import ImageMask, Images, mask_of
 from dfa_megatron.huggingface.positions.document_starts import KEYWORD, Documents, in_chunks
-from dfa_megatron.huggingface.positions.temperature import tempered
+from dfa_megatron.huggingface.positions.prompt_trees import Tree
+from dfa_megatron.huggingface.positions.temperature import has_temperature, tempered
 from dfa_megatron.huggingface.refusals import ATTENTION, INPUTS
 from dfa_megatron.huggingface.windows import OtherMask, WindowMask, chunk_of, window_of
 from dfa_megatron.runtime.agreement.calls import at_layer
@@ -87,6 +88,7 @@ def attention(
     windowed = attention_mask if isinstance(attention_mask, WindowMask) else None
     batch, whole = query.shape[0], query.shape[2] * context.size
     documents = others[KEYWORD] if KEYWORD in others else run_of(module)[0]
+    tree, documents = (documents, None) if isinstance(documents, Tree) else (None, documents)
     query = tempered(module, query, documents, context.group)
     if chunk := chunk_of(module, windowed):
         windowed, documents = None, in_chunks(documents or ((0, whole),) * batch, chunk)
@@ -105,6 +107,15 @@ def attention(
     number = int(getattr(module, "layer_idx", None) or 0) + 1
     # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(number):
+        if tree is not None:
+            counting = {
+                "a window": window != (-1, -1),
+                "chunks": chunk,
+                "ALiBi": asked["alibi_slopes"] is not None,
+                "a temperature": has_temperature(module),
+            }
+            ATTENTION.check(in_tree=" and ".join(n for n, x in counting.items() if x), layer=type(module).__name__)
+            return _run_tree(q, k, v, tree, asked), None
         if images is not None:
             return _run_with_images((q, k, v), documents or ((0, whole),) * batch, images, asked), None
         return _run(q, k, v, documents, asked), None
@@ -121,6 +132,14 @@ def _run_with_images(
         for row, offsets in enumerate(documents)
     ]
     return torch.cat(rows)
+
+
+def _run_tree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: Tree, asked: dict[str, Any]) -> torch.Tensor:
+    """Compute attention of segments that share prefixes."""
+    del asked["causal"], asked["window_size"]
+    out: Any = dist_flash_attn_func(q, k, v, mask=tree.mask, **asked)
+    whole: torch.Tensor = out
+    return whole
 
 
 def _run(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from dfa_megatron.huggingface.padding import IGNORED, check_right, check_unlabelled
 from dfa_megatron.huggingface.positions import document_starts as packed
+from dfa_megatron.huggingface.positions import prompt_trees as trees
 from dfa_megatron.huggingface.refusals import BATCHES
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.sharding import local_positions, shard_sequence
 
-KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", *packed.FLASH_KEYS)
+KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", *packed.FLASH_KEYS, trees.KEY)
 """What may be in a batch of text."""
 
 OTHER_SENSES = (
@@ -23,7 +25,7 @@ OTHER_SENSES = (
 """What processors of images, video and sound bring beside the tokens; it stays whole."""
 
 
-def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> dict[str, torch.Tensor]:
+def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, Any]:
     """Return this rank's model inputs from a batch that is the same on every rank of the group.
 
     Args:
@@ -31,7 +33,8 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
             "attention_mask" may be there with padding on the right, whose labels are -100; it is checked and left out,
             because a causal mask hides padding. "position_ids" (batch or 1, seq) may be there; they restart
             at 0 where a document of a packed row begins. "cu_seq_lens_q", "cu_seq_lens_k", as transformers'
-            padding-free collators make them, say the same.
+            padding-free collators make them, say the same. In place of both, "prompt_tree" may hold (lengths, parents)
+            of segments that share prefixes, as `masks.prompt_tree` takes them; all rows have these segments.
             With `OTHER_SENSES`, such as "pixel_values", the batch is for a model of several parts, which embeds whole
             sequences; "position_ids" may then have axes (4, batch, seq), the first of them places.
         group: the ranks that share the sequence; seq must be a multiple of their number.
@@ -63,6 +66,9 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
         BATCHES.check(wrong_documents=positions.shape[0] != 4)
         positions = positions[0]
     documents = _documents(batch, positions, tokens)
+    if trees.KEY in batch:
+        beside = ("position_ids", *packed.FLASH_KEYS, *others)
+        tree = trees.tree_of(batch[trees.KEY], tokens.shape[1], [name for name in beside if name in batch])
     size = group_size(group_name(group))
     if others:
         local = {"input_ids": tokens, **others}
@@ -72,6 +78,9 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
             local["position_ids"] = packed.positions_of(documents, tokens.device)
     else:
         local = _cut(tokens, documents, group)
+    if trees.KEY in batch:
+        local |= {"position_ids": shard_sequence(tree.positions(tokens.device), group=group)}
+        local |= {trees.KEY: (tree.lengths, tree.parents)}
     if "labels" in batch:
         shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
         local["labels"] = local["shift_labels"] = shard_sequence(shifted.contiguous(), group=group)
@@ -79,7 +88,7 @@ def shard_batch(batch: Mapping[str, torch.Tensor], *, group: Group = None) -> di
     return local
 
 
-def _cut(tokens: torch.Tensor, documents: packed.Documents | None, group: Group) -> dict[str, torch.Tensor]:
+def _cut(tokens: torch.Tensor, documents: packed.Documents | None, group: Group) -> dict[str, Any]:
     """Return this rank's tokens, their positions, and the documents."""
     local = {
         "input_ids": shard_sequence(tokens, group=group),

@@ -23,6 +23,7 @@ from dfa_megatron.huggingface.parts.text_part import attention_of, has_parts, is
 from dfa_megatron.huggingface.parts.whole_inputs import take_whole
 from dfa_megatron.huggingface.positions import own_positions
 from dfa_megatron.huggingface.positions.embedded_positions import padding_of
+from dfa_megatron.huggingface.positions.tree_inputs import take_tree
 from dfa_megatron.huggingface.recurrent import layers as recurrent
 from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.huggingface.tiles.tiled_head import set_tile
@@ -111,6 +112,7 @@ def _hook(inner: Any, decoder: Any) -> None:
     inner.register_forward_pre_hook(inputs.follow_mode, with_kwargs=True)
     if inner is not decoder:
         inner.register_forward_pre_hook(inputs.check_loss, with_kwargs=True)
+        inner.register_forward_pre_hook(take_tree, with_kwargs=True)
     if has_parts(inner):
         inner.register_forward_pre_hook(take_whole, with_kwargs=True)
     decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)

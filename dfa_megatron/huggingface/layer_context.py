@@ -16,6 +16,7 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.positions.document_starts import Documents
+from dfa_megatron.huggingface.positions.prompt_trees import Tree
 from dfa_megatron.huggingface.refusals import ATTENTION
 
 CONTEXT = "_dfa_attention"
@@ -26,14 +27,14 @@ CONTEXT = "_dfa_attention"
 class Current:
     """Hold facts of the last forward's batch, for modules that do not receive them.
 
-    documents: of every row, None if each row is one.
-    longest: tokens of its longest document, on all ranks; 0 while attention is local.
+    documents: of every row, None if each row is one; or the segments of a prompt tree.
+    longest: tokens of its longest document, or path, on all ranks; 0 while attention is local.
     positions: int64 (batch or 1, local_seq), of this rank's tokens.
     told: what a model that does not hand it on was given for its decoder: positions, offsets of documents, images.
     packed: whether any forward had documents.
     """
 
-    documents: Documents | None = None
+    documents: Documents | Tree | None = None
     longest: int = 0
     positions: torch.Tensor | None = None
     told: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class LayerContext:
     current: Current = field(default_factory=Current)
 
 
-Run = tuple[Documents | None, int]
+Run = tuple[Documents | Tree | None, int]
 """The documents of a forward, and the tokens of the longest."""
 
 _TOLD: ContextVar[Run | None] = ContextVar("the forward of the layer that runs", default=None)

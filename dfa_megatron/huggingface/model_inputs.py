@@ -21,6 +21,8 @@ from dfa_megatron.huggingface.parts.image_masks import IMAGES, with_images
 from dfa_megatron.huggingface.parts.text_part import attention_of, is_distributed, set_attention
 from dfa_megatron.huggingface.parts.whole_inputs import cut
 from dfa_megatron.huggingface.positions import document_starts as packed
+from dfa_megatron.huggingface.positions import prompt_trees as trees
+from dfa_megatron.huggingface.positions import tree_inputs
 from dfa_megatron.huggingface.positions.embedded_positions import after_padding, padding_of, places
 from dfa_megatron.huggingface.refusals import INPUTS
 from dfa_megatron.huggingface.windows import WindowMask
@@ -47,18 +49,26 @@ def prepare(
     """
     context: LayerContext = getattr(module, CONTEXT)
     if module.config._attn_implementation != NAME:
+        INPUTS.check(no_tree="a model with its own attention" if trees.KEY in kwargs else None)
         context.current.longest, context.current.positions = 0, None
         return None
     told, context.current.told = context.current.told, {}
     kwargs = kwargs | told if context.parts else told | kwargs  # a model of several parts fills in positions
     images = kwargs.pop(IMAGES, None)
+    told_tree = kwargs.pop(trees.KEY, None)
     _check_arguments(args, kwargs, context)
     if context.parts:
         kwargs = cut(module, args, kwargs, context)
     tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
     given = places(module, kwargs)
     INPUTS.check(no_positions=context.size if given is None and context.size > 1 else None)
-    documents, positions = _documents(kwargs, given, tokens, context)
+    documents: packed.Documents | trees.Tree | None
+    if told_tree is None:
+        documents, positions = _documents(kwargs, given, tokens, context)
+    else:
+        documents, positions = tree_inputs.segments(told_tree, module, kwargs, tokens)
+        if given is not None and context.options.verify != "off" and not _equal(given, positions):
+            _refuse_positions(given, context, tokens.shape[1])
     kept = {name: value for name, value in kwargs.items() if name not in packed.FLASH_KEYS}
     kept |= {"position_ids": _embedded(module, kwargs, tokens, documents, positions), "use_cache": False}
     mask = kwargs.get("attention_mask")
@@ -80,12 +90,18 @@ def prepare(
 
 
 def _note(
-    context: LayerContext, documents: packed.Documents | None, tokens: torch.Tensor, positions: torch.Tensor
+    context: LayerContext,
+    documents: packed.Documents | trees.Tree | None,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
 ) -> None:
     """Note the facts of this forward for the modules that do not receive them."""
     current = context.current
     current.documents, current.positions = documents, positions
     current.packed = current.packed or documents is not None
+    if isinstance(documents, trees.Tree):
+        current.longest = int(documents.positions()[0].max()) + 1
+        return
     ends = documents or ((0, tokens.shape[1] * context.size),)
     current.longest = max(hi - lo for offsets in ends for lo, hi in pairwise(offsets))
 
@@ -113,7 +129,7 @@ def _embedded(
     module: Any,
     kwargs: dict[str, Any],
     tokens: torch.Tensor,
-    documents: packed.Documents | None,
+    documents: packed.Documents | trees.Tree | None,
     positions: torch.Tensor,
 ) -> torch.Tensor:
     """Return the positions that the model embeds, from the tokens' positions in their sequence or document."""
@@ -125,6 +141,7 @@ def _embedded(
         return positions
     if tokens.dim() > 2:  # embeddings: none is known to be padding, as in the model itself
         return positions + padding + 1
+    assert not isinstance(documents, trees.Tree)  # refused in `tree_inputs.segments`
     context: LayerContext = getattr(module, CONTEXT)
     return after_padding(tokens, documents, padding, context.group)
 

@@ -91,6 +91,13 @@ INPUTS = Stage(
             "(3, 1, 8) for a qwen2_vl_text model",
         ),
         stated(
+            "no_tree",
+            "a prompt_tree for {no_tree}",
+            "tokens of one path would be taken for those of another",
+            "a distributed model of text whose positions are counted from 0",
+            "a model with its own attention",
+        ),
+        stated(
             "wrong_positions",
             "position_ids {wrong_positions}",
             "this rank holds the tokens {first} to {last} of each sequence, and every sequence, or every document in "
@@ -205,6 +212,14 @@ ATTENTION = Stage(
             "a model whose layers take attention implementations",
             "masked_fill",
             layer="MptAttention",
+        ),
+        stated(
+            "in_tree",
+            "a prompt_tree in a layer of type {layer} with {in_tree}",
+            "it counts places in the pack, where a token's neighbours may be of another path",
+            "layers of full attention and rotary embeddings; or every path as a document of its own",
+            "a window",
+            layer="MistralAttention",
         ),
         stated("ready_mask", "a ready-made attention mask", "attention is causal by construction", _CAUSAL),
         stated(

@@ -53,6 +53,20 @@ BATCHES = Stage(
             length=8,
         ),
         stated(
+            "beside_tree",
+            "a prompt_tree beside {beside_tree}",
+            "it says by itself which tokens attend to which, and where they are; images are not planned in it",
+            "the tree alone",
+            "position_ids",
+        ),
+        stated(
+            "wrong_tree",
+            "a prompt_tree whose segments do not fit",
+            "{wrong_tree}",
+            "(lengths, parents) of a whole row, as dfa_megatron.masks.prompt_tree takes them",
+            "they have 7 tokens, and a row has 8",
+        ),
+        stated(
             "left_padding",
             "an attention_mask with padding that is not on the right",
             "padded tokens would be attended to",

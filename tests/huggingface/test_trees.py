@@ -1,0 +1,127 @@
+"""Prompt trees are computed as eager attention computes each path from a root to a leaf, with its prompt repeated."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.testing.dense import assert_close
+from dfa_megatron.testing.workers import run_ranks
+from tests.support.models import LAYERS, build, gradients, text
+from tests.support.plan_cases import ancestors, some_parents
+
+Segments = list[list[int]]
+
+
+def forest(tokens: int, seed: int) -> tuple[Segments, list[int]]:
+    """Token ids of random segments, and their parents; as many tokens when it is packed for all first tokens."""
+    rng = random.Random(seed)
+    parents = some_parents(7, rng)
+    lengths = [rng.randint(2, 4) for _ in parents]
+    more = sum(parent >= 0 for parent in parents) - sum(at in parents for at in range(len(parents)))
+    lengths[-1] += tokens - sum(lengths) - more
+    assert lengths[-1] > 0
+    return [[rng.randrange(61) for _ in range(length)] for length in lengths], parents
+
+
+def packed(segments: Segments, parents: list[int]) -> dict[str, Any]:
+    """A batch in which every first token is predicted: a parent's last token begins each of its children instead."""
+    moved = [
+        ([segments[parent][-1]] if parent >= 0 else []) + (own[:-1] if at in parents else own)
+        for at, (own, parent) in enumerate(zip(segments, parents, strict=True))
+    ]
+    labels = [
+        own if parent == at - 1 else [-100, *own[1:]]
+        for at, (own, parent) in enumerate(zip(moved, parents, strict=True))
+    ]
+    ids, labelled = (torch.tensor([[token for own in each for token in own]]) for each in (moved, labels))
+    return {"input_ids": ids, "labels": labelled, "prompt_tree": ([len(own) for own in moved], parents)}
+
+
+def path_by_path(reference: Any, segments: Segments, parents: list[int]) -> torch.Tensor:
+    """The mean loss of a model that sees one path at a time; a shared token counts once."""
+    leaves = [at for at in range(len(parents)) if at not in parents]
+    copies = [sum(at in ancestors(leaf, parents) for leaf in leaves) for at in range(len(parents))]
+    total, count = torch.zeros(()), 0.0
+    for leaf in leaves:
+        path = ancestors(leaf, parents)[::-1]
+        ids = torch.tensor([token for at in path for token in segments[at]])
+        weights = torch.tensor([1 / copies[at] for at in path for _ in segments[at]])[1:]
+        losses = torch.nn.functional.cross_entropy(
+            reference(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="none"
+        )
+        total, count = total + (losses * weights).sum(), count + float(weights.sum())
+    return total / count
+
+
+def compare(rank: int, ranks: int) -> None:
+    segments, parents = forest(12 * ranks, seed=ranks)
+    want = build("Qwen3")
+    loss = path_by_path(want, segments, parents)
+    loss.backward()
+    for checkpoint in ("none", "full", "remat"):
+        model = dfa_hf.distribute_attention(build("Qwen3"), config=DistAttentionConfig(checkpoint=checkpoint))
+        COUNTERS.reset()
+        got = model(**dfa_hf.shard_batch(packed(segments, parents))).loss
+        model(**dfa_hf.shard_batch(text(1, 12 * ranks, seed=1)))  # a forward between, of no tree
+        got.backward()
+        assert COUNTERS.snapshot()["attention_forwards"] == (3 if checkpoint == "full" else 2) * LAYERS
+        mean = got.detach().clone()
+        dist.all_reduce(mean)
+        assert_close(mean / ranks, loss, tolerance=1e-5, name="loss")
+        for name, gradient in gradients(model).items():
+            dist.all_reduce(gradient)
+            wanted = dict(want.named_parameters())[name].grad
+            assert_close(gradient / ranks, wanted, tolerance=1e-5, name=f"{checkpoint}, {name}")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_loss_and_gradients_are_those_of_every_path_with_its_prompt_repeated(ranks: int) -> None:
+    run_ranks(ranks, compare)
+
+
+TREE: dict[str, Any] = text(1, 8, seed=0) | {"prompt_tree": ([4, 2, 2], [-1, 0, 0])}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"position_ids": torch.arange(8)[None]}, "a prompt_tree beside position_ids"),
+        ({"prompt_tree": ([4, 2], [-1, 0])}, "they have 6 tokens, and a row has 8"),
+        ({"prompt_tree": ([4, 2, 2], [-1, 0])}, "3 segments need as many parents"),
+    ],
+)
+def test_a_tree_that_does_not_fit_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UnsupportedError, match=complaint):
+        dfa_hf.shard_batch(TREE | changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "complaint"),
+    [
+        ("Mistral", {"sliding_window": 3}, "MistralAttention with a window"),
+        ("Llama4Text", {"attention_chunk_size": 4}, "Llama4TextAttention with chunks"),
+        ("Roberta", {"is_decoder": True}, "a table behind its padding"),
+        ("Mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 4, "n_groups": 1}, "with a state"),
+    ],
+)
+def test_a_layer_that_counts_places_is_refused(kind: str, changes: dict[str, Any], complaint: str) -> None:
+    model = dfa_hf.distribute_attention(build(kind, **changes))
+    with pytest.raises(UnsupportedError, match=complaint):
+        model(**dfa_hf.shard_batch(TREE))
+
+
+def test_a_model_with_its_own_attention_and_wrong_positions_are_refused() -> None:
+    model, local = dfa_hf.distribute_attention(build("Llama")), dfa_hf.shard_batch(TREE)
+    with pytest.raises(UnsupportedError, match="position_ids from 0 to 7"):
+        model(**local | {"position_ids": torch.arange(8)[None]})
+    with dfa_hf.local_attention(model), pytest.raises(UnsupportedError, match="a model with its own attention"):
+        model(**local)
