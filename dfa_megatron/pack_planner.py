@@ -21,15 +21,14 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import Form
+from dfa_megatron.plan.language.geometry import Form
 from dfa_megatron.plan.language.heads import split_heads, split_tokens, stages_error
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
 from dfa_megatron.runtime.execute.ulysses import stand_ins
-from dfa_megatron.runtime.execute.wire_format import Format
-from dfa_megatron.runtime.problem import QKV, format_of, kernel_of, problem_of
-from dfa_megatron.runtime.rank_plan import RankPlan, keep, work_out
+from dfa_megatron.runtime.problem import QKV, problem_of, served_by
+from dfa_megatron.runtime.rank_plan import RankPlan, Served, keep, work_out
 from dfa_megatron.runtime.request import DEFAULTS, Request
 
 
@@ -109,7 +108,7 @@ class PackPlanner:
             self.rank, ranks, over = outer.index(self.rank), len(outer), None
             qkv = QKV(*stand_ins(split, *qkv))
         self.problem = problem_of(request, ranks, qkv, over)
-        self.formats = _formats(request, qkv, alone=ranks == 1 and config.fixed_degree == 1)
+        self.served = _served(request, qkv, alone=ranks == 1 and config.fixed_degree == 1)
 
     def __call__(self, cu_seqlens: torch.Tensor | Sequence[int]) -> PackPlan:
         """Return the plan of these documents: global token offsets, as `dist_flash_attn_varlen_func` takes them.
@@ -120,23 +119,23 @@ class PackPlanner:
         offsets = offsets_of(cu_seqlens)
         check_offsets(offsets, self.problem.ranks * self.problem.local_length)
         problem = replace(self.problem, asks=replace(self.problem.asks, cu_seqlens=offsets))
-        return PackPlan(work_out(problem, self.rank, self._format))
+        return PackPlan(work_out(problem, self.rank, self._serve))
 
-    def _format(self, forms: frozenset[Form]) -> Format:
-        found = self.formats[forms]
+    def _serve(self, forms: frozenset[Form]) -> Served:
+        found = self.served[forms]
         if isinstance(found, str):
             raise UnsupportedError(f"calls of the forms {sorted(forms)}", found, "another kernel")
         return found
 
 
-def _formats(request: Request, qkv: QKV, *, alone: bool) -> Mapping[frozenset[Form], Format | str]:
-    """Return the format for every set of forms, which decides the kernel; or why no kernel serves it."""
+def _served(request: Request, qkv: QKV, *, alone: bool) -> Mapping[frozenset[Form], Served | str]:
+    """Return what the kernel asks for that each set of forms decides; or why no kernel serves it."""
     every: tuple[Form, ...] = get_args(Form)
-    found: dict[frozenset[Form], Format | str] = {}
+    found: dict[frozenset[Form], Served | str] = {}
     for some in chain.from_iterable(combinations(every, count) for count in range(len(every) + 1)):
         forms = frozenset(some)
         try:
-            found[forms] = format_of(request, kernel_of(request, forms, qkv), qkv, alone=alone)
+            found[forms] = served_by(request, qkv, forms, alone=alone)
         except UnsupportedError as error:
             found[forms] = str(error)
     return found

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.attention.job import Problem
 from dfa_megatron import kernels
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Form, Need, Saved
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
 from dfa_megatron.kernels.merge import row_dot
-from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Form
 
 Local = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

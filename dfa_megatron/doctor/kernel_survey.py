@@ -14,8 +14,8 @@ import torch
 from dfa_megatron.doctor.kernel_trial import Trial, errors, seconds, wrong
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels import KERNELS, get, select
-from dfa_megatron.kernels.api import BlockKernel, Form
-from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
+from dfa_megatron.kernels.api import BlockKernel
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Form
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import torch
 
 from dfa_megatron.doctor.stopwatch import stopwatch
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved, accumulator_dtype, form_of
-from dfa_megatron.plan.language.geometry import Band, Segment
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved, accumulator_dtype
+from dfa_megatron.plan.language.geometry import Band, Segment, form_of
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 

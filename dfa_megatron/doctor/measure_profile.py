@@ -21,10 +21,10 @@ from dfa_megatron.doctor.stopwatch import stopwatch
 from dfa_megatron.doctor.world import join, slowest
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels import select
-from dfa_megatron.kernels.api import BlockKernel, form_of
+from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.plan.cost import profile as profiles
 from dfa_megatron.plan.cost.hardware import Hardware, Link
-from dfa_megatron.plan.language.geometry import CAUSAL, FULL
+from dfa_megatron.plan.language.geometry import CAUSAL, FULL, form_of
 
 LENGTHS = {"cuda": (1024, 2048, 4096, 8192, 16384, 32768), "cpu": (64, 128, 256, 512)}
 _WARM, _MOST_BEFORE = 0.15, 200

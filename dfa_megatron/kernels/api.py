@@ -15,23 +15,13 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.segments import Cut, Part, Rows, Segments, Split, Takes
-from dfa_megatron.plan.language.geometry import Band
-
-Form = Literal["full", "causal", "band"]
-"""full: no pair is masked. causal: right = 0, left unbounded, q_len = kv_len. band: any other window."""
+from dfa_megatron.plan.language.geometry import Band, Form
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 """(out, lse) of some rows."""
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(dq, dk, dv)."""
-
-
-def form_of(band: Band, q_len: int, kv_len: int) -> Form:
-    """Return the simplest form of a call; a kernel is selected by it."""
-    if band.is_full:
-        return "full"
-    return "causal" if band.left < 0 and band.right == 0 and q_len == kv_len else "band"
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

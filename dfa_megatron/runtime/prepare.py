@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
-from dfa_megatron.kernels.api import BlockKernel, Form
+from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.heads import HeadSplit, TokenSplit, split_heads, split_tokens
 from dfa_megatron.plan.language.ir import AttentionPlan
@@ -26,7 +26,7 @@ from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.facts import facts_of, kinds_of
-from dfa_megatron.runtime.problem import QKV, degree_of, format_of, kernel_of, problem_of, refuse_tensors
+from dfa_megatron.runtime.problem import QKV, degree_of, kernel_of, problem_of, refuse_tensors, served_by
 from dfa_megatron.runtime.rank_plan import RankPlan, rank_plan
 from dfa_megatron.runtime.request import Request
 
@@ -96,7 +96,7 @@ class Prepared:
     @property
     def format(self) -> Format:
         """The sizes and dtypes of messages."""
-        return self.rank_plan.format
+        return self.rank_plan.served.format
 
     @property
     def plan(self) -> AttentionPlan:
@@ -131,10 +131,8 @@ def build(
     if request.config.cuda_graph and not qkv.q.is_cuda:
         raise UnsupportedError(f"cuda_graph=True on {qkv.q.device}", "it has no CUDA graphs", "cuda_graph=False")
 
-    def format_for(forms: frozenset[Form]) -> Format:
-        return format_of(request, kernel_of(request, forms, qkv), qkv, alone=ranks == 1 and not exchanged)
-
-    known = rank_plan(problem_of(request, ranks, qkv, over), rank, format_for)
+    serve = functools.partial(served_by, request, qkv, alone=ranks == 1 and not exchanged)
+    known = rank_plan(problem_of(request, ranks, qkv, over), rank, serve)
     kernel = kernel_of(request, known.forms, qkv)
     return Prepared(request, known, kernel, over, binds=kernel.replays(deterministic=request.config.deterministic))
 

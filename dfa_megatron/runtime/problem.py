@@ -10,7 +10,7 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import BlockKernel, Form, Need, accumulator_dtype
+from dfa_megatron.kernels.api import BlockKernel, Need, accumulator_dtype
 from dfa_megatron.plan.cost.choose import automatic_degree
 from dfa_megatron.plan.cost.hardware import (
     CPU_LOOPBACK,
@@ -22,11 +22,12 @@ from dfa_megatron.plan.cost.hardware import (
     computing_with,
 )
 from dfa_megatron.plan.cost.profile import profile_named
+from dfa_megatron.plan.language.geometry import Form
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.environment import Links
 from dfa_megatron.runtime.execute.wire_format import Format
-from dfa_megatron.runtime.rank_plan import Problem
+from dfa_megatron.runtime.rank_plan import Problem, Served
 from dfa_megatron.runtime.request import Request
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -147,11 +148,18 @@ def _wire_dtype(request: Request, q: torch.Tensor) -> torch.dtype:
     return q.dtype if request.config.wire_dtype == "input" else accumulator_dtype(q.dtype)
 
 
-def format_of(request: Request, kernel: BlockKernel, qkv: QKV, *, alone: bool) -> Format:
-    """Return the sizes and dtypes of messages between ranks that hold tensors like these; alone: nothing is sent."""
+def served_by(request: Request, qkv: QKV, forms: frozenset[Form], *, alone: bool) -> Served:
+    """Return what the kernel of these forms asks for, on ranks with tensors like these; alone: nothing is sent.
+
+    Raises:
+        UnsupportedError: no kernel serves.
+    """
     q, k, v = qkv
+    kernel = kernel_of(request, forms, qkv)
     needs = "out" if alone and kernel.takes_out else kernel.backward_needs
-    return Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, _wire_dtype(request, q), needs)
+    wire = _wire_dtype(request, q)
+    sizes = Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, needs)
+    return Served(sizes, "band" in forms or kernel.refusal(_need(request, forms | {"band"}, qkv)) is None)
 
 
 def degree_of(request: Request, qkv: QKV, over: Channel | None) -> int:

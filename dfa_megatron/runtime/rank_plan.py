@@ -7,17 +7,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import Form, form_of
 from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.cost.hardware import Hardware
-from dfa_megatron.plan.language.geometry import joined_spans
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan
-from dfa_megatron.plan.language.program import Program
+from dfa_megatron.plan.language.geometry import Form, joined_spans
+from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Plan
 from dfa_megatron.plan.language.shape import AttentionShape
-from dfa_megatron.plan.lowering.positions import Tokens, tokens
-from dfa_megatron.plan.proof.check import check
+from dfa_megatron.plan.lowering.lower import lower
+from dfa_megatron.plan.proof.check import check_plan, check_programs
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.plan.uncollected import uncollected
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
@@ -46,12 +45,25 @@ class Problem:
     hardware: Hardware
 
 
+class Served(NamedTuple):
+    """What the kernel of a plan asks for.
+
+    format: of messages. bands: it takes windows that are neither full nor square causal.
+    """
+
+    format: Format
+    bands: bool
+
+
+Serve = Callable[[frozenset[Form]], Served]
+"""Return this for the kernel that computes tiles of such forms; UnsupportedError where there is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankPlan:
     """Hold one rank's programs.
 
-    forms: of every kernel call of any rank, so that all choose the same kernel.
-    tokens: what the rows are that kernels read, forward and backward, for kernels that must know.
+    forms: of every tile that any rank computes, so that all choose the same kernel.
     """
 
     problem: Problem
@@ -59,45 +71,38 @@ class RankPlan:
     schedule: str
     digest: str
     forms: frozenset[Form]
-    format: Format
+    served: Served
     forward: MemoryPlan
     backward: MemoryPlan
-    tokens: tuple[Tokens, Tokens]
 
     @property
     def plan(self) -> AttentionPlan:
         """The whole plan, for pictures and reports; made again where it is not at hand."""
-        return planned(self.problem, self.rank)[0]
+        return planned(self.problem)
 
 
-@lru_cache(maxsize=16)  # every rank's programs: with new documents in every batch few come again
-def planned(problem: Problem, rank: int) -> tuple[AttentionPlan, tuple[Program, ...], tuple[Program, ...]]:
-    """Return the plan of a problem and its programs for every rank, forward and backward.
-
-    They are checked. Of the results of a schedule each rank compares its own with the mask, and all ranks hear of an
-    error when they agree. Every rank checks all of a caller's plan.
+@lru_cache(maxsize=16)  # with new documents in every batch few come again
+def planned(problem: Problem) -> AttentionPlan:
+    """Return the plan of a problem. A caller's plan is proved for all ranks.
 
     Raises:
         UnsupportedError: no schedule serves the problem, or the caller's plan does not fit it.
         PlanError: the caller's plan is wrong; shows where.
     """
-    batch, asks = problem.shape.batch, problem.asks
+    asks = problem.asks
     mask = asks.mask_over(problem.ranks * problem.local_length)
-    if asks.plan is None:
-        plan = make_plan(
-            mask,
-            problem.ranks,
-            schedule=problem.schedule,
-            layout=asks.layout,
-            shape=problem.shape,
-            hardware=problem.hardware,
-        )
-    else:
-        plan = asks.plan
-        _refuse_plan(plan, problem)
-    proved = rank if asks.plan is None else None
-    forward, backward = (tuple(check(phase, batch, rank=proved)) for phase in plan.phases)
-    return plan, forward, backward
+    if asks.plan is not None:
+        _refuse_plan(asks.plan, problem)
+        check_plan(asks.plan, batch=problem.shape.batch)
+        return asks.plan
+    return make_plan(
+        mask,
+        problem.ranks,
+        schedule=problem.schedule,
+        layout=asks.layout,
+        shape=problem.shape,
+        hardware=problem.hardware,
+    )
 
 
 def _refuse_plan(plan: AttentionPlan, problem: Problem) -> None:
@@ -124,32 +129,32 @@ def _refuse_plan(plan: AttentionPlan, problem: Problem) -> None:
         raise UnsupportedError(f"schedule={problem.schedule!r} with a plan", "the plan says it", "schedule='auto'")
 
 
-def forms_of(*programs: tuple[Program, ...]) -> frozenset[Form]:
-    """The forms of every kernel call of any rank."""
-    return frozenset(
-        form_of(segment.band, segment.q_hi - segment.q_lo, segment.kv_hi - segment.kv_lo)
-        for phase in programs
-        for program in phase
-        for step in program.steps
-        for call in step.calls
-        for segment in call.segments
-    )
+def forms_of(plan: AttentionPlan) -> frozenset[Form]:
+    """The forms of every tile that any rank computes; fused tiles are of these, or bands."""
+    return frozenset(tile.form for phase in plan.phases for tiles in phase.pairs.values() for tile in tiles)
 
 
-def work_out(problem: Problem, rank: int, format_for: Callable[[frozenset[Form]], Format]) -> RankPlan:
-    """Plan, check, lower and place. `format_for` knows the tensors of a kernel that can do such forms.
+def work_out(problem: Problem, rank: int, serve: Serve) -> RankPlan:
+    """Plan for all ranks; lower, prove and place for one.
+
+    The proof covers the plan, and this rank's programs. All ranks hear of an error on any when they agree.
 
     Raises:
         UnsupportedError: no schedule serves the problem, or no kernel its forms.
+        PlanError: the plan, or a program, is wrong.
     """
     with uncollected():
-        plan, forward, backward = planned(problem, rank)
-        forms = forms_of(forward, backward)
-        sizes = format_for(forms)
-        memories = plan_memory(forward, rank, sizes), plan_memory(backward, rank, sizes)
-        batch = problem.shape.batch
-        rows = tokens(plan.forward, forward[rank], batch), tokens(plan.backward, backward[rank], batch)
-    return RankPlan(problem, rank, plan.schedule, plan.digest, forms, sizes, *memories, rows)
+        plan = planned(problem)
+        forms = forms_of(plan)
+        served = serve(forms)
+        forward, backward = (_placed(phase, rank, served) for phase in plan.phases)
+    return RankPlan(problem, rank, plan.schedule, plan.digest, forms, served, forward, backward)
+
+
+def _placed(plan: Plan, rank: int, served: Served) -> MemoryPlan:
+    program = lower(plan, rank, served.format.batch, bands=served.bands)
+    check_programs(plan, [program], served.format.batch)
+    return plan_memory(plan, program, served.format)
 
 
 _ahead: OrderedDict[tuple[Problem, int], RankPlan] = OrderedDict()
@@ -162,15 +167,16 @@ def keep(known: RankPlan) -> None:
         _ahead.popitem(last=False)
 
 
-def rank_plan(problem: Problem, rank: int, format_for: Callable[[frozenset[Form]], Format]) -> RankPlan:
+def rank_plan(problem: Problem, rank: int, serve: Serve) -> RankPlan:
     """Return the cached rank plan, or a new one; arguments and errors as for `work_out`."""
     known = _ahead.get((problem, rank))
     if known is None:
-        return work_out(problem, rank, format_for)
-    wanted = format_for(known.forms)
-    if known.format != wanted:
-        _say_once(f"plans made ahead are for {known.format}, and calls bring {wanted}: packs are planned as they come")
-        return work_out(problem, rank, format_for)
+        return work_out(problem, rank, serve)
+    wanted = serve(known.forms)
+    if known.served != wanted:
+        ahead, now = known.served.format, wanted.format
+        _say_once(f"plans made ahead are for {ahead}, and calls bring {now}: packs are planned as they come")
+        return work_out(problem, rank, serve)
     return known
 
 

@@ -166,8 +166,7 @@ def _algebra(
         "deterministic": request.config.deterministic,
     }
     if slopes:
-        of_phase = prepared.rank_plan.tokens[0 if memory is prepared.forward else 1]
-        options["bias"] = GlobalBias(slopes[0], memory, of_phase)
+        options["bias"] = GlobalBias(slopes[0], memory)
     return Tensors(memory, prepared.kernel, home, arena, **options)
 
 

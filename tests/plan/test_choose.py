@@ -149,19 +149,19 @@ def test_a_request_that_nothing_serves_is_refused_with_every_reason(
         make_plan(causal(32), **{"ranks": 4, **arguments})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_what_auto_takes_for_a_pack_has_been_simulated_and_is_the_best_of_all_simulated(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("layout", "worse"), [("auto", 1 + TIE), ("contiguous", 1.05)])
+def test_what_auto_takes_for_a_pack_is_about_the_best_of_all_simulated(layout: str, worse: float, seed: int) -> None:
     generator = random.Random(seed)
     ends = sorted(generator.sample(range(1, 4 * 4096), 11))
     mask = documents([hi - lo for lo, hi in pairwise([0, *ends, 4 * 4096])])
     shape = AttentionShape(heads=16, kv_heads=4)
-    looked_at = candidates(mask, 4, layout="contiguous", shape=shape, hardware=H200_NVLINK)
+    looked_at = candidates(mask, 4, layout=layout, shape=shape, hardware=H200_NVLINK)
     taken = best(looked_at)
     assert taken is not None
-    assert taken.simulated
-    assert taken.seconds == simulate(taken.plan, shape, H200_NVLINK).seconds
-    least = min(simulate(one.plan, shape, H200_NVLINK).seconds for one in looked_at if one.plan)
-    assert taken.seconds <= least * (1 + TIE)
+    assert taken.simulated == (layout == "auto")
+    seconds = [simulate(one.plan, shape, H200_NVLINK).seconds for one in looked_at if one.plan]
+    assert simulate(taken.plan, shape, H200_NVLINK).seconds <= min(seconds) * worse
 
 
 def test_a_pack_plans_only_schedules_that_may_win_and_takes_what_wins_among_all(

@@ -64,11 +64,10 @@ def test_every_rank_finds_its_own_wrong_results_and_together_they_find_all() -> 
     (call,) = first.calls
     worse = replace(call, segments=(replace(call.segments[0], band=Band(0, 0)),))
     programs[1] = replace(programs[1], steps=(replace(first, calls=(worse,)), *rest))
-    for rank in (0, 2):
-        check_programs(plan, programs, rank)
-    for rank in (1, None):
+    check_programs(plan, [programs[0], programs[2]])
+    for some in (programs[1:2], programs):
         with pytest.raises(PlanError, match="does not hold each pair"):
-            check_programs(plan, programs, rank)
+            check_programs(plan, some)
 
 
 SLOTS = {"balanced_shared": (4, 5), "balanced": (4, 5), "zigzag": (2, 5), "ring": (2, 5)}

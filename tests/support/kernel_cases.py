@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dfa_megatron import kernels
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Form, Need, Saved, accumulator_dtype, form_of
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved, accumulator_dtype
 from dfa_megatron.kernels.triton.support import interpreted
-from dfa_megatron.plan.language.geometry import FULL, Band
+from dfa_megatron.plan.language.geometry import FULL, Band, Form, form_of
 from dfa_megatron.testing.dense import assert_close, dense_attention
 
 TARGETS = [

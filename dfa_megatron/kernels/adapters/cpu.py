@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 
 from dfa_megatron.kernels.adapters.operators import Operator
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype, form_of
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype
 from dfa_megatron.kernels.bands import cut_rows, uncut, visible
-from dfa_megatron.plan.language.geometry import Tile
+from dfa_megatron.plan.language.geometry import Tile, form_of
 
 _INPUTS = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
 _FORWARD = Operator("aten::_scaled_dot_product_flash_attention_for_cpu", _INPUTS, results=2)

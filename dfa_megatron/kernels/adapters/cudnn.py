@@ -11,7 +11,8 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.adapters.gpu import build_refusal, capability_text, dense, gpu_refusal
 from dfa_megatron.kernels.adapters.operators import Operator
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype, form_of
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype
+from dfa_megatron.plan.language.geometry import form_of
 
 _INPUTS = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal", "scale")
 _FORWARD = Operator(

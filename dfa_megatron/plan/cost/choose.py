@@ -35,8 +35,9 @@ MANY_RANKS = 16
 """Above this many ranks plans are estimated by `outline`, which is seconds faster and a few per cent less exact."""
 
 MANY_TILES = 4
-"""Above this many tiles only the winner is fully simulated, because a pack comes with every batch. The others use the
-fast estimate, which is optimistic when a step has many small tiles, or none where their work alone takes longer.
+"""Above this many tiles schedules are estimated, because a pack comes with every batch; or they are left out where
+their work alone takes longer. The estimate is optimistic when a step has many small tiles. So where layouts are
+compared, which costs more to get wrong, the winner is fully simulated.
 """
 
 
@@ -175,7 +176,8 @@ def _of_schedules(
         found[schedule] = [cost(plan, shape, hardware) for plan in plans]
         least = min(least, *(one.seconds for one in found[schedule]))
     looked_at = [one for schedule in ALL for one in found[schedule]]
-    while ranks <= MANY_RANKS and (taken := best(tuple(looked_at))) and taken.plan and not taken.simulated:
+    simulates = ranks <= MANY_RANKS and not (is_pack and layout != "auto")
+    while simulates and (taken := best(tuple(looked_at))) and taken.plan and not taken.simulated:
         looked_at[looked_at.index(taken)] = _simulated(taken.plan, shape, hardware)
     return tuple(looked_at)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 UNBOUNDED = 1 << 60
 """A diagonal bound that never binds."""
@@ -63,6 +64,16 @@ class Band:
 
 FULL = Band(-1, -1)
 CAUSAL = Band(-1, 0)
+
+Form = Literal["full", "causal", "band"]
+"""full: no pair is masked. causal: right = 0, left unbounded, q_len = kv_len. band: any other window."""
+
+
+def form_of(band: Band, q_len: int, kv_len: int) -> Form:
+    """Return the simplest form of a call; a kernel is selected by it."""
+    if band.is_full:
+        return "full"
+    return "causal" if band.left < 0 and band.right == 0 and q_len == kv_len else "band"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -171,6 +182,11 @@ class Tile:
         left = -1 if self.lo == -UNBOUNDED else offset - self.lo
         right = -1 if self.hi == UNBOUNDED else self.hi - offset
         return Band(left, right)
+
+    @property
+    def form(self) -> Form:
+        """Return the form of a kernel call over this tile."""
+        return form_of(self.band, len(self.q), len(self.kv))
 
 
 def _shrunk(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Tile | None:

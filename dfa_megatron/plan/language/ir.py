@@ -88,17 +88,20 @@ Pairs = Mapping[tuple[int, int], tuple[Tile, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One phase of a distributed attention: everything that happens on every rank, as data."""
+    """One phase of a distributed attention: everything that happens on every rank, as data.
+
+    pairs: of chunks that the mask needs, with their tiles; it follows from mask and layout.
+    """
 
     mask: Mask
     layout: Layout
     phase: Phase
     blocks: tuple[Block, ...]
     transfers: tuple[Transfer, ...]
-    _pairs: Pairs = field(init=False, repr=False, compare=False)
+    pairs: Pairs = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_pairs", needed_pairs(self.mask, self.layout))
+        object.__setattr__(self, "pairs", needed_pairs(self.mask, self.layout))
 
     @property
     def ranks(self) -> int:
@@ -118,7 +121,7 @@ class Plan:
 
     def tiles(self, block: Block) -> tuple[Tile, ...]:
         """Return the pairs of a block as tiles in global positions."""
-        return self._pairs.get((block.q_chunk, block.kv_chunk), ())
+        return self.pairs.get((block.q_chunk, block.kv_chunk), ())
 
     @property
     def digest(self) -> str:

@@ -43,6 +43,15 @@ def fuse(tiles: Sequence[FusedTile]) -> list[FusedTile]:
     return _pair_by_pair(tiles) if len(tiles) <= _FEW else tiles
 
 
+def without_bands(fused: Sequence[FusedTile], tiles: Sequence[FusedTile]) -> list[FusedTile]:
+    """Return fused tiles, with those that became a band taken apart again into the tiles that they were fused from."""
+    out: list[FusedTile] = []
+    for one in fused:
+        inside = [part for part in tiles if one[0].restrict(part[0].q, part[0].kv) == part[0]]
+        out += inside if one[0].form == "band" else [one]
+    return out
+
+
 def _along(tiles: list[FusedTile], order: Callable[[FusedTile], Any]) -> list[FusedTile]:
     """Fuse each tile with the one before it, in this order, where the two make one tile."""
     out: list[FusedTile] = []

@@ -9,6 +9,7 @@ from itertools import groupby
 
 from dfa_megatron.plan.language.ir import Block, Plan
 from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.validate import validate
 
 Parts = tuple[tuple[str, tuple[int, ...]], ...]
 """(name, chunks) of each part of a message, in one order for source and destination."""
@@ -53,13 +54,18 @@ class Same:
 
 
 def rank_messages(plan: Plan, batch: int) -> list[RankMessages]:
-    """Return the messages of every rank. The plan's records must name ranks that exist."""
+    """Return the messages of every rank.
+
+    Raises:
+        PlanError: a record of the plan cannot run on any rank, see `validate`.
+    """
     return (_rank_messages if plan.ranks <= REMEMBERED_RANKS else _rank_messages.__wrapped__)(Same(plan), batch)
 
 
 @lru_cache(maxsize=4)  # lowering asks for those of a phase, and the tokens of its buffers for those of both
 def _rank_messages(same: Same, batch: int) -> list[RankMessages]:
     plan = same.plan
+    validate(plan)
     out = [RankMessages() for _ in range(plan.ranks)]
     for block in sorted(plan.blocks):
         out[block.rank].blocks[block.step].append(block)

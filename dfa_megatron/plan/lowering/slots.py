@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dfa_megatron.plan.language.geometry import Span, covers
-from dfa_megatron.plan.language.program import Buffer
 
 
 class Stored:
@@ -36,75 +36,43 @@ class Stored:
         return not covers(stored, Span(0, rows))
 
 
-class Lifetimes:
-    """Record when each buffer is first touched, last read or written by compute, and last sent or received."""
+@dataclass(slots=True)
+class Life:
+    """The steps in which a buffer is first touched, last read or written by compute, and last sent on."""
 
-    def __init__(self) -> None:
-        self._begin: dict[int, int] = {}
-        self._computed: dict[int, int] = defaultdict(lambda: -1)
-        self._moved: dict[int, int] = defaultdict(lambda: -1)
-        self._written: dict[int, int] = defaultdict(lambda: -1)
-        self._sent_after: dict[int, int] = defaultdict(lambda: -1)
+    begin: int
+    computed: int = -1
+    moved: int = -1
 
-    def begin(self, buffer: int, step: int) -> None:
-        """Start the buffer's life at this step; the first call counts."""
-        self._begin.setdefault(buffer, step)
-
-    def computed(self, buffer: int, step: int) -> None:
-        """Record that compute (a kernel call or a merge) reads the buffer in this step."""
-        self._computed[buffer] = max(self._computed[buffer], step)
-
-    def written(self, buffer: int, step: int) -> None:
-        """Record that compute writes the buffer in this step."""
-        self._written[buffer] = max(self._written[buffer], step)
-        self.computed(buffer, step)
-
-    def moved(self, buffer: int, step: int) -> None:
-        """Record that a message of this step leaves from, or lands in, the buffer."""
-        self._moved[buffer] = max(self._moved[buffer], step)
-
-    def sent_after_write(self, buffer: int, step: int) -> None:
-        """Record that this step's message carries earlier writes of compute to the buffer."""
-        self._sent_after[step] = max(self._sent_after[step], self._written[buffer])
-
-    def interval(self, buffer: int) -> tuple[int, int]:
-        """Return the first and last step of the buffer's life."""
-        return self._begin[buffer], max(self._computed[buffer], self._moved[buffer], self._begin[buffer])
-
-    def after(self, step: int, neighbours: Iterable[Iterable[int]]) -> int:
-        """Return the last step whose compute must be over before this step's messages move.
-
-        Args:
-            step: the messages' step.
-            neighbours: for each buffer that a message lands in, the buffers of its slot.
-        """
-        earlier = (self._computed[other] for slot in neighbours for other in slot if self._begin[other] < step)
-        return max(self._sent_after[step], *earlier, -1)
+    @property
+    def end(self) -> int:
+        """Return the last step of the buffer's life."""
+        return max(self.begin, self.computed, self.moved)
 
 
-def assign_slots(buffers: Sequence[Buffer], lives: Lifetimes, own: int) -> dict[int, int]:
-    """Assign each buffer after the first `own` a slot: the free one nearest in size, else a new one.
+def assign_slots(buffers: Sequence[tuple[tuple[str, int], ...]], lives: Sequence[Life]) -> list[int]:
+    """Assign each buffer, given by its parts, a slot: the free one nearest in size, else a new one.
 
-    A slot is as large as its largest buffer. Accumulators have their own slots.
+    A slot is as large as its largest buffer. Messages and accumulators share none, so each kind is assigned by itself.
     """
-    slots: dict[int, int] = {}
-    free_from: dict[int, int] = {}
-    shapes: dict[int, tuple[bool, int]] = {}
-    for number in sorted(range(own, len(buffers)), key=lambda number: (lives.interval(number), number)):
-        begin, end = lives.interval(number)
-        accumulates, size = buffers[number].accumulates, _size(buffers[number])
-        usable = [slot for slot, busy_to in free_from.items() if shapes[slot][0] == accumulates and busy_to < begin]
-        slot = min(
-            usable, key=lambda slot: (abs(shapes[slot][1] - size), free_from[slot], slot), default=len(free_from)
-        )
-        known = shapes.get(slot, (accumulates, 0))
-        slots[number], free_from[slot], shapes[slot] = slot, end, (accumulates, max(known[1], size))
+    slots = [-1] * len(buffers)
+    free_from: list[int] = []
+    sizes: list[int] = []
+    ends = [life.end for life in lives]
+    for number in sorted(range(len(buffers)), key=lambda number: (lives[number].begin, ends[number], number)):
+        size, begin = _size(buffers[number]), lives[number].begin
+        usable = [slot for slot, busy_to in enumerate(free_from) if busy_to < begin]
+        slot = min(usable, key=lambda slot: (abs(sizes[slot] - size), free_from[slot], slot), default=len(sizes))
+        if slot == len(sizes):
+            free_from.append(-1)
+            sizes.append(size)
+        slots[number], free_from[slot], sizes[slot] = slot, ends[number], max(sizes[slot], size)
     return slots
 
 
-def _size(buffer: Buffer) -> int:
+def _size(parts: tuple[tuple[str, int], ...]) -> int:
     """Return rows times tensors of a head's width, an estimate that is good enough to match buffers and slots."""
-    return sum(rows * _TENSORS[name] for name, rows in buffer.parts)
+    return sum(rows * _TENSORS[name] for name, rows in parts)
 
 
 _TENSORS = {"q": 1, "kv": 2, "out": 1, "qdo": 2, "dq": 1, "dkv": 2}

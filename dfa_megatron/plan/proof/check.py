@@ -1,16 +1,22 @@
-"""Check plans by the loop over sets of token pairs; a plan is accepted if and only if its results are right."""
+"""Check plans: by their records, and each rank's program by the loop over sets of token pairs.
+
+The two join at the messages. The records say what each message carries (`carried`). A program is right if it sends that
+whenever it receives that, and ends with its own results. Then all programs are right together, step by step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.interpret import run_together
+from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import grid
-from dfa_megatron.plan.language.ir import AttentionPlan, Plan
+from dfa_megatron.plan.language.ir import AttentionPlan, Plan, Transfer
 from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.lower import lower_all
+from dfa_megatron.plan.lowering.messages import rank_messages
+from dfa_megatron.plan.proof.carried import Carried, carried
 from dfa_megatron.plan.proof.set_algebra import Content, Sets, clip
 
 
@@ -31,13 +37,10 @@ def check_plan(plan: AttentionPlan | Plan, *, batch: int = 1, max_slots: int | N
         check(phase, batch, max_slots)
 
 
-def check(plan: Plan, batch: int = 1, max_slots: int | None = None, rank: int | None = None) -> list[Program]:
-    """Check one phase, as `check_plan` does, and return its programs, one per rank.
-
-    rank: whose results are compared with the mask; None for all. Every rank of a group compares its own.
-    """
+def check(plan: Plan, batch: int = 1, max_slots: int | None = None) -> list[Program]:
+    """Check one phase, as `check_plan` does, and return its programs, one per rank."""
     programs = lower_all(plan, batch)
-    check_programs(plan, programs, rank)
+    check_programs(plan, programs, batch)
     for program in programs:
         if max_slots is not None and len(program.slots) > max_slots:
             need = (
@@ -47,34 +50,99 @@ def check(plan: Plan, batch: int = 1, max_slots: int | None = None, rank: int | 
     return programs
 
 
-def check_programs(plan: Plan, programs: Sequence[Program], rank: int | None = None) -> None:
-    """Run lowered programs over sets and compare the results of one rank, or of all, with the mask.
+def check_programs(plan: Plan, programs: Sequence[Program], batch: int = 1) -> None:
+    """Prove a plan, and that these programs carry it out.
+
+    programs: of all ranks, or of some: a group whose every rank checks its own program has checked them all.
 
     Raises:
         PlanError: a result is missing, counted twice, wrong or stranded, or memory in flight is touched.
     """
-    algebras = [Sets(plan, program) for program in programs]
-    run_together(programs, algebras)
-    for algebra in algebras if rank is None else algebras[rank : rank + 1]:
-        for side, name in plan.phase.writes:
-            content = algebra.content[algebra.program.home_buffer(name), name]
-            for chunk, row in plan.layout.offsets(plan.layout.of(algebra.program.rank)).items():
-                wrong = _difference(plan, side, chunk, row, content)
-                if wrong:
-                    raise algebra.fail(f"R4: {name} of chunk {chunk} {wrong}")
+    promised = carried(plan)
+    for program in programs:
+        prove(Sets(plan, program), batch, promised)
 
 
-def _difference(plan: Plan, side: str, chunk: int, row: int, content: Content) -> str:
-    """Describe the error in an accumulator that should hold every pair of a chunk; return "" if there is none."""
-    span, everything = plan.layout.chunks[chunk], Span(0, plan.layout.length)
-    rows = Span(row, row + len(span))
+def prove(algebra: Sets, batch: int, promised: Carried) -> None:
+    """Run one program over sets. What it receives is what was promised; what it sends, and ends with, is compared."""
+    plan, program = algebra.plan, algebra.program
+    messages = rank_messages(plan, batch)[program.rank]
+    for event, number, step in rank_loop(program, algebra):
+        sends = event == "post"
+        posted, planned = (step.sends, messages.outgoing) if sends else (step.receives, messages.incoming)
+        if [message.peer for message in posted] != list(planned.get(number, {})):
+            raise algebra.fail(f"R5: the plan's messages are with ranks {list(planned.get(number, {}))}")
+        for message in posted:
+            parts = planned[number][message.peer]
+            expected = tuple((name, sum(len(plan.layout.chunks[chunk]) for chunk in chunks)) for name, chunks in parts)
+            if message.signature != expected:
+                raise algebra.fail(f"R5: a message with rank {message.peer} is {message.signature}, not {expected}")
+            ends = (program.rank, message.peer) if sends else (message.peer, program.rank)
+            sums = [_sums(plan, promised, number, *ends, *part) for part in parts]
+            if not sends:
+                algebra.land(message, [_landed(plan, *part, tiles) for part, tiles in zip(parts, sums, strict=True)])
+                continue
+            for part, content, tiles in zip(parts, algebra.take(message), sums, strict=True):
+                _compare(algebra, *part, content, tiles)
+    everything = Span(0, plan.layout.length)
+    for side, name in plan.phase.writes:
+        content, spans = algebra.content[program.home_buffer(name), name], plan.layout.spans(program.rank)
+        pairs = [plan.mask.restrict(*((span, everything) if side == "q" else (everything, span))) for span in spans]
+        _compare(algebra, name, plan.layout.of(program.rank), content, pairs)
+
+
+def _sums(
+    plan: Plan, promised: Carried, step: int, src: int, dst: int, name: str, chunks: Sequence[int]
+) -> list[Sequence[Tile]]:
+    """Return the pairs that each of these chunks of a result brings along; none for inputs."""
+    if name not in plan.phase.write_names:
+        return [()] * len(chunks)
+    transfers = (Transfer(step, src, dst, name, chunk) for chunk in chunks)
+    return [[tile for block in promised[transfer] for tile in plan.tiles(block)] for transfer in transfers]
+
+
+def _landed(plan: Plan, name: str, chunks: Sequence[int], tiles: Sequence[Sequence[Tile]]) -> Content:
+    """Return a part of a message that holds these chunks one after another, and these pairs of each."""
+    out, at = Content(), 0
+    for chunk, sums in zip(chunks, tiles, strict=True):
+        span = plan.layout.chunks[chunk]
+        if name in plan.phase.write_names:
+            out.terms += [(span.lo - at, tile) for tile in sums]
+        else:
+            out.tokens.append((Span(at, at + len(span)), span.lo - at))
+        at += len(span)
+    out.valid.append(Span(0, at))
+    return out
+
+
+def _compare(
+    algebra: Sets, name: str, chunks: Sequence[int], content: Content, tiles: Sequence[Sequence[Tile]]
+) -> None:
+    """Refuse a content that is not these chunks one after another, with these pairs of each."""
+    plan, side, at = algebra.plan, algebra.side_of.get(name), 0
+    for chunk, want in zip(chunks, tiles, strict=True):
+        span = plan.layout.chunks[chunk]
+        rows, by = Span(at, at + len(span)), span.lo - at
+        at += len(span)
+        if side is None:
+            held = [
+                part & rows for part, shift in content.tokens if shift == by and part.lo < rows.hi and rows.lo < part.hi
+            ]
+            wrong = "" if covers(held, rows) else "is sent with other tokens in its place"
+        else:
+            wrong = _difference(content, rows, by, side, want)
+        if wrong:
+            raise algebra.fail(f"R4: {name} of chunk {chunk} {wrong}")
+
+
+def _difference(content: Content, rows: Span, by: int, side: str, want: Sequence[Tile]) -> str:
+    """Describe the error in rows that should hold these pairs, of tokens that are `by` after them; "" if none."""
     if not covers(content.valid, rows):
         return "has rows that were never written"
     terms = clip(content.terms, rows, side)
-    if any(shift != span.lo - row for shift, _ in terms):
+    if any(shift != by for shift, _ in terms):
         return "holds the results of other tokens"
     got = [tile for _, tile in terms]
-    want = plan.mask.restrict(*((span, everything) if side == "q" else (everything, span)))
     if len(got) == len(want) and set(got) == set(want):
         return ""
     if sum(tile.area for tile in got) != sum(tile.area for tile in want):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dfa_megatron.errors import PlanError
@@ -26,10 +27,6 @@ class Content:
     valid: list[Span] = field(default_factory=list)
     tokens: list[tuple[Span, int]] = field(default_factory=list)
     terms: list[Term] = field(default_factory=list)
-
-
-Payload = tuple[list[Content], tuple[tuple[str, int], ...]]
-"""A message: the content of each part from row 0 on, and the signature of its sender."""
 
 
 def clip(terms: list[Term], rows: Span, side: str) -> list[Term]:
@@ -135,9 +132,9 @@ class Sets:
             self.tenant.pop(slot, None)
         self.gone = set()
 
-    def take(self, step: int, message: Message) -> Payload:
-        """Return the content that the message carries."""
-        payload = []
+    def take(self, message: Message) -> list[Content]:
+        """Return what each part of a message that is sent carries, from row 0 on."""
+        parts = []
         for regions in message.parts:
             out, at = Content(), 0
             for region in regions:
@@ -148,14 +145,11 @@ class Sets:
                 if region.name in self.side_of:
                     self.gone.add(self._slot(region.buffer))
             out.valid = [Span(0, at)]
-            payload.append(out)
-        return payload, message.signature
+            parts.append(out)
+        return parts
 
-    def land(self, step: int, message: Message, payload: Payload) -> None:
+    def land(self, message: Message, contents: Sequence[Content]) -> None:
         """Record a landed message; fail if its place is wrong or its memory was given to another buffer."""
-        contents, signature = payload
-        if signature != message.signature:
-            raise self.fail(f"R5: rank {message.peer} sends {signature}, but {message.signature} is expected")
         for regions, content in zip(message.parts, contents, strict=True):
             region = regions[0]
             there, rows = self.content[region.buffer, region.name], Span(region.lo, region.hi)

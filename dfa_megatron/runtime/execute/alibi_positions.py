@@ -11,7 +11,6 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Alibi
 from dfa_megatron.kernels.current_stream import stream_of
 from dfa_megatron.plan.language.program import Call, Region
-from dfa_megatron.plan.lowering.positions import Tokens
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 
 
@@ -53,10 +52,9 @@ class GlobalBias:
     Args:
         slopes: (heads,), float32: of the heads that the plan's ranks compute.
         memory: the program; positions are cached beside it, for each device and stream.
-        tokens: the tokens of the rows that its calls read.
     """
 
-    def __init__(self, slopes: torch.Tensor, memory: MemoryPlan, tokens: Tokens) -> None:
+    def __init__(self, slopes: torch.Tensor, memory: MemoryPlan) -> None:
         self.slopes = slopes.contiguous()
         by_device = _positions.setdefault(memory, {})
         key = slopes.device, stream_of(slopes.device)
@@ -64,7 +62,7 @@ class GlobalBias:
         if positions is None:
             positions = {
                 where: torch.cat([torch.arange(s.lo, s.hi, dtype=torch.int32, device=slopes.device) for s in spans])
-                for where, spans in tokens.items()
+                for where, spans in memory.tokens.items()
             }
             if not (slopes.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's memory is its own
                 by_device[key] = positions

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from dfa_megatron.kernels.segments import Segments
-from dfa_megatron.plan.language.program import Message, Program
+from dfa_megatron.plan.language.ir import Plan
+from dfa_megatron.plan.language.program import Program, Region
+from dfa_megatron.plan.lowering.landings import Landings, landings_of
+from dfa_megatron.plan.lowering.positions import Tokens, tokens_of
 from dfa_megatron.runtime.execute.merge_plan import BufferMerges, plan_merges
 from dfa_megatron.runtime.execute.wire_format import Format, Placed
 
@@ -21,6 +25,7 @@ class MemoryPlan:
     arena_bytes: the largest arena that any rank needs for what lands there: equal on all ranks.
     landings: buffer -> where its tensors lie in the arena, by name.
     offsets: where this rank's messages go in the arenas of their receivers.
+    tokens: what the rows are that kernels read, for kernels that must know.
     merges: how each accumulator is filled.
     segments: of each step's calls, in their order, as kernels take them.
     sent: names of which this rank sends its own rows.
@@ -32,6 +37,7 @@ class MemoryPlan:
     arena_bytes: int
     landings: dict[int, dict[str, tuple[Placed, ...]]]
     offsets: Offsets
+    tokens: Tokens
     merges: dict[int, BufferMerges]
     segments: tuple[tuple[Segments, ...], ...]
     sent: frozenset[str]
@@ -47,6 +53,7 @@ class MemoryPlan:
         arena_bytes: int,
         landings: dict[int, dict[str, tuple[Placed, ...]]],
         offsets: Offsets,
+        tokens: Tokens,
     ) -> MemoryPlan:
         """Return the plan with everything that follows from the program alone."""
         return cls(
@@ -55,6 +62,7 @@ class MemoryPlan:
             arena_bytes,
             landings,
             offsets,
+            tokens,
             plan_merges(program),
             tuple(
                 tuple(Segments(call.segments, call.q.rows, call.kv.rows) for call in step.calls)
@@ -67,46 +75,38 @@ class MemoryPlan:
         )
 
 
-def plan_memory(programs: tuple[Program, ...] | list[Program], rank: int, format: Format) -> MemoryPlan:
-    """Plan the memory of one rank's program; the other ranks' programs say where its messages go."""
-    program = programs[rank]
-    slots, landings = _arena(program, format)
-    arenas = {rank: (slots, landings)}
+def plan_memory(plan: Plan, program: Program, format: Format) -> MemoryPlan:
+    """Plan the memory of one rank's program; the landings of all ranks say where its messages go."""
+    landings = landings_of(plan, format.batch)
+    arenas = [_arena(one, format) for one in landings]
     offsets: Offsets = {}
     for number, step in enumerate(program.steps):
         for message in step.sends:
-            peer = message.peer
-            if peer not in arenas:
-                arenas[peer] = _arena(programs[peer], format)
-            theirs = next(m for m in programs[peer].steps[number].receives if m.peer == rank)
-            offsets[number, peer] = tuple(place.start for place in _places(theirs, arenas[peer][1]))
-    largest = max(_arena(other, format)[0] for other in programs)
-    return MemoryPlan.of(program, format, largest, landings, offsets)
+            theirs, (_, places) = landings[message.peer].regions, arenas[message.peer]
+            regions = [theirs[number, program.rank, at] for at in range(len(message.parts))]
+            offsets[number, message.peer] = tuple(place.start for place in _places(regions, places))
+    largest = max(nbytes for nbytes, _ in arenas)
+    return MemoryPlan.of(
+        program, format, largest, arenas[program.rank][1], offsets, tokens_of(plan, program.rank, format.batch)
+    )
 
 
-def _arena(program: Program, format: Format) -> tuple[int, dict[int, dict[str, tuple[Placed, ...]]]]:
+def _arena(landings: Landings, format: Format) -> tuple[int, dict[int, dict[str, tuple[Placed, ...]]]]:
     """Return (bytes, buffer -> places of its tensors) of the slots that messages land in; no accumulator is there."""
-    sizes: dict[int, int] = {}
-    inside: dict[int, dict[str, tuple[Placed, ...]]] = {}
-    for number, buffer in enumerate(program.buffers):
-        if buffer.slot is not None and not buffer.accumulates:
-            inside[number], size = format.places(buffer.parts)
-            sizes[buffer.slot] = max(sizes.get(buffer.slot, 0), size)
+    first = len(landings.own)
+    inside = [format.places(buffer.parts) for buffer in landings.buffers]
+    sizes: dict[int | None, int] = {}
+    for buffer, (_, size) in zip(landings.buffers, inside, strict=True):
+        sizes[buffer.slot] = max(sizes.get(buffer.slot, 0), size)
     starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-    landings = {
-        number: {
-            name: tuple(place.moved(starts[program.buffers[number].slot]) for place in placed)  # type: ignore[index]
-            for name, placed in places.items()
-        }
-        for number, places in inside.items()
+    return sum(sizes.values()), {
+        number: {name: tuple(place.moved(starts[buffer.slot]) for place in placed) for name, placed in places.items()}
+        for number, (buffer, (places, _)) in enumerate(zip(landings.buffers, inside, strict=True), first)
     }
-    return sum(sizes.values()), landings
 
 
-def _places(message: Message, landings: dict[int, dict[str, tuple[Placed, ...]]]) -> tuple[Placed, ...]:
+def _places(regions: Sequence[Region], landings: dict[int, dict[str, tuple[Placed, ...]]]) -> tuple[Placed, ...]:
     """Return the places of a received message's tensors, in the order of sending."""
     return tuple(
-        place.rows(region.lo, region.hi)
-        for (region,) in message.parts
-        for place in landings[region.buffer][region.name]
+        place.rows(region.lo, region.hi) for region in regions for place in landings[region.buffer][region.name]
     )

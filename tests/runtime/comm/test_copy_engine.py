@@ -277,8 +277,7 @@ def test_any_interleaving_ends_and_reads_what_was_sent(schedule: str, ranks: int
     masks = {"ring": full(ranks * 8), "load_balanced": PACK, "greedy": documents([17, 1, 2, 3, 1])}
     mask = masks.get(schedule, causal(ranks * 8))
     plan = plan_of(schedule, mask, ranks)
-    phases = [check(plan.forward), check(plan.backward)]
-    memories = [[plan_memory(programs, rank, FORM) for rank in range(ranks)] for programs in phases]
+    memories = [[plan_memory(phase, program, FORM) for program in check(phase)] for phase in plan.phases]
     arena_bytes = max(memory.arena_bytes for phase in memories for memory in phase) + 1
     for seed in range(12):
         world = World(ranks, one_queue)
@@ -304,7 +303,7 @@ def test_a_transport_that_does_not_wait_until_memory_is_free_is_found(monkeypatc
 def test_the_flags_of_another_call_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 leaves a call out: with flags that only say up or down it would read what another call has sent."""
     plan = plan_of("balanced_shared", causal(16), 2)
-    memories = [plan_memory(check(plan.forward), rank, FORM) for rank in range(2)]
+    memories = [plan_memory(plan.forward, program, FORM) for program in check(plan.forward)]
 
     def run() -> None:
         world = World(2, one_queue=False)

@@ -156,7 +156,7 @@ def peaks(plan: Plan, heads: int, kv_heads: int, *, replayed: bool) -> list[Live
     form, found = Format(1, heads, kv_heads, DIM, DIM, torch.bfloat16, torch.bfloat16, "delta"), []
     programs, transport = check(plan), Holding()
     for rank in range(RANKS):
-        memory = plan_memory(programs, rank, form)
+        memory = plan_memory(plan, programs[rank], form)
         bound: Bound | None = None
         if replayed:
             given, arena = inputs(plan.phase.name, heads, kv_heads), Arena.allocate(memory.arena_bytes, META)

@@ -41,7 +41,8 @@ def outer_thirds_first(phase: Phase, ranks: int = 2) -> Plan:
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
-    forward, backward = (check(outer_thirds_first(phase)) for phase in (FORWARD, BACKWARD))
+    phases = [outer_thirds_first(phase) for phase in (FORWARD, BACKWARD)]
+    forward, backward = (check(phase, batch) for phase in phases)
     assert any(len(part) == 2 for message in forward[0].sends for part in message.parts), "two regions in one part"
     whole = case(LENGTH, batch=batch)
 
@@ -54,8 +55,8 @@ def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
             one,
             rank_plan=dataclasses.replace(
                 one.rank_plan,
-                forward=plan_memory(forward, rank, one.format),
-                backward=plan_memory(backward, rank, one.format),
+                forward=plan_memory(phases[0], forward[rank], one.format),
+                backward=plan_memory(phases[1], backward[rank], one.format),
             ),
         )
         for rank, one in enumerate(

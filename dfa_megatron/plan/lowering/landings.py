@@ -1,0 +1,144 @@
+"""Find where the messages of a rank land, and how long they stay there, before any kernel call is known.
+
+It follows from blocks and messages alone. So every rank knows where its messages go in the memory of any other rank,
+and lowers no program but its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+from typing import NoReturn
+
+from dfa_megatron.errors import PlanError
+from dfa_megatron.plan.language.grid import grid
+from dfa_megatron.plan.language.ir import Plan, chunk_of
+from dfa_megatron.plan.language.program import Buffer, Region
+from dfa_megatron.plan.lowering.messages import REMEMBERED_RANKS, Parts, RankMessages, Same, joined, rank_messages
+from dfa_megatron.plan.lowering.slots import Life, assign_slots
+
+Place = tuple[int, int]
+"""(buffer, first row) of a chunk."""
+
+
+class Landings:
+    """The receive buffers of one rank, numbered after the buffers of its own rows.
+
+    own: name -> the buffer of the rank's own rows. own_rows: chunk -> its first row there. buffers: for messages, with
+    their slots. regions: (step, peer, number of a part) -> where that part of a message lands. after: step -> the last
+    step whose compute reads memory in which something new lands in this step.
+    """
+
+    def __init__(self, plan: Plan, rank: int, messages: RankMessages, together: frozenset[str]) -> None:
+        self.plan, self.rank, self.messages, self.together = plan, rank, messages, together
+        self.rows = [len(chunk) for chunk in plan.layout.chunks]
+        self.own = {name: number for number, (_, name) in enumerate((*plan.phase.reads, *plan.phase.writes))}
+        self.own_rows = plan.layout.offsets(plan.layout.of(rank))
+        self.regions: dict[tuple[int, int, int], Region] = {}
+        self._parts: list[tuple[tuple[str, int], ...]] = []
+        self._lives: list[Life] = []
+        self._arrivals: dict[tuple[str, int], list[tuple[int, Place]]] = defaultdict(list)
+        for step, by_peer in messages.incoming.items():
+            self._place(step, by_peer)
+        self._note_reads()
+        slots = assign_slots(self._parts, self._lives)
+        self.buffers = tuple(
+            Buffer(parts, slot, accumulates=False) for parts, slot in zip(self._parts, slots, strict=True)
+        )
+        self.after = self._waits(slots)
+
+    def read_place(self, name: str, chunk: int, step: int) -> Place:
+        """Return where the rank holds an input before a step.
+
+        Raises:
+            PlanError: it does not hold it.
+        """
+        if chunk in self.own_rows:
+            return self.own[name], self.own_rows[chunk]
+        landed = [place for arrival, place in self._arrivals[name, chunk] if arrival < step]
+        if not landed:
+            self._fail(f"R1, R2: rank {self.rank} does not hold {name} of chunk {chunk} before step {step}", step)
+        return landed[-1]
+
+    def _place(self, step: int, by_peer: dict[int, Parts]) -> None:
+        """Add a buffer per received message, and one for each joined name; record the place of each chunk."""
+        together: dict[str, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
+        for peer, parts in by_peer.items():
+            alone = [(name, at, chunks) for at, (name, chunks) in enumerate(parts) if name not in self.together]
+            if alone:
+                buffer = self._buffer(step, tuple((name, self._count(chunks)) for name, _, chunks in alone))
+                for name, at, chunks in alone:
+                    self._arrive((step, peer, at), (buffer, 0), name, chunks)
+            for at, (name, chunks) in enumerate(parts):
+                if name in self.together:
+                    together[name].append((peer, at, chunks))
+        for name, landing in together.items():
+            buffer, first = self._buffer(step, ((name, sum(self._count(chunks) for *_, chunks in landing)),)), 0
+            for peer, at, chunks in sorted(landing, key=lambda part: self.plan.layout.chunks[part[2][0]]):
+                self._arrive((step, peer, at), (buffer, first), name, chunks)
+                first += self._count(chunks)
+
+    def _buffer(self, step: int, parts: tuple[tuple[str, int], ...]) -> int:
+        self._parts.append(parts)
+        self._lives.append(Life(step))
+        return len(self.own) + len(self._parts) - 1
+
+    def _arrive(self, part: tuple[int, int, int], place: Place, name: str, chunks: tuple[int, ...]) -> None:
+        """Record that a part of a message, (step, peer, number), lands in a buffer from a given row on."""
+        buffer, row = place
+        self.regions[part] = Region(buffer, name, row, row + self._count(chunks))
+        for chunk in chunks:
+            self._arrivals[name, chunk].append((part[0], (buffer, row)))
+            row += self.rows[chunk]
+
+    def _note_reads(self) -> None:
+        """Record the last step in which compute, or a message that hands on, reads each buffer."""
+        reads, results, own, first = self.plan.phase.reads, self.plan.phase.write_names, self.own_rows, len(self.own)
+        for step, blocks in self.messages.blocks.items():
+            for block in blocks:
+                for side, name in reads:
+                    if (chunk := chunk_of(block, side)) not in own:
+                        life = self._lives[self.read_place(name, chunk, step)[0] - first]
+                        life.computed = max(life.computed, step)
+        for step, by_peer in self.messages.outgoing.items():
+            for name, chunks in (part for parts in by_peer.values() for part in parts if part[0] not in results):
+                for chunk in chunks:
+                    if chunk not in own:
+                        life = self._lives[self.read_place(name, chunk, step)[0] - first]
+                        life.moved = max(life.moved, step)
+        for (step, *_), region in self.regions.items():
+            if region.name in results:  # merged once it has landed
+                life = self._lives[region.buffer - first]
+                life.computed = max(life.computed, step)
+
+    def _waits(self, slots: list[int]) -> dict[int, int]:
+        tenants: dict[int, list[Life]] = defaultdict(list)
+        for slot, life in zip(slots, self._lives, strict=True):
+            tenants[slot].append(life)
+        after: dict[int, int] = defaultdict(lambda: -1)
+        for lives in tenants.values():
+            for life in lives:
+                earlier = [other.computed for other in lives if other.begin < life.begin]
+                after[life.begin] = max([after[life.begin], *earlier])
+        return after
+
+    def _count(self, chunks: tuple[int, ...]) -> int:
+        return sum(self.rows[chunk] for chunk in chunks)
+
+    def _fail(self, reason: str, step: int) -> NoReturn:
+        raise PlanError(reason, grid(self.plan, mark=(step, self.rank)))
+
+
+def landings_of(plan: Plan, batch: int) -> tuple[Landings, ...]:
+    """Return the landings of every rank.
+
+    Raises:
+        PlanError: a rank reads, or hands on, what it does not hold; or the plan breaks a rule of the language.
+    """
+    return (_landings if plan.ranks <= REMEMBERED_RANKS else _landings.__wrapped__)(Same(plan), batch)
+
+
+@lru_cache(maxsize=4)  # of both phases: lowering and the places of messages ask for them
+def _landings(same: Same, batch: int) -> tuple[Landings, ...]:
+    plan, together = same.plan, joined(same.plan.mask, batch)
+    return tuple(Landings(plan, rank, messages, together) for rank, messages in enumerate(rank_messages(plan, batch)))
