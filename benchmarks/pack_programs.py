@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.packed import draw_documents
+from benchmarks.documents import Offsets, draw_documents, lengths_of
 from dfa_megatron import DistAttentionConfig
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
@@ -50,6 +50,8 @@ class Shapes:
     head_dim: int = flag(128, "of all")
     mean: float = flag(7.0, "of the logarithm of a document's tokens")
     sigma: float = flag(1.2, "of the same")
+    lengths: Path | None = flag(None, "a histogram of lengths in place of these two, see benchmarks/documents.py")
+    layout: str = flag("contiguous", "of the tokens", choices=("contiguous", "zigzag", "load_balanced"))
     seed: int = flag(0, "of the documents")
     repetitions: int = flag(20, "calls of a time")
     out: Path | None = flag(None, "write the rows as JSON")
@@ -74,8 +76,7 @@ def main() -> None:
 
 def measure(shapes: Shapes, ranks: int) -> dict[str, Any]:
     """Return the milliseconds of the kernel alone and of every rank's program, and the share of the bound."""
-    tokens = ranks * shapes.tokens_per_rank
-    offsets = draw_documents(tokens, 2 * ranks, shapes.seed, shapes.mean, shapes.sigma)
+    offsets = drawn(shapes, ranks, shapes.seed)
     kernel = program(shapes, offsets, ranks, 0)[0].kernel
     bound = milliseconds(kernel_alone(shapes, offsets, kernel), shapes) / ranks
     programs = [milliseconds(both_phases(*program(shapes, offsets, ranks, rank)), shapes) for rank in range(ranks)]
@@ -100,12 +101,17 @@ def new_pack(shapes: Shapes, ranks: int) -> float:
     """Return the median milliseconds in which a rank plans a pack; others are planned before, as in training."""
     found, (q, k, v, _) = [], draw(shapes, shapes.tokens_per_rank)
     for number in range(1, 1 + shapes.repetitions):
-        tokens, seed = ranks * shapes.tokens_per_rank, shapes.seed + number
-        request = requested(shapes, draw_documents(tokens, 2 * ranks, seed, shapes.mean, shapes.sigma))
+        request = requested(shapes, drawn(shapes, ranks, shapes.seed + number))
         start = time.perf_counter()
         build(request, ranks, number % ranks, QKV(q, k, v))
         found.append(1e3 * (time.perf_counter() - start))
     return statistics.median(found)
+
+
+def drawn(shapes: Shapes, ranks: int, seed: int) -> Offsets:
+    """Return the documents of a pack."""
+    lengths = lengths_of(shapes.mean, shapes.sigma, shapes.lengths)
+    return draw_documents(ranks * shapes.tokens_per_rank, 2 * ranks, seed, lengths)
 
 
 def draw(shapes: Shapes, tokens: int) -> Tensors:
@@ -116,13 +122,14 @@ def draw(shapes: Shapes, tokens: int) -> Tensors:
     return q, k, v, dout
 
 
-def requested(shapes: Shapes, offsets: tuple[int, ...]) -> Request:
+def requested(shapes: Shapes, offsets: Offsets) -> Request:
     """Return what is asked for over a pack."""
     config = DistAttentionConfig(kernel=shapes.kernel, ulysses_degree=1)
-    return Request(softmax_scale=shapes.head_dim**-0.5, causal=True, cu_seqlens=offsets, config=config)
+    scale = shapes.head_dim**-0.5
+    return Request(softmax_scale=scale, causal=True, layout=shapes.layout, cu_seqlens=offsets, config=config)
 
 
-def program(shapes: Shapes, offsets: tuple[int, ...], ranks: int, rank: int) -> tuple[Prepared, Tensors]:
+def program(shapes: Shapes, offsets: Offsets, ranks: int, rank: int) -> tuple[Prepared, Tensors]:
     """Return one rank's prepared attention, with a transport that moves nothing, and its tensors."""
     q, k, v, dout = draw(shapes, shapes.tokens_per_rank)
     return build(requested(shapes, offsets), ranks, rank, QKV(q, k, v)), (q, k, v, dout)
@@ -139,7 +146,7 @@ def both_phases(prepared: Prepared, given: Tensors) -> Callable[[], object]:
     return call
 
 
-def kernel_alone(shapes: Shapes, offsets: tuple[int, ...], kernel: BlockKernel) -> Callable[[], object]:
+def kernel_alone(shapes: Shapes, offsets: Offsets, kernel: BlockKernel) -> Callable[[], object]:
     """Return a forward and backward of the kernel over the whole pack in one launch each."""
     q, k, v, dout = draw(shapes, offsets[-1])
     parts = tuple(Segment(lo, hi, lo, hi, CAUSAL) for lo, hi in pairwise(offsets))

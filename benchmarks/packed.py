@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 -m benchmarks.packed --heads 64 --kv-heads 8 --tokens-per-rank 8192 --out packed.json
 
-Documents are drawn log-normal, up to a quarter of the pack, and rounded to multiples of 2P tokens: ring-flash-attn's
-ring and zigzag cut each document into P or 2P chunks. A method that is wrong on a small pack is
+Documents are drawn log-normal, or as --lengths says, up to a quarter of the pack, and rounded to multiples of 2P tokens:
+ring-flash-attn's ring and zigzag cut each document into P or 2P chunks. A method that is wrong on a small pack is
 not timed (ring-flash-attn's ring and zigzag are in float32: they sum into what they read). Times are of the slowest
 rank, the median over repetitions in which methods take turns, each from an idle GPU; `in a row` is of one of 8 calls
 without a wait between them, as a model's layers make them. TFLOP/s per rank count the pairs of the documents:
@@ -17,13 +17,12 @@ import argparse
 import functools
 import itertools
 import json
-import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,13 @@ import torch.distributed as dist
 
 from benchmarks.attention.clock import Timer, take_turns
 from benchmarks.attention.failures import Failure, together
+from benchmarks.documents import Offsets, draw_documents, lengths_of, log_normal
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func, shard_sequence
 from dfa_megatron.doctor.world import World, join
 from dfa_megatron.runtime.prepare import plans_in_use
 from dfa_megatron.testing.dense import band_of, dense_attention, too_far
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Offsets = tuple[int, ...]
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float32: 1e-4}
 BOTH = 3.5
 """Forward and backward, in forwards."""
@@ -53,15 +52,6 @@ class Method:
     name: str
     start: Callable[[Offsets], Attend]
     split: Callable[[torch.Tensor, Offsets], torch.Tensor]
-
-
-def draw_documents(tokens: int, multiple: int, seed: int, mean: float, sigma: float) -> Offsets:
-    """Draw log-normal lengths, multiples of `multiple`, none above a quarter of the pack."""
-    draw, lengths = random.Random(seed), list[int]()
-    while (left := tokens - sum(lengths)) > 0:
-        drawn = int(draw.lognormvariate(mean, sigma)) // multiple * multiple
-        lengths.append(min(max(multiple, drawn), max(multiple, tokens // 4), left))
-    return tuple(accumulate(lengths, initial=0))
 
 
 def our_method(schedule: str, kernel: str, transport: str, causal: bool) -> Method:
@@ -142,7 +132,7 @@ def draw_inputs(args: argparse.Namespace, tokens: int, world: World, seed: int) 
 def check(method: Method, args: argparse.Namespace, world: World) -> None:
     """Raise an error if a method is wrong on a small pack."""
     tokens = 128 * world.size
-    offsets = draw_documents(tokens, 2 * world.size, 1, mean=3.0, sigma=1.0)
+    offsets = draw_documents(tokens, 2 * world.size, 1, log_normal(3.0, 1.0))
     q, k, v, dout = draw_inputs(args, tokens, world, 1)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     parts = [
@@ -183,7 +173,7 @@ def new_packs(method: Method, args: argparse.Namespace, world: World, tokens: in
     """Return the host's milliseconds for new documents: the median of some packs, less `usual`."""
     taken = []
     for seed in range(100, 105):
-        offsets = draw_documents(tokens, 2 * world.size, seed, args.mean, args.sigma)
+        offsets = draw_documents(tokens, 2 * world.size, seed, lengths_of(args.mean, args.sigma, args.lengths))
         both = passes(method, offsets, draw_inputs(args, tokens, world, 2))[1]
         if world.cuda:
             torch.cuda.synchronize()
@@ -201,7 +191,7 @@ def main() -> None:
     args = arguments()
     world = join("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
     tokens = args.tokens_per_rank * world.size
-    offsets = draw_documents(tokens, 2 * world.size, args.seed, args.mean, args.sigma)
+    offsets = draw_documents(tokens, 2 * world.size, args.seed, lengths_of(args.mean, args.sigma, args.lengths))
     pairs = sum((n * n + n) / 2 if args.causal else n * n for n in (hi - lo for lo, hi in pairwise(offsets)))
     flops = 4 * pairs * args.heads * args.head_dim / world.size
     combinations = itertools.product(args.schedule, args.kernel, args.transport)
@@ -259,6 +249,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens-per-rank", type=int, default=8192)
     parser.add_argument("--mean", type=float, default=7.0, help="of the logarithm of a document's tokens")
     parser.add_argument("--sigma", type=float, default=1.2, help="of the same")
+    parser.add_argument("--lengths", type=Path, help="a histogram of lengths in place of these two")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--schedule", nargs="+", default=["auto", "load_balanced"])
     parser.add_argument("--kernel", nargs="+", default=["auto"])

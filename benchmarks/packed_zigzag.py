@@ -33,7 +33,8 @@ from benchmarks.attention.baselines import version_of
 from benchmarks.attention.baselines.transformer_engine import communicators
 from benchmarks.attention.clock import Timer, take_turns
 from benchmarks.attention.failures import Failure, together
-from benchmarks.packed import BOTH, TOLERANCE, Attend, draw_documents, draw_inputs
+from benchmarks.documents import draw_documents, log_normal
+from benchmarks.packed import BOTH, TOLERANCE, Attend, draw_inputs
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func
 from dfa_megatron.doctor.machine import machine
 from dfa_megatron.doctor.world import World, join
@@ -56,7 +57,7 @@ class Method:
 
 def draw_pack(args: argparse.Namespace, tokens: int, ranks: int) -> DocumentOrder:
     """Return padded documents of `tokens` together; each has up to 2P - 1 tokens of padding."""
-    padded = draw_documents(tokens, 2 * ranks, args.seed, args.mean, args.sigma)
+    padded = draw_documents(tokens, 2 * ranks, args.seed, log_normal(args.mean, args.sigma))
     draw = random.Random(args.seed)
     real = accumulate((hi - lo - draw.randrange(2 * ranks) for lo, hi in pairwise(padded)), initial=0)
     return DocumentOrder.of(tuple(real), padded, ranks)

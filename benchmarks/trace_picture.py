@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import host_time, pack_programs
-from benchmarks.packed import draw_documents
+from benchmarks.documents import draw_documents, log_normal
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_varlen_func
 from dfa_megatron.doctor.machine import machine
 from dfa_megatron.doctor.world import World, join
@@ -87,7 +87,7 @@ def cases(shapes: Shapes, world: World | None) -> dict[str, Callable[[], object]
     short = host_time.Shapes(rows=shapes.rows, dtype=dtype, **same)
     pack = pack_programs.Shapes(tokens_per_rank=shapes.rows, **same)
     ranks = shapes.ranks if world is None else world.size
-    offsets = draw_documents(ranks * shapes.rows, 2 * ranks, 0, shapes.mean, 1.2)
+    offsets = draw_documents(ranks * shapes.rows, 2 * ranks, 0, log_normal(shapes.mean, 1.2))
     if world is None:
         prepared = pack_programs.program(pack, offsets, ranks, 0)
         both = torch.no_grad()(pack_programs.both_phases(*prepared))
