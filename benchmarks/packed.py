@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 -m benchmarks.packed --heads 64 --kv-heads 8 --tokens-per-rank 8192 --out packed.json
 
-Documents are drawn log-normal, or as --lengths says, up to a quarter of the pack, and rounded to multiples of 2P tokens:
+Documents are drawn log-normal, or as --lengths says, to a quarter of the pack, and rounded to multiples of 2P tokens:
 ring-flash-attn's ring and zigzag cut each document into P or 2P chunks. A method that is wrong on a small pack is
 not timed (ring-flash-attn's ring and zigzag are in float32: they sum into what they read). Times are of the slowest
 rank, the median over repetitions in which methods take turns, each from an idle GPU; `in a row` is of one of 8 calls
