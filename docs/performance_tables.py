@@ -211,15 +211,25 @@ def tiled_loss() -> Lines:
 
 
 def pack_programs() -> Lines:
-    """Return the programs of some ranks over a pack beside the kernel alone, on one GPU."""
-    cells = {f"{n} ranks": row("11-23-1xh200-pack-programs", ranks=n) for n in (2, 4, 8)}
-    shown = {
-        "the kernel alone on the whole pack": "{bound TFLOP/s:.0f}",
-        "the slowest rank's program": "{TFLOP/s:.0f}",
-        "its share": "{share of the bound:.2f}",
-    }
-    lines = [[label, *(form.format_map(x) for x in cells.values())] for label, form in shown.items()]
-    return table(["one GPU, TFLOP/s", *cells], lines)
+    """Return the programs of some ranks over packs beside the kernel alone, on one GPU."""
+    lines = []
+    for label, run in PACKS.items():
+        packs = {x["ranks"]: x for x in json.loads((RESULTS / run).read_text("utf-8"))["rows"]}
+        form = "{TFLOP/s:.0f} of {bound TFLOP/s:.0f} ({share of the bound:.2f})"
+        lines.append([label, *(form.format_map(packs[n]) if n in packs else "not run" for n in (2, 4, 8))])
+    return table(["slowest rank of the kernel's TFLOP/s (share); documents", "2 ranks", "4 ranks", "8 ranks"], lines)
+
+
+_PACKS = "2026-11-23-1xh200-pack-programs"
+PACKS = {
+    "log-normal, 8K a rank": f"{_PACKS}.json",
+    "the same, 32K": f"{_PACKS}-32k.json",
+    "the same, 128K": f"{_PACKS}-128k.json",
+    "Pile, as in LongCA-bench, 8K": f"{_PACKS}-pile.json",
+    "ProLong-64K, 8K": f"{_PACKS}-prolong64k.json",
+    "ProLong-512K, 8K": f"{_PACKS}-prolong512k.json",
+    "ProLong-512K, 32K": f"{_PACKS}-32k-prolong512k.json",
+}
 
 
 def losses() -> Lines:
