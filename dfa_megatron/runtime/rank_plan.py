@@ -131,7 +131,8 @@ def _refuse_plan(plan: AttentionPlan, problem: Problem) -> None:
 
 def forms_of(plan: AttentionPlan) -> frozenset[Form]:
     """The forms of every tile that any rank computes; fused tiles are of these, or bands."""
-    return frozenset(tile.form for phase in plan.phases for tiles in phase.pairs.values() for tile in tiles)
+    pairs = {id(phase.pairs): phase.pairs for phase in plan.phases}  # most often of one layout, and so one
+    return frozenset(tile.form for its in pairs.values() for tiles in its.values() for tile in tiles)
 
 
 def work_out(problem: Problem, rank: int, serve: Serve) -> RankPlan:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.candidate import Candidate
 from dfa_megatron.plan.language.components import components
+from dfa_megatron.plan.language.ir import needed_pairs
+from dfa_megatron.plan.language.layout import contiguous
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules import ALL, Schedule
 
@@ -32,6 +34,8 @@ def survey(mask: Mask, ranks: int, layout: str) -> tuple[dict[Schedule, float], 
 
 def _needless(schedule: Schedule, mask: Mask, ranks: int, most: dict[Schedule, float]) -> str:
     """Return the reason why a schedule for packs cannot win beside those that serve, or an empty string."""
+    if schedule.name == "balanced_shared" and not _has_far_pairs(mask, ranks):
+        return "the last step of balanced has no work to share"
     has_zigzag = any(other.layout == "zigzag" for other in most)
     if schedule.layout == "load_balanced" and has_zigzag and len(components(mask)) == 1:
         return "there is one sequence, which zigzag balances"
@@ -40,3 +44,11 @@ def _needless(schedule: Schedule, mask: Mask, ranks: int, most: dict[Schedule, f
             if other.layout == "contiguous" and load * ranks <= EVEN * mask.area:
                 return f"the work of {other.name} is even"
     return ""
+
+
+def _has_far_pairs(mask: Mask, ranks: int) -> bool:
+    """Return whether rows see keys half of the ranks away, which `balanced_shared` shares, or True for odd ranks."""
+    if ranks < 1 or ranks % 2 or mask.length % ranks:
+        return True
+    layout = contiguous(mask.length, ranks)
+    return any(2 * (layout.owner[q] - layout.owner[kv]) == ranks for q, kv in needed_pairs(mask, layout))

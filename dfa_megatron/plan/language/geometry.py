@@ -178,7 +178,7 @@ class Tile:
     @property
     def band(self) -> Band:
         """Return this tile as a kernel's window over exactly its rows and columns."""
-        offset = (self.kv.lo - self.q.lo) + len(self.kv) - len(self.q)
+        offset = self.kv.hi - self.q.hi
         left = -1 if self.lo == -UNBOUNDED else offset - self.lo
         right = -1 if self.hi == UNBOUNDED else self.hi - offset
         return Band(left, right)
@@ -186,7 +186,7 @@ class Tile:
     @property
     def form(self) -> Form:
         """Return the form of a kernel call over this tile."""
-        return form_of(self.band, len(self.q), len(self.kv))
+        return form_of(self.band, self.q.hi - self.q.lo, self.kv.hi - self.kv.lo)
 
 
 def _shrunk(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Tile | None:

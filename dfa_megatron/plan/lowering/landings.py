@@ -29,9 +29,10 @@ class Landings:
     step whose compute reads memory in which something new lands in this step.
     """
 
-    def __init__(self, plan: Plan, rank: int, messages: RankMessages, together: frozenset[str]) -> None:
-        self.plan, self.rank, self.messages, self.together = plan, rank, messages, together
-        self.rows = [len(chunk) for chunk in plan.layout.chunks]
+    def __init__(
+        self, plan: Plan, rank: int, rows: list[int], messages: RankMessages, together: frozenset[str]
+    ) -> None:
+        self.plan, self.rank, self.rows, self.messages, self.together = plan, rank, rows, messages, together
         self.own = {name: number for number, (_, name) in enumerate((*plan.phase.reads, *plan.phase.writes))}
         self.own_rows = plan.layout.offsets(plan.layout.of(rank))
         self.regions: dict[tuple[int, int, int], Region] = {}
@@ -141,4 +142,5 @@ def landings_of(plan: Plan, batch: int) -> tuple[Landings, ...]:
 @lru_cache(maxsize=4)  # of both phases: lowering and the places of messages ask for them
 def _landings(same: Same, batch: int) -> tuple[Landings, ...]:
     plan, together = same.plan, joined(same.plan.mask, batch)
-    return tuple(Landings(plan, rank, messages, together) for rank, messages in enumerate(rank_messages(plan, batch)))
+    rows, messages = [len(chunk) for chunk in plan.layout.chunks], rank_messages(plan, batch)
+    return tuple(Landings(plan, rank, rows, its, together) for rank, its in enumerate(messages))

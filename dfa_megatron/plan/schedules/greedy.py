@@ -85,6 +85,8 @@ class _Piece:
     area: int
     q: Span
     helpers: set[int] = field(default_factory=set)
+    half: float = -1.0
+    """The share of the pairs that is in the first half of the rows, once it is known."""
 
     def of_rows(self, q: Span) -> _Piece:
         """Return the part of this piece in some of its rows."""
@@ -98,7 +100,9 @@ class _Piece:
 
     def rows_of(self, share: float) -> float:
         """Return the rows from the first that hold this share of the pairs, if rows gain or lose keys evenly."""
-        half = self.of_rows(Span(self.q.lo, (self.q.lo + self.q.hi) // 2)).area / self.area
+        if self.half < 0:
+            self.half = self.of_rows(Span(self.q.lo, (self.q.lo + self.q.hi) // 2)).area / self.area
+        half = self.half
         linear, square = 4 * half - 1, 2 - 4 * half
         root = sqrt(max(0.0, linear * linear + 4 * square * share))
         return min(1.0, 2 * share / (linear + root)) * len(self.q) if linear + root > 0 else len(self.q)
