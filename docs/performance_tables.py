@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from docs import automatic_tables, hybrid_tables, longest_table
+from docs import automatic_tables, hybrid_tables, longest_table, pack_tables
 from docs.attention_tables import (
     ALL,
     DEEPSPEED,
@@ -26,8 +26,7 @@ from docs.attention_tables import (
     tflops,
 )
 from docs.attention_tables import TABLES as ATTENTION
-from docs.dynamic_cp_table import dynamic_cp
-from docs.raw_results import RESULTS, K, Lines, bold, figures, row, table
+from docs.raw_results import RESULTS, K, Lines, figures, row, table
 
 
 def spread(pairs: Iterable[tuple[float, float]]) -> str:
@@ -151,55 +150,6 @@ def longest() -> Lines:
     return lines[0][:2] + [one[2] for one in lines]
 
 
-PACKED = "11-22-{}xh200-packed"
-
-
-def packed() -> Lines:
-    """Return packed documents on two and four GPUs."""
-    methods = {
-        "ours, `greedy`": "dfa greedy auto auto",
-        "ours, `auto`": "dfa auto auto auto",
-        "ours, layout `load_balanced`": "dfa dealt auto auto",
-        **{f"ring-flash-attn, `{name}`": f"ring-flash-attn {name} varlen" for name in ("llama3", "ring", "zigzag")},
-    }
-    lines = {label: {"method": method} for label, method in methods.items()}
-    columns = {f"{gpus} GPUs": (PACKED.format(gpus), {}, "{both_ms:.2f}") for gpus in (2, 4)}
-    head, rule, *rest = figures("ms, forward and backward, of the slowest rank", lines, columns, absent="not run")
-    cells = bold([[cell.strip() for cell in line.strip("|").split("|")] for line in rest], min)
-    return [head, rule, *table((), cells)[2:]]
-
-
-def packed_now() -> Lines:
-    """Return packed documents on two GPUs, with the host's work replayed."""
-    name = "11-23-2xh200-packed-in-a-row"
-    columns = {
-        "ms from an idle GPU": (name, {}, "{both_ms:.2f}"),
-        "TFLOP/s from an idle GPU": (name, {}, "{both_TFLOP/s:.0f}"),
-        "in a row": (name, {}, "{in_a_row_TFLOP/s:.0f}"),
-        "ms more on the host for a new pack": (name, {}, "{new_pack_ms:.0f}"),
-    }
-    methods = {"`auto`": "dfa auto auto auto", "layout `load_balanced`": "dfa load_balanced auto auto"}
-    return figures("two GPUs", {label: {"method": method} for label, method in methods.items()}, columns)
-
-
-def packed_zigzag() -> Lines:
-    """Return padded packs that are cut document by document, beside Transformer Engine on the same data."""
-    name = "11-23-2xh200-packed-zigzag"
-    methods = {
-        "ours, inside layout `boundary`": "dfa inside",
-        "the exchange of hidden states, once a model": "exchange",
-        "Transformer Engine, p2p": "te p2p",
-        "Transformer Engine, a2a": "te a2a",
-    }
-    shown = {"ms, forward and backward": "{both_ms:.2f}", "TFLOP/s per GPU": "{tflops_per_rank:.0f}"}
-    return figures(
-        "two GPUs",
-        {label: {"method": method} for label, method in methods.items()},
-        {head: (name, {}, one) for head, one in shown.items()},
-        absent="no attention",
-    )
-
-
 def tiled_loss() -> Lines:
     """Return time and memory of the loss by tiles."""
     name, lines = "11-23-2xh200-tiled-loss", {f"tiles of {tile} tokens": {"mode": f"{tile}"} for tile in (4096, 16384)}
@@ -208,28 +158,6 @@ def tiled_loss() -> Lines:
         for label, kind in (("loss", "train"), ("log-probabilities", "logprobs")) for n in (64, 128)
     }  # fmt: skip
     return figures("two GPUs, ms (GiB)", lines, columns)
-
-
-def pack_programs() -> Lines:
-    """Return the programs of some ranks over packs beside the kernel alone, on one GPU."""
-    lines = []
-    for label, run in PACKS.items():
-        packs = {x["ranks"]: x for x in json.loads((RESULTS / run).read_text("utf-8"))["rows"]}
-        form = "{TFLOP/s:.0f} of {bound TFLOP/s:.0f} ({share of the bound:.2f})"
-        lines.append([label, *(form.format_map(packs[n]) if n in packs else "not run" for n in (2, 4, 8))])
-    return table(["slowest rank of the kernel's TFLOP/s (share); documents", "2 ranks", "4 ranks", "8 ranks"], lines)
-
-
-_PACKS = "2026-11-23-1xh200-pack-programs"
-PACKS = {
-    "log-normal, 8K a rank": f"{_PACKS}.json",
-    "the same, 32K": f"{_PACKS}-32k.json",
-    "the same, 128K": f"{_PACKS}-128k.json",
-    "Pile, as in LongCA-bench, 8K": f"{_PACKS}-pile.json",
-    "ProLong-64K, 8K": f"{_PACKS}-prolong64k.json",
-    "ProLong-512K, 8K": f"{_PACKS}-prolong512k.json",
-    "ProLong-512K, 32K": f"{_PACKS}-32k-prolong512k.json",
-}
 
 
 def losses() -> Lines:
@@ -269,22 +197,12 @@ WAYS = {"as it stands": "unbound", "replayed": "bound"}
 PAGES: dict[str, dict[str, Callable[[], Lines]]] = {
     "README.md": {"results": readme},
     "docs/performance.md": {
-        "in-short": in_short, "host": host, **ATTENTION, "automatic": automatic_tables.measured, "packed": packed,
-        "packed-now": packed_now, "packed-zigzag": packed_zigzag, "pack-programs": pack_programs,
-        "layers": layers,
-        "megatron-training": megatron_training, "losses": losses, "deepspeed": deepspeed, "qwen": qwen,
-        "longest": longest,
+        "in-short": in_short, "host": host, **ATTENTION, "automatic": automatic_tables.measured,
+        **pack_tables.MEASURED, "layers": layers, "megatron-training": megatron_training, "losses": losses,
+        "deepspeed": deepspeed, "qwen": qwen, "longest": longest,
     },
     "docs/remat.md": {"longest": longest_table.longest},
-    "docs/packed.md": {
-        "dynamic-cp": dynamic_cp,
-        "new-packs": partial(
-            figures, "four GPUs",
-            {"`auto`": {"method": "dfa auto auto auto"}, "`load_balanced`": {"method": "dfa dealt auto auto"}},
-            {"ms of a forward and backward": (PACKED.format(4), {}, "{both_ms:.1f}"),
-             "ms more on the host for a new pack": (PACKED.format(4), {}, "{new_pack_ms:.0f}")},
-        ),
-    },
+    "docs/packed.md": pack_tables.TABLES,
     "docs/hybrids.md": hybrid_tables.TABLES,
     "docs/kernels.md": {"speed": kernels},
     "docs/loss.md": {"tiles": tiled_loss},
