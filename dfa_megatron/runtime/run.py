@@ -81,7 +81,8 @@ def run_backward(prepared: Prepared, inputs: Fields) -> tuple[torch.Tensor, torc
 def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
     """Run a phase: the first time to record it, and from then on as it was recorded.
 
-    A run in which a kernel's package compiled, which later ones will not, does not count.
+    A first run may do what later ones will not. So it does not count where a kernel's package compiled, and where it
+    could not be recorded.
     """
     transport, arena = _way(prepared, memory, inputs[0].device)
     if not prepared.binds or ACTIVE:
@@ -90,7 +91,8 @@ def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fie
     found = prepared.bound.get(key)
     if isinstance(found, Bound):
         return found((*inputs, arena.flat), transport, functools.partial(_failed, prepared, memory))
-    is_full = found is None and len(prepared.bound) == _MOST_BOUND
+    is_first = key not in prepared.bound
+    is_full = is_first and len(prepared.bound) == _MOST_BOUND
     if is_full:
         _tell_many()
     if is_full or found is not None or not _recordable(inputs[0].device):
@@ -99,9 +101,9 @@ def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fie
     with Tape(given) as tape:
         recorder = Recorder(tape, transport)
         results = _run(prepared, memory, given[:-1], Arena(given[-1]), recorder)
-    if tape.compiled:
-        return results
-    if tape.why_not:
+    if tape.compiled or (tape.why_not and is_first):
+        prepared.bound[key] = None
+    elif tape.why_not:
         logger.info("this attention's host work is not recorded: %s", tape.why_not)
         prepared.bound[key] = tape.why_not
     else:
