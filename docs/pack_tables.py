@@ -68,7 +68,8 @@ def new_packs() -> Lines:
     shown = {
         "plan": ("", "new pack ms"),
         "plan, `load_balanced`": ("-load-balanced", "new pack ms"),
-        "first forward and backward, recorded": ("", "recorded ms"),
+        "first forward and backward": ("", "first ms"),
+        "second, recorded": ("", "recorded ms"),
         "later": ("", "replayed ms"),
     }
     lines = [

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dfa_megatron.kernels.current_stream import stream_of
@@ -40,7 +39,6 @@ class Tape(TorchDispatchMode):
     Attributes:
         ops: recorded since the last `cut`.
         why_not: why the run cannot be replayed, or "".
-        compiled: whether a kernel's package compiled in this run, on its way to a launch.
         launches: the registers that launches write, one each.
     """
 
@@ -48,7 +46,6 @@ class Tape(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
         self.why_not = ""
-        self.compiled = False
         self.launches: set[int] = set()
         self._values: Registers = [None] * (len(inputs) + 1)
         self._sink = len(inputs)
@@ -202,11 +199,6 @@ def launched(function: Callable[..., object], *args: Any) -> None:
     tape = recording()
     if tape is not None:
         tape.launch(function, *args)
-
-
-def unrecorded() -> AbstractContextManager[None]:
-    """Return a context for tables that are made once: a tape takes them as constants."""
-    return _disable_current_modes()
 
 
 def signature(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:

@@ -55,8 +55,7 @@ class Prepared:
     exchange: set if ulysses_degree > 1. It converts the caller's tensors to the plan's and back. Then `channel`
         connects the ranks with the same heads, and all other fields count the plan's ranks, tokens and heads.
     binds: whether the kernel's work can be recorded and replayed.
-    bound: recorded phases, by what they need of a call's tensors; None after a first run that does not count, a text if
-        it cannot be.
+    bound: recorded phases, by what they need of a call's tensors; None after the first run, a text if it cannot be.
     graphs: captured phases, if the request asks for CUDA graphs.
     whole: the channel of the whole group, which compares calls; None if verify is off or the group has one rank.
     running: counts and compares the calls inside, a forward's and a backward's.

@@ -79,31 +79,28 @@ def run_backward(prepared: Prepared, inputs: Fields) -> tuple[torch.Tensor, torc
 
 
 def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
-    """Run a phase: the first time to record it, and from then on as it was recorded.
+    """Run a phase: the first time as it stands, the second time to record it, and from then on as it was recorded.
 
-    A first run may do what later ones will not. So it does not count where a kernel's package compiled, and where it
-    could not be recorded.
+    The first run compiles kernels and makes tables on the device, which are no part of later runs.
     """
     transport, arena = _way(prepared, memory, inputs[0].device)
     if not prepared.binds or ACTIVE:
         return _run(prepared, memory, inputs, arena, transport)
     key = memory is prepared.rank_plan.forward, signature(inputs)
-    found = prepared.bound.get(key)
+    found = prepared.bound.get(key, _NEW)
     if isinstance(found, Bound):
         return found((*inputs, arena.flat), transport, functools.partial(_failed, prepared, memory))
-    is_first = key not in prepared.bound
-    is_full = is_first and len(prepared.bound) == _MOST_BOUND
-    if is_full:
-        _tell_many()
-    if is_full or found is not None or not _recordable(inputs[0].device):
+    if found is not None or not _recordable(inputs[0].device):
+        if found is _NEW and len(prepared.bound) < _MOST_BOUND:
+            prepared.bound[key] = None
+        elif found is _NEW:
+            _tell_many()
         return _run(prepared, memory, inputs, arena, transport)
     given = tuple(x.detach() for x in (*inputs, arena.flat))  # the tape tells tensors apart as objects
     with Tape(given) as tape:
         recorder = Recorder(tape, transport)
         results = _run(prepared, memory, given[:-1], Arena(given[-1]), recorder)
-    if tape.compiled or (tape.why_not and is_first):
-        prepared.bound[key] = None
-    elif tape.why_not:
+    if tape.why_not:
         logger.info("this attention's host work is not recorded: %s", tape.why_not)
         prepared.bound[key] = tape.why_not
     else:
@@ -111,6 +108,7 @@ def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fie
     return results
 
 
+_NEW = object()
 _MOST_BOUND = 8
 """Recorded runs of one prepared attention: of its phases, for each layout of the caller's tensors."""
 

@@ -174,7 +174,7 @@ def _public(case: Case, given: Tensors, want: Results, rank: int, group: Any) ->
     rows = rows_of(case, rank)
     q, k, v, dout = (x[:, rows] for x in (given.q, given.k, given.v, given.dout))
     mine = Tensors(q, k, v, dout, given.sinks, given.slopes)
-    for _ in range(2 if case.number % 2 else 0):  # the first run that compiles nothing is recorded, and then replayed
+    for _ in range(2 if case.number % 2 else 0):  # the second run is recorded, and the third replays it
         _run_public(case, Tensors(q.flip(1), k.flip(1), v.flip(1), dout.flip(1), given.sinks, given.slopes), group)
     got = _run_public(case, mine, group)
     if case.options["deterministic"]:

@@ -40,9 +40,6 @@ class _Seen:
 
     def __setitem__(self, key: object, function: Callable[..., object]) -> None:
         self.cache[key] = function
-        tape = recording()
-        if tape is not None:
-            tape.compiled = True
 
     def __getitem__(self, key: object) -> Callable[..., object]:
         return functools.partial(self._launch, self.cache[key])
