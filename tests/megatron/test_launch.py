@@ -118,7 +118,7 @@ def slice_through_a_script(rank: int, world_size: int, script_path: str, layout:
     assert list(batch) == ["tokens", "labels"]
     assert batch["labels"] is None
     group = parallel_state.get_context_parallel_group()
-    check_declared(group, layout)
+    check_declared(group, layout, batch["tokens"].shape[1])
     assert torch.equal(SEEN["slicing"](dict(whole), cp_group=group)["tokens"], batch["tokens"])
 
 

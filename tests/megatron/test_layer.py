@@ -69,6 +69,31 @@ def test_tokens_in_another_order_than_the_layers_believe_are_refused() -> None:
     run_ranks(2, wrong_batches)
 
 
+def uncut_batches(rank: int, world_size: int) -> None:
+    """A loop that forgets to cut one batch among others, in training and in evaluation of another length."""
+    from dfa_megatron.megatron import declare_batch_layout, shard_batch
+
+    start(Topology(cp=world_size))
+    for layout in ("contiguous", "boundary"):
+        options = DistAttentionConfig(data_layout=layout)
+        model, whole = model_of(options), harness.micro_batch(0, 0)
+        short = {name: x[:, : x.shape[1] // 2] for name, x in whole.items()}
+        loss_of(model, shard_batch(whole, dist_group(), options))
+        with pytest.raises(UnsupportedError, match=rf"a batch of {whole['tokens'].shape[1]} tokens .*did not cut"):
+            loss_of(model, whole)
+        loss_of(model, shard_batch(short, dist_group(), options))
+        mine = shard_batch(whole, dist_group(), options)
+        expected = loss_of(model, mine)
+    declare_batch_layout(dist_group(), "zigzag")
+    assert torch.equal(loss_of(model, mine), expected)
+    assert shard_batch(whole, dist_group(), options)["tokens"].equal(mine["tokens"])
+    loss_of(model, short)  # own code slices, and is believed
+
+
+def test_a_batch_that_nobody_cut_is_refused_once_others_were_cut() -> None:
+    run_ranks(2, uncut_batches)
+
+
 def slices(rank: int, world_size: int) -> None:
     import inspect
 

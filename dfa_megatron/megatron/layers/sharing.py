@@ -53,7 +53,8 @@ class SharingLayer:
         if self._dfa.hybrid or layer.layer_number == 1:
             # A micro-batch of one document is cut in the same way by rows and by documents.
             several = pack is not None and (pack.group is None or len(pack.offsets) > 2)
-            check_declared(self._dfa_group(), self._dfa.options.data_layout, packed=several)
+            tokens = self._dfa_tokens(hidden_states)
+            check_declared(self._dfa_group(), self._dfa.options.data_layout, tokens, packed=several)
         return pack
 
     def _dfa_read(self, packed: Any, tokens: int) -> PlacedPack:

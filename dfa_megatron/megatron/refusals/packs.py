@@ -37,6 +37,13 @@ BATCHES = Stage(
             {"sliced": "contiguous"},
         ),
         stated(
+            "uncut",
+            "a batch of {uncut} tokens on a rank that `shard_batch` did not cut",
+            "each rank would take the whole of it for its own part of a longer sequence",
+            "shard_batch for every batch, of evaluation too; or declare_batch_layout where your own code slices",
+            4096,
+        ),
+        stated(
             "unsliced_documents",
             "packed documents in data_layout={dfa_data_layout!r} that nobody is known to have sliced by rows",
             "Megatron slices them one by one, each in zigzag order, with TransformerEngine's help",

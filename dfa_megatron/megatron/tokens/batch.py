@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,8 +23,19 @@ _DATA_LAYOUT = {"contiguous": "contiguous", "boundary": "zigzag", "zigzag": "zig
 _WHOLE = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 """The entries of a batch that describe whole documents and are not sliced."""
 
-_DECLARED: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
-"""The slicing of the batches of a context-parallel group, which a model cannot see in its input."""
+
+@dataclass(slots=True)
+class _Slicing:
+    """How the batches of a context-parallel group are sliced, which a model cannot see in its input.
+
+    order: "contiguous" or "zigzag". tokens: of a rank, in batches that `shard_batch` cut; None where own code slices.
+    """
+
+    order: str
+    tokens: set[int] | None
+
+
+_DECLARED: WeakKeyDictionary[dist.ProcessGroup, _Slicing] = WeakKeyDictionary()
 
 
 def shard_batch(
@@ -56,14 +68,20 @@ def shard_batch(
     """
     BATCHES.check(mask_in_batch=batch.get("attention_mask") is not None)
     layout = _DATA_LAYOUT[options.data_layout]
-    declare_batch_layout(cp_group, layout)
+    slicing = _DECLARED.get(cp_group)
+    if slicing is None or slicing.order != layout:
+        slicing = _DECLARED[cp_group] = _Slicing(layout, set())
     batch = _one_row(batch)
     if dist.get_world_size(cp_group) == 1:
         return dict(batch)
-    return {
-        name: x if x is None or _stays(name, x) else shard_sequence(x, group=cp_group, layout=layout)
+    cut = {
+        name: shard_sequence(x, group=cp_group, layout=layout)
         for name, x in batch.items()
+        if x is not None and not _stays(name, x)
     }
+    if slicing.tokens is not None:
+        slicing.tokens |= {x.shape[1] for x in cut.values()}
+    return {**batch, **cut}
 
 
 def _stays(name: str, x: torch.Tensor) -> bool:
@@ -97,10 +115,11 @@ def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:
     """Declare how this process slices batches over a context-parallel group: "contiguous" or "zigzag".
 
     `shard_batch` calls it. Call it yourself only if your own code slices. A model cannot tell contiguous tokens from
-    zigzag ones, so in layout `contiguous` it refuses to run on undeclared batches.
+    zigzag ones, so in layout `contiguous` it refuses to run on undeclared batches. Where only `shard_batch` slices, it
+    refuses batches of other lengths too, because nobody cut them.
     """
     BATCHES.check(declared=layout)
-    _DECLARED[cp_group] = layout
+    _DECLARED[cp_group] = _Slicing(layout, None)
 
 
 def slicing_of(cp_group: dist.ProcessGroup, *, packed: bool) -> str | None:
@@ -108,7 +127,7 @@ def slicing_of(cp_group: dist.ProcessGroup, *, packed: bool) -> str | None:
 
     It assumes zigzag order of the row, or of every document of a pack. Here a pack is sliced by rows.
     """
-    order = _DECLARED.get(cp_group)
+    order = slicing.order if (slicing := _DECLARED.get(cp_group)) is not None else None
     if packed:
         return order or ("zigzag" if packs_of_args() == "rows" else None)
     return order if order == "contiguous" and dist.get_world_size(cp_group) > 1 else None
@@ -119,19 +138,24 @@ def cuts_documents(cp_group: dist.ProcessGroup) -> bool:
     return dist.get_world_size(cp_group) > 1 and cp_group not in _DECLARED and packs_of_args() != "rows"
 
 
-def check_declared(cp_group: dist.ProcessGroup, layout_option: str, *, packed: bool = False) -> None:
+def check_declared(cp_group: dist.ProcessGroup, layout_option: str, tokens: int, *, packed: bool = False) -> None:
     """Refuse tokens in another order than the layers expect; undeclared batches count as Megatron's zigzag.
 
     Undeclared packed batches count as zigzag in every document, unless the script's flags slice whole rows.
 
+    Args:
+        tokens: of this rank.
+
     Raises:
-        UnsupportedError: the batches are sliced for another layout.
+        UnsupportedError: the batches are sliced for another layout, or this one is not sliced at all.
     """
     if dist.get_world_size(cp_group) == 1:
         return
+    slicing = _DECLARED.get(cp_group) or _Slicing("zigzag", None)
     BATCHES.check(
         dfa_data_layout=layout_option,
         needed=_DATA_LAYOUT[layout_option],
-        sliced=_DECLARED.get(cp_group, "zigzag"),
+        sliced=slicing.order,
+        uncut=tokens if slicing.tokens and tokens not in slicing.tokens else None,
         unsliced_documents=packed and layout_option != "boundary" and cuts_documents(cp_group),
     )
