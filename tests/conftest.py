@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; workers inherit it
+# PyTorch's store looks up the name of each connection in its only thread. A lost query would stop it for five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import importlib.util
 import json
