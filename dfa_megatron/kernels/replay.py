@@ -83,4 +83,7 @@ def freeing(ops: Sequence[Op], written: set[int], *, kept: frozenset[int]) -> li
     frees: dict[int, list[int]] = {}
     for register in sorted(({op.writes for op in ops} | written) & last.keys() - kept):
         frees.setdefault(last[register], []).append(register)
-    return [op._replace(frees=tuple(frees.get(at, ()))) for at, op in enumerate(ops)]
+    return [
+        Op(function, reads, writes, tuple(frees.get(at, ())), holds)
+        for at, (function, reads, writes, _, holds) in enumerate(ops)
+    ]

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dfa_megatron.kernels.current_stream import stream_of
+from dfa_megatron.kernels.operation_traits import Traits, traits_of
 from dfa_megatron.kernels.replay import Op, Registers
-
-aten = torch.ops.aten
 
 
 class Unrecordable(Exception):  # noqa: N818 -- the run itself is right, and goes on
@@ -49,7 +48,7 @@ class Tape(TorchDispatchMode):
         self.launches: set[int] = set()
         self._values: Registers = [None] * (len(inputs) + 1)
         self._sink = len(inputs)
-        self._known = WeakTensorKeyDictionary()  # tensor -> (register, whether it is all of the register's tensor)
+        self._known: dict[int, _Known] = {}  # by the id of a tensor, which another may have after its end
         self._constants: dict[int, int] = {}
         self._views: dict[tuple[Any, ...], int] = {}
         self._recasts: dict[tuple[int, torch.dtype], int] = {}
@@ -61,19 +60,25 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         """Run an operation and record it; one that is made of others is recorded as these."""
         kwargs = kwargs or {}
-        if func not in _NOT_MADE_OF_OTHERS:
+        traits = _TRAITS.get(func)
+        if traits is None:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-            _NOT_MADE_OF_OTHERS.add(func)
+            traits = _TRAITS[func] = traits_of(func)
         result = func(*args, **kwargs)
         if not self.why_not:
             try:
-                self._record(func, args, kwargs, result)
+                self._record(traits, func, args, kwargs, result)
             except Unrecordable as error:
                 self.why_not = str(error)
         return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that nothing here needs to be kept from torch.compile, which takes a third of an operation's time."""
+        return False
 
     def launch(self, function: Callable[..., object], *args: Any) -> None:
         """Record a launch that was just made; it writes into its arguments and returns nothing."""
@@ -95,38 +100,41 @@ class Tape(TorchDispatchMode):
 
     def register(self, x: torch.Tensor) -> int:
         """Return the register of a tensor; a view of a register is made where it is first read."""
-        root, is_whole = self._known.get(x, (None, False))
-        if root is None:
+        known = self._find(x)
+        if known is None:
             return self._constant(x)
-        if is_whole:
-            return int(root)
-        where = root, x.dtype, tuple(x.shape), x.stride(), x.storage_offset()
+        if known.is_whole:
+            return known.register
+        where = known.register, x.dtype, tuple(x.shape), x.stride(), x.storage_offset()
         if where not in self._views:
-            self._views[where] = self._write(torch.as_strided, (root, *map(self._value, where[2:])))
+            self._views[where] = self._write(torch.as_strided, (known.register, *map(self._value, where[2:])))
         return self._views[where]
 
     def registers(self) -> Registers:
         """Return the registers as a replay begins with them: constants in place, the rest empty."""
         return list(self._values)
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        follows_values, is_view = _traits(func)
-        if follows_values:
+    def _find(self, x: torch.Tensor) -> _Known | None:
+        known = self._known.get(id(x))
+        return known if known is not None and known.tensor() is x else None
+
+    def _record(self, traits: Traits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if traits.is_view:
+            self._view(func, args[0], result)
+            return
+        if traits.follows_values:
             raise Unrecordable(f"{func} reads a value back to the host")
-        if func in _EMPTY:
+        if traits.is_empty:
             allocate = partial(
                 torch.empty_strided, tuple(result.shape), result.stride(), dtype=result.dtype, device=result.device
             )
             self._place(result, self._write(allocate, ()))
             return
-        if func in _ZEROS and result.is_contiguous():
+        if traits.is_zeros and result.is_contiguous():
             allocate = partial(torch.zeros, tuple(result.shape), dtype=result.dtype, device=result.device)
             self._place(result, self._write(allocate, ()))
             return
-        if is_view:
-            self._view(func, args[0], result)
-            return
-        function = _FAST.get(func, func)
+        function = traits.fast
         if kwargs:
             named = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
             function = partial(func, **{name: value for name, value in kwargs.items() if name not in named})
@@ -134,16 +142,16 @@ class Tape(TorchDispatchMode):
                 function, args = _keyworded(function, len(args), tuple(named)), (*args, *named.values())
         register = self._emit(function, args)
         for number, x in enumerate(result) if isinstance(result, list | tuple) else [(None, result)]:
-            if not isinstance(x, torch.Tensor) or x in self._known:  # in place: the register is that of its argument
+            if not isinstance(x, torch.Tensor) or self._find(x):  # in place: the register is that of its argument
                 continue
             self._place(x, register if number is None else self._write(operator.itemgetter(number), (register,)))
 
     def _view(self, func: Any, base: torch.Tensor, result: Any) -> None:
-        base_root, is_whole = self._known.get(base, (None, False))
-        if base_root is None:  # a constant's view is a constant
+        known = self._find(base)
+        if known is None:  # a constant's view is a constant
             return
         for x in result if isinstance(result, list | tuple) else [result]:
-            root = base_root
+            root = known.register
             if x.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
                 raise Unrecordable(f"{func} copies, and is declared to make a view")
             if x.dtype != base.dtype:
@@ -152,7 +160,8 @@ class Tape(TorchDispatchMode):
                     self._recasts[key] = self._emit(torch.Tensor.view, (base, x.dtype))
                 root = self._recasts[key]
             if x is not base:
-                self._known[x] = root, is_whole and x.dtype == base.dtype and _same_layout(x, base)
+                is_whole = known.is_whole and x.dtype == base.dtype and _same_layout(x, base)
+                self._known[id(x)] = _Known(ref(x), root, is_whole)
 
     def _emit(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
         """Record an operation, and return the register of its result."""
@@ -174,7 +183,7 @@ class Tape(TorchDispatchMode):
         return register
 
     def _place(self, x: torch.Tensor, register: int) -> None:
-        self._known[x] = register, True
+        self._known[id(x)] = _Known(ref(x), register, is_whole=True)
 
     def _constant(self, x: torch.Tensor) -> int:
         """Return the register of a tensor that was there before; it is kept."""
@@ -221,12 +230,15 @@ _ALIGNMENT = 16
 """Bytes. Kernels with vector loads are chosen by this."""
 
 
-@cache
-def _traits(func: Any) -> tuple[bool, bool]:
-    """Return (whether the host learns from values, whether the result is a view) of an operation."""
-    returned = func._schema.returns
-    is_view = bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
-    return bool(_FOLLOWS_VALUES.intersection(func.tags)), is_view
+class _Known(NamedTuple):
+    """A tensor that a register holds, or a view of it.
+
+    is_whole: the tensor is all that the register holds.
+    """
+
+    tensor: ref[torch.Tensor]
+    register: int
+    is_whole: bool
 
 
 def _same_layout(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -251,21 +263,5 @@ def _keyworded(function: Callable[..., Any], count: int, names: tuple[str, ...])
     return call
 
 
-_FOLLOWS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""PyTorch's marks of operations whose result or shape the host learns from values."""
-_NOT_MADE_OF_OTHERS: set[Any] = set()
-"""Operations that PyTorch runs as they are, as recording found out."""
-_EMPTY = {
-    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
-    aten.new_empty.default, aten.new_empty_strided.default,
-}  # fmt: skip
-_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
-_FAST: dict[Any, Callable[..., Any]] = {
-    aten.copy_.default: torch.Tensor.copy_,
-    aten.zero_.default: torch.Tensor.zero_,
-    aten.fill_.Scalar: torch.Tensor.fill_,
-    aten.neg.default: torch.neg,
-    aten.add_.Tensor: torch.Tensor.add_,
-    aten.clone.default: torch.clone,
-}
-"""The same operations without the Python code of `torch.ops`."""
+_TRAITS: dict[Any, Traits] = {}
+"""Of operations that PyTorch does not run as others, as recording found out."""

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dfa_megatron.kernels.replay import Op, OpFailed, allocating_late, freeing, replay
 from dfa_megatron.kernels.tape import Tape, launched, recording, signature
@@ -82,6 +83,24 @@ def test_an_operation_that_copies_out_of_inference_mode_is_no_view() -> None:
 
     x = torch.randn(3, 5)
     assert torch.equal(turned(x), ((x + 1) * 2).t() + 1)
+
+
+def test_a_tensor_with_the_id_of_one_that_has_ended_is_another() -> None:
+    """What another library makes does not pass the dispatcher: it may get the id of a recorded tensor that is gone."""
+    x, made = torch.ones(3), list[torch.Tensor]()
+    with Tape([x]) as tape:
+        recorded = [x * 2 for _ in range(100)]
+        ended = {id(y) for y in recorded}
+        del recorded
+        with _disable_current_modes():
+            while not made or (id(made[-1]) not in ended and len(made) < 1000):
+                made.append(torch.full((3,), 5.0))
+        result = x + made[-1]
+    assert id(made[-1]) in ended
+    last, registers = tape.register(result), tape.registers()
+    registers[0] = x + 1
+    replay(tape.ops, registers)
+    assert torch.equal(registers[last], torch.full((3,), 7.0))
 
 
 def test_a_value_read_back_to_the_host_is_not_replayed() -> None:
