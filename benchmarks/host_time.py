@@ -1,7 +1,7 @@
 """Time the host's part of a forward and a backward: until the calls have returned, before the device is waited for.
 
     python benchmarks/host_time.py --out host_time.json
-    torchrun --nproc-per-node 2 benchmarks/host_time.py        # the calls of real ranks as well
+    torchrun --nproc-per-node 2 benchmarks/host_time.py        # the calls of real ranks, which may share a GPU
     python benchmarks/host_time.py --device cpu --rows 32 --heads 4 --kv-heads 2 --kernel cpu
 
 Cases, each with its program replayed (`bound`) and run as it stands (`unbound`), in alternating runs:
@@ -34,6 +34,7 @@ from dfa_megatron.runtime.prepare import build
 from dfa_megatron.runtime.problem import QKV
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.run import run_backward, run_forward
+from dfa_megatron.testing.workers import share_gpus
 
 Call = Callable[[], object]
 
@@ -72,7 +73,7 @@ def main() -> None:
     shapes = from_flags(Shapes, parser.parse_args())
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if shapes.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        share_gpus(int(os.environ.get("LOCAL_RANK", "0")), world)
     if world > 1:
         dist.init_process_group("nccl" if shapes.device == "cuda" else "gloo")
     cases = {"function": public(shapes)}

@@ -93,9 +93,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """@pytest.mark.gpu needs one GPU, @pytest.mark.gpu(n) needs n."""
+    """@pytest.mark.gpu needs a GPU. With a number, as many ranks have one each or share one, unless `apart=True`."""
     marker = item.get_closest_marker("gpu")
-    if marker is not None and torch.cuda.device_count() < (needed := marker.args[0] if marker.args else 1):
+    if marker is None:
+        return
+    ranks = marker.args[0] if marker.args else 1
+    if torch.cuda.device_count() < (needed := ranks if marker.kwargs.get("apart") else min(ranks, 1)):
         pytest.skip(f"needs {needed} CUDA devices")
 
 

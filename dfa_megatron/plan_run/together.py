@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dfa_megatron.plan.interpret import run_together
-from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared, build
 from dfa_megatron.runtime.problem import QKV

@@ -14,7 +14,7 @@ from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.merge import row_dot
 from dfa_megatron.kernels.tape import Tape, signature
 from dfa_megatron.plan.interpret import Algebra
-from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.comm.transport import NoTransport, StepTransport, Transport
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.accumulators import Fields

@@ -232,7 +232,7 @@ def test_the_cost_of_comparing_calls_is_measured_before_a_watcher_and_with_it(tm
     assert row["host_ms_before"] > 0
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, apart=True)
 def test_two_gpus_run_the_command_with_the_baselines_of_pytorch(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "benchmarks.attention", "--ranks", "2", "--seq-length", "4096")
     flags = ("--heads", "8", "--kv-heads", "8", "2", "--kernel", "cudnn", "aten", "--baselines", "pytorch", "ulysses")

@@ -1,4 +1,4 @@
-"""Two or four GPUs over NCCL: every parallelism trains like one rank, beside reductions of gradients and pipelines."""
+"""Two or four ranks over NCCL: every parallelism trains like one, beside reductions of gradients and pipelines."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def two_layouts(gpus: int, four: Topology) -> tuple[tuple[Topology, str], ...]:
     "megatron",
     by_gpus(
         {
-            2: "2 GPUs: CP, DDP, distributed optimizer, offload, float32",
-            4: "4 GPUs: CP, TP, PP, VP, DP, distributed optimizer, offload",
+            2: "2 ranks: CP, DDP, distributed optimizer, offload, float32",
+            4: "4 ranks: CP, TP, PP, VP, DP, distributed optimizer, offload",
         }
     ),
 )
@@ -69,7 +69,7 @@ def test_every_parallelism_over_nccl_trains_like_one_rank(
 
 
 @pytest.mark.support(
-    "megatron", by_gpus({2: "2 GPUs: packed documents, CP 2", 4: "4 GPUs: packed documents, CP 4 and TP 2 x CP 2"})
+    "megatron", by_gpus({2: "2 ranks: packed documents, CP 2", 4: "4 ranks: packed documents, CP 4 and TP 2 x CP 2"})
 )
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("how", ["packed", "packed-mixed"])
@@ -92,8 +92,8 @@ def test_packed_documents_over_nccl_train_like_one_rank(
     "megatron",
     by_gpus(
         {
-            2: "2 GPUs: fully sharded parameters (FSDP); latent attention",
-            4: "4 GPUs: fully sharded parameters (FSDP); latent attention",
+            2: "2 ranks: fully sharded parameters (FSDP); latent attention",
+            4: "4 ranks: fully sharded parameters (FSDP); latent attention",
         }
     ),
 )
@@ -117,8 +117,8 @@ def test_sharded_parameters_over_nccl_train_like_one_rank(
     "megatron",
     by_gpus(
         {
-            2: "2 GPUs: fully sharded parameters (FSDP); latent attention",
-            4: "4 GPUs: fully sharded parameters (FSDP); latent attention",
+            2: "2 ranks: fully sharded parameters (FSDP); latent attention",
+            4: "4 ranks: fully sharded parameters (FSDP); latent attention",
         }
     ),
 )

@@ -14,7 +14,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.refusals import check_config
 from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments, options_of
-from dfa_megatron.runtime.comm.kept_arena import KeptArena
+from dfa_megatron.runtime.comm.memory.kept_arena import KeptArena
 from tests.megatron.harness import Case, Topology, case, make_config
 
 OPTIONS = DistAttentionConfig(data_layout="boundary")

@@ -99,7 +99,7 @@ def _equals(rank: int, ranks: int, fp8: str | None, tolerance: float) -> None:
             assert_close(found[name], want, tolerance=tolerance, name=f"{name}, remat {remat}")
 
 
-@pytest.mark.support("megatron", "Transformer Engine's modules around ours, bfloat16 and fp8; 1 and 2 GPUs")
+@pytest.mark.support("megatron", "Transformer Engine's modules around ours, bfloat16 and fp8; 1 and 2 ranks")
 @pytest.mark.parametrize("gpus", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (1, 2)])
 @pytest.mark.parametrize(("fp8", "tolerance"), [(None, 2e-2), ("hybrid", 0.15)], ids=["bf16", "fp8"])
 def test_among_transformer_engines_modules_it_equals_its_own_attention(

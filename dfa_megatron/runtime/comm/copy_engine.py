@@ -12,25 +12,28 @@ rank raises its `ready` flags of a step before it waits for any: by induction on
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.agreement.agree import Facts
 from dfa_megatron.runtime.agreement.process import host
-from dfa_megatron.runtime.comm.kept_arena import KeptArena
+from dfa_megatron.runtime.comm.memory.kept_arena import KeptArena
+from dfa_megatron.runtime.comm.memory.symmetric_memory import SUBJECT, Mapped, symmetric
 from dfa_megatron.runtime.comm.streams import Streams
 from dfa_megatron.runtime.comm.transport import Recv, Send, Sends
 from dfa_megatron.runtime.cuda_driver import Flag, Flags, driver
-from dfa_megatron.runtime.environment import forbids_p2p, without_multicast
+from dfa_megatron.runtime.environment import forbids_p2p
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.comm.channel import Channel
 
+logger = logging.getLogger(__name__)
+
 _TRIAL_SECONDS = 30.0
-_SUBJECT = "open the copy engines"
 _WORD = 4
 
 
@@ -45,19 +48,22 @@ class _Batch(NamedTuple):
 class CopyEngineTransport(KeptArena):
     """Moves messages with the GPUs' copy engines; all ranks on one host, each GPU able to reach all others.
 
+    Ranks may share a GPU, which takes them in turns: for tests.
+
     Args:
         over: the channel of the ranks.
         device: this rank's GPU.
+        shared: some ranks have the same GPU.
     """
 
     beside_kernels = queued = True
 
-    def __init__(self, over: Channel, device: torch.device) -> None:
+    def __init__(self, over: Channel, device: torch.device, *, shared: bool) -> None:
         super().__init__(over, device)
-        self.streams = Streams(device)
+        self.streams, self._shared = Streams(device), shared
         self.driver = driver()
-        self._flags, addresses = _symmetric(2 * over.size * _WORD, over, device)
-        self._place_flags(over.rank, addresses)
+        self._flags = self.allocate(2 * over.size * _WORD)
+        self._place_flags(over.rank, self._flags.addresses)
         self._sending: Sequence[Send] = ()
         self._queue = self.streams.stream.cuda_stream
         self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], _Batch] = {}
@@ -72,9 +78,9 @@ class CopyEngineTransport(KeptArena):
         self._their_ready = [address + rank * _WORD for address in addresses]
         self._their_filled = [address + (size + rank) * _WORD for address in addresses]
 
-    def allocate(self, nbytes: int) -> tuple[torch.Tensor, list[int]]:
-        """See `KeptArena`: symmetric memory."""
-        return _symmetric(nbytes, self.over, self.device)
+    def allocate(self, nbytes: int) -> Mapped:
+        """See `KeptArena`."""
+        return symmetric(nbytes, self.over, self.device, shared=self._shared)
 
     def settle(self) -> None:
         """See `KeptArena`. What other ranks write here is awaited here."""
@@ -103,7 +109,7 @@ class CopyEngineTransport(KeptArena):
         for flags, send in zip(self._batch.before, self._sending, strict=True):
             queue.flags(self._queue, flags, token)
             for x, offset in zip(send.tensors, send.offsets, strict=True):
-                queue.copy(self._queue, self._arenas[send.peer] + offset, x.data_ptr(), x.nbytes)
+                queue.copy(self._queue, self._addresses[send.peer] + offset, x.data_ptr(), x.nbytes)
         queue.flags(self._queue, self._batch.after, token)
         self.streams.await_ranks(senders)
 
@@ -167,38 +173,46 @@ class CopyEngineTransport(KeptArena):
             raise RuntimeError(f"words from other ranks arrived wrong: {wrong}")
 
 
-def refusal(over: Channel, device: torch.device) -> str | None:
+def open_transport(over: Channel, device: torch.device) -> CopyEngineTransport | str:
+    """Return a transport that has passed its trial, or why there is none; equal on every rank. Collective."""
+    mine = {"host": host(), "device": str(device.index or 0), "gpu": _gpu(device), "why": _local_refusal(device)}
+    everyone = over.exchange(mine, SUBJECT)
+    why = refusal(over, device, everyone)
+    if why is not None:
+        return why
+    shared = len({facts["gpu"] for facts in everyone}) < over.size
+    if shared:
+        logger.warning("ranks share a GPU, which takes them in turns: right for tests, and slow")
+    transport, why = None, ""
+    try:
+        transport = CopyEngineTransport(over, device, shared=shared)
+        transport.trial()
+    except Exception as error:  # noqa: BLE001 -- drivers, fabric and permissions fail in many ways; p2p still works
+        why = f"{type(error).__name__}: {error}"
+    tried = over.exchange({"why": why}, SUBJECT)
+    failed = [f"rank {rank}: {facts['why']}" for rank, facts in enumerate(tried) if facts["why"]]
+    return failed[0] if failed or transport is None else transport
+
+
+def refusal(over: Channel, device: torch.device, everyone: list[Facts]) -> str | None:
     """Return why the copy engines cannot serve the ranks of a channel, or None; equal on every rank. Collective."""
-    mine = {"host": host(), "device": str(device.index or 0), "why": _local_refusal(device)}
-    everyone = over.exchange(mine, _SUBJECT)
     if len({facts["host"] for facts in everyone}) > 1:
         return "the ranks are on several hosts"
     for rank, facts in enumerate(everyone):
         if facts["why"]:
             return f"rank {rank}: {facts['why']}"
-    devices = [int(facts["device"]) for facts in everyone]
+    devices = {int(facts["device"]) for facts in everyone}
     why = ""
-    if len(set(devices)) == len(devices) <= torch.cuda.device_count():
-        blind = [d for d in devices if d != device.index and not torch.cuda.can_device_access_peer(device, d)]
+    if len(devices) == len({facts["gpu"] for facts in everyone}) <= torch.cuda.device_count():
+        blind = [d for d in sorted(devices) if d != device.index and not torch.cuda.can_device_access_peer(device, d)]
         why = f"GPU {device.index} cannot reach the memory of {blind}" if blind else ""
-    reached = over.exchange({"why": why}, _SUBJECT)
+    reached = over.exchange({"why": why}, SUBJECT)
     return next((facts["why"] for facts in reached if facts["why"]), None)
 
 
-def open_transport(over: Channel, device: torch.device) -> CopyEngineTransport | str:
-    """Return a transport that has passed its trial, or why there is none; equal on every rank. Collective."""
-    why = refusal(over, device)
-    if why is not None:
-        return why
-    transport, why = None, ""
-    try:
-        transport = CopyEngineTransport(over, device)
-        transport.trial()
-    except Exception as error:  # noqa: BLE001 -- drivers, fabric and permissions fail in many ways; p2p still works
-        why = f"{type(error).__name__}: {error}"
-    tried = over.exchange({"why": why}, _SUBJECT)
-    failed = [f"rank {rank}: {facts['why']}" for rank, facts in enumerate(tried) if facts["why"]]
-    return failed[0] if failed or transport is None else transport
+def _gpu(device: torch.device) -> str:
+    """Return what tells a GPU of this host from its others, whatever number it has in this process."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _local_refusal(device: torch.device) -> str:
@@ -213,49 +227,3 @@ def _local_refusal(device: torch.device) -> str:
     except (ImportError, OSError) as error:
         return f"PyTorch {torch.__version__}: {error}"
     return ""
-
-
-def _symmetric(nbytes: int, over: Channel, device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """Return zeroed memory that every rank has mapped, and its address on each; collective.
-
-    Raises:
-        UnsupportedError: on every rank if one has no memory for it.
-    """
-    memory, why = None, ""
-    try:
-        memory = _zeros(nbytes, device)
-    except RuntimeError as error:
-        why = f"{nbytes / 2**30:.1f} GiB for what other ranks write: {error}"
-    for rank, facts in enumerate(over.exchange({"why": why}, _SUBJECT)):
-        if facts["why"]:
-            raise UnsupportedError(
-                "transport='copy_engine'", f"rank {rank} found no memory, {facts['why']}", "transport='p2p'"
-            )
-    assert memory is not None, "this rank has said that it has its memory"
-    addresses = _mapped(memory, over)
-    torch.cuda.synchronize(device)
-    over.exchange({}, _SUBJECT)
-    return memory, addresses
-
-
-@torch.inference_mode(False)  # it outlives the call that asks for it
-def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate memory that others can map. It comes from the driver: if that has none, PyTorch's cache is emptied."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    with without_multicast():
-        try:
-            memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-        except RuntimeError:
-            torch.cuda.empty_cache()
-            memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    return memory.zero_()
-
-
-def _mapped(memory: torch.Tensor, over: Channel) -> list[int]:
-    """Return the addresses at which this rank reaches every rank's memory; collective."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    name = over.symmetric_name()
-    with without_multicast():
-        return list(_SymmetricMemory.rendezvous(memory, name).buffer_ptrs)

@@ -9,8 +9,8 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.runtime.comm.arena import Arena
 from dfa_megatron.runtime.comm.communicator import Communicator
+from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.comm.transport import Recv, Send, Sends
 
 _peer = attrgetter("peer")

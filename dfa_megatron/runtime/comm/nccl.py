@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.runtime.comm.arena import Arena
 from dfa_megatron.runtime.comm.communicator import Communicator
+from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.comm.streams import Streams
 from dfa_megatron.runtime.comm.transport import Recv, Send, Sends
 

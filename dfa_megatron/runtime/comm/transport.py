@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.comm.memory.arena import Arena
 
 
 class Send(NamedTuple):

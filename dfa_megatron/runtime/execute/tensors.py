@@ -9,7 +9,7 @@ import torch
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.program import Call, Merge, Message, Region
-from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.execute.accumulators import Accumulator, Fields
 from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan

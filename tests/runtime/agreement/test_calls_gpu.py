@@ -107,6 +107,8 @@ def test_a_rank_that_ends_does_not_leave_the_others_waiting_on_their_device(
     capfd: pytest.CaptureFixture[str],
     record_property: Callable[[str, object], None],
 ) -> None:
+    if transport == "p2p" and how == signal.SIGKILL and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices: NCCL's sockets, which ranks of one GPU use, break before the watcher looks")
     report = tmp_path / "report"
     with pytest.raises(AssertionError) as raised:
         run_ranks(

@@ -167,7 +167,7 @@ def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTra
         one.device, one.driver = torch.device("cpu"), Driver(world, rank)  # type: ignore[assignment]
         one.streams, one._finished = Streams(world, rank), Event(world, rank)  # type: ignore[assignment]
         one._place_flags(rank, flags)
-        one._arenas, one._sending, one.generation, one._batches = arenas, (), 1, {}
+        one._addresses, one._sending, one.generation, one._batches = arenas, (), 1, {}
         one._queue, one._finished_on = "moves", one.streams.stream  # type: ignore[assignment]
         one.over = SimpleNamespace(calls=Calls())  # type: ignore[assignment]
         made.append(one)
@@ -287,7 +287,7 @@ def test_any_interleaving_ends_and_reads_what_was_sent(schedule: str, ranks: int
             for phase in memories:
                 call += 1
                 for rank in range(ranks):
-                    queue_call(world, made[rank], phase[rank], rank, made[rank]._arenas[rank], call)
+                    queue_call(world, made[rank], phase[rank], rank, made[rank]._addresses[rank], call)
         world.run(random.Random(seed))
         assert not any(world.content.get(address) for one in made for address in (*one._my_ready, *one._my_filled)), (
             "every flag is down again"
@@ -310,7 +310,7 @@ def test_the_flags_of_another_call_are_not_taken(monkeypatch: pytest.MonkeyPatch
         made = transports(world, 2, memories[0].arena_bytes + 1)
         for rank, calls in ((0, (1, 2, 3)), (1, (1, 3))):
             for call in calls:
-                queue_call(world, made[rank], memories[rank], rank, made[rank]._arenas[rank], call)
+                queue_call(world, made[rank], memories[rank], rank, made[rank]._addresses[rank], call)
         world.run(random.Random(0))
 
     with pytest.raises(AssertionError, match="nobody can go on"):

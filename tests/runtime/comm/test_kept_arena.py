@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
-from dfa_megatron.runtime.comm import kept_arena
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
 from dfa_megatron.runtime.comm.gloo import GlooTransport
 from dfa_megatron.runtime.comm.groups import group_name
-from dfa_megatron.runtime.comm.kept_arena import KeptArena
+from dfa_megatron.runtime.comm.memory import kept_arena
+from dfa_megatron.runtime.comm.memory.kept_arena import KeptArena
+from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
 from dfa_megatron.runtime.comm.transports import Transports
@@ -42,9 +43,9 @@ class KeptGloo(KeptArena, GlooTransport):
         KeptArena.__init__(self, over, CPU)
         GlooTransport.__init__(self, over.new_communicator(CPU), over.wait)
 
-    def allocate(self, nbytes: int) -> tuple[torch.Tensor, list[int]]:
+    def allocate(self, nbytes: int) -> Mapped:
         self.over.exchange({}, "map the memory for messages")
-        return torch.full((nbytes,), 0xFF, dtype=torch.uint8), []
+        return Mapped(torch.full((nbytes,), 0xFF, dtype=torch.uint8), [])
 
     def settle(self) -> None:
         pass

@@ -12,8 +12,9 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime import prepare
 from dfa_megatron.runtime.comm import copy_engine
-from dfa_megatron.runtime.comm.arena import Arena
 from dfa_megatron.runtime.comm.groups import group_name
+from dfa_megatron.runtime.comm.memory import symmetric_memory
+from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.comm.transport import Transport
 from dfa_megatron.runtime.comm.transports import Transports
@@ -73,14 +74,15 @@ def _full(rank: int, ranks: int) -> tuple[list[str], int, int, str]:
     engine = object.__new__(copy_engine.CopyEngineTransport)
     over = channel(group_name(None))
     engine.over, engine.device = over, device
-    engine._arena, engine._arenas, engine.generation = Arena.allocate(64, device), [1] * ranks, 3
+    engine._shared, engine.generation = False, 3
+    engine._take(Mapped(torch.empty(64, dtype=torch.uint8), [1] * ranks))
 
     def zeros(nbytes: int, device: torch.device) -> torch.Tensor:
         if rank == ranks - 1:
             raise RuntimeError("CUDA driver error: out of memory")
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    copy_engine._zeros = zeros
+    symmetric_memory._zeros = zeros
     over.transports._open["cpu", "copy_engine"] = over.transports._open["cpu", "auto"] = engine
     for kind in ("copy_engine", "auto"):
         try:
@@ -89,7 +91,7 @@ def _full(rank: int, ranks: int) -> tuple[list[str], int, int, str]:
             errors.append(str(error))
     return (
         errors,
-        engine._arena.flat.numel() + len(engine._arenas),
+        engine._arena.flat.numel() + len(engine._addresses),
         engine.generation,
         type(over.transports.get(device, "auto")).__name__,
     )
@@ -106,8 +108,6 @@ def test_where_one_gpu_has_no_memory_for_messages_all_ranks_hear_of_it_and_auto_
 
 
 def test_pytorchs_cache_is_emptied_only_where_the_driver_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed._symmetric_memory as symmetric_memory
-
     emptied, full = [], [False, True]
 
     def empty(nbytes: int, **options: Any) -> torch.Tensor:
@@ -115,12 +115,12 @@ def test_pytorchs_cache_is_emptied_only_where_the_driver_has_no_memory(monkeypat
             raise RuntimeError("CUDA driver error: out of memory")
         return torch.full((nbytes,), 7, **options)
 
-    monkeypatch.setattr(symmetric_memory, "empty", empty)
+    monkeypatch.setattr("torch.distributed._symmetric_memory.empty", empty)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-    assert torch.equal(copy_engine._zeros(8, torch.device("cpu")), torch.zeros(8, dtype=torch.uint8))
+    assert torch.equal(symmetric_memory._zeros(8, torch.device("cpu")), torch.zeros(8, dtype=torch.uint8))
     assert (emptied, full) == ([True], [])
     full.append(False)
-    copy_engine._zeros(8, torch.device("cpu"))
+    symmetric_memory._zeros(8, torch.device("cpu"))
     assert emptied == [True]
 
 

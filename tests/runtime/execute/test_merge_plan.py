@@ -12,7 +12,7 @@ from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.program import Region, Write
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.execute.accumulators import Accumulator
 from dfa_megatron.runtime.execute.memory_plan import plan_memory
 from dfa_megatron.runtime.execute.merge_plan import MOST_PARTS, Destination, _buffer_merges

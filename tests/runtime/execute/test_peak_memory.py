@@ -21,7 +21,7 @@ from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
-from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, StepTransport
 from dfa_megatron.runtime.execute import accumulators
 from dfa_megatron.runtime.execute.bound import Bound, Fields, Recorder

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.runtime.comm.arena import Arena
+from dfa_megatron.runtime.comm.memory.arena import Arena
+from dfa_megatron.runtime.comm.memory.symmetric_memory import Mapped
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.comm.channel import Channel
@@ -51,12 +52,11 @@ class KeptArena(ABC):
 
     def __init__(self, over: Channel, device: torch.device) -> None:
         self.over, self.device = over, device
-        self._arena = Arena.allocate(0, device)
-        self._arenas: list[int] = []
+        self._take(Mapped(torch.empty(0, dtype=torch.uint8, device=device), []))
 
     @abstractmethod
-    def allocate(self, nbytes: int) -> tuple[torch.Tensor, list[int]]:
-        """Return memory for an arena, and the address of each rank's; collective.
+    def allocate(self, nbytes: int) -> Mapped:
+        """Return memory for an arena; collective.
 
         Raises:
             UnsupportedError: on every rank if one has no memory for it.
@@ -105,14 +105,16 @@ class KeptArena(ABC):
                 "one run of the largest call before any capture, or transport='p2p'",
             )
         # The old arena goes first, even if the new one fails. Its memory is free once every rank has let go of it.
-        self._arena, self._arenas = Arena.allocate(0, self.device), []
+        self._take(Mapped(torch.empty(0, dtype=torch.uint8, device=self.device), []))
         self.generation += 1
         self._calls = self._most = 0
         self.over.exchange({}, "let go of the memory for messages")
         if size:
-            flat, self._arenas = self.allocate(size)
-            self._arena = Arena(flat)
+            self._take(self.allocate(size))
         logger.info("memory for messages: %.2f GiB, was %.2f", size / 2**30, before / 2**30)
+
+    def _take(self, mapped: Mapped) -> None:
+        self._mapped, self._arena, self._addresses = mapped, Arena(mapped.memory), mapped.addresses
 
     def _stays(self) -> str:
         """Return why the arena may not move, or ""."""
