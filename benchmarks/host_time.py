@@ -73,7 +73,7 @@ def main() -> None:
     shapes = from_flags(Shapes, parser.parse_args())
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if shapes.device == "cuda":
-        share_gpus(int(os.environ.get("LOCAL_RANK", "0")), world)
+        share_gpus(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if world > 1:
         dist.init_process_group("nccl" if shapes.device == "cuda" else "gloo")
     cases = {"function": public(shapes)}

@@ -241,9 +241,13 @@ def _call(job: _Job) -> Any:
 
 
 def share_gpus(rank: int, ranks: int) -> None:
-    """Choose a rank's GPU, the same for several ranks where there are fewer; before NCCL starts.
+    """Choose the GPU of a rank of this machine, the same for several where there are fewer; before NCCL starts.
 
     NCCL refuses two ranks of one GPU on one host. So each is told that it is a host of its own; messages take sockets.
+
+    Args:
+        rank: on this machine, from 0 on.
+        ranks: of this machine.
     """
     import torch
 

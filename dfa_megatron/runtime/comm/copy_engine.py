@@ -203,6 +203,7 @@ def refusal(over: Channel, device: torch.device, everyone: list[Facts]) -> str |
             return f"rank {rank}: {facts['why']}"
     devices = {int(facts["device"]) for facts in everyone}
     why = ""
+    # A number means one GPU in every process; else each process sees some of them, and the trial shows what it reaches.
     if len(devices) == len({facts["gpu"] for facts in everyone}) <= torch.cuda.device_count():
         blind = [d for d in sorted(devices) if d != device.index and not torch.cuda.can_device_access_peer(device, d)]
         why = f"GPU {device.index} cannot reach the memory of {blind}" if blind else ""

@@ -86,7 +86,10 @@ def _of_pytorchs_allocator(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _opened(memory: torch.Tensor, over: Channel) -> Mapped:
-    """Open the memory of the other processes, by handles of CUDA; PyTorch refuses that for ranks of one GPU."""
+    """Open the memory of the other processes by CUDA's handles.
+
+    PyTorch's symmetric memory refuses ranks that share a GPU.
+    """
     ranks = range(over.size)
     # One handle for each reader, because PyTorch counts how many have let go.
     mine = {str(rank): _handle(memory) for rank in ranks if rank != over.rank}
