@@ -26,7 +26,7 @@ from benchmarks.documents import Offsets, draw_documents, lengths_of
 from dfa_megatron import DistAttentionConfig
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
-from dfa_megatron.kernels.merge import row_dot
+from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import CAUSAL, Segment
 from dfa_megatron.runtime.prepare import Prepared, build
@@ -165,8 +165,9 @@ def kernel_alone(shapes: Shapes, offsets: Offsets, kernel: BlockKernel) -> Calla
 
     def call() -> object:
         out, lse = kernel.forward(block)
-        known = {"out": out} if kernel.takes_out or kernel.backward_needs == "out" else {"delta": row_dot(dout, out)}
-        return kernel.backward(block, dout, Saved(lse, **known))
+        takes_out = kernel.takes_out or kernel.backward_needs == "out"
+        saved = Saved(lse, out=out) if takes_out else Saved(lse, minus_delta(dout, out))
+        return kernel.backward(block, dout, saved)
 
     return call
 

@@ -2,7 +2,7 @@
 
     python benchmarks/sanitize.py                     # memcheck and racecheck, about a minute on one GPU
 
-The kernels (forward, dk and dv, dq, merge, add, row_dot) run on a few short attentions whose sizes divide nothing:
+The kernels (forward, dk and dv, dq, merge, add, minus_delta) run on a few short attentions whose sizes divide nothing:
 once to compile, and once under each tool. Their results are compared with float64 on the host. Exit status 0 if the
 numbers are right and no tool has found an error.
 """
@@ -90,7 +90,7 @@ def _attentions() -> None:
 
 
 def _merges() -> None:
-    """Compare merge, add and row_dot on rows of longer buffers, in place and into memory of their own."""
+    """Compare merge, add and minus_delta on rows of longer buffers, in place and into memory of their own."""
     generator = torch.Generator().manual_seed(7)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -113,7 +113,8 @@ def _merges() -> None:
                 _compare(f"merged {name}", g, w, 1e-5)
         merge.add(sums, sums[0])
         _compare("sum", sums[0], sum(out.double() for out, _ in parts), 1e-6)
-        _compare("row_dot", merge.row_dot(into[0], sums[1]), merge.row_dot(want[0], parts[1][0].double()), 1e-5)
+        dots = merge.minus_delta(into[0], sums[1]), merge.minus_delta(want[0], parts[1][0].double())
+        _compare("minus_delta", *dots, 1e-5)
 
 
 def _compare(name: str, got: torch.Tensor, want: torch.Tensor, limit: float) -> None:

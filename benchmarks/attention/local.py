@@ -10,7 +10,7 @@ import torch
 from benchmarks.attention.job import Problem
 from dfa_megatron import kernels
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
-from dfa_megatron.kernels.merge import row_dot
+from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Form
 
 Local = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -68,6 +68,6 @@ class KernelAttention(torch.autograd.Function):
         if ctx.kernel.backward_needs == "out" or ctx.kernel.takes_out:
             saved = Saved(lse, out=out)
         else:
-            saved = Saved(lse, delta=row_dot(dout, out))
+            saved = Saved(lse, minus_delta=minus_delta(dout, out))
         gradients = ctx.kernel.backward(BlockCall.of(q, k, v, ctx.band, ctx.scale), dout, saved)
         return (*(gradient.to(q.dtype) for gradient in gradients), None, None, None)

@@ -13,7 +13,8 @@ import torch
 
 from dfa_megatron.doctor.stopwatch import stopwatch
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved, accumulator_dtype
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
+from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.plan.language.geometry import Band, Segment, form_of
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -90,8 +91,7 @@ def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: t
     """Return the tensors of a forward that the kernel's backward reads."""
     if kernel.backward_needs == "out":
         return Saved(lse, out=out)
-    wide = accumulator_dtype(out.dtype)
-    return Saved(lse, delta=(dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).contiguous())
+    return Saved(lse, minus_delta=minus_delta(dout, out))
 
 
 def run(kernel: BlockKernel, trial: Trial, inputs: Inputs, *, deterministic: bool = False) -> tuple[torch.Tensor, ...]:

@@ -1,7 +1,8 @@
 """The contract of a block kernel: attention of one call, and its gradient given the lse of the whole rows.
 
 Shapes: q, out, dout, dq (batch, q_len, heads, head_dim); k, dk (batch, kv_len, kv_heads, head_dim); v, dv (batch,
-kv_len, kv_heads, head_dim_v), and out has v's head_dim; lse, delta (batch, heads, q_len). Tensors may be strided views.
+kv_len, kv_heads, head_dim_v), and out has v's head_dim; lse, minus_delta (batch, heads, q_len). Tensors may be strided
+views.
 """
 
 from __future__ import annotations
@@ -117,19 +118,20 @@ class BlockCall:
 class Saved:
     """The forward's results that a backward needs: the global lse, and one of delta and out.
 
-    lse, delta (batch, heads, q_len) in the accumulator dtype, delta = rowsum(dout * out); out (batch, q_len, heads,
-    head_dim_v) in q's dtype. A kernel's `backward_needs` names the one that is there.
+    lse, minus_delta (batch, heads, q_len) in the accumulator dtype, minus_delta = -rowsum(dout * out): the
+    summand of flash-attn-4; out (batch, q_len, heads, head_dim_v) in q's dtype. A kernel's `backward_needs` names the
+    one that is there.
     """
 
     lse: torch.Tensor
-    delta: torch.Tensor | None = None
+    minus_delta: torch.Tensor | None = None
     out: torch.Tensor | None = None
 
     def rows(self, rows: Rows) -> Saved:
         """Return the same of some rows."""
         return Saved(
             lse=rows.take(self.lse, 2),
-            delta=None if self.delta is None else rows.take(self.delta, 2),
+            minus_delta=None if self.minus_delta is None else rows.take(self.minus_delta, 2),
             out=None if self.out is None else rows.take(self.out),
         )
 

@@ -125,11 +125,11 @@ def _difference(device: torch.device) -> str | None:
     return None if same and torch.equal(total, out + other) else "the Triton kernels' numbers are wrong here"
 
 
-def row_dot(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Return delta = rowsum(dout * out), (batch, heads, rows) in the accumulator dtype (paper, section 3.2)."""
+def minus_delta(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return -delta = -rowsum(dout * out), (batch, heads, rows) in the accumulator dtype (paper, section 3.2)."""
     if _fusable(dout, out) and dout.stride(-1) == out.stride(-1) == 1:
         from dfa_megatron.kernels.triton import merge as triton_merge
 
-        return triton_merge.row_dot(dout, out)
+        return triton_merge.minus_delta(dout, out)
     high = accumulator_dtype(dout.dtype)
-    return (dout.to(high) * out.to(high)).sum(-1).transpose(1, 2).contiguous()
+    return (dout.to(high) * out.to(high)).sum(-1).neg_().transpose(1, 2).contiguous()

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.errors import ExecutionError
-from dfa_megatron.kernels.merge import row_dot
+from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.tape import Tape, signature
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.memory.arena import Arena
@@ -43,8 +43,8 @@ def backward_algebra(prepared: Prepared, inputs: Fields, arena: Arena) -> Tensor
 
 
 def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Return out or delta (batch, heads, rows), whichever the kernel's backward reads beside lse."""
-    return row_dot(dout, out) if prepared.format.backward_needs == "delta" else out
+    """Return out or -delta (batch, heads, rows), whichever the kernel's backward reads beside lse."""
+    return minus_delta(dout, out) if prepared.format.backward_needs == "delta" else out
 
 
 def run_forward(prepared: Prepared, inputs: Fields) -> tuple[torch.Tensor, torch.Tensor]:

@@ -100,7 +100,7 @@ def test_any_band_is_exact_in_float64(
     out, lse = kernel.forward(call)
     assert_close(out, want_out, tolerance=1e-12, name="out")
     assert_close(lse, want_lse, tolerance=1e-12, name="lse")
-    saved = Saved(lse=lse, delta=(dout * out).sum(-1).transpose(1, 2), out=out)
+    saved = Saved(lse=lse, minus_delta=-(dout * out).sum(-1).transpose(1, 2), out=out)
     got = kernel.backward(call, dout, saved)
     for label, g, w in zip(("dq", "dk", "dv"), got, want, strict=True):
         error = (g - w).norm() / max(w.norm(), dout.norm())  # a row with one key has dq 0 but for rounding

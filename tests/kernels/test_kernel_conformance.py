@@ -268,7 +268,7 @@ def test_inputs_are_left_as_they_were(name: str, device: str) -> None:
     before = [x.clone() for x in (p.q, p.k, p.v, p.dout)]
     call = p.call(case.band)
     saved = saved_for(kernel, p.dout, *kernel.forward(call))
-    kept = [x.clone() for x in (saved.lse, saved.delta, saved.out) if x is not None]
+    kept = [x.clone() for x in (saved.lse, saved.minus_delta, saved.out) if x is not None]
     kernel.backward(call, p.dout, saved)
-    after = [p.q, p.k, p.v, p.dout, *(x for x in (saved.lse, saved.delta, saved.out) if x is not None)]
+    after = [p.q, p.k, p.v, p.dout, *(x for x in (saved.lse, saved.minus_delta, saved.out) if x is not None)]
     assert all(torch.equal(a, b) for a, b in zip([*before, *kept], after, strict=True))

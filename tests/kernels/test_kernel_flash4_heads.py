@@ -44,10 +44,10 @@ def test_flash4_is_exact_some_heads_at_a_time_and_where_memory_comes_late(
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = dense_attention(*exact, band, softmax_scale=0.09)
     want = torch.autograd.grad(out, exact, dout.double())
-    delta = (dout.double() * out.detach()).sum(-1).transpose(1, 2).float().contiguous()
+    minus_delta = -(dout.double() * out.detach()).sum(-1).transpose(1, 2).float().contiguous()
     assert (flash4._passes(q, k) > 1) is not late
     call = BlockCall.of(q, k, v, band, 0.09, deterministic=deterministic)
-    for known in ({"delta": delta}, {"out": out.detach().bfloat16()}):
+    for known in ({"minus_delta": minus_delta}, {"out": out.detach().bfloat16()}):
         got = kernels.get("flash4").backward(call, dout, Saved(lse.detach().float(), **known))
         for name, g, w in zip(("dq", "dk", "dv"), got, want, strict=True):
             assert_close(g, w, tolerance=1e-2, name=name)

@@ -127,16 +127,16 @@ def test_gpu_kernels_give_their_operators_what_these_mean(
     reference = ReferenceKernel()
     call = BlockCall.of(q, k, v, band, 0.3)
     want = reference.forward(call)
-    delta = (dout.float() * want[0].float()).sum(-1).transpose(1, 2)
-    want_gradients = reference.backward(call, dout, Saved(want[1], delta))
+    minus_delta = -(dout.float() * want[0].float()).sum(-1).transpose(1, 2)
+    want_gradients = reference.backward(call, dout, Saved(want[1], minus_delta))
     for q_x, k_x, v_x, dout_x, out_x in zip(*(layouts(x) for x in (q, k, v, dout, want[0])), strict=True):
         call = BlockCall.of(q_x, k_x, v_x, band, 0.3)
         out, lse = kernel.forward(call)
         assert lse.shape == (2, 4, q_len)
         assert_close(out, want[0], tolerance=1e-4, name="out")
         assert_close(lse, want[1], tolerance=1e-6, name="lse")
-        strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (want[1], delta)]
-        known = [Saved(strided[0], delta=strided[1])] if kernel.backward_needs == "delta" else []
+        strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (want[1], minus_delta)]
+        known = [Saved(strided[0], minus_delta=strided[1])] if kernel.backward_needs == "delta" else []
         if kernel.takes_out or not known:
             known.append(Saved(strided[0], out=out_x))
         for saved in known:
@@ -177,8 +177,8 @@ def test_gpu_kernels_give_their_packed_operators_what_segments_mean(kernel: Bloc
     call = BlockCall(q, k, v, segments, 0.3)
     reference = ReferenceKernel()
     want = reference.forward(call)
-    delta = (dout.float() * want[0].float()).sum(-1).transpose(1, 2)
-    known = Saved(want[1], delta)
+    minus_delta = -(dout.float() * want[0].float()).sum(-1).transpose(1, 2)
+    known = Saved(want[1], minus_delta)
     want_gradients = reference.backward(call, dout, known)
     got = kernel.forward(call)
     for name, g, w in zip(("out", "lse"), got, want, strict=True):

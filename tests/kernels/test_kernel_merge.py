@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dfa_megatron.kernels import merge as merging
-from dfa_megatron.kernels.merge import add, identity_, row_dot
+from dfa_megatron.kernels.merge import add, identity_, minus_delta
 from dfa_megatron.kernels.triton.support import interpreted, triton_refusal
 from dfa_megatron.testing.dense import assert_close, dense_attention
 
@@ -203,13 +203,13 @@ def test_gradients_add_in_float32_and_round_once(device: str, dtypes: tuple[torc
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)])
-def test_delta_is_the_row_sum_of_products(device: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_minus_delta_is_the_negative_row_sum_of_products(device: str, dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(4)
     dout, out = (torch.randn(2, 41, 3, 40, generator=generator).to(dtype).to(device)[:, 2:39] for _ in range(2))
-    delta = row_dot(dout, out)
-    assert delta.shape == (2, 3, 37)
-    assert delta.dtype == torch.float32
-    assert_close(delta, (dout.double() * out.double()).sum(-1).transpose(1, 2), tolerance=tolerance)
+    got = minus_delta(dout, out)
+    assert got.shape == (2, 3, 37)
+    assert got.dtype == torch.float32
+    assert_close(got, -(dout.double() * out.double()).sum(-1).transpose(1, 2), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

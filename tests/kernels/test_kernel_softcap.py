@@ -72,7 +72,7 @@ def test_flash4_hands_the_cap_to_forward_and_backward(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(flash4, "_functions", lambda: (record, record))
     q = torch.zeros(1, 8, 2, 16, dtype=torch.bfloat16)
-    saved = Saved(torch.zeros(1, 2, 8), delta=torch.zeros(1, 2, 8))
+    saved = Saved(torch.zeros(1, 2, 8), minus_delta=torch.zeros(1, 2, 8))
     kernel = kernels.get("flash4")
     for softcap in (0.0, 30.0):
         call = BlockCall.of(q, q, q, CAUSAL, 0.5, softcap=softcap)

@@ -11,8 +11,8 @@ from dfa_megatron.kernels.triton.support import triton_refusal
 
 pytestmark = pytest.mark.skipif(triton_refusal() is not None, reason=str(triton_refusal()))
 
-POINTERS = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "dout": "*bf16", "out": "*bf16", "lse": "*fp32", "delta": "*fp32",
-            "dq": "*bf16", "dk": "*bf16", "dv": "*bf16", "table": "*i32", "scale": "fp32",
+POINTERS = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "dout": "*bf16", "out": "*bf16", "lse": "*fp32",
+            "minus_delta": "*fp32", "dq": "*bf16", "dk": "*bf16", "dv": "*bf16", "table": "*i32", "scale": "fp32",
             "slopes": "*fp32", "q_positions": "*i32", "kv_positions": "*i32"}  # fmt: skip
 SHARED = {90: 227 * 1024, 80: 99 * 1024}
 

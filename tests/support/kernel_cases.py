@@ -135,7 +135,7 @@ def saved_for(kernel: BlockKernel, dout: torch.Tensor, out: torch.Tensor, lse: t
     if kernel.backward_needs == "out":
         return Saved(lse=lse, out=out)
     wide = accumulator_dtype(out.dtype)
-    return Saved(lse=lse, delta=(dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2))
+    return Saved(lse=lse, minus_delta=-(dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2))
 
 
 def check(name: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], dtype: torch.dtype) -> None:

@@ -11,7 +11,8 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.adapters.gpu import build_refusal, capability_text, dense, gpu_refusal
 from dfa_megatron.kernels.adapters.operators import Operator
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype
+from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
+from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.plan.language.geometry import form_of
 
 _INPUTS = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal", "scale")
@@ -86,9 +87,7 @@ class CudnnKernel(BlockKernel):
         if call.deterministic:
             raise UnsupportedError("kernel='cudnn' with deterministic=True", "it is not deterministic", "kernel='aten'")
         if _is_vector(call):
-            wide = accumulator_dtype(call.q.dtype)
-            delta = (dout.to(wide) * saved.out.to(wide)).sum(-1).transpose(1, 2)
-            return _VECTOR_KERNEL.launch_backward(call, dout, Saved(saved.lse, delta))
+            return _VECTOR_KERNEL.launch_backward(call, dout, Saved(saved.lse, minus_delta(dout, saved.out)))
         unused = torch.empty((), dtype=torch.int64, device=call.q.device)  # the dropout's random state
         lse = dense(saved.lse)
         dq, dk, dv = _BACKWARD(

@@ -39,8 +39,8 @@ class Flash4Kernel(BlockKernel):
 
     Its kernels are compiled at the first call of a shape class (dtype, head_dim, group, form): seconds each, once a
     process, or once a machine with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1. Calls are shrunk to the pairs of the band,
-    so that no row is blind. The backward recomputes the probabilities from the global lse. It takes delta as dlse =
-    -delta with an out of zeros, because the package computes rowsum(dout * out) - dlse.
+    so that no row is blind. The backward recomputes the probabilities from the global lse. It takes -delta as dlse,
+    with an out of zeros, because the package computes rowsum(dout * out) - dlse.
     It caps scores with the hardware's approximate tanh (relative error up to 5e-4), one kernel for each softcap.
     """
 
@@ -82,7 +82,7 @@ class Flash4Kernel(BlockKernel):
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         """See `BlockKernel.launch_backward`; a long call some heads at a time, for the package's accumulators."""
-        lse, row, backward = saved.lse, saved.out if saved.delta is None else saved.delta, _differentiate
+        lse, row, backward = saved.lse, saved.out if saved.minus_delta is None else saved.minus_delta, _differentiate
         assert row is not None, "the flash4 kernel reads delta or out"
         pass_name = "deterministic backward" if call.deterministic else "backward"
         if call.segments.window is not None:
@@ -180,12 +180,12 @@ _WORD = 4
 
 
 def _known(dout: torch.Tensor, lse: torch.Tensor, row: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the backward's arguments from the forward, with or without a batch dimension; row: delta, or out."""
+    """Return the backward's arguments from the forward, with or without a batch dimension; row: -delta, or out."""
     dout = vectorised(dout)
     if row.dim() == dout.dim():
         return {"dout": dout, "lse": dense(lse), "out": vectorised(row)}
     nothing = _zeros(dout.shape[-1], dout.dtype, dout.device, stream_of(dout.device)).expand_as(dout)
-    return {"dout": dout, "lse": dense(lse), "out": nothing, "dlse": -dense(row)}
+    return {"dout": dout, "lse": dense(lse), "out": nothing, "dlse": dense(row)}
 
 
 @functools.lru_cache(maxsize=64)

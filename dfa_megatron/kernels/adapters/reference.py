@@ -47,19 +47,19 @@ class ReferenceKernel(BlockKernel):
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         """See `BlockKernel.launch_backward`. Every sum is one matrix product, so it is deterministic."""
-        assert saved.delta is not None, "the reference kernel reads delta"
+        assert saved.minus_delta is not None, "the reference kernel reads delta"
         q, k, v = call.q, call.k, call.v
         kv_heads = k.shape[2]
         scores = _scores(call)
         slope = 1.0 - (scores / call.softcap) ** 2 if call.softcap else None  # of the cap
         scores = _seen(scores, call)
-        lse, delta = _by_kv_head(saved.lse, kv_heads, 1), _by_kv_head(saved.delta, kv_heads, 1)
+        lse, minus_delta = (_by_kv_head(x, kv_heads, 1) for x in (saved.lse, saved.minus_delta))
         p = _probabilities(scores, lse)
         q5 = _by_kv_head(q.to(p.dtype), kv_heads, dim=2)
         dout5 = _by_kv_head(dout.to(p.dtype), kv_heads, dim=2)
         dv = torch.einsum("bkgij,bikgd->bjkd", p, dout5)
         dp = torch.einsum("bikgd,bjkd->bkgij", dout5, v.to(p.dtype))
-        ds = p * (dp - delta.unsqueeze(-1)) * call.softmax_scale
+        ds = p * (dp + minus_delta.unsqueeze(-1)) * call.softmax_scale
         if slope is not None:
             ds *= slope
         dq = torch.einsum("bkgij,bjkd->bikgd", ds, k.to(p.dtype))

@@ -113,9 +113,9 @@ class TritonKernel(BlockKernel):
         """See `BlockKernel.launch_backward`."""
         from dfa_megatron.kernels.triton import launches
 
-        assert saved.delta is not None, "the triton kernel reads delta"
+        assert saved.minus_delta is not None, "the triton kernel reads delta"
         call, dout, sizes = _readable(call), with_unit_stride(dout), _sizes(call)
-        saved = Saved(saved.lse.contiguous(), saved.delta.contiguous())
+        saved = Saved(saved.lse.contiguous(), saved.minus_delta.contiguous())
         with on_device_of(call.q):
             dk, dv = launches.launch_dk_dv(call, dout, saved, sizes.dk_dv)
             return launches.launch_dq(call, dout, saved, sizes.dq), dk, dv

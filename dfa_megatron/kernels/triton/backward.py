@@ -22,7 +22,7 @@ from dfa_megatron.kernels.triton.tiles import (
 
 @triton.jit
 def _merge_rows(
-    dk, dv, k_tile, v_tile, q, dout, lse, delta, q_row, dout_row, columns, begin, end,
+    dk, dv, k_tile, v_tile, q, dout, lse, minus_delta, q_row, dout_row, columns, begin, end,
     q_len, kv_len, lo, hi, scale, slope, q_positions, column_positions,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
@@ -54,9 +54,9 @@ def _merge_rows(
             p = tl.where(visible(rows[None, :], columns[:, None], q_len, kv_len, lo, hi, HAS_LO, HAS_HI), p, 0.0)
         dout_tile = load_rows(dout + dout_offsets, rows, q_len, dims_v, DIM_V, MASKED)
         dv = dot(p, dout_tile, dv, UPCAST)
-        row_delta = tl.load(delta + rows, mask=rows < q_len, other=0.0)
+        row_minus_delta = tl.load(minus_delta + rows, mask=rows < q_len, other=0.0)
         dp = dot(v_tile, tl.trans(dout_tile), tl.zeros((v_tile.shape[0], BLOCK_M), tl.float32), UPCAST)
-        ds = p * (dp - row_delta[None, :])
+        ds = p * (dp + row_minus_delta[None, :])
         if CAP > 0:
             ds = ds * cap_slope(scores, CAP)
         dk = dot(ds, q_tile, dk, UPCAST)
@@ -67,7 +67,7 @@ def _merge_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dk_dv(
-    q, k, v, dout, lse, delta, dk, dv, table, slopes, q_positions, kv_positions, scale, q_len, kv_len, lo, hi,
+    q, k, v, dout, lse, minus_delta, dk, dv, table, slopes, q_positions, kv_positions, scale, q_len, kv_len, lo, hi,
     heads, group, share,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
@@ -88,7 +88,7 @@ def _dk_dv(
         q += q_start * q_row
         dout += q_start * dout_row
         lse += q_start
-        delta += q_start
+        minus_delta += q_start
         k += kv_start * k_row
         v += kv_start * v_row
         dk += kv_start * tl.num_programs(1) * DIM
@@ -119,22 +119,22 @@ def _dk_dv(
         head_q = q + batch * q_batch + wide_head * q_head
         head_dout = dout + batch * dout_batch + wide_head * dout_head
         head_lse = lse + (batch * heads + head) * all_rows
-        head_delta = delta + (batch * heads + head) * all_rows
+        head_minus_delta = minus_delta + (batch * heads + head) * all_rows
         slope = tl.load(slopes + head) * LOG2_E if ALIBI else 0.0
         if HAS_HI:
             dk_tile, dv_tile = _merge_rows(
-                dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
+                dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_minus_delta, q_row, dout_row,
                 columns, begin, full_begin, q_len, kv_len, lo, hi, scale * LOG2_E, slope, q_positions, column_positions,
                 DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
             )  # fmt: skip
         dk_tile, dv_tile = _merge_rows(
-            dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
+            dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_minus_delta, q_row, dout_row,
             columns, full_begin, full_end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, q_positions, column_positions,
             DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, False, UPCAST, CAP, ALIBI,
         )  # fmt: skip
         if HAS_LO or not EVEN:
             dk_tile, dv_tile = _merge_rows(
-                dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_delta, q_row, dout_row,
+                dk_tile, dv_tile, k_tile, v_tile, head_q, head_dout, head_lse, head_minus_delta, q_row, dout_row,
                 columns, full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, q_positions, column_positions,
                 DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_M, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
             )  # fmt: skip
@@ -149,7 +149,7 @@ def _dk_dv(
 
 @triton.jit
 def _merge_columns(
-    dq, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows, begin, end,
+    dq, q_tile, dout_tile, row_lse, row_minus_delta, k, v, k_row, v_row, rows, begin, end,
     q_len, kv_len, lo, hi, scale, slope, row_positions, kv_positions,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
@@ -180,7 +180,7 @@ def _merge_columns(
         p = tl.math.exp2(logits - row_lse[:, None])
         if MASKED:
             p = tl.where(visible(rows[:, None], columns[None, :], q_len, kv_len, lo, hi, HAS_LO, HAS_HI), p, 0.0)
-        ds = p * (dp - row_delta[:, None])
+        ds = p * (dp + row_minus_delta[:, None])
         if CAP > 0:
             ds = ds * cap_slope(scores, CAP)
         dq = dot(ds, k_tile, dq, UPCAST)
@@ -191,7 +191,7 @@ def _merge_columns(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dq(
-    q, k, v, dout, lse, delta, dq, table, slopes, q_positions, kv_positions, scale, q_len, kv_len, lo, hi, group,
+    q, k, v, dout, lse, minus_delta, dq, table, slopes, q_positions, kv_positions, scale, q_len, kv_len, lo, hi, group,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
     DIM: tl.constexpr, DIM_V: tl.constexpr, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
@@ -205,7 +205,7 @@ def _dq(
         q += q_start * q_row
         dout += q_start * dout_row
         lse += q_start
-        delta += q_start
+        minus_delta += q_start
         k += kv_start * k_row
         v += kv_start * v_row
         dq += q_start * tl.num_programs(1) * DIM
@@ -227,7 +227,7 @@ def _dq(
     dout_tile = load_rows(dout_pointers, rows, q_len, dims_v, DIM_V, True)
     place = batch * tl.num_programs(1) + head
     row_lse = load_lse(lse + place * all_rows, rows, q_len)
-    row_delta = tl.load(delta + place * all_rows + rows, mask=rows < q_len, other=0.0)
+    row_minus_delta = tl.load(minus_delta + place * all_rows + rows, mask=rows < q_len, other=0.0)
     k += batch * k_batch + kv_head * k_head
     v += batch * v_batch + kv_head * v_head
     slope = tl.load(slopes + head) * LOG2_E if ALIBI else 0.0
@@ -237,18 +237,18 @@ def _dq(
     begin, full_begin, full_end, end = spans(first, last, kv_len, lo, hi, HAS_LO, HAS_HI, BLOCK_N)
     if HAS_LO:
         dq_tile = _merge_columns(
-            dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
+            dq_tile, q_tile, dout_tile, row_lse, row_minus_delta, k, v, k_row, v_row, rows,
             begin, full_begin, q_len, kv_len, lo, hi, scale * LOG2_E, slope, row_positions, kv_positions,
             DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
         )  # fmt: skip
     dq_tile = _merge_columns(
-        dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
+        dq_tile, q_tile, dout_tile, row_lse, row_minus_delta, k, v, k_row, v_row, rows,
         full_begin, full_end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, row_positions, kv_positions,
         DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, False, UPCAST, CAP, ALIBI,
     )  # fmt: skip
     if HAS_HI or not EVEN:
         dq_tile = _merge_columns(
-            dq_tile, q_tile, dout_tile, row_lse, row_delta, k, v, k_row, v_row, rows,
+            dq_tile, q_tile, dout_tile, row_lse, row_minus_delta, k, v, k_row, v_row, rows,
             full_end, end, q_len, kv_len, lo, hi, scale * LOG2_E, slope, row_positions, kv_positions,
             DIM, DIM_V, HAS_LO, HAS_HI, BLOCK_N, BLOCK_D, BLOCK_DV, True, UPCAST, CAP, ALIBI,
         )  # fmt: skip

@@ -43,7 +43,7 @@ def launch_forward(call: BlockCall, blocks: Blocks) -> Partial:
 def launch_dk_dv(
     call: BlockCall, dout: torch.Tensor, saved: Saved, blocks: Blocks
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (dk, dv); last dimensions, lse and delta are contiguous."""
+    """Return (dk, dv); last dimensions, lse and minus_delta are contiguous."""
     (batch, q_len, heads, dim), (kv_len, kv_heads, dim_v) = call.q.shape, call.v.shape[1:]
     programs, group = Programs.of(call.segments, "columns", blocks[1], call.q.device), heads // kv_heads
     share = heads_of_a_program(group, programs.count * kv_heads * batch, multiprocessors(call.q.device))
@@ -53,7 +53,7 @@ def launch_dk_dv(
     dv = _gradient(call, (batch, kv_len, summed, dim_v), dtype)
     launch(
         _dk_dv, (programs.count, summed, batch),
-        call.q, call.k, call.v, dout, saved.lse, saved.delta, dk, dv, programs.table, *alibi_pointers(call),
+        call.q, call.k, call.v, dout, saved.lse, saved.minus_delta, dk, dv, programs.table, *alibi_pointers(call),
         call.softmax_scale, q_len, kv_len, programs.diagonals.lo, programs.diagonals.hi, heads, group, share,
         *outer_strides(call.q, call.k, call.v, dout),
         **constants(call, programs, blocks, even=q_len % blocks[0] == 0),
@@ -65,13 +65,13 @@ def launch_dk_dv(
 
 
 def launch_dq(call: BlockCall, dout: torch.Tensor, saved: Saved, blocks: Blocks) -> torch.Tensor:
-    """Return dq; last dimensions, lse and delta are contiguous."""
+    """Return dq; last dimensions, lse and minus_delta are contiguous."""
     (batch, q_len, heads, _), (kv_len, kv_heads) = call.q.shape, call.k.shape[1:3]
     programs = Programs.of(call.segments, "rows", blocks[0], call.q.device)
     dq = _gradient(call, call.q.shape, call.q.dtype)
     launch(
         _dq, (programs.count, heads, batch),
-        call.q, call.k, call.v, dout, saved.lse, saved.delta, dq, programs.table, *alibi_pointers(call),
+        call.q, call.k, call.v, dout, saved.lse, saved.minus_delta, dq, programs.table, *alibi_pointers(call),
         call.softmax_scale, q_len, kv_len, programs.diagonals.lo, programs.diagonals.hi, heads // kv_heads,
         *outer_strides(call.q, call.k, call.v, dout),
         **constants(call, programs, blocks, even=kv_len % blocks[1] == 0),

@@ -119,7 +119,7 @@ def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
 
 
 @triton.jit
-def _row_dot(
+def _minus_delta(
     a, b, into, length, heads, a_batch, a_row, a_head, b_batch, b_row, b_head,
     DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -134,11 +134,11 @@ def _row_dot(
     a += batch * a_batch + head * a_head + rows[:, None] * a_row + dims[None, :]
     b += batch * b_batch + head * b_head + rows[:, None] * b_row + dims[None, :]
     products = tl.load(a, mask=inside, other=0.0).to(tl.float32) * tl.load(b, mask=inside, other=0.0).to(tl.float32)
-    tl.store(into + (batch * heads + head) * length + rows, tl.sum(products, 1), mask=there)
+    tl.store(into + (batch * heads + head) * length + rows, -tl.sum(products, 1), mask=there)
 
 
-def row_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """rowsum(a * b) of (batch, rows, heads, dim) tensors: float32 (batch, heads, rows)."""
+def minus_delta(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """-rowsum(a * b) of (batch, rows, heads, dim) tensors: float32 (batch, heads, rows)."""
     batch, length, heads, dim = a.shape
     into = a.new_empty((batch, heads, length), dtype=torch.float32)
     if not a.numel():
@@ -147,7 +147,7 @@ def row_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     block_rows = 16 if interpreted() else max(1, 4096 // block_d)
     with on_device_of(a):
         launch(
-            _row_dot, (triton.cdiv(length, block_rows), batch * heads), a, b, into, length, heads,
+            _minus_delta, (triton.cdiv(length, block_rows), batch * heads), a, b, into, length, heads,
             *a.stride()[:3], *b.stride()[:3], DIM=dim, BLOCK_ROWS=block_rows, BLOCK_D=block_d, num_warps=4,
         )  # fmt: skip
     return into

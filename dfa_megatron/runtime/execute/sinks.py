@@ -11,7 +11,7 @@ import math
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.merge import row_dot
+from dfa_megatron.kernels.merge import minus_delta
 
 
 def sinks_error(sinks: torch.Tensor, q: torch.Tensor) -> UnsupportedError | None:
@@ -36,10 +36,10 @@ def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tu
 
 
 def sinks_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the sinks from this rank's rows: -sum of p * delta, p the probability of the sink.
+    """Return the gradient of the sinks from this rank's rows: sum of p * -delta, p the probability of the sink.
 
     out and lse come from `merge_sinks`; delta = rowsum(dout * out). A sink of -inf is none, and its gradient is 0.
     """
     sink = sinks.to(lse.dtype)[:, None]
     p = torch.exp(sink - lse).masked_fill_(sink == -math.inf, 0.0)  # as above
-    return -(p * row_dot(dout, out)).sum((0, 2)).to(sinks.dtype)
+    return (p * minus_delta(dout, out)).sum((0, 2)).to(sinks.dtype)

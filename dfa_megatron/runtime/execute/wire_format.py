@@ -123,12 +123,12 @@ def _fields(format: Format, name: str, partial: torch.dtype) -> tuple[Field, ...
         case "out":
             return Field("out", format.heads, format.head_dim_v, partial), Field("lse", format.heads, 0, statistic)
         case "qdo":
-            delta = Field("delta", format.heads, 0, statistic)
+            minus_delta = Field("minus_delta", format.heads, 0, statistic)
             return (
                 q,
                 Field("dout", format.heads, format.head_dim_v, format.dtype),
                 Field("lse", format.heads, 0, statistic),
-                delta if format.backward_needs == "delta" else row,
+                minus_delta if format.backward_needs == "delta" else row,
             )
         case "dq":
             return (Field("dq", format.heads, format.head_dim, partial),)
