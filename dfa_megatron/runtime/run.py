@@ -89,7 +89,7 @@ def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fie
     key = memory is prepared.rank_plan.forward, signature(inputs)
     found = prepared.bound.get(key, _NEW)
     if isinstance(found, Bound):
-        return found((*inputs, arena.flat), transport, functools.partial(_failed, prepared, memory))
+        return found(inputs, arena, transport, functools.partial(_failed, prepared, memory))
     if found is not None or not _recordable(inputs[0].device):
         if found is _NEW and len(prepared.bound) < _MOST_BOUND:
             prepared.bound[key] = None
@@ -98,7 +98,7 @@ def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fie
         return _run(prepared, memory, inputs, arena, transport)
     given = tuple(x.detach() for x in (*inputs, arena.flat))  # the tape tells tensors apart as objects
     with Tape(given) as tape:
-        recorder = Recorder(tape, transport)
+        recorder = Recorder(tape, transport, arena=len(inputs))
         results = _run(prepared, memory, given[:-1], Arena(given[-1]), recorder)
     if tape.why_not:
         logger.info("this attention's host work is not recorded: %s", tape.why_not)

@@ -21,7 +21,7 @@ class GlooTransport:
 
     generation = 0
     pinned = False
-    beside_kernels = queued = False
+    beside_kernels = queued = keeps_arena = False
 
     def __init__(self, communicator: Communicator, wait: Callable[[Callable[[], object]], None]) -> None:
         """Use a communicator. `wait` runs a blocking call, and raises if another rank has failed."""

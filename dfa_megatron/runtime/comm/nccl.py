@@ -19,7 +19,7 @@ class NcclTransport:
 
     generation = 0
     pinned = False
-    beside_kernels = False
+    beside_kernels = keeps_arena = False
     queued = True
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:

@@ -63,6 +63,7 @@ class Transport(StepTransport, Protocol):
     generation: changes when reserved memory has moved.
     beside_kernels: messages move while kernels fill the GPU.
     queued: kernels wait in queues, so it must be told where the compute of a step ends; otherwise it need not be.
+    keeps_arena: the arena is the same in every run, unless its generation changes.
     pinned: it must not move, because a captured CUDA graph of the caller holds addresses in it.
     """
 
@@ -70,6 +71,7 @@ class Transport(StepTransport, Protocol):
     pinned: bool
     beside_kernels: bool
     queued: bool
+    keeps_arena: bool
 
     def reserve(self, nbytes: int) -> None:
         """Have memory for the next call; all ranks of the group say the same number, at set-up and before each call."""
@@ -88,7 +90,7 @@ class NoTransport:
     """Moves nothing: for a plan of one rank, and to time the program of one rank alone."""
 
     generation = 0
-    beside_kernels = queued = False
+    beside_kernels = queued = keeps_arena = False
     pinned = False
 
     def reserve(self, nbytes: int) -> None:

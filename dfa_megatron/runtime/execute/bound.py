@@ -17,8 +17,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dfa_megatron.errors import ExecutionError
-from dfa_megatron.kernels.replay import Op, OpFailed, Registers, allocating_late, freeing, replay
+from dfa_megatron.kernels.replay import Op, OpFailed, Registers, allocating_late, apart, freeing, replay
 from dfa_megatron.kernels.tape import Tape
+from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.comm.transport import Moving, NoTransport, Recv, Send, Sends, StepTransport, Transport
 
 Fields = tuple[torch.Tensor, ...]
@@ -71,10 +72,11 @@ class Recorder:
     Args:
         tape: records the run around it.
         transport: moves the messages; what passes to a NoTransport is left out.
+        arena: the register of the memory that receives them.
     """
 
-    def __init__(self, tape: Tape, transport: Transport) -> None:
-        self.tape, self.transport = tape, transport
+    def __init__(self, tape: Tape, transport: Transport, arena: int) -> None:
+        self.tape, self.transport, self.arena = tape, transport, arena
         self._moves = not isinstance(transport, NoTransport)
         self.own, self.all = tape.reserve(), tape.reserve()
         """The registers that hold, in a replay, its transport and the list of its registers."""
@@ -167,18 +169,23 @@ class Bound:
     def __init__(self, recorder: Recorder, results: Fields) -> None:
         tape = recorder.tape
         self._results = tuple(map(tape.register, results))
-        self._transport, self._all, self._steps = recorder.own, recorder.all, recorder.steps
+        self._arena, self._transport, self._all = recorder.arena, recorder.own, recorder.all
         self._registers = tape.registers()
-        packed = {op.writes for ops in tape.ops if isinstance(ops.function, Post) for op in ops.function.packing}
-        ops = allocating_late(tape.ops, self._steps)
+        # In memory that stays, views are made once.
+        self._views, rest = apart(tape.ops, recorder.arena) if recorder.transport.keeps_arena else ([], tape.ops)
+        self._steps = [sum(op is not None for op in rest[:step]) for step in recorder.steps]
+        recorded = [op for op in rest if op is not None]
+        packed = {op.writes for ops in recorded if isinstance(ops.function, Post) for op in ops.function.packing}
+        ops = allocating_late(recorded, self._steps)
         if recorder.transport.beside_kernels:
             ops = computing_first(ops, tape.launches, recorder.own)
         self._ops = freeing(ops, packed, kept=frozenset(self._results))
 
-    def __call__(self, inputs: Fields, transport: StepTransport, failed: Failed) -> Fields:
+    def __call__(self, inputs: Fields, arena: Arena, transport: StepTransport, failed: Failed) -> Fields:
         """Replay. inputs: like the recorded ones, see `tape.signature`. failed: makes the error of a step."""
-        registers = self._registers.copy()
+        registers = (self._viewed(arena) if self._views else self._registers).copy()
         registers[: len(inputs)] = inputs
+        registers[self._arena] = arena.flat
         registers[self._transport], registers[self._all] = transport, registers
         try:
             replay(self._ops, registers)
@@ -187,3 +194,12 @@ class Bound:
             raise failed(bisect_right(self._steps, at.at), at.error) from at.error
         finally:
             registers.clear()  # it holds itself
+
+    def _viewed(self, arena: Arena) -> Registers:
+        """Return the registers as a replay in that arena begins with them."""
+        found = arena.registers.get(self)
+        if found is None:
+            found = arena.registers[self] = self._registers.copy()
+            found[self._arena] = arena.flat
+            replay(self._views, found)
+        return found

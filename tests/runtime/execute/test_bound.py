@@ -18,6 +18,7 @@ from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.replay import Op
 from dfa_megatron.plan.language.geometry import CAUSAL
 from dfa_megatron.runtime.comm.gloo import GlooTransport
+from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.execute.bound import Bound, Post, computing_first
 from dfa_megatron.runtime.prepare import Prepared, in_use
 from dfa_megatron.testing.arguments import arguments
@@ -77,6 +78,26 @@ def _schedules(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_replays_over_gloo_are_exact_in_every_schedule(ranks: int) -> None:
     run_ranks(ranks, _schedules)
+
+
+def _kept(rank: int, ranks: int) -> int:
+    """Replays in an arena that stays, and then in another one."""
+    arenas: list[Arena] = []
+
+    def arena(self: GlooTransport, nbytes: int, device: torch.device) -> Arena:
+        if not arenas or seed == 6:
+            arenas.append(Arena.allocate(1 << 20, device))
+        return arenas[-1]
+
+    GlooTransport.arena, GlooTransport.keeps_arena = arena, True  # type: ignore[method-assign]
+    for seed in range(9):
+        compare(rank, ranks, seed, schedule="balanced_shared")
+        assert arenas[-1].flat.fill_(255).numel()
+    return sum(len(arena.registers) for arena in arenas)
+
+
+def test_replays_are_exact_in_memory_that_stays_and_after_it_has_moved() -> None:
+    assert min(run_ranks(3, _kept)) >= 4, "views of each memory, forward and backward"
 
 
 def _packs(rank: int, ranks: int) -> None:

@@ -122,6 +122,7 @@ class Holding(StepTransport):
 
     sending: Sequence[Send] = ()
     beside_kernels = queued = True
+    keeps_arena = False
 
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
         self.sending = sends(nullcontext)
@@ -161,7 +162,7 @@ def peaks(plan: Plan, heads: int, kv_heads: int, *, replayed: bool) -> list[Live
         if replayed:
             given, arena = inputs(plan.phase.name, heads, kv_heads), Arena.allocate(memory.arena_bytes, META)
             with Tape((*given, arena.flat)) as tape:
-                recorder = Recorder(tape, transport)
+                recorder = Recorder(tape, transport, len(given))
                 bound = Bound(recorder, run(memory, given, arena, recorder))
             assert not tape.why_not
         with Live() as live:
@@ -170,7 +171,7 @@ def peaks(plan: Plan, heads: int, kv_heads: int, *, replayed: bool) -> list[Live
             if bound is None:
                 run(memory, given, arena, transport)
             else:
-                bound((*given, arena.flat), transport, lambda step, error: error)  # type: ignore[arg-type, return-value]
+                bound(given, arena, transport, lambda step, error: error)  # type: ignore[arg-type, return-value]
         found.append(live)
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -30,11 +30,15 @@ class Landings(Protocol):
 
 
 class Arena:
-    """Flat memory that receives messages, and the tensors in it."""
+    """Flat memory that receives messages, and the tensors in it.
+
+    registers: those of a bound program, with its views of this memory.
+    """
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
         self._tensors: weakref.WeakKeyDictionary[Landings, dict[int, Landing]] = weakref.WeakKeyDictionary()
+        self.registers: weakref.WeakKeyDictionary[object, list[Any]] = weakref.WeakKeyDictionary()
 
     @classmethod
     def allocate(cls, nbytes: int, device: torch.device) -> Arena:

@@ -45,6 +45,7 @@ class KeptArena(ABC):
     """
 
     generation = 0
+    keeps_arena = True
     pinned = False
     gives_back = True
     _calls = _most = 0
