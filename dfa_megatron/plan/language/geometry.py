@@ -127,8 +127,10 @@ class Tile:
 
     def __and__(self, other: Tile) -> Tile | None:
         """Return the pairs that both tiles hold."""
+        if not self.meets(other):
+            return None
         lo, hi = max(self.lo, other.lo), min(self.hi, other.hi)
-        return Tile(self.q, self.kv, lo, hi).restrict(other.q, other.kv) if self.meets(other) else None
+        return Tile(self.q, self.kv, lo, hi).restrict(other.q, other.kv)
 
     def meets(self, other: Tile) -> bool:
         """Return whether the rectangles of the two tiles overlap."""

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import attrgetter
 from types import MappingProxyType
 
 from dfa_megatron.plan.language.geometry import Span, Tile
@@ -47,6 +48,10 @@ class Transfer:
     dst: int
     what: str
     chunk: int
+
+
+BY_STEP, TRANSFERS_BY_STEP = attrgetter(*Block.__slots__), attrgetter(*Transfer.__slots__)
+"""Keys that sort blocks, and transfers, as they compare: by all of their fields, but many times as fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,7 @@ class Plan:
     """One phase of a distributed attention: everything that happens on every rank, as data.
 
     pairs: of chunks that the mask needs, with their tiles; it follows from mask and layout.
+    steps: their number, including steps with transfers only.
     """
 
     mask: Mask
@@ -99,9 +105,12 @@ class Plan:
     blocks: tuple[Block, ...]
     transfers: tuple[Transfer, ...]
     pairs: Pairs = field(init=False, repr=False, compare=False)
+    steps: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pairs", needed_pairs(self.mask, self.layout))
+        last = max(max([record.step for record in records], default=-1) for records in (self.blocks, self.transfers))
+        object.__setattr__(self, "steps", 1 + last)
 
     @property
     def ranks(self) -> int:
@@ -113,12 +122,6 @@ class Plan:
         """Return this phase alone, as `AttentionPlan.phases` returns both."""
         return (self,)
 
-    @property
-    def steps(self) -> int:
-        """Return the number of steps, including steps with transfers only."""
-        records: tuple[Block | Transfer, ...] = (*self.blocks, *self.transfers)
-        return 1 + max((record.step for record in records), default=-1)
-
     def tiles(self, block: Block) -> tuple[Tile, ...]:
         """Return the pairs of a block as tiles in global positions."""
         return self.pairs.get((block.q_chunk, block.kv_chunk), ())
@@ -129,8 +132,8 @@ class Plan:
         told: list[object] = [self.phase.name, self.mask.name, self.mask.length, self.layout.owner]
         told += [(t.q.lo, t.q.hi, t.kv.lo, t.kv.hi, t.lo, t.hi) for t in self.mask.tiles]
         told += [(chunk.lo, chunk.hi) for chunk in self.layout.chunks]
-        told += [(b.step, b.rank, b.q_chunk, b.kv_chunk) for b in sorted(self.blocks)]
-        told += [(t.step, t.src, t.dst, t.what, t.chunk) for t in sorted(self.transfers)]
+        told += sorted(map(BY_STEP, self.blocks))
+        told += sorted(map(TRANSFERS_BY_STEP, self.transfers))
         return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 

@@ -28,6 +28,9 @@ class Layout:
             held[owner].append(chunk)
         object.__setattr__(self, "_held", tuple(map(tuple, held)))
 
+    def __hash__(self) -> int:
+        return hash((len(self.chunks), self.owner))  # a layout is a key of caches, and may have hundreds of chunks
+
     @property
     def ranks(self) -> int:
         """Return the number of ranks."""

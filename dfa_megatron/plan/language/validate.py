@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import pairwise
 from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Block, Plan, Transfer
 
@@ -20,13 +18,14 @@ def validate(plan: Plan) -> None:
     """
     _validate_layout(plan)
     _refuse_repeats(plan)
-    chunks, ranks = range(len(plan.layout.chunks)), range(plan.ranks)
-    names = {name for _, name in plan.phase.reads} | set(plan.phase.write_names)
+    chunks, ranks, owner = range(len(plan.layout.chunks)), range(plan.ranks), plan.layout.owner
+    results = plan.phase.write_names
+    names = {name for _, name in plan.phase.reads} | set(results)
     for t in plan.transfers:
         known = t.src in ranks and t.dst in ranks and t.chunk in chunks and t.what in names
         if not known or t.step < 0 or t.src == t.dst:
             _fail(plan, f"{t} is no transfer of a {plan.phase.name} plan on {plan.ranks} ranks", t)
-        if t.what in plan.phase.write_names and plan.layout.owner[t.chunk] == t.src:
+        if t.what in results and owner[t.chunk] == t.src:
             _fail(plan, f"R3: {t} takes an accumulator away from its owner", t)
     for b in plan.blocks:
         if b.step < 0 or b.rank not in ranks or b.q_chunk not in chunks or b.kv_chunk not in chunks:
@@ -36,8 +35,8 @@ def validate(plan: Plan) -> None:
 
 
 def _validate_layout(plan: Plan) -> None:
-    spans = [Span(0, 0), *sorted(plan.layout.chunks), Span(plan.mask.length, plan.mask.length)]
-    if any(before.hi != after.lo or after.hi < after.lo for before, after in pairwise(spans)):
+    length, spans = plan.mask.length, sorted([(chunk.lo, chunk.hi) for chunk in plan.layout.chunks])
+    if any(end != lo or hi < lo for (_, end), (lo, hi) in pairwise([(0, 0), *spans, (length, length)])):
         raise PlanError(f"the chunks are no disjoint cover of the mask's {plan.mask.length} tokens")
     if len(plan.layout.owner) != len(plan.layout.chunks) or min(plan.layout.owner) < 0:
         raise PlanError("every chunk needs one owner")
@@ -45,9 +44,9 @@ def _validate_layout(plan: Plan) -> None:
 
 def _refuse_repeats(plan: Plan) -> None:
     records: tuple[Block | Transfer, ...] = (*plan.blocks, *plan.transfers)
-    for record, count in Counter(records).items():
-        if count > 1:
-            _fail(plan, f"{record} is written twice", record)
+    if len(set(records)) < len(records):
+        record = next(record for record in records if records.count(record) > 1)
+        _fail(plan, f"{record} is written twice", record)
 
 
 def _fail(plan: Plan, reason: str, record: Block | Transfer) -> NoReturn:

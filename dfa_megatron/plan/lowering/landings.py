@@ -25,8 +25,7 @@ class Landings:
     """The receive buffers of one rank, numbered after the buffers of its own rows.
 
     own: name -> the buffer of the rank's own rows. own_rows: chunk -> its first row there. buffers: for messages, with
-    their slots. regions: (step, peer, number of a part) -> where that part of a message lands. after: step -> the last
-    step whose compute reads memory in which something new lands in this step.
+    their slots. regions: (step, peer, number of a part) -> where that part of a message lands.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class Landings:
         self.buffers = tuple(
             Buffer(parts, slot, accumulates=False) for parts, slot in zip(self._parts, slots, strict=True)
         )
-        self.after = self._waits(slots)
 
     def read_place(self, name: str, chunk: int, step: int) -> Place:
         """Return where the rank holds an input before a step.
@@ -63,34 +61,34 @@ class Landings:
 
     def _place(self, step: int, by_peer: dict[int, Parts]) -> None:
         """Add a buffer per received message, and one for each joined name; record the place of each chunk."""
-        together: dict[str, list[tuple[int, int, tuple[int, ...]]]] = defaultdict(list)
+        together: dict[str, list[tuple[int, int, int, tuple[int, ...]]]] = defaultdict(list)
         for peer, parts in by_peer.items():
-            alone = [(name, at, chunks) for at, (name, chunks) in enumerate(parts) if name not in self.together]
-            if alone:
-                buffer = self._buffer(step, tuple((name, self._count(chunks)) for name, _, chunks in alone))
-                for name, at, chunks in alone:
-                    self._arrive((step, peer, at), (buffer, 0), name, chunks)
+            alone: list[tuple[str, int]] = []
             for at, (name, chunks) in enumerate(parts):
                 if name in self.together:
-                    together[name].append((peer, at, chunks))
+                    together[name].append((self.plan.layout.chunks[chunks[0]].lo, peer, at, chunks))
+                else:
+                    alone.append((name, self._arrive((step, peer, at), 0, name, chunks)))
+            if alone:
+                self._add(step, tuple(alone))
         for name, landing in together.items():
-            buffer, first = self._buffer(step, ((name, sum(self._count(chunks) for *_, chunks in landing)),)), 0
-            for peer, at, chunks in sorted(landing, key=lambda part: self.plan.layout.chunks[part[2][0]]):
-                self._arrive((step, peer, at), (buffer, first), name, chunks)
-                first += self._count(chunks)
+            end = 0
+            for _, peer, at, chunks in sorted(landing):
+                end = self._arrive((step, peer, at), end, name, chunks)
+            self._add(step, ((name, end),))
 
-    def _buffer(self, step: int, parts: tuple[tuple[str, int], ...]) -> int:
+    def _add(self, step: int, parts: tuple[tuple[str, int], ...]) -> None:
         self._parts.append(parts)
         self._lives.append(Life(step))
-        return len(self.own) + len(self._parts) - 1
 
-    def _arrive(self, part: tuple[int, int, int], place: Place, name: str, chunks: tuple[int, ...]) -> None:
-        """Record that a part of a message, (step, peer, number), lands in a buffer from a given row on."""
-        buffer, row = place
-        self.regions[part] = Region(buffer, name, row, row + self._count(chunks))
+    def _arrive(self, part: tuple[int, int, int], first: int, name: str, chunks: tuple[int, ...]) -> int:
+        """Record that a part of a message, (step, peer, number), lands in the next buffer; return the row behind it."""
+        buffer, row = len(self.own) + len(self._parts), first
         for chunk in chunks:
             self._arrivals[name, chunk].append((part[0], (buffer, row)))
             row += self.rows[chunk]
+        self.regions[part] = Region(buffer, name, first, row)
+        return row
 
     def _note_reads(self) -> None:
         """Record the last step in which compute, or a message that hands on, reads each buffer."""
@@ -112,19 +110,17 @@ class Landings:
                 life = self._lives[region.buffer - first]
                 life.computed = max(life.computed, step)
 
-    def _waits(self, slots: list[int]) -> dict[int, int]:
-        tenants: dict[int, list[Life]] = defaultdict(list)
-        for slot, life in zip(slots, self._lives, strict=True):
-            tenants[slot].append(life)
+    def waits(self) -> dict[int, int]:
+        """Return step -> the last step whose compute reads memory in which something new lands in this step."""
+        tenants: dict[int | None, list[Life]] = defaultdict(list)
+        for buffer, life in zip(self.buffers, self._lives, strict=True):
+            tenants[buffer.slot].append(life)
         after: dict[int, int] = defaultdict(lambda: -1)
         for lives in tenants.values():
             for life in lives:
                 earlier = [other.computed for other in lives if other.begin < life.begin]
                 after[life.begin] = max([after[life.begin], *earlier])
         return after
-
-    def _count(self, chunks: tuple[int, ...]) -> int:
-        return sum(self.rows[chunk] for chunk in chunks)
 
     def _fail(self, reason: str, step: int) -> NoReturn:
         raise PlanError(reason, grid(self.plan, mark=(step, self.rank)))

@@ -57,7 +57,7 @@ class _Lowering:
         self.reads, self.writes = plan.phase.reads, plan.phase.writes
         self.accumulators = frozenset(plan.phase.write_names)
         self.own, self.own_rows = landings.own, landings.own_rows
-        self.stored = Stored()
+        self.stored, self.after = Stored(), landings.waits()
         self.leaving: list[tuple[tuple[str, int], ...]] = []
         self.lives: list[Life] = []
         self.departures: dict[tuple[str, int], list[tuple[int, Place]]] = defaultdict(list)
@@ -122,7 +122,7 @@ class _Lowering:
         )
         regions = (region for message in sends for regions in message.parts for region in regions)
         written = [self.lives[r.buffer - self.first].computed for r in regions if r.name in self.accumulators]
-        after = max([self.landings.after[step], *written])
+        after = max([self.after[step], *written])
         calls = tuple(self._calls(step))
         merges = tuple(merge for peer, parts in incoming.items() for merge in self._merges(step, peer, parts))
         return Step(after, sends, receives, (), calls, merges)

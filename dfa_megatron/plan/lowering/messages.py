@@ -6,8 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
+from operator import itemgetter
 
-from dfa_megatron.plan.language.ir import Block, Plan
+from dfa_megatron.plan.language.ir import BY_STEP, TRANSFERS_BY_STEP, Block, Plan
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.validate import validate
 
@@ -67,10 +68,10 @@ def _rank_messages(same: Same, batch: int) -> list[RankMessages]:
     plan = same.plan
     validate(plan)
     out = [RankMessages() for _ in range(plan.ranks)]
-    for block in sorted(plan.blocks):
+    for block in sorted(plan.blocks, key=BY_STEP):
         out[block.rank].blocks[block.step].append(block)
     sent: dict[tuple[int, int, int], dict[str, list[int]]] = defaultdict(dict)
-    for t in sorted(plan.transfers):  # by step, source, destination, name and chunk
+    for t in sorted(plan.transfers, key=TRANSFERS_BY_STEP):  # by step, source, destination, name and chunk
         sent[t.step, t.src, t.dst].setdefault(t.what, []).append(t.chunk)
     runs = _runs(plan, sent, joined(plan.mask, batch))
     for (step, src, dst), names in sent.items():
@@ -93,6 +94,6 @@ def _runs(
             arriving[step, dst, name] += [(plan.layout.chunks[chunk].lo, src, chunk) for chunk in names[name]]
     runs: dict[tuple[int, int, int, str], list[tuple[int, ...]]] = defaultdict(list)
     for (step, dst, name), chunks in arriving.items():
-        for src, run in groupby(sorted(chunks), key=lambda chunk: chunk[1]):
+        for src, run in groupby(sorted(chunks), key=itemgetter(1)):
             runs[step, src, dst, name].append(tuple(chunk for _, _, chunk in run))
     return runs

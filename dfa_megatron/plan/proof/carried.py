@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.grid import grid
-from dfa_megatron.plan.language.ir import Block, Plan, Transfer, chunk_of
+from dfa_megatron.plan.language.ir import Block, Plan, Transfer
 
 Carried = Mapping[Transfer, Sequence[Block]]
 """A transfer of a result -> the blocks whose sum it is."""
@@ -33,14 +33,16 @@ def carried(plan: Plan) -> Carried:
             transfers[transfer.step].append(transfer)
     held: dict[tuple[int, str, int], list[Block]] = defaultdict(list)
     found: dict[Transfer, list[Block]] = {}
+    write_q, write_kv = plan.phase.write_q, plan.phase.write_kv
     for step in range(plan.steps):
         for t in transfers[step]:
-            found[t] = held.pop((t.src, t.what, t.chunk), [])
-            if not found[t]:
+            found[t] = sent = held.pop((t.src, t.what, t.chunk), [])
+            if not sent:
                 _fail(plan, f"R3: rank {t.src} sends {t.what} of chunk {t.chunk} that it never wrote", step, t.src)
         for block in blocks[step]:
-            for side, name in plan.phase.writes:
-                held[block.rank, name, chunk_of(block, side)].append(block)
+            held[block.rank, write_q, block.q_chunk].append(block)
+            if write_kv:
+                held[block.rank, write_kv, block.kv_chunk].append(block)
         for t in transfers[step]:
             held[t.dst, t.what, t.chunk] += found[t]
     _prove(plan, held)

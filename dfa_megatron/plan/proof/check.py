@@ -67,6 +67,7 @@ def prove(algebra: Sets, batch: int, promised: Carried) -> None:
     """Run one program over sets. What it receives is what was promised; what it sends, and ends with, is compared."""
     plan, program = algebra.plan, algebra.program
     messages = rank_messages(plan, batch)[program.rank]
+    rows = [len(chunk) for chunk in plan.layout.chunks]
     for event, number, step in rank_loop(program, algebra):
         sends = event == "post"
         posted, planned = (step.sends, messages.outgoing) if sends else (step.receives, messages.incoming)
@@ -74,7 +75,7 @@ def prove(algebra: Sets, batch: int, promised: Carried) -> None:
             raise algebra.fail(f"R5: the plan's messages are with ranks {list(planned.get(number, {}))}")
         for message in posted:
             parts = planned[number][message.peer]
-            expected = tuple((name, sum(len(plan.layout.chunks[chunk]) for chunk in chunks)) for name, chunks in parts)
+            expected = tuple((name, sum(map(rows.__getitem__, chunks))) for name, chunks in parts)
             if message.signature != expected:
                 raise algebra.fail(f"R5: a message with rank {message.peer} is {message.signature}, not {expected}")
             ends = (program.rank, message.peer) if sends else (message.peer, program.rank)
@@ -149,22 +150,27 @@ def _difference(content: Content, rows: Span, by: int, side: str, want: Sequence
         return "does not hold each pair of the mask exactly once"
     if not _disjoint(got, side):
         return "counts a pair twice"
-    if any(_common_area(tile, want) != tile.area for tile in got):
+    if not all(_inside(tile, want) for tile in got):
         return "holds a pair that the mask forbids"
     return ""
 
 
-def _common_area(tile: Tile, tiles: Sequence[Tile]) -> int:
-    return sum(both.area for other in tiles if (both := tile & other))
+def _inside(tile: Tile, tiles: Sequence[Tile]) -> bool:
+    """Return whether these disjoint tiles hold every pair of a shrunk one; most often one of them does."""
+    return any(other.restrict(tile.q, tile.kv) == tile for other in tiles) or tile.area == sum(
+        both.area for other in tiles if (both := tile & other)
+    )
 
 
 def _disjoint(tiles: Sequence[Tile], side: str) -> bool:
     """Return whether no two tiles share a pair. Sweep them along the other side, where few of them overlap."""
-    spans = sorted((tile.kv if side == "q" else tile.q, number) for number, tile in enumerate(tiles))
-    for place, (span, number) in enumerate(spans):
-        for other, another in spans[place + 1 :]:
-            if other.lo >= span.hi:
+    by_q = side == "kv"
+    ordered = sorted(tiles, key=lambda tile: tile.q.lo if by_q else tile.kv.lo)
+    for place, tile in enumerate(ordered, 1):
+        end = tile.q.hi if by_q else tile.kv.hi
+        for other in ordered[place:]:
+            if (other.q.lo if by_q else other.kv.lo) >= end:
                 break
-            if tiles[number] & tiles[another]:
+            if tile & other:
                 return False
     return True

@@ -6,7 +6,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Phase, Plan, loads, needed_pairs
+from dfa_megatron.plan.language.ir import (
+    BACKWARD,
+    BY_STEP,
+    FORWARD,
+    AttentionPlan,
+    Block,
+    Phase,
+    Plan,
+    loads,
+    needed_pairs,
+)
 from dfa_megatron.plan.language.layout import Layout, cut_at
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.schedules.balanced import balanced, balanced_shared
@@ -74,7 +84,7 @@ class Schedule:
                 raise UnsupportedError(f"schedule {self.name!r} with a gateway", why, "the same without")
             route = gateway(ranks_per_node)
         layout = self.cut(mask, _cut_where_needed(self._layout(mask, ranks), mask))
-        blocks = tuple(sorted(self.assign(mask, layout)))
+        blocks = tuple(sorted(self.assign(mask, layout), key=BY_STEP))
         return [Plan(mask, layout, phase, blocks, route(blocks, layout, phase)) for phase in phases]
 
 
@@ -137,7 +147,7 @@ def with_blocks(plan: AttentionPlan, blocks: Iterable[Block]) -> AttentionPlan:
         blocks: of the whole plan, of all ranks.
     """
     route = direct if plan.ranks_per_node is None else gateway(plan.ranks_per_node)
-    changed = tuple(sorted(blocks))
+    changed = tuple(sorted(blocks, key=BY_STEP))
     forward, backward = (
         Plan(old.mask, old.layout, old.phase, changed, route(changed, old.layout, old.phase)) for old in plan.phases
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from dfa_megatron.plan.language.ir import Block, Phase, Transfer, chunk_of
+from dfa_megatron.plan.language.ir import BY_STEP, TRANSFERS_BY_STEP, Block, Phase, Transfer
 from dfa_megatron.plan.language.layout import Layout
 
 Route = Callable[[Sequence[Block], Layout, Phase], tuple[Transfer, ...]]
@@ -15,24 +15,20 @@ Route = Callable[[Sequence[Block], Layout, Phase], tuple[Transfer, ...]]
 
 def direct(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Transfer, ...]:
     """Send each chunk straight from its owner to its reader, one step ahead, and each result back one step late."""
-    out: set[Transfer] = set()
-    held: set[tuple[int, str, int]] = set()
-    reads, writes = phase.reads, phase.writes
-    for block in sorted(blocks):
-        for side, name in reads:
-            chunk = chunk_of(block, side)
-            if layout.owner[chunk] != block.rank and (block.rank, name, chunk) not in held:
-                held.add((block.rank, name, chunk))
-                out.add(Transfer(block.step - 1, layout.owner[chunk], block.rank, name, chunk))
+    first: dict[tuple[int, str, int], int] = {}
     last: dict[tuple[int, str, int], int] = {}
-    for block in blocks:
-        for side, name in writes:
-            chunk = chunk_of(block, side)
+    for block in sorted(blocks, key=BY_STEP):
+        for chunk, read, write in (
+            (block.q_chunk, phase.read_q, phase.write_q),
+            (block.kv_chunk, phase.read_kv, phase.write_kv),
+        ):
             if layout.owner[chunk] != block.rank:
-                key = (block.rank, name, chunk)
-                last[key] = max(last.get(key, 0), block.step)
-    out |= {Transfer(step + 1, rank, layout.owner[chunk], name, chunk) for (rank, name, chunk), step in last.items()}
-    return tuple(sorted(out))
+                first.setdefault((block.rank, read, chunk), block.step)
+                if write:
+                    last[block.rank, write, chunk] = block.step
+    out = [Transfer(step - 1, layout.owner[chunk], rank, name, chunk) for (rank, name, chunk), step in first.items()]
+    out += [Transfer(step + 1, rank, layout.owner[chunk], name, chunk) for (rank, name, chunk), step in last.items()]
+    return tuple(sorted(out, key=TRANSFERS_BY_STEP))
 
 
 def ring_relay(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Transfer, ...]:
@@ -49,7 +45,7 @@ def ring_relay(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[T
         if phase.write_kv:
             out += _hops(range(first, last), owner, ranks, phase.write_kv, chunk, delay=1)
             out.append(Transfer(last + 1, (owner + last) % ranks, owner, phase.write_kv, chunk))
-    return tuple(sorted(out))
+    return tuple(sorted(out, key=TRANSFERS_BY_STEP))
 
 
 def _hops(steps: Iterable[int], owner: int, ranks: int, name: str, chunk: int, delay: int) -> list[Transfer]:
@@ -76,7 +72,7 @@ def gateway(ranks_per_node: int) -> Route:
                 groups[transfer.what, transfer.chunk, away // ranks_per_node].append(transfer)
         for (what, _, _), group in groups.items():
             out += _hand_back(group) if what in results else _hand_on(group)
-        return tuple(sorted(out))
+        return tuple(sorted(out, key=TRANSFERS_BY_STEP))
 
     return route
 

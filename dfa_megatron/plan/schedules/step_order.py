@@ -32,7 +32,7 @@ def assign_steps(owned: Sequence[Sequence[Pair]], mask: Mask, layout: Layout) ->
             mine.sort(key=lambda pair: ((rank - owner[pair[1]]) % ranks, (rank - owner[pair[0]]) % ranks, pair))
             steps += _by_memory(rank, mine, owner, rows, limit)
         blocks += [Block(step, rank, *pair) for step, mine in enumerate(steps) for pair in mine]
-    return tuple(sorted(blocks))
+    return tuple(blocks)
 
 
 def _by_memory(

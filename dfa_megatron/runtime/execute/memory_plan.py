@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.plan.language.program import Program, Region
+from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.landings import Landings, landings_of
 from dfa_megatron.plan.lowering.positions import Tokens, tokens_of
 from dfa_megatron.runtime.execute.merge_plan import BufferMerges, plan_merges
@@ -79,34 +78,36 @@ def plan_memory(plan: Plan, program: Program, format: Format) -> MemoryPlan:
     """Plan the memory of one rank's program; the landings of all ranks say where its messages go."""
     landings = landings_of(plan, format.batch)
     arenas = [_arena(one, format) for one in landings]
+    own, starts = landings[program.rank], arenas[program.rank][1]
+    places = {number: _places(own, starts, number, format) for number in starts}
     offsets: Offsets = {}
     for number, step in enumerate(program.steps):
         for message in step.sends:
-            theirs, (_, places) = landings[message.peer].regions, arenas[message.peer]
-            regions = [theirs[number, program.rank, at] for at in range(len(message.parts))]
-            offsets[number, message.peer] = tuple(place.start for place in _places(regions, places))
+            theirs, starts = landings[message.peer], arenas[message.peer][1]
+            regions = [theirs.regions[number, program.rank, at] for at in range(len(message.parts))]
+            lands = {
+                buffer: _places(theirs, starts, buffer, format) for buffer in {region.buffer for region in regions}
+            }
+            offsets[number, message.peer] = tuple(
+                place.rows(region.lo, region.hi).start
+                for region in regions
+                for place in lands[region.buffer][region.name]
+            )
     largest = max(nbytes for nbytes, _ in arenas)
-    return MemoryPlan.of(
-        program, format, largest, arenas[program.rank][1], offsets, tokens_of(plan, program.rank, format.batch)
-    )
+    return MemoryPlan.of(program, format, largest, places, offsets, tokens_of(plan, program.rank, format.batch))
 
 
-def _arena(landings: Landings, format: Format) -> tuple[int, dict[int, dict[str, tuple[Placed, ...]]]]:
-    """Return (bytes, buffer -> places of its tensors) of the slots that messages land in; no accumulator is there."""
-    first = len(landings.own)
-    inside = [format.places(buffer.parts) for buffer in landings.buffers]
+def _arena(landings: Landings, format: Format) -> tuple[int, dict[int, int]]:
+    """Return (bytes, buffer -> its first byte) of the slots that messages land in; no accumulator is there."""
     sizes: dict[int | None, int] = {}
-    for buffer, (_, size) in zip(landings.buffers, inside, strict=True):
-        sizes[buffer.slot] = max(sizes.get(buffer.slot, 0), size)
+    for buffer in landings.buffers:
+        sizes[buffer.slot] = max(sizes.get(buffer.slot, 0), format.padded(buffer.parts))
     starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     return sum(sizes.values()), {
-        number: {name: tuple(place.moved(starts[buffer.slot]) for place in placed) for name, placed in places.items()}
-        for number, (buffer, (places, _)) in enumerate(zip(landings.buffers, inside, strict=True), first)
+        number: starts[buffer.slot] for number, buffer in enumerate(landings.buffers, len(landings.own))
     }
 
 
-def _places(regions: Sequence[Region], landings: dict[int, dict[str, tuple[Placed, ...]]]) -> tuple[Placed, ...]:
-    """Return the places of a received message's tensors, in the order of sending."""
-    return tuple(
-        place.rows(region.lo, region.hi) for region in regions for place in landings[region.buffer][region.name]
-    )
+def _places(landings: Landings, starts: dict[int, int], number: int, format: Format) -> dict[str, tuple[Placed, ...]]:
+    """Return where the tensors of a buffer lie in its rank's arena, by name."""
+    return format.places(landings.buffers[number - len(landings.own)].parts, starts[number])

@@ -67,17 +67,20 @@ class Format:
         """Return the bytes of (name, rows) pairs on the wire."""
         return sum(field.nbytes(self.batch, rows) for name, rows in names for field in self.fields(name))
 
-    def places(self, names: Sequence[tuple[str, int]]) -> tuple[dict[str, tuple[Placed, ...]], int]:
-        """Return the places of the tensors of (name, rows) pairs in one buffer, and its size in bytes."""
+    def padded(self, names: Sequence[tuple[str, int]]) -> int:
+        """Return the bytes of (name, rows) pairs in a buffer, see `places`."""
+        return sum(_aligned(field.nbytes(self.batch, rows)) for name, rows in names for field in self.fields(name))
+
+    def places(self, names: Sequence[tuple[str, int]], start: int) -> dict[str, tuple[Placed, ...]]:
+        """Return the places of the tensors of (name, rows) pairs in a buffer that begins at this byte."""
         places: dict[str, tuple[Placed, ...]] = {}
-        at = 0
         for name, rows in names:
             placed = []
             for field in self.fields(name):
-                placed.append(Placed(at, field.dtype, field.shape(self.batch, rows)))
-                at += -(-field.nbytes(self.batch, rows) // ALIGNMENT) * ALIGNMENT
+                placed.append(Placed(start, field.dtype, field.shape(self.batch, rows)))
+                start += _aligned(field.nbytes(self.batch, rows))
             places[name] = tuple(placed)
-        return places, at
+        return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +90,6 @@ class Placed:
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-    def moved(self, by: int) -> Placed:
-        """Return the same tensor that many bytes further on."""
-        return Placed(self.start + by, self.dtype, self.shape)
 
     def rows(self, lo: int, hi: int) -> Placed:
         """Return rows lo..hi of a tensor (batch, rows, heads, width); the batch is one, or these are all rows."""
@@ -105,6 +104,10 @@ class Placed:
         """Return the tensor as a view of a flat tensor of bytes."""
         end = self.start + math.prod(self.shape) * self.dtype.itemsize
         return flat[self.start : end].view(self.dtype).view(self.shape)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @lru_cache(maxsize=4096)
