@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels.tape import unrecorded
 from dfa_megatron.kernels.triton.support import interpreted, triton_refusal
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,8 @@ def _works(device: torch.device) -> bool:
     why = triton_refusal()
     if why is None:
         try:
-            why = _difference(device)
+            with unrecorded():
+                why = _difference(device)
         except Exception as error:  # noqa: BLE001 -- Triton's compiler and launcher raise anything
             why = f"Triton failed: {type(error).__name__}: {error}"
     if why is not None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from dfa_megatron.kernels.current_stream import stream_of
+from dfa_megatron.kernels.tape import unrecorded
 from dfa_megatron.plan.language.geometry import Band, Segment, Span, Tile
 
 Takes = Literal["segment", "window", "segments"]
@@ -239,5 +240,6 @@ def _serves(window: Band, segment: Segment) -> bool:
 
 def moved(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Copy the values to a device without waiting for it."""
-    tensor = torch.tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    with unrecorded():
+        tensor = torch.tensor(values, dtype=dtype)
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

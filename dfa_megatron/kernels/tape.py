@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from dfa_megatron.kernels.current_stream import stream_of
 from dfa_megatron.kernels.operation_traits import Traits, traits_of
@@ -208,6 +209,11 @@ def launched(function: Callable[..., object], *args: Any) -> None:
     tape = recording()
     if tape is not None:
         tape.launch(function, *args)
+
+
+def unrecorded() -> AbstractContextManager[None]:
+    """Return a context for what is made once, such as tables: a tape takes it as constant."""
+    return nullcontext() if recording() is None else _disable_current_modes()
 
 
 def signature(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:

@@ -55,7 +55,9 @@ class Prepared:
     exchange: set if ulysses_degree > 1. It converts the caller's tensors to the plan's and back. Then `channel`
         connects the ranks with the same heads, and all other fields count the plan's ranks, tokens and heads.
     binds: whether the kernel's work can be recorded and replayed.
-    bound: recorded phases, by what they need of a call's tensors; None after the first run, a text if it cannot be.
+    bound: recorded phases, by what they need of a call's tensors; None after a first run that was not recorded, a text
+        if none can be.
+    kind: what it has in common with the attention of other documents, masks and lengths.
     graphs: captured phases, if the request asks for CUDA graphs.
     whole: the channel of the whole group, which compares calls; None if verify is off or the group has one rank.
     running: counts and compares the calls inside, a forward's and a backward's.
@@ -69,6 +71,7 @@ class Prepared:
     channel: Channel | None
     exchange: HeadExchange | None = None
     binds: bool = False
+    kind: tuple[object, ...] = ()
     bound: dict[tuple[object, ...], Bound | str | None] = field(default_factory=dict, compare=False, repr=False)
     graphs: dict[tuple[str | int, ...], Captured] = field(default_factory=dict, compare=False, repr=False)
     whole: Channel | None = None
@@ -134,7 +137,10 @@ def build(
     serve = functools.partial(served_by, request, qkv, alone=ranks == 1 and not exchanged)
     known = rank_plan(problem_of(request, ranks, qkv, over), rank, serve)
     kernel = kernel_of(request, known.forms, qkv)
-    return Prepared(request, known, kernel, over, binds=kernel.replays(deterministic=request.config.deterministic))
+    binds = kernel.replays(deterministic=request.config.deterministic)
+    common = replace(request, cu_seqlens=(), mask=None, plan=None)
+    kind = common, ranks, qkv.q.device, *[(x.dtype, x.shape[0], x.shape[2:]) for x in qkv]
+    return Prepared(request, known, kernel, over, binds=binds, kind=kind)
 
 
 @dataclass(slots=True)

@@ -81,34 +81,45 @@ def run_backward(prepared: Prepared, inputs: Fields) -> tuple[torch.Tensor, torc
 def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
     """Run a phase: the first time as it stands, the second time to record it, and from then on as it was recorded.
 
-    The first run compiles kernels and makes tables on the device, which are no part of later runs.
+    The first run of a kind compiles kernels and makes tables, which are no part of later runs. So a new pack is
+    recorded at once where another has run.
     """
     transport, arena = _way(prepared, memory, inputs[0].device)
     if not prepared.binds or ACTIVE:
         return _run(prepared, memory, inputs, arena, transport)
     key = memory is prepared.rank_plan.forward, signature(inputs)
-    found = prepared.bound.get(key, _NEW)
+    found = prepared.bound.get(key)
     if isinstance(found, Bound):
         return found(inputs, arena, transport, functools.partial(_failed, prepared, memory))
-    if found is not None or not _recordable(inputs[0].device):
-        if found is _NEW and len(prepared.bound) < _MOST_BOUND:
-            prepared.bound[key] = None
-        elif found is _NEW:
-            _tell_many()
+    kind, is_new = (prepared.kind, key[0]), key not in prepared.bound
+    if is_new and len(prepared.bound) == _MOST_BOUND:
+        _tell_many()
         return _run(prepared, memory, inputs, arena, transport)
+    if found is not None or not _recordable(inputs[0].device) or (is_new and kind not in _HAVE_RUN):
+        results = _run(prepared, memory, inputs, arena, transport)
+        prepared.bound[key] = found
+        _HAVE_RUN.add(kind)
+        return results
+    results, recorded = _record(prepared, memory, inputs, arena, transport)
+    if isinstance(recorded, str) and not is_new:
+        logger.info("this attention's host work is not recorded: %s", recorded)
+    prepared.bound[key] = None if isinstance(recorded, str) and is_new else recorded
+    return results
+
+
+def _record(
+    prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: Arena, transport: Transport
+) -> tuple[Fields, Bound | str]:
+    """Run a phase as it stands; return its results and the recorded run, or why it cannot be replayed."""
     given = tuple(x.detach() for x in (*inputs, arena.flat))  # the tape tells tensors apart as objects
     with Tape(given) as tape:
         recorder = Recorder(tape, transport, arena=len(inputs))
         results = _run(prepared, memory, given[:-1], Arena(given[-1]), recorder)
-    if tape.why_not:
-        logger.info("this attention's host work is not recorded: %s", tape.why_not)
-        prepared.bound[key] = tape.why_not
-    else:
-        prepared.bound[key] = Bound(recorder, results)
-    return results
+    return results, tape.why_not or Bound(recorder, results)
 
 
-_NEW = object()
+_HAVE_RUN: set[tuple[object, ...]] = set()
+"""The kinds and phases that have run in this process."""
 _MOST_BOUND = 8
 """Recorded runs of one prepared attention: of its phases, for each layout of the caller's tensors."""
 

@@ -40,6 +40,8 @@ class _Seen:
 
     def __setitem__(self, key: object, function: Callable[..., object]) -> None:
         self.cache[key] = function
+        if (tape := recording()) is not None:
+            tape.why_not = "flash-attn-4 compiled in this run"
 
     def __getitem__(self, key: object) -> Callable[..., object]:
         return functools.partial(self._launch, self.cache[key])

@@ -10,6 +10,7 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import Alibi
 from dfa_megatron.kernels.current_stream import stream_of
+from dfa_megatron.kernels.tape import unrecorded
 from dfa_megatron.plan.language.program import Call, Region
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 
@@ -60,10 +61,11 @@ class GlobalBias:
         key = slopes.device, stream_of(slopes.device)
         positions = by_device.get(key)
         if positions is None:
-            positions = {
-                where: torch.cat([torch.arange(s.lo, s.hi, dtype=torch.int32, device=slopes.device) for s in spans])
-                for where, spans in memory.tokens.items()
-            }
+            with unrecorded():
+                positions = {
+                    where: torch.cat([torch.arange(s.lo, s.hi, dtype=torch.int32, device=slopes.device) for s in spans])
+                    for where, spans in memory.tokens.items()
+                }
             if not (slopes.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's memory is its own
                 by_device[key] = positions
         self.positions = positions

@@ -17,6 +17,7 @@ from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.replay import Op
 from dfa_megatron.plan.language.geometry import CAUSAL
+from dfa_megatron.runtime import run
 from dfa_megatron.runtime.comm.gloo import GlooTransport
 from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.execute.bound import Bound, Post, computing_first
@@ -55,6 +56,7 @@ def recorded(prepared: Prepared) -> int:
 
 
 def _again(rank: int, ranks: int, **options: Any) -> None:
+    run._HAVE_RUN.clear()
     for seed in range(4):
         compare(rank, ranks, seed, **options)
         assert recorded(in_use()[-1]) == (2 if seed else 0), "the second run is recorded, forward and backward"
@@ -98,31 +100,6 @@ def _kept(rank: int, ranks: int) -> int:
 
 def test_replays_are_exact_in_memory_that_stays_and_after_it_has_moved() -> None:
     assert min(run_ranks(3, _kept)) >= 4, "views of each memory, forward and backward"
-
-
-def _packs(rank: int, ranks: int) -> None:
-    """Three packs that take turns, each three times: a replay belongs to its pack."""
-    length = ranks * LOCAL
-    for turn in range(9):
-        offsets = ((0, length), (0, 5, 17, length), (0, 1, 2, length - 3, length))[turn % 3]
-        generator = torch.Generator().manual_seed(turn)
-        q, k, v, dout = (torch.randn(length, h, 16, generator=generator, dtype=torch.float64) for h in (4, 2, 2, 4))
-        whole = [x[None].clone().requires_grad_() for x in (q, k, v)]
-        row, column = torch.arange(length)[:, None], torch.arange(length)[None]
-        document = torch.bucketize(torch.arange(length), torch.tensor(offsets[1:]), right=True)
-        want, _ = dense_attention(*whole, visible=(column <= row) & (document[:, None] == document[None]))
-        wanted = torch.autograd.grad(want, whole, dout[None])
-        rows = slice(rank * LOCAL, (rank + 1) * LOCAL)
-        shard = [x[rows].clone().requires_grad_() for x in (q, k, v)]
-        out = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, **arguments(causal=True, kernel="reference"))
-        got = torch.autograd.grad(out, shard, dout[rows])
-        for one, other in zip((out, *got), (want, *wanted), strict=True):
-            assert_close(one, other[0, rows], tolerance=1e-12)
-    assert [recorded(prepared) for prepared in in_use()] == [2, 2, 2]
-
-
-def test_replays_of_packs_that_take_turns_are_exact() -> None:
-    run_ranks(2, _packs)
 
 
 def _counted(rank: int, ranks: int) -> tuple[int, int]:

@@ -10,11 +10,13 @@ import torch
 import dfa_megatron
 from dfa_megatron import DistAttentionConfig, kernels
 from dfa_megatron.kernels.api import Need
+from dfa_megatron.runtime import run
 from dfa_megatron.runtime.prepare import in_use
 from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.workers import run_ranks
 from tests.runtime.comm.test_nccl import compare, gpu_case
 from tests.runtime.execute.test_bound import recorded
+from tests.runtime.execute.test_bound_packs import lengths
 
 KERNELS = ("flash4", "triton", "cudnn", "aten")
 
@@ -27,6 +29,7 @@ def served(name: str) -> bool:
 
 def _again(rank: int, ranks: int, *, length: int = 512, **options: Any) -> None:
     """Five runs on fresh inputs, the last three replays, another stream among them."""
+    run._HAVE_RUN.clear()
     shape = {name: options.pop(name) for name in ("causal", "window_size") if name in options}
     for seed in range(5):
         whole = gpu_case(ranks * length, batch=2, heads=4, kv_heads=2, head_dim=128, seed=seed, **shape)
@@ -86,6 +89,33 @@ def test_replays_of_packs_between_gpus_repeat_the_first_run_to_the_bit(kernel: s
     if not served(kernel):
         pytest.skip(f"kernel {kernel} does not serve this machine")
     run_ranks(2, _packs, kernel, cuda=True, timeout=170)
+
+
+def _new_packs(rank: int, ranks: int, kernel: str) -> None:
+    """Packs that come once: what their first run records is what a second one would."""
+    config = DistAttentionConfig(kernel=kernel, ulysses_degree=1)
+    shard = [torch.randn(1024, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2)]
+
+    def both(number: int) -> list[int]:
+        offsets = (0, 300 + number, 700, 1024 * ranks - 200 - number, 1024 * ranks)
+        out: Any = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, causal=True, config=config)
+        torch.autograd.grad(out, shard, out)
+        return lengths(in_use()[-1])
+
+    for number in range(3):
+        both(number)
+    for number in range(3, 6):
+        first = both(number)
+        in_use()[-1].bound.clear()
+        assert (len(first), both(number)) == (2, first)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_new_pack_is_recorded_as_in_its_second_run(kernel: str) -> None:
+    if not served(kernel):
+        pytest.skip(f"kernel {kernel} does not serve this machine")
+    run_ranks(2, _new_packs, kernel, cuda=True, timeout=170)
 
 
 @pytest.mark.gpu(1)

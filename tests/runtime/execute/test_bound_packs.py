@@ -1,0 +1,95 @@
+"""Packs replay exactly; a new one is recorded in its first run where another has run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import dfa_megatron
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
+from dfa_megatron.runtime.execute.bound import Bound
+from dfa_megatron.runtime.prepare import Prepared, in_use
+from dfa_megatron.testing.arguments import arguments
+from dfa_megatron.testing.dense import assert_close, dense_attention
+from dfa_megatron.testing.workers import run_ranks
+from tests.runtime.execute.test_bound import LOCAL, recorded
+
+
+def compare_pack(rank: int, ranks: int, seed: int, offsets: tuple[int, ...], **options: Any) -> None:
+    """Forward and backward of a pack's fresh random tokens against dense float64, to 10^-12."""
+    length = ranks * LOCAL
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, dout = (torch.randn(length, h, 16, generator=generator, dtype=torch.float64) for h in (4, 2, 2, 4))
+    whole = [x[None].clone().requires_grad_() for x in (q, k, v)]
+    row, column = torch.arange(length)[:, None], torch.arange(length)[None]
+    document = torch.bucketize(torch.arange(length), torch.tensor(offsets[1:]), right=True)
+    want, _ = dense_attention(*whole, visible=(column <= row) & (document[:, None] == document[None]))
+    wanted = torch.autograd.grad(want, whole, dout[None])
+    layout = options.get("layout", "contiguous")
+    rows = dfa_megatron.shard_sequence(torch.arange(length), dim=0, layout=layout, cu_seqlens=offsets)
+    shard = [x[rows].clone().requires_grad_() for x in (q, k, v)]
+    out = dfa_megatron.dist_flash_attn_varlen_func(*shard, offsets, **arguments(causal=True, **options))
+    got = torch.autograd.grad(out, shard, dout[rows])
+    for one, other in zip((out, *got), (want, *wanted), strict=True):
+        assert_close(one, other[0, rows], tolerance=1e-12)
+
+
+def _packs(rank: int, ranks: int) -> None:
+    """Three packs that take turns, each three times: a replay belongs to its pack."""
+    length = ranks * LOCAL
+    for turn in range(9):
+        offsets = ((0, length), (0, 5, 17, length), (0, 1, 2, length - 3, length))[turn % 3]
+        compare_pack(rank, ranks, turn, offsets, kernel="reference")
+    assert [recorded(prepared) for prepared in in_use()] == [2, 2, 2]
+
+
+def lengths(prepared: Prepared) -> list[int]:
+    """The operations of each of its recordings."""
+    return [len(found._ops) for found in prepared.bound.values() if isinstance(found, Bound)]
+
+
+def _new_packs(rank: int, ranks: int) -> None:
+    """A pack, once; then others, recorded at once: as a second run would be, and exact when replayed."""
+    length = ranks * LOCAL
+    for options in ({"schedule": "greedy"}, {"kernel": "reference"}, {"layout": "load_balanced"}):
+        compare_pack(rank, ranks, 0, (0, 7, length), **options)
+        for offsets in ((0, 3, 20, length), (0, 1, 2, length - 5, length), (0, 11, length)):
+            compare_pack(rank, ranks, 1, offsets, **options)
+            prepared = in_use()[-1]
+            first = lengths(prepared)
+            compare_pack(rank, ranks, 2, offsets, **options)
+            prepared.bound.clear()
+            compare_pack(rank, ranks, 3, offsets, **options)
+            assert (len(first), lengths(prepared)) == (2, first)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_new_pack_is_recorded_at_once_where_another_has_run(ranks: int) -> None:
+    run_ranks(ranks, _new_packs)
+
+
+def _tries_itself(rank: int, ranks: int) -> None:
+    """A kernel that reads a number back in the first forward of a second pack."""
+    real, reads = ReferenceKernel.launch, list[torch.Tensor]()
+
+    def launch(self: ReferenceKernel, call: Any) -> Any:
+        if reads:
+            reads.pop().copy_(call.q.sum().item())
+        return real(self, call)
+
+    ReferenceKernel.launch = launch  # type: ignore[method-assign]
+    compare_pack(0, 1, 0, (0, 5, LOCAL), kernel="reference")
+    reads.append(torch.zeros(()))
+    for seed, found in enumerate((1, 2, 2)):
+        compare_pack(0, 1, seed, (0, 4, LOCAL), kernel="reference")
+        assert recorded(in_use()[-1]) == found
+
+
+def test_a_first_run_that_cannot_be_recorded_has_a_second_chance() -> None:
+    run_ranks(1, _tries_itself)
+
+
+def test_replays_of_packs_that_take_turns_are_exact() -> None:
+    run_ranks(2, _packs)
