@@ -88,10 +88,10 @@ class CopyEngineTransport(KeptArena):
 
     def start(self) -> None:
         """Hold messages until the inputs are ready and the previous call has read its arena."""
-        capturing = torch.cuda.is_current_stream_capturing()
-        self._token = self.over.calls.token(capturing)
         self.streams.start()
-        if capturing:
+        captured = self.streams.captured
+        self._token = self.over.calls.token(captured)
+        if captured:
             self.pinned = True
         elif self._finished_on is not self.streams.compute:
             self.streams.stream.wait_event(self._finished)
@@ -139,7 +139,7 @@ class CopyEngineTransport(KeptArena):
 
     def finish(self) -> None:
         """Record the end of the call's compute, after which the next call may use the arena."""
-        if not torch.cuda.is_current_stream_capturing():
+        if not self.streams.captured:
             self._finished.record(self.streams.compute)
             self._finished_on = self.streams.compute
 
