@@ -38,11 +38,10 @@ _WORD = 4
 
 
 class _Batch(NamedTuple):
-    """Operations on flags: before the message to each receiver, after the last one, and where the batch lands."""
+    """Operations on flags: before the message to each receiver, and after the last one until the batch has landed."""
 
     before: list[Flags]
     after: Flags
-    landed: Flags
 
 
 class CopyEngineTransport(KeptArena):
@@ -101,21 +100,20 @@ class CopyEngineTransport(KeptArena):
         return self.streams.where()
 
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
-        """Queue the batch on the communication stream: raise `ready` flags, then write where ranks are ready."""
+        """Queue the batch on the communication stream: raise `ready` flags, write where ranks are ready, wait."""
         token, queue = self._token, self.driver
         self.streams.wait_for_compute(after)
         self._sending, senders = sends(self.streams.moving), tuple([recv.peer for recv in receives])
-        self._batch = self._flags_of(tuple([send.peer for send in self._sending]), senders)
-        for flags, send in zip(self._batch.before, self._sending, strict=True):
+        batch = self._flags_of(tuple([send.peer for send in self._sending]), senders)
+        for flags, send in zip(batch.before, self._sending, strict=True):
             queue.flags(self._queue, flags, token)
             for x, offset in zip(send.tensors, send.offsets, strict=True):
                 queue.copy(self._queue, self._addresses[send.peer] + offset, x.data_ptr(), x.nbytes)
-        queue.flags(self._queue, self._batch.after, token)
+        queue.flags(self._queue, batch.after, token)
         self.streams.await_ranks(senders)
 
     def land(self) -> None:
         """Queue the wait of the compute stream."""
-        self.driver.flags(self._queue, self._batch.landed, self._token)
         self._sending = ()
         self.streams.land()
 
@@ -129,9 +127,9 @@ class CopyEngineTransport(KeptArena):
             batches[-1] += Flag(True, ready, True), Flag(False, ready, False)
             batches.append([Flag(False, self._their_filled[peer], True)])
         landed = [self._my_filled[peer] for peer in senders]
-        waits = [flag for filled in landed for flag in (Flag(True, filled, True), Flag(False, filled, False))]
+        batches[-1] += [flag for filled in landed for flag in (Flag(True, filled, True), Flag(False, filled, False))]
         *before, after = map(Flags, batches)
-        return self._batches.setdefault((receivers, senders), _Batch(before, after, Flags(waits)))
+        return self._batches.setdefault((receivers, senders), _Batch(before, after))
 
     def computed(self, step: int) -> None:
         """See `Streams.computed`."""
