@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -65,6 +66,7 @@ def _read(x: torch.Tensor) -> Offsets:
     return tuple(values)
 
 
+@lru_cache(maxsize=8)  # layers of one pack, and the mask that balances it
 def mask_of(offsets: Offsets, length: int, *, causal: bool, window_size: tuple[int, int]) -> Mask:
     """Return the mask of a pack's documents; a single document is a plain sequence.
 
@@ -88,18 +90,22 @@ def check_offsets(offsets: Offsets, length: int | None = None) -> None:
     Raises:
         UnsupportedError: says which offset is wrong.
     """
-    what, instead = describe(offsets), "0, the end of every document in order, the last of which is the pack's length"
+    why, instead = "", "0, the end of every document in order, the last of which is the pack's length"
     if len(offsets) < 2:
-        raise UnsupportedError(what, "there is no document", instead)
-    if offsets[0]:
-        raise UnsupportedError(what, f"it starts at {offsets[0]}, not at 0", instead)
-    for document, (lo, hi) in enumerate(pairwise(offsets)):
-        if hi <= lo:
-            why = f"it must increase, but document {document} would be tokens {lo} to {hi}"
-            raise UnsupportedError(what, why, "documents of one token or more")
-    if length is not None and offsets[-1] != length:
+        why = "there is no document"
+    elif offsets[0]:
+        why = f"it starts at {offsets[0]}, not at 0"
+    elif wrong := [(at, lo, hi) for at, (lo, hi) in enumerate(pairwise(offsets)) if hi <= lo]:
+        document, lo, hi = wrong[0]
+        why, instead = (
+            f"it must increase, but document {document} would be tokens {lo} to {hi}",
+            "documents of one token or more",
+        )
+    elif length is not None and offsets[-1] != length:
         why = f"it ends at {offsets[-1]}, but the ranks hold {length} tokens together"
-        raise UnsupportedError(what, why, f"global offsets, the last of which is {length}")
+        instead = f"global offsets, the last of which is {length}"
+    if why:
+        raise UnsupportedError(describe(offsets), why, instead)
 
 
 def describe(offsets: Offsets) -> str:

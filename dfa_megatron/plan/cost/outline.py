@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from dfa_megatron.plan.cost.hardware import Hardware
-from dfa_megatron.plan.language.ir import Phase, Plan, areas, chunk_of
+from dfa_megatron.plan.language.ir import Phase, Plan, areas
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.lowering.messages import joined
 
@@ -58,17 +58,13 @@ def outline(plan: Plan, batch: int = 1) -> Outline:
     together = joined(plan.mask, batch)
     work: list[dict[tuple[int, ...], int]] = [defaultdict(int) for _ in range(steps)]
     shared: list[dict[tuple[int, ...], set[int]]] = [defaultdict(set) for _ in range(steps)]
-    is_forward = plan.phase.name == "forward"
+    is_forward, owner = plan.phase.name == "forward", plan.layout.owner
+    joins_q, joins_kv = plan.phase.read_q in together, plan.phase.read_kv in together
     for block in plan.blocks:
-        call = (
-            block.rank,
-            *(
-                _memory(plan.layout.owner[chunk_of(block, side)], block.rank, name in together)
-                for side, name in plan.phase.reads
-            ),
-        )
-        work[block.step][call] += area[block.q_chunk, block.kv_chunk]
-        shared[block.step][call].add(block.q_chunk if is_forward else block.kv_chunk)
+        rank, q, kv = block.rank, block.q_chunk, block.kv_chunk
+        call = rank, _memory(owner[q], rank, joins_q), _memory(owner[kv], rank, joins_kv)
+        work[block.step][call] += area[q, kv]
+        shared[block.step][call].add(q if is_forward else kv)
     sent: list[dict[tuple[int, int], dict[str, int]]] = [{} for _ in range(steps)]
     for t in plan.transfers:
         tokens = sent[t.step].setdefault((t.src, t.dst), {})

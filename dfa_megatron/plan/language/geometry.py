@@ -26,6 +26,10 @@ class Span:
             return self
         return Span(lo if lo > other.lo else other.lo, hi if hi < other.hi else other.hi)
 
+    def holds(self, other: Span) -> bool:
+        """Return whether every position of the other range is in this one."""
+        return self.lo <= other.lo and other.hi <= self.hi
+
     def shift(self, by: int) -> Span:
         """Return the same range, `by` positions later."""
         return Span(self.lo + by, self.hi + by) if by else self
@@ -39,7 +43,7 @@ def covers(spans: Iterable[Span], whole: Span) -> bool:
             return True  # the usual case, without a sort
         apart.append(span)
     reached = whole.lo
-    for span in sorted(apart):
+    for span in sorted(apart, key=lambda span: span.lo):
         if span.lo > reached:
             break
         reached = max(reached, span.hi)
@@ -112,18 +116,37 @@ class Tile:
         No row or column of the result is wholly masked, and a bound that never binds is unbounded. Two tiles that hold
         the same pairs are therefore equal after this.
         """
-        return _shrunk(self, self.q.lo, self.q.hi, self.kv.lo, self.kv.hi)
+        return self.restrict(self.q, self.kv)
 
     def restrict(self, q: Span, kv: Span) -> Tile | None:
-        """Return the part of this tile inside q x kv, shrunk."""
-        mine, theirs = self.q, self.kv
-        return _shrunk(
-            self,
-            mine.lo if mine.lo > q.lo else q.lo,
-            mine.hi if mine.hi < q.hi else q.hi,
-            theirs.lo if theirs.lo > kv.lo else kv.lo,
-            theirs.hi if theirs.hi < kv.hi else kv.hi,
-        )
+        """Return the part of this tile inside q x kv, shrunk.
+
+        Plans restrict tiles hundreds of thousands of times, and objects take most of the time. So a tile returns itself
+        where nothing changes, and spans that are there where they fit.
+        """
+        mine, theirs, lo, hi = self.q, self.kv, self.lo, self.hi
+        q0, q1 = (mine.lo if mine.lo > q.lo else q.lo), (mine.hi if mine.hi < q.hi else q.hi)
+        k0, k1 = (theirs.lo if theirs.lo > kv.lo else kv.lo), (theirs.hi if theirs.hi < kv.hi else kv.hi)
+        if q0 >= q1 or k0 >= k1 or lo > hi:
+            return None
+        q0, q1 = (q0 if q0 > k0 - hi else k0 - hi), (q1 if q1 < k1 - lo else k1 - lo)
+        if q0 >= q1:
+            return None
+        k0, k1 = (k0 if k0 > q0 + lo else q0 + lo), (k1 if k1 < q1 + hi else q1 + hi)
+        if k0 >= k1:
+            return None
+        if lo <= k0 - (q1 - 1):
+            lo = -UNBOUNDED
+        if hi >= (k1 - 1) - q0:
+            hi = UNBOUNDED
+        same_rows, same_columns = q0 == mine.lo and q1 == mine.hi, k0 == theirs.lo and k1 == theirs.hi
+        if same_rows and same_columns and lo == self.lo and hi == self.hi:
+            return self
+        if not same_rows:
+            mine = q if q0 == q.lo and q1 == q.hi else Span(q0, q1)
+        if not same_columns:
+            theirs = kv if k0 == kv.lo and k1 == kv.hi else Span(k0, k1)
+        return Tile(mine, theirs, lo, hi)
 
     def __and__(self, other: Tile) -> Tile | None:
         """Return the pairs that both tiles hold."""
@@ -188,31 +211,9 @@ class Tile:
     @property
     def form(self) -> Form:
         """Return the form of a kernel call over this tile."""
+        if self.lo == -UNBOUNDED and self.hi == UNBOUNDED:
+            return "full"
         return form_of(self.band, self.q.hi - self.q.lo, self.kv.hi - self.kv.lo)
-
-
-def _shrunk(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Tile | None:
-    """Compute `Tile.shrink` of these rows and columns on numbers: plans restrict tiles hundreds of thousands of times.
-
-    Return the tile itself where nothing changes, and its spans where they stay: objects take most of the time.
-    """
-    q, kv, lo, hi = tile.q, tile.kv, tile.lo, tile.hi
-    if q0 >= q1 or k0 >= k1 or lo > hi:
-        return None
-    q0, q1 = (q0 if q0 > k0 - hi else k0 - hi), (q1 if q1 < k1 - lo else k1 - lo)
-    if q0 >= q1:
-        return None
-    k0, k1 = (k0 if k0 > q0 + lo else q0 + lo), (k1 if k1 < q1 + hi else q1 + hi)
-    if k0 >= k1:
-        return None
-    if lo <= k0 - (q1 - 1):
-        lo = -UNBOUNDED
-    if hi >= (k1 - 1) - q0:
-        hi = UNBOUNDED
-    same_rows, same_columns = q0 == q.lo and q1 == q.hi, k0 == kv.lo and k1 == kv.hi
-    if same_rows and same_columns and lo == tile.lo and hi == tile.hi:
-        return tile
-    return Tile(q if same_rows else Span(q0, q1), kv if same_columns else Span(k0, k1), lo, hi)
 
 
 def _pairs_up_to(rows: int, columns: int, diagonal: int) -> int:

@@ -189,7 +189,7 @@ def needed_pairs(mask: Mask, layout: Layout) -> Pairs:
 
     for tile in mask.tiles:
         columns = overlapping(tile.kv)
-        for q in overlapping(tile.q):
+        for q in columns if tile.q is tile.kv else overlapping(tile.q):
             for kv in columns:
                 if part := tile.restrict(layout.chunks[q], layout.chunks[kv]):
                     pairs[q, kv].append(part)

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.grid import grid
-from dfa_megatron.plan.language.ir import Block, Plan, Transfer
+from dfa_megatron.plan.language.ir import BY_STEP, TRANSFERS_BY_STEP, Block, Plan, Transfer
 
 
 def validate(plan: Plan) -> None:
@@ -28,10 +28,10 @@ def validate(plan: Plan) -> None:
         if t.what in results and owner[t.chunk] == t.src:
             _fail(plan, f"R3: {t} takes an accumulator away from its owner", t)
     for b in plan.blocks:
-        if b.step < 0 or b.rank not in ranks or b.q_chunk not in chunks or b.kv_chunk not in chunks:
-            _fail(plan, f"{b} is no block of a plan on {plan.ranks} ranks", b)
-        if not plan.tiles(b):
-            _fail(plan, f"{b} holds no pair of the mask", b)
+        if b.step < 0 or b.rank not in ranks or (b.q_chunk, b.kv_chunk) not in plan.pairs:
+            known = b.step >= 0 and b.rank in ranks and b.q_chunk in chunks and b.kv_chunk in chunks
+            why = "holds no pair of the mask" if known else f"is no block of a plan on {plan.ranks} ranks"
+            _fail(plan, f"{b} {why}", b)
 
 
 def _validate_layout(plan: Plan) -> None:
@@ -43,8 +43,9 @@ def _validate_layout(plan: Plan) -> None:
 
 
 def _refuse_repeats(plan: Plan) -> None:
-    records: tuple[Block | Transfer, ...] = (*plan.blocks, *plan.transfers)
-    if len(set(records)) < len(records):
+    fields = [*map(BY_STEP, plan.blocks), *map(TRANSFERS_BY_STEP, plan.transfers)]
+    if len(set(fields)) < len(fields):
+        records: tuple[Block | Transfer, ...] = (*plan.blocks, *plan.transfers)
         record = next(record for record in records if records.count(record) > 1)
         _fail(plan, f"{record} is written twice", record)
 

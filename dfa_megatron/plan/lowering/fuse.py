@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
-from dfa_megatron.plan.language.ir import Block
+from dfa_megatron.plan.language.ir import BY_STEP, Block
 
 FusedTile = tuple[Tile, tuple[Block, ...]]
 
@@ -19,12 +19,15 @@ def union(tiles: Sequence[Tile]) -> Tile | None:
 
     A bound that binds in a shrunk tile is one of the union's, so there is one tile that may be it.
     """
-    los, his = {t.lo for t in tiles} - {-UNBOUNDED}, {t.hi for t in tiles} - {UNBOUNDED}
-    if len(los) > 1 or len(his) > 1:
+    first, *others = tiles
+    q_lo, q_hi, kv_lo, kv_hi, lo, hi = first.q.lo, first.q.hi, first.kv.lo, first.kv.hi, first.lo, first.hi
+    for t in others:
+        lo, hi = max(lo, t.lo), min(hi, t.hi)
+        q_lo, q_hi = min(q_lo, t.q.lo), max(q_hi, t.q.hi)
+        kv_lo, kv_hi = min(kv_lo, t.kv.lo), max(kv_hi, t.kv.hi)
+    if any(t.lo not in (lo, -UNBOUNDED) or t.hi not in (hi, UNBOUNDED) for t in tiles):
         return None
-    q = Span(min(t.q.lo for t in tiles), max(t.q.hi for t in tiles))
-    kv = Span(min(t.kv.lo for t in tiles), max(t.kv.hi for t in tiles))
-    one = Tile(q, kv, *(los or {-UNBOUNDED}), *(his or {UNBOUNDED})).shrink()
+    one = Tile(Span(q_lo, q_hi), Span(kv_lo, kv_hi), lo, hi).shrink()
     if one is None or one.area != sum(tile.area for tile in tiles):
         return None
     return one if all(one.restrict(tile.q, tile.kv) == tile for tile in tiles) else None
@@ -90,4 +93,4 @@ def _union_of_two(one: Tile, other: Tile) -> Tile | None:
 
 
 def _blocks(tiles: Sequence[FusedTile]) -> tuple[Block, ...]:
-    return tuple(sorted({block for _, blocks in tiles for block in blocks}))
+    return tuple(sorted({block for _, blocks in tiles for block in blocks}, key=BY_STEP))

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.grid import grid
-from dfa_megatron.plan.language.ir import Plan, chunk_of
+from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Buffer, Region
 from dfa_megatron.plan.lowering.messages import REMEMBERED_RANKS, Parts, RankMessages, Same, joined, rank_messages
 from dfa_megatron.plan.lowering.slots import Life, assign_slots
@@ -54,10 +54,10 @@ class Landings:
         """
         if chunk in self.own_rows:
             return self.own[name], self.own_rows[chunk]
-        landed = [place for arrival, place in self._arrivals[name, chunk] if arrival < step]
-        if not landed:
-            self._fail(f"R1, R2: rank {self.rank} does not hold {name} of chunk {chunk} before step {step}", step)
-        return landed[-1]
+        for arrival, place in reversed(self._arrivals[name, chunk]):
+            if arrival < step:
+                return place
+        self._fail(f"R1, R2: rank {self.rank} does not hold {name} of chunk {chunk} before step {step}", step)
 
     def _place(self, step: int, by_peer: dict[int, Parts]) -> None:
         """Add a buffer per received message, and one for each joined name; record the place of each chunk."""
@@ -92,13 +92,14 @@ class Landings:
 
     def _note_reads(self) -> None:
         """Record the last step in which compute, or a message that hands on, reads each buffer."""
-        reads, results, own, first = self.plan.phase.reads, self.plan.phase.write_names, self.own_rows, len(self.own)
+        phase, own, first = self.plan.phase, self.own_rows.keys(), len(self.own)
+        results = phase.write_names
         for step, blocks in self.messages.blocks.items():
-            for block in blocks:
-                for side, name in reads:
-                    if (chunk := chunk_of(block, side)) not in own:
-                        life = self._lives[self.read_place(name, chunk, step)[0] - first]
-                        life.computed = max(life.computed, step)
+            q, kv = {block.q_chunk for block in blocks}, {block.kv_chunk for block in blocks}
+            for name, far in ((phase.read_q, q - own), (phase.read_kv, kv - own)):
+                for chunk in sorted(far):
+                    life = self._lives[self.read_place(name, chunk, step)[0] - first]
+                    life.computed = max(life.computed, step)
         for step, by_peer in self.messages.outgoing.items():
             for name, chunks in (part for parts in by_peer.values() for part in parts if part[0] not in results):
                 for chunk in chunks:

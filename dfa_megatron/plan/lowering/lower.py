@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -14,10 +14,10 @@ from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan, chunk_of
 from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step, Write
-from dfa_megatron.plan.lowering.fuse import FusedTile, fuse, without_bands
+from dfa_megatron.plan.lowering.fuse import FusedTile
 from dfa_megatron.plan.lowering.landings import Landings, Place, landings_of
 from dfa_megatron.plan.lowering.messages import REMEMBERED_RANKS, Parts, Same
-from dfa_megatron.plan.lowering.pack import packs, segments_of
+from dfa_megatron.plan.lowering.pack import Launch, launches
 from dfa_megatron.plan.lowering.slots import Life, Stored, assign_slots
 
 
@@ -161,22 +161,17 @@ class _Lowering:
             for tile in self.plan.tiles(block):
                 groups[q_buffer, kv_buffer, tuple(targets)].append((tile.shift(*by), (block,)))
         for (q_buffer, kv_buffer, shifts), tiles in groups.items():
-            fused = fuse(tiles)
-            for group in packs(fused if self.bands else without_bands(fused, tiles)):
-                yield self._call(step, q_buffer, kv_buffer, shifts, group)
+            for launch in launches(tuple(tiles), self.bands):
+                yield self._call(step, q_buffer, kv_buffer, shifts, launch)
 
-    def _call(
-        self, step: int, q_buffer: int, kv_buffer: int, shifts: tuple[Place, ...], group: Sequence[FusedTile]
-    ) -> Call:
-        q_rows, kv_rows, segments = segments_of(group)
-        q = Region(q_buffer, self.phase.read_q, q_rows.lo, q_rows.hi)
-        kv = Region(kv_buffer, self.phase.read_kv, kv_rows.lo, kv_rows.hi)
+    def _call(self, step: int, q_buffer: int, kv_buffer: int, shifts: tuple[Place, ...], launch: Launch) -> Call:
+        q = Region(q_buffer, self.phase.read_q, launch.q.lo, launch.q.hi)
+        kv = Region(kv_buffer, self.phase.read_kv, launch.kv.lo, launch.kv.hi)
         writes = []
         for (side, name), (buffer, by) in zip(self.writes, shifts, strict=True):
-            span = q_rows if side == "q" else kv_rows
+            span = launch.q if side == "q" else launch.kv
             writes.append(self._write(step, Region(buffer, name, span.lo + by, span.hi + by)))
-        blocks = tuple(sorted({block for _, its in group for block in its}))
-        return Call(q, kv, segments, tuple(writes), blocks, sum(tile.area for tile, _ in group))
+        return Call(q, kv, launch.segments, tuple(writes), launch.blocks, launch.area)
 
     def _merges(self, step: int, peer: int, parts: Parts) -> Iterator[Merge]:
         """Merge landed partials into the rank's accumulators; adjacent rows form one merge."""

@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from dfa_megatron.plan.language.geometry import Segment, Span, Tile
-from dfa_megatron.plan.lowering.fuse import FusedTile
+from dfa_megatron.plan.language.ir import BY_STEP, Block
+from dfa_megatron.plan.lowering.fuse import FusedTile, fuse, without_bands
 
 GAP = 2048
 """The largest gap in rows between two segments of one call. A larger gap costs more in merges than another call."""
 
 COPIED = 2048
 """Rows that a kernel copies in the time of another call. Some copy the rows of a call with gaps to be adjacent."""
+
+
+class Launch(NamedTuple):
+    """What one kernel call computes: spans of rows, the segments relative to them, their blocks and number of pairs."""
+
+    q: Span
+    kv: Span
+    segments: tuple[Segment, ...]
+    blocks: tuple[Block, ...]
+    area: int
+
+
+@lru_cache(maxsize=16)  # a forward and its backward ask for the same
+def launches(tiles: tuple[FusedTile, ...], bands: bool) -> tuple[Launch, ...]:
+    """Return the kernel calls for tiles in rows of the same buffers.
+
+    Args:
+        tiles: each with its block.
+        bands: the kernel takes windows that are neither full nor square causal.
+    """
+    fused = fuse(tiles)
+    return tuple(map(_launch, packs(fused if bands else without_bands(fused, tiles))))
+
+
+def _launch(group: Sequence[FusedTile]) -> Launch:
+    blocks = {block for _, its in group for block in its}
+    area = sum(tile.area for tile, _ in group)
+    return Launch(*segments_of(group), tuple(sorted(blocks, key=BY_STEP)), area)
 
 
 def packs(tiles: Sequence[FusedTile]) -> list[list[FusedTile]]:

@@ -15,8 +15,8 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Block, Plan, Transfer
 
-Carried = Mapping[Transfer, Sequence[Block]]
-"""A transfer of a result -> the blocks whose sum it is."""
+Carried = Mapping[tuple[int, int, int, str, int], Sequence[Block]]
+"""(step, source, destination, name, chunk) of each transfer of a result -> the blocks whose sum it is."""
 
 
 def carried(plan: Plan) -> Carried:
@@ -25,26 +25,28 @@ def carried(plan: Plan) -> Carried:
     Raises:
         PlanError: a result is missing, counted twice, stranded, or sent by a rank that has none.
     """
-    blocks, transfers = defaultdict(list), defaultdict(list)
+    blocks: dict[int, list[Block]] = defaultdict(list)
+    transfers: dict[int, list[Transfer]] = defaultdict(list)
     for block in plan.blocks:
         blocks[block.step].append(block)
     for transfer in plan.transfers:
         if transfer.what in plan.phase.write_names:
             transfers[transfer.step].append(transfer)
     held: dict[tuple[int, str, int], list[Block]] = defaultdict(list)
-    found: dict[Transfer, list[Block]] = {}
+    found: dict[tuple[int, int, int, str, int], list[Block]] = {}
     write_q, write_kv = plan.phase.write_q, plan.phase.write_kv
     for step in range(plan.steps):
-        for t in transfers[step]:
-            found[t] = sent = held.pop((t.src, t.what, t.chunk), [])
-            if not sent:
+        sent = [held.pop((t.src, t.what, t.chunk), []) for t in transfers[step]]
+        for t, sum_of in zip(transfers[step], sent, strict=True):
+            if not sum_of:
                 _fail(plan, f"R3: rank {t.src} sends {t.what} of chunk {t.chunk} that it never wrote", step, t.src)
         for block in blocks[step]:
             held[block.rank, write_q, block.q_chunk].append(block)
             if write_kv:
                 held[block.rank, write_kv, block.kv_chunk].append(block)
-        for t in transfers[step]:
-            held[t.dst, t.what, t.chunk] += found[t]
+        for t, sum_of in zip(transfers[step], sent, strict=True):
+            found[t.step, t.src, t.dst, t.what, t.chunk] = sum_of
+            held[t.dst, t.what, t.chunk] += sum_of
     _prove(plan, held)
     return found
 

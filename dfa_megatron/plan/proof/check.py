@@ -12,7 +12,7 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import grid
-from dfa_megatron.plan.language.ir import AttentionPlan, Plan, Transfer
+from dfa_megatron.plan.language.ir import AttentionPlan, Plan
 from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.lowering.messages import rank_messages
@@ -98,8 +98,8 @@ def _sums(
     """Return the pairs that each of these chunks of a result brings along; none for inputs."""
     if name not in plan.phase.write_names:
         return [()] * len(chunks)
-    transfers = (Transfer(step, src, dst, name, chunk) for chunk in chunks)
-    return [[tile for block in promised[transfer] for tile in plan.tiles(block)] for transfer in transfers]
+    sums = [promised[step, src, dst, name, chunk] for chunk in chunks]
+    return [[tile for block in blocks for tile in plan.tiles(block)] for blocks in sums]
 
 
 def _landed(plan: Plan, name: str, chunks: Sequence[int], tiles: Sequence[Sequence[Tile]]) -> Content:
@@ -144,7 +144,7 @@ def _difference(content: Content, rows: Span, by: int, side: str, want: Sequence
     if any(shift != by for shift, _ in terms):
         return "holds the results of other tokens"
     got = [tile for _, tile in terms]
-    if len(got) == len(want) and set(got) == set(want):
+    if got == list(want):
         return ""
     if sum(tile.area for tile in got) != sum(tile.area for tile in want):
         return "does not hold each pair of the mask exactly once"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile, covers
+from dfa_megatron.plan.language.geometry import Span, Tile, covers
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Merge, Message, Program, Region, Write
@@ -31,7 +31,7 @@ class Content:
 
 def clip(terms: list[Term], rows: Span, side: str) -> list[Term]:
     """Return the part of the terms in these rows."""
-    everything, by_q, out = Span(0, UNBOUNDED), side == "q", list[Term]()
+    by_q, out = side == "q", list[Term]()
     for term in terms:
         shift, tile = term
         own, lo, hi = tile.q if by_q else tile.kv, rows.lo + shift, rows.hi + shift
@@ -39,7 +39,7 @@ def clip(terms: list[Term], rows: Span, side: str) -> list[Term]:
             out.append(term)
         elif lo < own.hi and own.lo < hi:
             tokens = Span(lo, hi)
-            if part := tile.restrict(*((tokens, everything) if by_q else (everything, tokens))):
+            if part := tile.restrict(tokens, tile.kv) if by_q else tile.restrict(tile.q, tokens):
                 out.append((shift, part))
     return out
 

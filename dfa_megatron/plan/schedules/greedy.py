@@ -17,7 +17,7 @@ from itertools import chain
 from math import sqrt
 from typing import NamedTuple
 
-from dfa_megatron.plan.language.components import components
+from dfa_megatron.plan.language.components import Component, components
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.ir import Block, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous, cut_at
@@ -59,7 +59,7 @@ def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     owned: list[list[Pair]] = [[] for _ in range(layout.ranks)]
     for q, kv in needed_pairs(mask, layout):
         rows, keys = layout.chunks[q], layout.chunks[kv]
-        helpers = (h.rank for h in given if rows & h.q == rows and keys & h.kv == keys)
+        helpers = (h.rank for h in given if h.q.holds(rows) and h.kv.holds(keys))
         owned[next(helpers, layout.owner[q])].append((q, kv))
     return assign_steps(owned, mask, layout)
 
@@ -126,14 +126,18 @@ class _Balance:
         self.aligned = max(1, min(ALIGNED, mask.length // ranks // 64))
         self.pieces: list[dict[int, list[_Piece]]] = [defaultdict(list) for _ in range(ranks)]
         for component in components(mask):
-            self._add(component.tiles, mask.length // ranks)
+            self._add(component, mask.length // ranks)
         self.load = [sum(piece.area for row in mine.values() for piece in row) for mine in self.pieces]
         self.mean = sum(self.load) / ranks
 
-    def _add(self, tiles: tuple[Tile, ...], per_rank: int) -> None:
+    def _add(self, component: Component, per_rank: int) -> None:
         """Add the pieces of a component."""
+        home = component.span.lo // per_rank
+        if component.is_document and (component.span.hi - 1) // per_rank == home:  # the usual case
+            self.pieces[home][home].append(_Piece(home, [*component.tiles], component.work, component.span))
+            return
         found: dict[tuple[int, int], list[Tile]] = defaultdict(list)
-        for tile in tiles:
+        for tile in component.tiles:
             for rank in range(tile.q.lo // per_rank, (tile.q.hi - 1) // per_rank + 1):
                 for home in range(tile.kv.lo // per_rank, (tile.kv.hi - 1) // per_rank + 1):
                     if part := tile.restrict(self.spans[rank], self.spans[home]):

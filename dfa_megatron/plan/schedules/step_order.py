@@ -44,11 +44,14 @@ def _by_memory(
     """
     groups: list[list[Pair]] = []
     held: set[tuple[int, int]] = set()
+    read = 0
     for pair in pairs:
         needs = {(side, chunk) for side, chunk in enumerate(pair) if owner[chunk] != rank}
-        if not groups or sum(rows[chunk] for _, chunk in held | needs) > limit:
+        more = sum(rows[chunk] for _, chunk in needs - held)
+        if not groups or read + more > limit:
             groups.append([])
-            held = set()
+            held, read, more = set(), 0, sum(rows[chunk] for _, chunk in needs)
         held |= needs
+        read += more
         groups[-1].append(pair)
     return groups
