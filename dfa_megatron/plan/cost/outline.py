@@ -105,7 +105,8 @@ def estimate(plan: Outline, shape: AttentionShape, hardware: Hardware, length: i
         length: tokens of the whole sequence.
     """
     stretch = 1.0 if length is None else length / plan.length
-    nbytes = [round(stretch * sum(bytes_of(name, tokens, shape) for name, tokens in parts)) for parts in plan.parts]
+    row = {name: bytes_of(name, 1, shape) for name in {name for parts in plan.parts for name, _ in parts}}
+    nbytes = [round(stretch * sum(row[name] * tokens for name, tokens in parts)) for parts in plan.parts]
     link, network = hardware.link, hardware.network or hardware.link
     seconds = [(link.seconds(size), network.seconds(size)) for size in nbytes]
     node = [hardware.node(rank) for rank in range(plan.ranks)]

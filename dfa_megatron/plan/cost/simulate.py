@@ -31,9 +31,9 @@ def bytes_received(plan: AttentionPlan | Plan, shape: AttentionShape) -> tuple[i
 def _bytes(plan: AttentionPlan | Plan, shape: AttentionShape, end: str) -> tuple[int, ...]:
     total = [0] * plan.ranks
     for phase in plan.phases:
+        row = {name: bytes_of(name, 1, shape) for name in {transfer.what for transfer in phase.transfers}}
         for transfer in phase.transfers:
-            tokens = len(phase.layout.chunks[transfer.chunk])
-            total[getattr(transfer, end)] += bytes_of(transfer.what, tokens, shape)
+            total[getattr(transfer, end)] += row[transfer.what] * len(phase.layout.chunks[transfer.chunk])
     return tuple(total)
 
 

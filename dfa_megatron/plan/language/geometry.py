@@ -6,10 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from dfa_megatron.plan.language.record import quick
+
 UNBOUNDED = 1 << 60
 """A diagonal bound that never binds."""
 
 
+@quick
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
     """The half-open range of token positions lo <= i < hi."""
@@ -80,6 +83,7 @@ def form_of(band: Band, q_len: int, kv_len: int) -> Form:
     return "causal" if band.left < 0 and band.right == 0 and q_len == kv_len else "band"
 
 
+@quick
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
     """A segment of a kernel call: query rows q_lo..q_hi see key rows kv_lo..kv_hi through a band over exactly these
@@ -101,6 +105,7 @@ class Segment:
         return Tile(Span(self.q_lo, self.q_hi), Span(self.kv_lo, self.kv_hi), lo, hi)
 
 
+@quick
 @dataclass(frozen=True, slots=True, order=True)
 class Tile:
     """The pairs (i, j) with i in q, j in kv and lo <= j - i <= hi, all in global token positions."""
@@ -191,11 +196,16 @@ class Tile:
     @property
     def area(self) -> int:
         """Return the number of pairs, in closed form."""
-        q, kv = self.q, self.kv
-        rows, columns = q.hi - q.lo, kv.hi - kv.lo
+        return self.area_in(self.q)
+
+    def area_in(self, q: Span) -> int:
+        """Return the number of pairs in these rows."""
+        mine, kv = self.q, self.kv
+        first = mine.lo if mine.lo > q.lo else q.lo
+        rows, columns = (mine.hi if mine.hi < q.hi else q.hi) - first, kv.hi - kv.lo
         if rows <= 0 or columns <= 0 or self.lo > self.hi:
             return 0
-        offset = q.lo - kv.lo
+        offset = first - kv.lo
         below_hi = rows * columns if self.hi == UNBOUNDED else _pairs_up_to(rows, columns, self.hi + offset)
         below_lo = 0 if self.lo == -UNBOUNDED else _pairs_up_to(rows, columns, self.lo - 1 + offset)
         return below_hi - below_lo

@@ -27,8 +27,10 @@ from types import MappingProxyType
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
+from dfa_megatron.plan.language.record import quick
 
 
+@quick
 @dataclass(frozen=True, slots=True, order=True)
 class Block:
     """At `step`, `rank` computes the pairs of (q_chunk, kv_chunk) that the mask holds."""
@@ -39,6 +41,7 @@ class Block:
     kv_chunk: int
 
 
+@quick
 @dataclass(frozen=True, slots=True, order=True)
 class Transfer:
     """At `step`, `what` of `chunk` goes from src to dst. One record per message part, so each send has its receive."""

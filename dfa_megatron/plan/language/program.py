@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dfa_megatron.plan.language.geometry import Segment
 from dfa_megatron.plan.language.ir import Block, Phase
+from dfa_megatron.plan.language.record import quick
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Buffer:
     accumulates: bool
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Region:
     """Rows lo..hi of one name in one buffer."""

@@ -136,7 +136,7 @@ def landings_of(plan: Plan, batch: int) -> tuple[Landings, ...]:
     return (_landings if plan.ranks <= REMEMBERED_RANKS else _landings.__wrapped__)(Same(plan), batch)
 
 
-@lru_cache(maxsize=4)  # of both phases: lowering and the places of messages ask for them
+@lru_cache(maxsize=1)  # lowering, the proof and the places of messages ask for them in turn
 def _landings(same: Same, batch: int) -> tuple[Landings, ...]:
     plan, together = same.plan, joined(same.plan.mask, batch)
     rows, messages = [len(chunk) for chunk in plan.layout.chunks], rank_messages(plan, batch)

@@ -63,7 +63,7 @@ def rank_messages(plan: Plan, batch: int) -> list[RankMessages]:
     return (_rank_messages if plan.ranks <= REMEMBERED_RANKS else _rank_messages.__wrapped__)(Same(plan), batch)
 
 
-@lru_cache(maxsize=4)  # lowering asks for those of a phase, and the tokens of its buffers for those of both
+@lru_cache(maxsize=1)  # the landings of a phase and its proof ask for them in turn
 def _rank_messages(same: Same, batch: int) -> list[RankMessages]:
     plan = same.plan
     validate(plan)

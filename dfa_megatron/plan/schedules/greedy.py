@@ -93,15 +93,21 @@ class _Piece:
         tiles = [part for tile in self.tiles if (part := tile.restrict(q, tile.kv))]
         return _Piece(self.home, tiles, sum(tile.area for tile in tiles), q, self.helpers)
 
+    def area_in(self, q: Span) -> int:
+        """Return the number of pairs in some of the rows."""
+        return sum(tile.area_in(q) for tile in self.tiles)
+
     @property
     def kv(self) -> Span:
         """Return the keys."""
+        if len(self.tiles) == 1:
+            return self.tiles[0].kv
         return Span(min(tile.kv.lo for tile in self.tiles), max(tile.kv.hi for tile in self.tiles))
 
     def rows_of(self, share: float) -> float:
         """Return the rows from the first that hold this share of the pairs, if rows gain or lose keys evenly."""
         if self.half < 0:
-            self.half = self.of_rows(Span(self.q.lo, (self.q.lo + self.q.hi) // 2)).area / self.area
+            self.half = self.area_in(Span(self.q.lo, (self.q.lo + self.q.hi) // 2)) / self.area
         half = self.half
         linear, square = 4 * half - 1, 2 - 4 * half
         root = sqrt(max(0.0, linear * linear + 4 * square * share))
@@ -185,7 +191,7 @@ class _Balance:
 
     def _move(self, piece: _Piece, place: tuple[int, int], target: int, rows: Span, is_at_end: bool) -> _Move:
         keys = 0 if target in piece.helpers or target == piece.home else len(piece.kv)
-        taken = piece.area if rows == piece.q else piece.of_rows(rows).area
+        taken = piece.area if rows is piece.q else piece.area_in(rows)
         cost = len(rows) * ROW + keys * KEY + (CALL if is_at_end else 2 * CALL)
         return _Move(cost / max(1, taken), place, target, rows)
 

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.plan.language.record import quick
 
 ALIGNMENT = 128
 """Every field starts at a multiple of this many bytes, which suffices for any kernel's vector loads."""
@@ -83,6 +84,7 @@ class Format:
         return places
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A dense tensor in a flat buffer: its first byte, dtype and shape."""
