@@ -67,7 +67,7 @@ def make_plan(
     return _make_plan(mask, ranks, schedule, layout, shape or AttentionShape(), hardware or H200_NVLINK)
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=16)
 def _make_plan(
     mask: Mask, ranks: int, schedule: str, layout: str, shape: AttentionShape, hardware: Hardware
 ) -> AttentionPlan:

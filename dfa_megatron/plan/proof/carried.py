@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
@@ -17,6 +18,9 @@ from dfa_megatron.plan.language.ir import Block, Plan, Transfer
 
 Carried = Mapping[tuple[int, int, int, str, int], Sequence[Block]]
 """(step, source, destination, name, chunk) of each transfer of a result -> the blocks whose sum it is."""
+
+
+_pair_of = attrgetter("q_chunk", "kv_chunk")
 
 
 def carried(plan: Plan) -> Carried:
@@ -58,7 +62,7 @@ def _prove(plan: Plan, held: Mapping[tuple[int, str, int], Sequence[Block]]) -> 
     for (rank, name, chunk), blocks in held.items():
         if blocks and owner[chunk] != rank:
             _fail(plan, f"R4: {name} of chunk {chunk} is stranded on rank {rank}", last, rank)
-        at_owner[name] += [(block.q_chunk, block.kv_chunk) for block in blocks]
+        at_owner[name] += map(_pair_of, blocks)
     for name, pairs in at_owner.items():
         if len(pairs) == len(plan.pairs) and plan.pairs.keys() == set(pairs):
             continue

@@ -15,19 +15,16 @@ Route = Callable[[Sequence[Block], Layout, Phase], tuple[Transfer, ...]]
 
 def direct(blocks: Sequence[Block], layout: Layout, phase: Phase) -> tuple[Transfer, ...]:
     """Send each chunk straight from its owner to its reader, one step ahead, and each result back one step late."""
-    first: dict[tuple[int, str, int], int] = {}
-    last: dict[tuple[int, str, int], int] = {}
-    for block in sorted(blocks, key=BY_STEP):
-        for chunk, read, write in (
-            (block.q_chunk, phase.read_q, phase.write_q),
-            (block.kv_chunk, phase.read_kv, phase.write_kv),
-        ):
-            if layout.owner[chunk] != block.rank:
-                first.setdefault((block.rank, read, chunk), block.step)
-                if write:
-                    last[block.rank, write, chunk] = block.step
-    out = [Transfer(step - 1, layout.owner[chunk], rank, name, chunk) for (rank, name, chunk), step in first.items()]
-    out += [Transfer(step + 1, rank, layout.owner[chunk], name, chunk) for (rank, name, chunk), step in last.items()]
+    owner, out = layout.owner, list[Transfer]()
+    ordered = sorted(blocks, key=BY_STEP)
+    far_q = [(b.rank, b.q_chunk, b.step) for b in ordered if owner[b.q_chunk] != b.rank]
+    far_kv = [(b.rank, b.kv_chunk, b.step) for b in ordered if owner[b.kv_chunk] != b.rank]
+    for read, write, far in ((phase.read_q, phase.write_q, far_q), (phase.read_kv, phase.write_kv, far_kv)):
+        first = {(rank, chunk): step for rank, chunk, step in reversed(far)}
+        out += [Transfer(step - 1, owner[chunk], rank, read, chunk) for (rank, chunk), step in first.items()]
+        if write:
+            last = {(rank, chunk): step for rank, chunk, step in far}
+            out += [Transfer(step + 1, rank, owner[chunk], write, chunk) for (rank, chunk), step in last.items()]
     return tuple(sorted(out, key=TRANSFERS_BY_STEP))
 
 

@@ -24,11 +24,10 @@ def assign_steps(owned: Sequence[Sequence[Pair]], mask: Mask, layout: Layout) ->
     limit = ROWS_PER_STEP * mask.length / ranks
     blocks: list[Block] = []
     for rank, pairs in enumerate(owned):
-        steps: list[list[Pair]] = [[]]
-        remote: list[list[Pair]] = [[], []]  # help, own rows
-        for q, kv in pairs:
-            (steps[0] if owner[q] == rank == owner[kv] else remote[owner[q] == rank]).append((q, kv))
-        for mine in remote:
+        steps = [[(q, kv) for q, kv in pairs if owner[q] == rank == owner[kv]]]
+        help_first = [(q, kv) for q, kv in pairs if owner[q] != rank]
+        own_rows = [(q, kv) for q, kv in pairs if owner[q] == rank != owner[kv]]
+        for mine in (help_first, own_rows):
             mine.sort(key=lambda pair: ((rank - owner[pair[1]]) % ranks, (rank - owner[pair[0]]) % ranks, pair))
             steps += _by_memory(rank, mine, owner, rows, limit)
         blocks += [Block(step, rank, *pair) for step, mine in enumerate(steps) for pair in mine]
@@ -46,12 +45,12 @@ def _by_memory(
     held: set[tuple[int, int]] = set()
     read = 0
     for pair in pairs:
-        needs = {(side, chunk) for side, chunk in enumerate(pair) if owner[chunk] != rank}
-        more = sum(rows[chunk] for _, chunk in needs - held)
+        needs = [(side, chunk) for side, chunk in enumerate(pair) if owner[chunk] != rank]
+        more = sum(rows[chunk] for side, chunk in needs if (side, chunk) not in held)
         if not groups or read + more > limit:
             groups.append([])
             held, read, more = set(), 0, sum(rows[chunk] for _, chunk in needs)
-        held |= needs
+        held.update(needs)
         read += more
         groups[-1].append(pair)
     return groups

@@ -90,10 +90,11 @@ def _buffer_merges(rows: int, writes: list[tuple[Write, bool]]) -> BufferMerges:
     writes: with whether the partial may be saved. A kernel's own output may, a landed message may not.
     """
     edges = sorted({0, rows} | {edge for write, _ in writes for edge in (write.region.lo, write.region.hi)})
+    ends = [(write.region.lo, write.region.hi) for write, _ in writes]
     merges: dict[int, list[RowsMerge]] = defaultdict(list)
     empty: list[Span] = []
     for lo, hi in pairwise(edges):
-        order = [at for at, (write, _) in enumerate(writes) if write.region.lo <= lo and hi <= write.region.hi]
+        order = [at for at, (first, end) in enumerate(ends) if first <= lo < end]
         if not order:
             empty.append(Span(lo, hi))
         for at, saved, has_sum, into in _rows(order, writes):
