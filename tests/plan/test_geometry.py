@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
 
 import pytest
 
@@ -67,6 +68,12 @@ def test_the_area_of_a_million_tokens_takes_no_loop() -> None:
     assert Tile(Span(0, n), Span(0, n), hi=0).area == n * (n + 1) // 2
 
 
+def test_the_area_in_some_rows_counts_their_pairs() -> None:
+    for tile, rng in tiles(9):
+        rows = random_span(rng)
+        assert tile.area_in(rows) == len([i for i, _ in pairs(tile) if rows.lo <= i < rows.hi])
+
+
 def test_restricting_keeps_the_pairs_inside() -> None:
     for tile, rng in tiles(4):
         q, kv = random_span(rng), random_span(rng)
@@ -78,6 +85,13 @@ def test_the_common_part_of_two_tiles_is_the_common_pairs() -> None:
     for tile, rng in tiles(5):
         other = random_tile(rng)
         assert pairs(tile & other) == pairs(tile) & pairs(other)
+
+
+def test_a_shrunk_tile_holds_another_if_it_has_its_pairs() -> None:
+    for tile, rng in tiles(8, 20000):
+        one, other = tile.shrink(), random_tile(rng).shrink()
+        if one and other:
+            assert one.holds(other) == (pairs(other) <= pairs(one))
 
 
 def test_shifting_moves_every_pair() -> None:
@@ -108,6 +122,14 @@ def test_the_usual_bands_have_names() -> None:
     assert FULL.is_full
     assert not CAUSAL.is_full
     assert Tile(Span(4, 8), Span(2, 8), -2, 0).band == Band(2, 0)
+
+
+def test_records_are_frozen_and_have_their_defaults() -> None:
+    assert Tile(Span(0, 4), Span(2, 6), hi=3) == Tile(Span(0, 4), Span(2, 6), -UNBOUNDED, 3)
+    with pytest.raises(FrozenInstanceError):
+        Span(0, 4).lo = 1  # type: ignore[misc]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'hi'"):
+        Span(0)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -160,6 +160,14 @@ class Tile:
         lo, hi = max(self.lo, other.lo), min(self.hi, other.hi)
         return Tile(self.q, self.kv, lo, hi).restrict(other.q, other.kv)
 
+    def holds(self, other: Tile) -> bool:
+        """Return whether every pair of the other tile is in this one, if the other is shrunk."""
+        q, kv = other.q, other.kv
+        if not (self.q.lo <= q.lo and q.hi <= self.q.hi and self.kv.lo <= kv.lo and kv.hi <= self.kv.hi):
+            return False
+        lo, hi = max(other.lo, kv.lo - q.hi + 1), min(other.hi, kv.hi - q.lo - 1)
+        return self.lo <= lo and hi <= self.hi
+
     def meets(self, other: Tile) -> bool:
         """Return whether the rectangles of the two tiles overlap."""
         q, kv = other.q, other.kv

@@ -78,7 +78,8 @@ class _Lowering:
         for number, buffer in enumerate(buffers):
             if buffer.accumulates and self.stored.needs_identity(number, buffer.parts[0][1]):
                 opening[0 if number < self.first else self.lives[number - self.first].begin].append(number)
-        steps = [replace(step, opens=tuple(opening[number])) for number, step in enumerate(steps)]
+        for number, opens in opening.items():
+            steps[number] = replace(steps[number], opens=tuple(opens))
         return Program(self.rank, self.plan.ranks, self.phase, buffers, tuple(steps))
 
     # Where results lie.

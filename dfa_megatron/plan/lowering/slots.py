@@ -29,7 +29,7 @@ class Stored:
         """Return whether one of the buffer's rows is merged into before it is stored, or is never stored."""
         stored: list[Span] = []
         for span in self._spans[buffer]:
-            if not any(len(old & span) for old in stored):
+            if not any(old.lo < span.hi and span.lo < old.hi for old in stored):
                 stored.append(span)
             elif not covers(stored, span):
                 return True
@@ -58,15 +58,17 @@ def assign_slots(buffers: Sequence[tuple[tuple[str, int], ...]], lives: Sequence
     slots = [-1] * len(buffers)
     free_from: list[int] = []
     sizes: list[int] = []
-    ends = [life.end for life in lives]
-    for number in sorted(range(len(buffers)), key=lambda number: (lives[number].begin, ends[number], number)):
-        size, begin = _size(buffers[number]), lives[number].begin
-        usable = [slot for slot, busy_to in enumerate(free_from) if busy_to < begin]
-        slot = min(usable, key=lambda slot: (abs(sizes[slot] - size), free_from[slot], slot), default=len(sizes))
-        if slot == len(sizes):
-            free_from.append(-1)
+    for begin, end, number in sorted([(life.begin, life.end, number) for number, life in enumerate(lives)]):
+        size = _size(buffers[number])
+        usable = [(abs(sizes[slot] - size), to, slot) for slot, to in enumerate(free_from) if to < begin]
+        if usable:
+            *_, slot = min(usable)
+            free_from[slot], sizes[slot] = end, max(sizes[slot], size)
+        else:
+            slot = len(sizes)
+            free_from.append(end)
             sizes.append(size)
-        slots[number], free_from[slot], sizes[slot] = slot, ends[number], max(sizes[slot], size)
+        slots[number] = slot
     return slots
 
 

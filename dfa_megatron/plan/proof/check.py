@@ -157,9 +157,9 @@ def _difference(content: Content, rows: Span, by: int, side: str, want: Sequence
 
 def _inside(tile: Tile, tiles: Sequence[Tile]) -> bool:
     """Return whether these disjoint tiles hold every pair of a shrunk one; most often one of them does."""
-    return any(other.restrict(tile.q, tile.kv) == tile for other in tiles) or tile.area == sum(
-        both.area for other in tiles if (both := tile & other)
-    )
+    if any(other.holds(tile) for other in tiles):
+        return True
+    return tile.area == sum(both.area for other in tiles if (both := tile & other))
 
 
 def _disjoint(tiles: Sequence[Tile], side: str) -> bool:

@@ -157,6 +157,8 @@ class Sets:
             taken = self.tenant.get(self._slot(region.buffer)) != region.buffer
             if len(regions) != 1 or not inside or taken or _meet(there.valid, rows):
                 raise self.fail(f"R1: {region} is no place for a message to land in")
+            if there.valid and there.valid[-1].hi == rows.lo:
+                rows = Span(there.valid.pop().lo, rows.hi)
             there.valid.append(rows)
             there.tokens += [(span.shift(region.lo), shift - region.lo) for span, shift in content.tokens]
             there.terms += [(shift - region.lo, tile) for shift, tile in content.terms]

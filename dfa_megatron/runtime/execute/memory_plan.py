@@ -11,7 +11,7 @@ from dfa_megatron.plan.language.program import Program
 from dfa_megatron.plan.lowering.landings import Landings, landings_of
 from dfa_megatron.plan.lowering.positions import Tokens, tokens_of
 from dfa_megatron.runtime.execute.merge_plan import BufferMerges, plan_merges
-from dfa_megatron.runtime.execute.wire_format import Format, Placed
+from dfa_megatron.runtime.execute.wire_format import Format, Placed, aligned
 
 Offsets = dict[tuple[int, int], tuple[int, ...]]
 """(step, peer) of a message this rank sends -> where in the peer's arena each of its tensors goes, in bytes."""
@@ -77,7 +77,8 @@ class MemoryPlan:
 def plan_memory(plan: Plan, program: Program, format: Format) -> MemoryPlan:
     """Plan the memory of one rank's program; the landings of all ranks say where its messages go."""
     landings = landings_of(plan, format.batch)
-    arenas = [_arena(one, format) for one in landings]
+    row_bytes = {name: format.row_bytes(name) for _, name in (*plan.phase.reads, *plan.phase.writes)}
+    arenas = [_arena(one, row_bytes) for one in landings]
     own, starts = landings[program.rank], arenas[program.rank][1]
     places = {number: _places(own, starts, number, format) for number in starts}
     offsets: Offsets = {}
@@ -97,11 +98,12 @@ def plan_memory(plan: Plan, program: Program, format: Format) -> MemoryPlan:
     return MemoryPlan.of(program, format, largest, places, offsets, tokens_of(plan, program.rank, format.batch))
 
 
-def _arena(landings: Landings, format: Format) -> tuple[int, dict[int, int]]:
+def _arena(landings: Landings, row_bytes: dict[str, tuple[int, ...]]) -> tuple[int, dict[int, int]]:
     """Return (bytes, buffer -> its first byte) of the slots that messages land in; no accumulator is there."""
     sizes: dict[int | None, int] = {}
     for buffer in landings.buffers:
-        sizes[buffer.slot] = max(sizes.get(buffer.slot, 0), format.padded(buffer.parts))
+        size = sum(aligned(rows * one) for name, rows in buffer.parts for one in row_bytes[name])
+        sizes[buffer.slot] = max(sizes.get(buffer.slot, 0), size)
     starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     return sum(sizes.values()), {
         number: starts[buffer.slot] for number, buffer in enumerate(landings.buffers, len(landings.own))

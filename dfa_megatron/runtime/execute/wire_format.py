@@ -68,9 +68,9 @@ class Format:
         """Return the bytes of (name, rows) pairs on the wire."""
         return sum(field.nbytes(self.batch, rows) for name, rows in names for field in self.fields(name))
 
-    def padded(self, names: Sequence[tuple[str, int]]) -> int:
-        """Return the bytes of (name, rows) pairs in a buffer, see `places`."""
-        return sum(_aligned(field.nbytes(self.batch, rows)) for name, rows in names for field in self.fields(name))
+    def row_bytes(self, name: str) -> tuple[int, ...]:
+        """Return the bytes of a row of each tensor of a name."""
+        return tuple(field.nbytes(self.batch, 1) for field in self.fields(name))
 
     def places(self, names: Sequence[tuple[str, int]], start: int) -> dict[str, tuple[Placed, ...]]:
         """Return the places of the tensors of (name, rows) pairs in a buffer that begins at this byte."""
@@ -79,7 +79,7 @@ class Format:
             placed = []
             for field in self.fields(name):
                 placed.append(Placed(start, field.dtype, field.shape(self.batch, rows)))
-                start += _aligned(field.nbytes(self.batch, rows))
+                start += aligned(field.nbytes(self.batch, rows))
             places[name] = tuple(placed)
         return places
 
@@ -108,7 +108,8 @@ class Placed:
         return flat[self.start : end].view(self.dtype).view(self.shape)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Return where a tensor may begin that follows one of so many bytes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
