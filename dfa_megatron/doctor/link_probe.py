@@ -130,5 +130,5 @@ def _exchange(transport: Transport, outgoing: torch.Tensor, ring: tuple[int, int
 def _all_to_all(whole: torch.Tensor, group: Communicator) -> None:
     packet = whole.transpose(0, 1).contiguous()
     landed = torch.empty_like(packet)
-    group.all_to_all(landed, packet).wait()
+    group.all_to_all(landed, packet, []).wait()
     landed.transpose(0, 1).contiguous()

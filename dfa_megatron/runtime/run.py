@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.merge import minus_delta
@@ -22,6 +21,7 @@ from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
 from dfa_megatron.runtime.execute.bound import Bound, Recorder
 from dfa_megatron.runtime.execute.cuda_graph import Captured
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
+from dfa_megatron.runtime.execute.recordings import recordable
 from dfa_megatron.runtime.execute.run_program import execute
 from dfa_megatron.runtime.execute.tensors import Tensors
 from dfa_megatron.runtime.hooks import ACTIVE, Run
@@ -95,7 +95,7 @@ def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fie
     if is_new and len(prepared.bound) == _MOST_BOUND:
         _tell_many()
         return _run(prepared, memory, inputs, arena, transport)
-    if found is not None or not _recordable(inputs[0].device) or (is_new and kind not in _HAVE_RUN):
+    if found is not None or not recordable(inputs[0].device) or (is_new and kind not in _HAVE_RUN):
         results = _run(prepared, memory, inputs, arena, transport)
         prepared.bound[key] = found
         _HAVE_RUN.add(kind)
@@ -127,15 +127,6 @@ _MOST_BOUND = 8
 @functools.cache
 def _tell_many() -> None:
     logger.info("an attention meets more than %d layouts of its tensors; the others are not replayed", _MOST_BOUND)
-
-
-def _recordable(device: torch.device) -> bool:
-    """Return whether nothing else listens to the operations, and launches go to the tensors' device."""
-    if _get_current_dispatch_mode() is not None:
-        return False
-    return device.type != "cuda" or (
-        torch.cuda.current_device() == device.index and not torch.cuda.is_current_stream_capturing()
-    )
 
 
 def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: Arena, transport: StepTransport) -> Fields:

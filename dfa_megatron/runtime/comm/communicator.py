@@ -73,9 +73,9 @@ class Communicator:
         found = list(x.new_empty((self._group.size(), *x.shape)).unbind())
         return found, self._group.allgather([found], [x])
 
-    def all_to_all(self, received: torch.Tensor, send: torch.Tensor) -> dist.Work:
-        """Send row i of `send` to rank i, and receive its row into row i of `received`."""
-        return self._group.alltoall_base(received, send, [], [], dist.AllToAllOptions())
+    def all_to_all(self, received: torch.Tensor, send: torch.Tensor, counts: list[int]) -> dist.Work:
+        """Send the rows of `send` to the ranks in their order, counts[i] to rank i, and receive as many from each."""
+        return self._group.alltoall_base(received, send, counts, counts, dist.AllToAllOptions())
 
     def give_name(self, name: Any) -> None:
         """Register these ranks with PyTorch's symmetric memory under a name that is unique; collective."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from dfa_megatron.plan.language.heads import HeadSplit, TokenSplit
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
+from dfa_megatron.runtime.execute.recordings import Act, Fields, Recordings
 
 _ALIGNMENT = 16
 """Bytes. Kernels load 16 at a time, and read q, k and v where they landed."""
 
-FieldKind = tuple[int, int, torch.dtype]
-"""(heads, width, dtype) of a field of a row."""
+Tensors = Sequence[torch.Tensor]
 
 
 def stand_ins(
@@ -31,29 +34,37 @@ def stand_ins(
 class HeadExchange:
     """One all-to-all before a plan and one after, on the caller's stream.
 
-    The message to each rank is a block of rows: a token with all its fields side by side, sequence before batch. So the
-    receive buffer has the tokens of all ranks in order, and needs no copy.
+    Before a plan, the message to each rank is a block of rows: a token with all its fields side by side, sequence
+    before batch. So the receive buffer has the tokens of all ranks in order, and needs no copy. After a plan, a message
+    is each field as a whole.
+
+    A rank at an end of the exchange group copies what is for itself while messages travel. One between sends that to
+    itself, because the parts that it sends would not lie together otherwise.
     """
 
     def __init__(self, heads: HeadSplit, tokens: TokenSplit, channel: Channel) -> None:
         self.heads, self.tokens, self.channel = heads, tokens, channel
-
-    def before_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (q, k, v) of all tokens of the exchange group and of this rank's heads."""
-        q, k, v = self._gather_tokens("forward", (q, self._copied(k), self._copied(v)))
-        return q, k, v
-
-    def after_forward(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse) of this rank's tokens and all heads."""
-        out, lse = self._gather_heads("forward", (out, _wide(lse)))
-        return out, _narrow(lse)
+        rank, last = channel.rank, heads.degree - 1
+        self._copied = (rank,) if rank in (0, last) else ()
+        self._sent = slice(int(rank == 0), heads.degree - int(rank == last))
+        self._counts = [int(other not in self._copied) for other in range(heads.degree)]
+        self._recordings = Recordings()
+        self._work: dist.Work | None = None
 
     @property
     def keeps(self) -> bool:
         """Whether the results of `before_forward` can be saved for the backward in place of its arguments."""
         return self.heads.keeps
+
+    def before_forward(self, *qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (q, k, v) of all tokens of the exchange group and of this rank's heads."""
+        q, k, v = self._recordings.run(HeadExchange._before_forward, self, qkv)
+        return q, k, v
+
+    def after_forward(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse) of this rank's tokens and all heads."""
+        out, lse = self._recordings.run(HeadExchange._after_forward, self, (out, lse))
+        return out, lse
 
     def before_backward(
         self,
@@ -72,22 +83,16 @@ class HeadExchange:
             delta_or_out: whichever the kernel's backward needs.
             saved: q, k and v are results of `before_forward`, and stay as they are.
         """
-        is_delta = delta_or_out.dim() == 3
-        fields = [dout, _wide(delta_or_out) if is_delta else delta_or_out, _wide(lse)]
-        if not saved:
-            fields += (q, self._copied(k), self._copied(v))
-        dout, delta_or_out, lse, *qkv = self._gather_tokens("backward", fields)
+        sent = (dout, delta_or_out, lse) if saved else (dout, delta_or_out, lse, q, k, v)
+        dout, delta_or_out, lse, *qkv = self._recordings.run(HeadExchange._before_backward, self, sent)
         q, k, v = qkv or (q, k, v)
-        return dout, q, k, v, _narrow(delta_or_out) if is_delta else delta_or_out, _narrow(lse)
+        return dout, q, k, v, delta_or_out, lse
 
     def after_backward(
         self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (dq, dk, dv) of this rank's tokens and all heads; copies of a kv head are summed in rank order."""
-        dq, dk, dv = self._gather_heads("backward", (dq, dk, dv))
-        copies = self.heads.copies
-        if copies > 1:  # PyTorch adds half precision in float32
-            dk, dv = dk.unflatten(2, (-1, copies)).sum(3), dv.unflatten(2, (-1, copies)).sum(3)
+        dq, dk, dv = self._recordings.run(HeadExchange._after_backward, self, (dq, dk, dv))
         return dq, dk, dv
 
     def own_heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,18 +100,41 @@ class HeadExchange:
         own: torch.Tensor = x.unflatten(0, (self.heads.degree, -1))[self.channel.rank]
         return own
 
-    def _copied(self, x: torch.Tensor) -> torch.Tensor:
+    def _before_forward(self, act: Act, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Fields:
+        return self._gather_tokens(act, "forward", (q, self._repeated(k), self._repeated(v)))
+
+    def _after_forward(self, act: Act, out: torch.Tensor, lse: torch.Tensor) -> Fields:
+        return self._gather_heads(act, "forward", (out, lse))
+
+    def _before_backward(
+        self, act: Act, dout: torch.Tensor, delta_or_out: torch.Tensor, lse: torch.Tensor, *qkv: torch.Tensor
+    ) -> Fields:
+        is_delta = delta_or_out.dim() == 3
+        fields = [_wide(delta_or_out, lse), dout] if is_delta else [_wide(lse), dout, delta_or_out]
+        if qkv:
+            fields += [qkv[0], self._repeated(qkv[1]), self._repeated(qkv[2])]
+        statistics, dout, *more = self._gather_tokens(act, "backward", fields)
+        *delta, lse = _narrow(statistics)
+        read = delta[0] if is_delta else more.pop(0)
+        return dout, read, lse, *more
+
+    def _after_backward(self, act: Act, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Fields:
+        dq, dk, dv = self._gather_heads(act, "backward", (dq, dk, dv))
+        copies = self.heads.copies
+        if copies > 1:  # PyTorch adds half precision in float32
+            dk, dv = dk.unflatten(2, (-1, copies)).sum(3), dv.unflatten(2, (-1, copies)).sum(3)
+        return dq, dk, dv
+
+    def _repeated(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.heads.copies == 1 else x.repeat_interleave(self.heads.copies, 2)
 
-    def _gather_tokens(self, phase: str, fields: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _gather_tokens(self, act: Act, phase: str, fields: Tensors) -> Fields:
         """Turn (batch, local_seq, degree * heads, width) into (batch, degree * local_seq, heads, width)."""
-        split = [x.unflatten(2, (self.heads.degree, -1)) for x in fields]
-        batch, rows, degree, _, _ = split[0].shape
-        kinds = [(x.shape[3], x.shape[4], x.dtype) for x in split]
-        send = torch.empty((degree, rows, batch, _row_bytes(kinds)), dtype=torch.uint8, device=split[0].device)
-        for target, source in zip(_views(send, kinds), split, strict=True):
-            target.copy_(source.permute(2, 1, 0, 3, 4))
-        return tuple(self._in_order(x) for x in _views(self._exchange(phase, send), kinds))
+        parts = [x.unflatten(2, (self.heads.degree, -1)).permute(2, 1, 0, 3, 4) for x in fields]
+        received = _buffer(parts, 3)
+        found = _fields(received, parts)
+        self._exchange(act, phase, parts, received[self._sent], found)
+        return tuple(map(self._in_order, found))
 
     def _in_order(self, received: torch.Tensor) -> torch.Tensor:
         """Turn (degree, local_seq, batch, heads, width) into (batch, degree * local_seq, heads, width)."""
@@ -117,64 +145,94 @@ class HeadExchange:
         # A plan of several ranks reads tokens by block, and some kernels copy a block that is not dense each time.
         return whole.contiguous() if len(self.tokens.plan_group) > 1 else whole
 
-    def _gather_heads(self, phase: str, fields: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Turn (batch, degree * local_seq, heads, width) into (batch, local_seq, degree * heads, width), contiguous."""
-        if self.tokens.gathered:
-            fields = [torch.cat([x[:, rows.lo : rows.hi] for rows in self.tokens.returned], 1) for x in fields]
-        split = [x.unflatten(1, (self.heads.degree, -1)) for x in fields]
-        batch, degree, rows, _, _ = split[0].shape
-        kinds = [(x.shape[3], x.shape[4], x.dtype) for x in split]
-        send = torch.empty((degree, rows, batch, _row_bytes(kinds)), dtype=torch.uint8, device=split[0].device)
-        for target, source in zip(_views(send, kinds), split, strict=True):
-            target.copy_(source.permute(1, 2, 0, 3, 4))
-        received = self._exchange(phase, send)
-        # Copies, so that no result keeps the whole receive buffer alive.
-        placed = (x.permute(2, 1, 0, 3, 4) for x in _views(received, kinds))
-        return tuple(x.clone(memory_format=torch.contiguous_format).flatten(2, 3) for x in placed)
+    def _gather_heads(self, act: Act, phase: str, fields: Tensors) -> Fields:
+        """Turn (batch, degree * local_seq, heads, width) into (batch, local_seq, degree * heads, width), contiguous.
 
-    def _exchange(self, phase: str, send: torch.Tensor) -> torch.Tensor:
-        """Send row i of `send` to rank i, and return the rows of all ranks."""
-        sent = send.numel() - send[0].numel()
+        Statistics have no width, and heads before tokens.
+        """
+        parts, places, found = [], [], []
+        for x in fields:
+            tokens, heads = (1, 2) if x.dim() == 4 else (2, 1)
+            if self.tokens.gathered:
+                x = torch.cat([x.narrow(tokens, rows.lo, len(rows)) for rows in self.tokens.returned], tokens)
+            part = x.unflatten(tokens, (self.heads.degree, -1)).movedim(tokens, 0)
+            shape = list(part.shape[1:])
+            shape.insert(heads, self.heads.degree)
+            whole = x.new_empty(shape)
+            parts.append(part)
+            places.append(whole.movedim(heads, 0))
+            found.append(whole.flatten(heads, heads + 1))
+        received = _buffer([x[self._sent] for x in parts], 1)
+        self._exchange(act, phase, parts, received, places)
+        for place, x in zip(places, _fields(received, parts), strict=True):
+            place[self._sent].copy_(x)
+        return tuple(found)
+
+    def _exchange(self, act: Act, phase: str, parts: Tensors, received: torch.Tensor, places: Tensors) -> None:
+        """Send part i of each field to rank i.
+
+        Args:
+            act: see `Recordings`.
+            phase: forward or backward.
+            parts: (degree, ...), of each field.
+            received: the bytes that other ranks send.
+            places: (degree, ...), where the part of each field that stays here goes.
+        """
+        send = torch.empty_like(received)
+        for field, part in zip(_fields(send, parts), parts, strict=True):
+            field.copy_(part[self._sent])
+        act(functools.partial(HeadExchange._post, phase=phase), received, send)
+        for rank in self._copied:
+            for place, part in zip(places, parts, strict=True):
+                place[rank].copy_(part[rank])
+        act(HeadExchange._land, received, send)
+
+    def _post(self, received: torch.Tensor, send: torch.Tensor, *, phase: str) -> None:
         COUNTERS.ulysses_exchanges += 1
+        sent = send.numel() // len(send) * (self.heads.degree - 1)
         if phase == "forward":
             COUNTERS.ulysses_forward_bytes += sent
         else:
             COUNTERS.ulysses_backward_bytes += sent
-        received = torch.empty_like(send)
-        work = self.channel.collectives(send.device).all_to_all(received, send)
-        if send.is_cuda:
+        self._work = self.channel.collectives(send.device).all_to_all(received, send, self._counts)
+
+    def _land(self, received: torch.Tensor, _send: torch.Tensor) -> None:
+        """Wait for the messages; until then both buffers live."""
+        work, self._work = self._work, None
+        assert work is not None, "posted before"
+        if received.is_cuda:
             work.wait()  # the current stream waits, not the host
         else:
             self.channel.wait(work.wait)
-        return received
 
 
-def _wide(statistic: torch.Tensor) -> torch.Tensor:
-    """Turn (batch, heads, rows) into a field (batch, rows, heads, 1)."""
-    return statistic.transpose(1, 2).unsqueeze(3)
+def _wide(*statistics: torch.Tensor) -> torch.Tensor:
+    """Return a field (batch, rows, heads, width) of as many statistics (batch, heads, rows)."""
+    return torch.stack(statistics, 3).transpose(1, 2)
 
 
-def _narrow(field: torch.Tensor) -> torch.Tensor:
-    """Turn a field (batch, rows, heads, 1) into (batch, heads, rows), contiguous."""
-    return field.squeeze(3).transpose(1, 2).contiguous()
+def _narrow(field: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the statistics of a field, contiguous."""
+    return field.permute(3, 0, 2, 1).contiguous().unbind()
 
 
-def _field_bytes(kind: FieldKind) -> int:
-    """Return the bytes of a field in a row, aligned."""
-    heads, width, dtype = kind
-    return -(-heads * width * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+def _size(x: torch.Tensor, common: int) -> int:
+    """Return the elements of a field without its first `common` dimensions, with what aligns the next field."""
+    step = _ALIGNMENT // x.itemsize
+    return -(-math.prod(x.shape[common:]) // step) * step
 
 
-def _row_bytes(kinds: Sequence[FieldKind]) -> int:
-    return sum(_field_bytes(kind) for kind in kinds)
+def _buffer(fields: Tensors, common: int) -> torch.Tensor:
+    """Allocate memory for fields whose first `common` dimensions are equal: (..., bytes)."""
+    row = sum(_size(x, common) * x.itemsize for x in fields)
+    return fields[0].new_empty((*fields[0].shape[:common], row), dtype=torch.uint8)
 
 
-def _views(buffer: torch.Tensor, kinds: Sequence[FieldKind]) -> list[torch.Tensor]:
-    """Return the fields of a buffer (..., row) of bytes, each (..., heads, width)."""
-    views, at = [], 0
-    for kind in kinds:
-        heads, width, dtype = kind
-        field = buffer[..., at : at + heads * width * dtype.itemsize].view(dtype)
-        views.append(field.unflatten(-1, (heads, width)))
-        at += _field_bytes(kind)
-    return views
+def _fields(buffer: torch.Tensor, like: Tensors) -> list[torch.Tensor]:
+    """Return the fields of a buffer (..., bytes); their shapes beyond its dimensions are those of `like`."""
+    common, found, at = buffer.dim() - 1, [], 0
+    for x in like:
+        shape, size = x.shape[common:], _size(x, common)
+        found.append(buffer.view(x.dtype).narrow(common, at // x.itemsize, math.prod(shape)).unflatten(common, shape))
+        at += size * x.itemsize
+    return found

@@ -116,6 +116,25 @@ def test_strided_inputs_and_odd_widths_are_exact() -> None:
     run_ranks(4, _shapes)
 
 
+def _again(rank: int, ranks: int, kv_heads: int) -> None:
+    from dfa_megatron.runtime.prepare import in_use
+
+    for layout in ("contiguous", "zigzag"):
+        for seed in range(3):  # recorded at the first
+            whole = case(ranks * 8, heads=4, kv_heads=kv_heads, dtype=torch.bfloat16, seed=seed)
+            attend_and_compare(whole, rank, ranks, layout=layout, ulysses_degree=2)
+    for prepared in in_use():
+        assert prepared.exchange is not None
+        recorded = prepared.exchange._recordings._known.values()
+        assert len(recorded) == 4
+        assert not any(isinstance(why_not, str) for why_not in recorded)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_exchanges_are_recorded_and_exact_when_they_are_replayed(kv_heads: int) -> None:
+    run_ranks(4, _again, kv_heads)
+
+
 def _subgroups(rank: int, ranks: int) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = rank % 2
