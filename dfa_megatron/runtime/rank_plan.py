@@ -15,6 +15,7 @@ from dfa_megatron.plan.cost.hardware import Hardware
 from dfa_megatron.plan.language.geometry import Form, joined_spans
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Plan
 from dfa_megatron.plan.language.shape import AttentionShape
+from dfa_megatron.plan.lowering.landings import forget_landings
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.plan.proof.check import check_plan, check_programs
 from dfa_megatron.plan.schedules.load_balanced import layout_of
@@ -149,6 +150,7 @@ def work_out(problem: Problem, rank: int, serve: Serve) -> RankPlan:
         forms = forms_of(plan)
         served = serve(forms)
         forward, backward = (_placed(phase, rank, served) for phase in plan.phases)
+        forget_landings()
     return RankPlan(problem, rank, plan.schedule, plan.digest, forms, served, forward, backward)
 
 

@@ -53,6 +53,7 @@ def covers(spans: Iterable[Span], whole: Span) -> bool:
     return reached >= whole.hi
 
 
+@quick
 @dataclass(frozen=True, slots=True, order=True)
 class Band:
     """The window of one kernel call in flash-attn's convention: aligned to the bottom right, -1 means no bound.

@@ -9,6 +9,7 @@ from dfa_megatron.plan.language.ir import Block, Phase
 from dfa_megatron.plan.language.record import quick
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """Rows of one or several names that live together.
@@ -39,6 +40,7 @@ class Region:
         return self.hi - self.lo
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Message:
     """The message between this rank and one peer in one step.
@@ -55,6 +57,7 @@ class Message:
         return tuple((regions[0].name, sum(region.rows for region in regions)) for regions in self.parts)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Write:
     """The destination of a result. `fresh`: no row of the region holds a result yet, so it is stored, not merged."""
@@ -63,6 +66,7 @@ class Write:
     fresh: bool
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Call:
     """One kernel call over rows of a q and a kv buffer, and one write per name of the phase.
@@ -79,6 +83,7 @@ class Call:
     area: int
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Merge:
     """A merge of a landed partial into an accumulator."""
@@ -87,6 +92,7 @@ class Merge:
     write: Write
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Step:
     """Post the messages, compute while they travel, then land them.

@@ -14,7 +14,15 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Buffer, Region
-from dfa_megatron.plan.lowering.messages import REMEMBERED_RANKS, Parts, RankMessages, Same, joined, rank_messages
+from dfa_megatron.plan.lowering.messages import (
+    REMEMBERED_RANKS,
+    Parts,
+    RankMessages,
+    Same,
+    forget_messages,
+    joined,
+    rank_messages,
+)
 from dfa_megatron.plan.lowering.slots import Life, assign_slots
 
 Place = tuple[int, int]
@@ -78,8 +86,10 @@ class Landings:
             self._add(step, ((name, end),))
 
     def _add(self, step: int, parts: tuple[tuple[str, int], ...]) -> None:
+        """Add the next buffer; a result is merged once it has landed, an input is read later."""
+        results = self.plan.phase.write_names
         self._parts.append(parts)
-        self._lives.append(Life(step))
+        self._lives.append(Life(step, computed=step if any(name in results for name, _ in parts) else -1))
 
     def _arrive(self, part: tuple[int, int, int], first: int, name: str, chunks: tuple[int, ...]) -> int:
         """Record that a part of a message, (step, peer, number), lands in the next buffer; return the row behind it."""
@@ -92,24 +102,23 @@ class Landings:
 
     def _note_reads(self) -> None:
         """Record the last step in which compute, or a message that hands on, reads each buffer."""
-        phase, own, first = self.plan.phase, self.own_rows.keys(), len(self.own)
-        results = phase.write_names
+        phase, own = self.plan.phase, self.own_rows
         for step, blocks in self.messages.blocks.items():
-            q, kv = {block.q_chunk for block in blocks}, {block.kv_chunk for block in blocks}
-            for name, far in ((phase.read_q, q - own), (phase.read_kv, kv - own)):
-                for chunk in sorted(far):
-                    life = self._lives[self.read_place(name, chunk, step)[0] - first]
-                    life.computed = max(life.computed, step)
-        for step, by_peer in self.messages.outgoing.items():
-            for name, chunks in (part for parts in by_peer.values() for part in parts if part[0] not in results):
-                for chunk in chunks:
+            for block in blocks:
+                for name, chunk in ((phase.read_q, block.q_chunk), (phase.read_kv, block.kv_chunk)):
                     if chunk not in own:
-                        life = self._lives[self.read_place(name, chunk, step)[0] - first]
+                        life = self._life(name, chunk, step)
+                        life.computed = max(life.computed, step)
+        for step, by_peer in self.messages.outgoing.items():
+            for name, chunks in (part for parts in by_peer.values() for part in parts):
+                for chunk in chunks if name not in phase.write_names else ():
+                    if chunk not in own:
+                        life = self._life(name, chunk, step)
                         life.moved = max(life.moved, step)
-        for (step, *_), region in self.regions.items():
-            if region.name in results:  # merged once it has landed
-                life = self._lives[region.buffer - first]
-                life.computed = max(life.computed, step)
+
+    def _life(self, name: str, chunk: int, step: int) -> Life:
+        """Return the life of the buffer in which an input of another rank is before a step."""
+        return self._lives[self.read_place(name, chunk, step)[0] - len(self.own)]
 
     def waits(self) -> dict[int, int]:
         """Return step -> the last step whose compute reads memory in which something new lands in this step."""
@@ -139,5 +148,11 @@ def landings_of(plan: Plan, batch: int) -> tuple[Landings, ...]:
 @lru_cache(maxsize=1)  # lowering, the proof and the places of messages ask for them in turn
 def _landings(same: Same, batch: int) -> tuple[Landings, ...]:
     plan, together = same.plan, joined(same.plan.mask, batch)
-    rows, messages = [len(chunk) for chunk in plan.layout.chunks], rank_messages(plan, batch)
-    return tuple(Landings(plan, rank, rows, its, together) for rank, its in enumerate(messages))
+    rows = [len(chunk) for chunk in plan.layout.chunks]
+    return tuple(Landings(plan, rank, rows, its, together) for rank, its in enumerate(rank_messages(plan, batch)))
+
+
+def forget_landings() -> None:
+    """Drop what is known of the last plan, whose programs are made, before the garbage collector looks through it."""
+    _landings.cache_clear()
+    forget_messages()

@@ -84,16 +84,22 @@ def _rank_messages(same: Same, batch: int) -> list[RankMessages]:
     return out
 
 
+def forget_messages() -> None:
+    """Drop the messages of the last plan, see `forget_landings`."""
+    _rank_messages.cache_clear()
+
+
 def _runs(
     plan: Plan, sent: dict[tuple[int, int, int], dict[str, list[int]]], together: frozenset[str]
 ) -> dict[tuple[int, int, int, str], list[tuple[int, ...]]]:
     """Return (step, source, destination, joined name) -> one tuple of chunks per part that lands in adjacent rows."""
     arriving: dict[tuple[int, int, str], list[tuple[int, int, int]]] = defaultdict(list)
     for (step, src, dst), names in sent.items():
-        for name in together & names.keys():
-            arriving[step, dst, name] += [(plan.layout.chunks[chunk].lo, src, chunk) for chunk in names[name]]
+        for name, chunks in names.items():
+            if name in together:
+                arriving[step, dst, name] += [(plan.layout.chunks[chunk].lo, src, chunk) for chunk in chunks]
     runs: dict[tuple[int, int, int, str], list[tuple[int, ...]]] = defaultdict(list)
-    for (step, dst, name), chunks in arriving.items():
-        for src, run in groupby(sorted(chunks), key=itemgetter(1)):
-            runs[step, src, dst, name].append(tuple(chunk for _, _, chunk in run))
+    for (step, dst, name), landing in arriving.items():
+        for src, run in groupby(sorted(landing), key=itemgetter(1)):
+            runs[step, src, dst, name].append(tuple([chunk for _, _, chunk in run]))
     return runs

@@ -98,8 +98,8 @@ def _sums(
     """Return the pairs that each of these chunks of a result brings along; none for inputs."""
     if name not in plan.phase.write_names:
         return [()] * len(chunks)
-    sums = [promised[step, src, dst, name, chunk] for chunk in chunks]
-    return [[tile for block in blocks for tile in plan.tiles(block)] for blocks in sums]
+    sums, pairs = [promised[step, src, dst, name, chunk] for chunk in chunks], plan.pairs
+    return [[tile for block in blocks for tile in pairs[block.q_chunk, block.kv_chunk]] for blocks in sums]
 
 
 def _landed(plan: Plan, name: str, chunks: Sequence[int], tiles: Sequence[Sequence[Tile]]) -> Content:

@@ -170,20 +170,20 @@ class _Balance:
         least = min(range(self.ranks), key=lambda r: (self.load[r], r))
         surplus, slack = self.load[rank] - self.mean, self.mean * TOLERANCE / 2
         for home, at, piece in self._candidates(rank):
-            ends = {at == 0, at == len(self.pieces[rank][home]) - 1}
+            is_first, is_last = at == 0, at == len(self.pieces[rank][home]) - 1
             for target in {least, home} | piece.helpers:
                 wanted = min(surplus, self.mean - self.load[target])
                 if target == rank or wanted + slack < self.mean * LEAST:
                     continue
                 if piece.area <= wanted + slack:
-                    yield self._move(piece, (home, at), target, piece.q, True in ends)
+                    yield self._move(piece, (home, at), target, piece.q, is_first or is_last)
                 elif wanted > 0 and len(piece.q) > 1:
                     first = self._round(piece.rows_of(wanted / piece.area), piece)
                     last = self._round(len(piece.q) - piece.rows_of(1 - wanted / piece.area), piece)
                     start = Span(piece.q.lo, piece.q.lo + first)
                     end = Span(piece.q.hi - last, piece.q.hi)
-                    yield self._move(piece, (home, at), target, start, at == 0)
-                    yield self._move(piece, (home, at), target, end, at == len(self.pieces[rank][home]) - 1)
+                    yield self._move(piece, (home, at), target, start, is_first)
+                    yield self._move(piece, (home, at), target, end, is_last)
 
     def _round(self, rows: float, piece: _Piece) -> int:
         """Return a number of whole tiles of rows, but some and not all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -55,6 +56,10 @@ class MemoryPlan:
         tokens: Tokens,
     ) -> MemoryPlan:
         """Return the plan with everything that follows from the program alone."""
+        sent = Counter[str]()
+        for message in program.sends:
+            for name, rows in message.signature:
+                sent[name] += rows
         return cls(
             program,
             format,
@@ -67,10 +72,10 @@ class MemoryPlan:
                 tuple(Segments(call.segments, call.q.rows, call.kv.rows) for call in step.calls)
                 for step in program.steps
             ),
-            frozenset(regions[0].name for message in program.sends for regions in message.parts),
+            frozenset(sent),
             sum(len(step.calls) for step in program.steps),
             len(program.sends),
-            sum(format.nbytes(message.signature) for message in program.sends),
+            format.nbytes(tuple(sent.items())),
         )
 
 
@@ -90,9 +95,9 @@ def plan_memory(plan: Plan, program: Program, format: Format) -> MemoryPlan:
                 buffer: _places(theirs, starts, buffer, format) for buffer in {region.buffer for region in regions}
             }
             offsets[number, message.peer] = tuple(
-                place.rows(region.lo, region.hi).start
+                place.start + region.lo * row
                 for region in regions
-                for place in lands[region.buffer][region.name]
+                for place, row in zip(lands[region.buffer][region.name], row_bytes[region.name], strict=True)
             )
     largest = max(nbytes for nbytes, _ in arenas)
     return MemoryPlan.of(program, format, largest, places, offsets, tokens_of(plan, program.rank, format.batch))

@@ -17,6 +17,7 @@ from itertools import pairwise
 from dfa_megatron.kernels.merge import MOST_PARTS
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.program import Program, Write
+from dfa_megatron.plan.language.record import quick
 
 SAVED_BESIDE_A_SUM = 1
 """Partials saved where there is a sum already: a second one would cost more memory than the pass it saves."""
@@ -30,6 +31,7 @@ class Destination(Enum):
     RESULT = "result"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class RowsMerge:
     """Rows of a partial that are merged alike.
@@ -98,12 +100,11 @@ def _buffer_merges(rows: int, writes: list[tuple[Write, bool]]) -> BufferMerges:
         if not order:
             empty.append(Span(lo, hi))
         for at, saved, has_sum, into in _rows(order, writes):
-            rows_merge = RowsMerge(lo, hi, lo - writes[at][0].region.lo, saved, has_sum, into)
             before = merges[at][-1] if merges[at] else None
             if before and (before.hi, before.saved, before.sum, before.into) == (lo, saved, has_sum, into):
-                merges[at][-1] = replace(before, hi=hi)
+                merges[at][-1] = RowsMerge(before.lo, hi, before.skip, saved, has_sum, into)
             else:
-                merges[at].append(rows_merge)
+                merges[at].append(RowsMerge(lo, hi, lo - ends[at][0], saved, has_sum, into))
     summed = [one for of_write in merges.values() for one in of_write if one.into is Destination.SUM]
     for of_write in merges.values():
         # Results first: they free saved partials before a sum is allocated.

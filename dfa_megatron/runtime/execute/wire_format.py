@@ -93,15 +93,6 @@ class Placed:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def rows(self, lo: int, hi: int) -> Placed:
-        """Return rows lo..hi of a tensor (batch, rows, heads, width); the batch is one, or these are all rows."""
-        if hi - lo == self.shape[1 if len(self.shape) == 4 else 2]:
-            return self
-        assert len(self.shape) == 4
-        assert self.shape[0] == 1
-        row = math.prod(self.shape[2:]) * self.dtype.itemsize
-        return Placed(self.start + lo * row, self.dtype, (1, hi - lo, *self.shape[2:]))
-
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the tensor as a view of a flat tensor of bytes."""
         end = self.start + math.prod(self.shape) * self.dtype.itemsize
