@@ -8,7 +8,7 @@ and merges cost nothing. A test holds it to a few per cent of `simulate`. It ser
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 
 from dfa_megatron.plan.cost.hardware import Hardware
@@ -136,7 +136,10 @@ def estimate(plan: Outline, shape: AttentionShape, hardware: Hardware, length: i
 
 def _host_seconds(plan: Outline, hardware: Hardware) -> float:
     """Return the time of the slowest host; each message is posted and received."""
-    calls, messages = Counter(rank for step in plan.work for rank, _, _ in step), Counter[int]()
+    calls, messages = [0] * plan.ranks, [0] * plan.ranks
+    for work in plan.work:
+        for rank, _, _ in work:
+            calls[rank] += 1
     for step in plan.messages:
         for src, dst, _ in step:
             messages[src] += 1

@@ -40,8 +40,9 @@ def _needless(schedule: Schedule, mask: Mask, ranks: int, most: dict[Schedule, f
     if schedule.layout == "load_balanced" and has_zigzag and len(components(mask)) == 1:
         return "there is one sequence, which zigzag balances"
     if schedule.name == "greedy":
+        even = EVEN * mask.area
         for other, load in most.items():
-            if other.layout == "contiguous" and load * ranks <= EVEN * mask.area:
+            if other.layout == "contiguous" and load * ranks <= even:
                 return f"the work of {other.name} is even"
     return ""
 

@@ -78,9 +78,11 @@ class _Lowering:
         for number, buffer in enumerate(buffers):
             if buffer.accumulates and self.stored.needs_identity(number, buffer.parts[0][1]):
                 opening[0 if number < self.first else self.lives[number - self.first].begin].append(number)
-        for number, opens in opening.items():
-            steps[number] = replace(steps[number], opens=tuple(opens))
-        return Program(self.rank, self.plan.ranks, self.phase, buffers, tuple(steps))
+        opened = [
+            replace(step, opens=tuple(opening[number])) if number in opening else step
+            for number, step in enumerate(steps)
+        ]
+        return Program(self.rank, self.plan.ranks, self.phase, buffers, tuple(opened))
 
     # Where results lie.
 
