@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from dfa_megatron.plan.language.record import quick
+from dfa_megatron.plan.language.quick import quick
 
 UNBOUNDED = 1 << 60
 """A diagonal bound that never binds."""

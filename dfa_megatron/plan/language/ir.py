@@ -28,7 +28,7 @@ from types import MappingProxyType
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.language.record import quick
+from dfa_megatron.plan.language.quick import quick
 
 
 @quick

@@ -52,8 +52,7 @@ class Mask:
 
     def restrict(self, q: Span, kv: Span) -> tuple[Tile, ...]:
         """Return the tiles of the mask inside q x kv, each shrunk."""
-        q_lo, q_hi, kv_lo, kv_hi = q.lo, q.hi, kv.lo, kv.hi
-        near = [t for t in self.tiles if t.q.lo < q_hi and q_lo < t.q.hi and t.kv.lo < kv_hi and kv_lo < t.kv.hi]
+        near = [t for t in self.tiles if t.q.lo < q.hi and q.lo < t.q.hi and t.kv.lo < kv.hi and kv.lo < t.kv.hi]
         return tuple([part for tile in near if (part := tile.restrict(q, kv))])
 
     @property

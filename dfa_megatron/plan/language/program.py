@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dfa_megatron.plan.language.geometry import Segment
 from dfa_megatron.plan.language.ir import Block, Phase
-from dfa_megatron.plan.language.record import quick
+from dfa_megatron.plan.language.quick import quick
 
 
 @quick

@@ -17,7 +17,7 @@ from itertools import pairwise
 from dfa_megatron.kernels.merge import MOST_PARTS
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.program import Program, Write
-from dfa_megatron.plan.language.record import quick
+from dfa_megatron.plan.language.quick import quick
 
 SAVED_BESIDE_A_SUM = 1
 """Partials saved where there is a sum already: a second one would cost more memory than the pass it saves."""

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from dfa_megatron.kernels.api import accumulator_dtype
-from dfa_megatron.plan.language.record import quick
+from dfa_megatron.plan.language.quick import quick
 
 ALIGNMENT = 128
 """Every field starts at a multiple of this many bytes, which suffices for any kernel's vector loads."""
