@@ -93,6 +93,7 @@ def small(blocks: tuple[Block, ...], transfers: tuple[Transfer, ...] = ()) -> Pl
         (small((Block(1, 0, 1, 0),), (Transfer(0, 1, 0, "q", 1),)), "R4: out of chunk 1, .* never goes to its owner"),
         (small((), (Transfer(0, 0, 1, "out", 1),)), "R3: rank 0 sends out of chunk 1 that it never wrote"),
         (small((Block(0, 0, 0, 0),)), "R4: out of chunk 1"),
+        (small(()), "R4: out of chunk 0 does not hold each pair of the mask exactly once"),
         (replace(small(()), layout=Layout((Span(0, 2), Span(3, 4)), (0, 1))), "no disjoint cover"),
         (replace(small(()), layout=Layout((Span(0, 2), Span(2, 3)), (0, 1))), "no disjoint cover"),
     ],
