@@ -75,7 +75,11 @@ class Communicator:
 
     def all_to_all(self, received: torch.Tensor, send: torch.Tensor, counts: list[int]) -> dist.Work:
         """Send the rows of `send` to the ranks in their order, counts[i] to rank i, and receive as many from each."""
-        return self._group.alltoall_base(received, send, counts, counts, dist.AllToAllOptions())
+        if self.device.type == "cpu":  # gloo does not know every dtype
+            received, send = received.view(torch.uint8), send.view(torch.uint8)
+        # Past PyTorch's dispatcher: the host's time until a message leaves is on a short call's critical path.
+        work: dist.Work = self._backend.alltoall_base(received, send, counts, counts, dist.AllToAllOptions())
+        return work
 
     def give_name(self, name: Any) -> None:
         """Register these ranks with PyTorch's symmetric memory under a name that is unique; collective."""

@@ -175,7 +175,7 @@ class HeadExchange:
             act: see `Recordings`.
             phase: forward or backward.
             parts: (degree, ...), of each field.
-            received: the bytes that other ranks send.
+            received: the memory for what other ranks send.
             places: (degree, ...), where the part of each field that stays here goes.
         """
         send = torch.empty_like(received)
@@ -189,7 +189,7 @@ class HeadExchange:
 
     def _post(self, received: torch.Tensor, send: torch.Tensor, *, phase: str) -> None:
         COUNTERS.ulysses_exchanges += 1
-        sent = send.numel() // len(send) * (self.heads.degree - 1)
+        sent = send.nbytes // len(send) * (self.heads.degree - 1)
         if phase == "forward":
             COUNTERS.ulysses_forward_bytes += sent
         else:
@@ -223,13 +223,13 @@ def _size(x: torch.Tensor, common: int) -> int:
 
 
 def _buffer(fields: Tensors, common: int) -> torch.Tensor:
-    """Allocate memory for fields whose first `common` dimensions are equal: (..., bytes)."""
+    """Allocate memory for fields whose first `common` dimensions are equal, in the dtype of the first field."""
     row = sum(_size(x, common) * x.itemsize for x in fields)
-    return fields[0].new_empty((*fields[0].shape[:common], row), dtype=torch.uint8)
+    return fields[0].new_empty((*fields[0].shape[:common], row // fields[0].itemsize))
 
 
 def _fields(buffer: torch.Tensor, like: Tensors) -> list[torch.Tensor]:
-    """Return the fields of a buffer (..., bytes); their shapes beyond its dimensions are those of `like`."""
+    """Return the fields of a buffer (..., row); their shapes in place of its row are those of `like`."""
     common, found, at = buffer.dim() - 1, [], 0
     for x in like:
         shape, size = x.shape[common:], _size(x, common)
