@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 from docs.dynamic_cp_table import dynamic_cp
@@ -66,15 +67,15 @@ def pack_programs() -> Lines:
 def new_packs() -> Lines:
     """Return what a new pack takes on the host, once and in its first calls."""
     shown = {
-        "plan": ("", "new pack ms"),
-        "plan, `load_balanced`": ("-load-balanced", "new pack ms"),
-        "first forward and backward": ("", "first ms"),
-        "second, recorded": ("", "recorded ms"),
-        "later": ("", "replayed ms"),
+        "plan": ("contiguous", "new pack ms"),
+        "plan, `load_balanced`": ("load_balanced", "new pack ms"),
+        "first forward and backward, recorded": ("contiguous", "recorded ms"),
+        "later": ("contiguous", "replayed ms"),
     }
+    packs = functools.partial(row, "11-24-1xh200-new-packs", commit="505e25a")
     lines = [
-        [label, *(f"{row(f'11-23-1xh200-pack-programs{run}', ranks=n)[key]:.1f}" for n in (2, 4, 8))]
-        for label, (run, key) in shown.items()
+        [label, *(f"{packs(layout=layout, ranks=n)[key]:.1f}" for n in (2, 4, 8))]
+        for label, (layout, key) in shown.items()
     ]
     return table(["host ms; ranks", "2", "4", "8"], lines)
 
