@@ -31,7 +31,7 @@ from dfa_megatron.runtime.comm.transports import _refuse_one_queue
 from dfa_megatron.runtime.cuda_driver import Flag, Flags
 from dfa_megatron.runtime.environment import without_multicast
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
-from dfa_megatron.runtime.execute.wire_format import Format
+from dfa_megatron.runtime.execute.wire_format import Format, rows_of
 from tests.support.plan_cases import plan_of
 
 Operation = Callable[[], bool]
@@ -215,7 +215,10 @@ class Reader:
         for (region,) in message.parts:
             wanted = self.wanted.setdefault(region.buffer, {})
             for place in self.memory.landings[region.buffer][region.name]:
-                start = self.arena + place.rows(region.lo, region.hi).start
+                rows = rows_of(
+                    place.view(torch.empty(self.memory.arena_bytes, dtype=torch.uint8)), region.lo, region.hi
+                )
+                start = self.arena + rows.storage_offset() * rows.itemsize
                 wanted[start] = (call, self.step, message.peer, self.rank, next(number))
 
 
