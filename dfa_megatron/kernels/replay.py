@@ -50,19 +50,14 @@ def replay(ops: Sequence[Op], registers: Registers) -> None:
         raise OpFailed(at, error) from error
 
 
-def apart(ops: Sequence[Op], memory: int) -> tuple[list[Op], list[Op | None]]:
-    """Return the operations that make views of the memory in a register, and all with None in their place.
-
-    Where the memory stays from replay to replay, so do its views.
-    """
-    known, views, rest = {memory}, list[Op](), list[Op | None]()
+def views_of(memory: int, ops: Sequence[Op]) -> list[Op]:
+    """Return the operations that make views of the memory in a register, and views of these."""
+    known, views = {memory}, list[Op]()
     for op in ops:
-        is_view = op.function in (torch.as_strided, torch.Tensor.view) and op.reads[0] in known
-        if is_view:
+        if op.function in (torch.as_strided, torch.Tensor.view) and op.reads[0] in known:
             known.add(op.writes)
             views.append(op)
-        rest.append(None if is_view else op)
-    return views, rest
+    return views
 
 
 def allocating_late(ops: Sequence[Op], starts: Sequence[int] = ()) -> list[Op]:

@@ -212,7 +212,7 @@ def launched(function: Callable[..., object], *args: Any) -> None:
 
 
 def unrecorded() -> AbstractContextManager[None]:
-    """Return a context for what is made once, such as tables: a tape takes it as constant."""
+    """Return a context for what a tape leaves out. Tensors made inside, such as tables, are constants to it."""
     return nullcontext() if recording() is None else _disable_current_modes()
 
 

@@ -14,11 +14,10 @@ from operator import methodcaller
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from dfa_megatron.errors import ExecutionError
-from dfa_megatron.kernels.replay import Op, OpFailed, Registers, allocating_late, apart, freeing, replay
-from dfa_megatron.kernels.tape import Tape
+from dfa_megatron.kernels.replay import Op, OpFailed, Registers, allocating_late, freeing, replay, views_of
+from dfa_megatron.kernels.tape import Tape, unrecorded
 from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.comm.transport import Moving, NoTransport, Recv, Send, Sends, StepTransport, Transport
 
@@ -103,7 +102,7 @@ class Recorder:
             bound.extend((s.peer, tuple(map(tape.register, s.tensors)), s.offsets) for s in found)
             return found
 
-        with _disable_current_modes():
+        with unrecorded():
             self.transport.post(after, recorded, receives)
         post = Post(after, tuple(bound), landing, tuple(tape.cut()))
         tape.ops = before
@@ -129,7 +128,7 @@ class Recorder:
         if not self._moves:
             return
         call = methodcaller(method, *args)
-        with _disable_current_modes():
+        with unrecorded():
             call(self.transport)
         self.tape.act(call, (self.own,), holds)
 
@@ -172,9 +171,10 @@ class Bound:
         self._arena, self._transport, self._all = recorder.arena, recorder.own, recorder.all
         self._registers = tape.registers()
         # In memory that stays, views are made once.
-        self._views, rest = apart(tape.ops, recorder.arena) if recorder.transport.keeps_arena else ([], tape.ops)
-        self._steps = [sum(op is not None for op in rest[:step]) for step in recorder.steps]
-        recorded = [op for op in rest if op is not None]
+        self._views = views_of(recorder.arena, tape.ops) if recorder.transport.keeps_arena else []
+        once = {op.writes for op in self._views}
+        self._steps = [sum(op.writes not in once for op in tape.ops[:step]) for step in recorder.steps]
+        recorded = [op for op in tape.ops if op.writes not in once]
         packed = {op.writes for ops in recorded if isinstance(ops.function, Post) for op in ops.function.packing}
         ops = allocating_late(recorded, self._steps)
         if recorder.transport.beside_kernels:
@@ -183,7 +183,7 @@ class Bound:
 
     def __call__(self, inputs: Fields, arena: Arena, transport: StepTransport, failed: Failed) -> Fields:
         """Replay. inputs: like the recorded ones, see `tape.signature`. failed: makes the error of a step."""
-        registers = (self._viewed(arena) if self._views else self._registers).copy()
+        registers = (arena.kept(self, self._viewed) if self._views else self._registers).copy()
         registers[: len(inputs)] = inputs
         registers[self._arena] = arena.flat
         registers[self._transport], registers[self._all] = transport, registers
@@ -195,11 +195,9 @@ class Bound:
         finally:
             registers.clear()  # it holds itself
 
-    def _viewed(self, arena: Arena) -> Registers:
-        """Return the registers as a replay in that arena begins with them."""
-        found = arena.registers.get(self)
-        if found is None:
-            found = arena.registers[self] = self._registers.copy()
-            found[self._arena] = arena.flat
-            replay(self._views, found)
-        return found
+    def _viewed(self, flat: torch.Tensor) -> Registers:
+        """Return the registers as a replay in that memory begins with them."""
+        registers = self._registers.copy()
+        registers[self._arena] = flat
+        replay(self._views, registers)
+        return registers

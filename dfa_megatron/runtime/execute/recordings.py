@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.kernels.replay import Op, OpFailed, Registers, allocating_late, freeing, replay
-from dfa_megatron.kernels.tape import Tape, signature
+from dfa_megatron.kernels.tape import Tape, signature, unrecorded
 
 Fields = tuple[torch.Tensor, ...]
 
@@ -76,7 +76,7 @@ def _record(function: Function, owner: object, tensors: Fields) -> tuple[Fields,
         register = tape.reserve()
 
         def act(action: Callable[..., object], *reads: torch.Tensor) -> None:
-            with _disable_current_modes():
+            with unrecorded():
                 action(owner, *reads)
             tape.act(action, (register, *map(tape.register, reads)))
 

@@ -175,7 +175,7 @@ def test_an_arena_forgets_the_plans_that_nobody_keeps() -> None:
     memory = plan_memory(plan.forward, check(plan.forward)[1], form)
     arena = Arena.allocate(memory.arena_bytes, torch.device("cpu"))
     assert arena.tensors(memory) is arena.tensors(memory)
-    assert len(arena._tensors) == 1
+    assert len(arena._kept) == 1
     del memory
     gc.collect()
-    assert len(arena._tensors) == 0
+    assert len(arena._kept) == 0

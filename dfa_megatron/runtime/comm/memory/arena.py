@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 Landing = dict[str, tuple[torch.Tensor, ...]]
 """The tensors of a received message, by name."""
+
+Made = TypeVar("Made")
 
 
 class Place(Protocol):
@@ -30,15 +32,11 @@ class Landings(Protocol):
 
 
 class Arena:
-    """Flat memory that receives messages, and the tensors in it.
-
-    registers: those of a bound program, with its views of this memory.
-    """
+    """Flat memory that receives messages, and what its users made of it."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
-        self._tensors: weakref.WeakKeyDictionary[Landings, dict[int, Landing]] = weakref.WeakKeyDictionary()
-        self.registers: weakref.WeakKeyDictionary[object, list[Any]] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
 
     @classmethod
     def allocate(cls, nbytes: int, device: torch.device) -> Arena:
@@ -47,9 +45,18 @@ class Arena:
 
     def tensors(self, memory: Landings) -> dict[int, Landing]:
         """Return the tensors of every received buffer, by name; built once per memory plan."""
-        if memory not in self._tensors:
-            self._tensors[memory] = {
-                number: {name: tuple(place.view(self.flat) for place in placed) for name, placed in landing.items()}
-                for number, landing in memory.landings.items()
-            }
-        return self._tensors[memory]
+        return self.kept(memory, lambda flat: _landed(memory, flat))
+
+    def kept(self, owner: object, make: Callable[[torch.Tensor], Made]) -> Made:
+        """Return what `make` makes of this memory, once for each owner. It ends with the owner or the arena."""
+        if owner not in self._kept:
+            self._kept[owner] = make(self.flat)
+        made: Made = self._kept[owner]
+        return made
+
+
+def _landed(memory: Landings, flat: torch.Tensor) -> dict[int, Landing]:
+    return {
+        number: {name: tuple(place.view(flat) for place in placed) for name, placed in landing.items()}
+        for number, landing in memory.landings.items()
+    }
