@@ -40,6 +40,7 @@ class Board:
     Attributes:
         interrupted: called while this rank waits; raises once there is nothing to wait for.
         keeper: the rank whose process keeps the store, if another rank of the group does.
+        keeps: whether this process keeps the store, which ends with it.
     """
 
     def __init__(self, store: Store, rank: int, members: Sequence[int]) -> None:
@@ -47,6 +48,7 @@ class Board:
         self.size = len(self.members)
         self.interrupted: Callable[[], None] = _nothing_lost
         self.keeper = _keeper(self.members, rank)
+        self.keeps = self.members[rank] == 0 and not launcher_keeps_store()
         # A group may reuse the name of a destroyed one, whose notes must not be read as new.
         self._store = PrefixStore(f"life {store.add(f'lives of {rank}', 1)}", store)
         self._round = self._stores = 0

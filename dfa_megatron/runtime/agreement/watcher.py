@@ -25,6 +25,8 @@ SILENT = 4 * PERIOD + 1.0
 """Seconds without a sign of life after which a rank counts as stopped."""
 GRACE = 5.0
 """Seconds for the caller to come back and raise the error, before the process is ended."""
+LINGER = 4 * PERIOD
+"""Seconds that the last sign of a thread may take; a store that ends with this process stays that long for readers."""
 EXIT_STATUS = 70
 """Of a process that the watcher ended."""
 _SHOWN = 64
@@ -72,7 +74,8 @@ class Watch:
         self._beat, self._process = 0, os.getpid()
         self._signs: list[Sign | None] = [None] * board.size
         self._clock = AwakeClock(2 * PERIOD)
-        self._heard, self._seen, self._gone_since = 0.0, [0.0] * board.size, dict[int, float]()
+        self._heard, self._seen = 0.0, [0.0] * board.size
+        self._looks, self._gone_at = 0, dict[int, int]()
         self._since, self._at, self._warned = 0.0, (0, "", -1), False
         self._stopped, self._news = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="dfa_megatron watcher", daemon=True)
@@ -91,7 +94,7 @@ class Watch:
             self._news.set()
             for thread in (self._signs_thread, self._thread):
                 if thread is not threading.current_thread() and thread.ident is not None:
-                    thread.join(2 * PERIOD)
+                    thread.join(LINGER)
 
     def sign(self, ended: bool = False) -> None:
         """Leave a sign of life."""
@@ -109,6 +112,7 @@ class Watch:
             sign = Sign(*json.loads(note))
             if self._signs[rank] != sign:
                 self._signs[rank], self._seen[rank] = sign, self._clock.now()
+        self._looks, self._heard = self._looks + 1, self._clock.now()
 
     def compare(self) -> DistAttentionError | None:
         """Return the error if ranks ran different calls or one has failed, else None."""
@@ -163,8 +167,8 @@ class Watch:
             return True
         if rank == self.board.rank or not self.gone(rank):
             return False
-        now = self._clock.now()
-        return now - self._gone_since.setdefault(rank, now) > 1.5 * PERIOD  # a look lies between
+        looked = self._looks > self._gone_at.setdefault(rank, self._looks) + 1  # a look began and ended since
+        return looked or self._clock.now() - self._heard > SILENT
 
     def _exchange(self) -> None:
         """Write and read signs, until the end or until the store is gone."""
@@ -172,13 +176,26 @@ class Watch:
             while self.alive() and not self._stopped.is_set():
                 self.sign()
                 self.look()
-                self._heard = self._clock.now()
                 self._news.wait(PERIOD)
                 self._news.clear()
             self.sign(ended=True)
+            if self.board.keeps and self.calls.lost is not None:
+                self._linger()
         except RuntimeError as error:
             # Ranks end at different times, and the store with one of them: only who still waits is concerned.
             logger.debug("the store of the group is gone: %s", error)
+
+    def _linger(self) -> None:
+        """Stay until each rank that lives has read the last sign, which says what lost the group."""
+        self.look()
+        before, deadline = list(self._signs), time.monotonic() + LINGER - PERIOD
+        # A rank signs, then looks: its second sign from now on shows that it has looked in between.
+        while time.monotonic() < deadline and any(
+            old is not None and new is not None and new.beat < old.beat + 2 and rank not in self.silent()
+            for rank, (old, new) in enumerate(zip(before, self._signs, strict=True))
+        ):
+            time.sleep(0.02)
+            self.look()
 
     def _run(self) -> None:
         _allow_captures()
@@ -187,11 +204,14 @@ class Watch:
             if not self.alive():
                 self.ended()
                 return
-            found = None if self.calls.lost is not None else self.compare() or self.stalled()
+            found = self.judge() if self.calls.lost is None else None if self.calls.told else self.calls.lost
             if found is not None:
                 self._lose(found)
-            elif self.calls.lost is not None and not self.calls.told:
-                self._lose(self.calls.lost)
+
+    def judge(self) -> DistAttentionError | None:
+        """Return the error that ends this run, if there is one: what another rank says is wrong comes first."""
+        stalled = self.stalled()
+        return self.compare() or stalled  # in this order: the sign that shows a rank as ended also says why
 
     def stalled(self) -> DistAttentionError | None:
         """Return the error of a wait that is too long. If all ranks live, log one warning per wait instead."""
