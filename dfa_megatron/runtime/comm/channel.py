@@ -177,7 +177,7 @@ class Channel:
         """Open connections that end with this channel; collective."""
         self.calls.check()
         with self.calls.waiting("opens connections"):
-            self._made.append(Communicator(self.board, device, self._timeout))
+            self._made.append(Communicator(self.board, device, self._timeout, self._broken))
         return self._made[-1]
 
     def subgroup(self, ranks: Sequence[int]) -> Channel:

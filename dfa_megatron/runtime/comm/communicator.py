@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.agreement.board import Board
 from dfa_megatron.runtime.comm.transport import Recv, Send
 
@@ -31,10 +32,17 @@ class Communicator:
         board: of the ranks.
         device: of this rank's tensors.
         timeout: of its operations; None is the backend's default.
+        broken: returns the error to raise where NCCL reports that a connection broke: NCCL does not name the rank.
     """
 
-    def __init__(self, board: Board, device: torch.device, timeout: timedelta | None) -> None:
-        self._store, self.device, self.timeout = board.fresh_store(), device, timeout
+    def __init__(
+        self,
+        board: Board,
+        device: torch.device,
+        timeout: timedelta | None,
+        broken: Callable[[RuntimeError], DistAttentionError],
+    ) -> None:
+        self._store, self.device, self.timeout, self._broken = board.fresh_store(), device, timeout, broken
         self._name: Any = ""
         self._group = dist.ProcessGroup(self._store, board.rank, board.size)
         if device.type == "cpu":
@@ -55,9 +63,19 @@ class Communicator:
             logger.info("made a NCCL communicator of %d ranks for distributed attention", board.size)
 
     def post(self, sends: Sequence[Send], receives: Sequence[Recv]) -> list[dist.Work]:
-        """Start a batch of messages: on NCCL's own stream after the current one, or in gloo's threads."""
+        """Start a batch of messages: on NCCL's own stream after the current one, or in gloo's threads.
+
+        Raises:
+            AbsentError: NCCL reports a broken connection.
+        """
         if not sends and not receives:
             return []
+        try:
+            return self._post(sends, receives)
+        except dist.DistBackendError as error:
+            raise self._broken(error) from error
+
+    def _post(self, sends: Sequence[Send], receives: Sequence[Recv]) -> list[dist.Work]:
         together = self.device.type != "cpu"
         if together:
             self._group._start_coalescing(self.device)
@@ -74,11 +92,18 @@ class Communicator:
         return found, self._group.allgather([found], [x])
 
     def all_to_all(self, received: torch.Tensor, send: torch.Tensor, counts: list[int]) -> dist.Work:
-        """Send the rows of `send` to the ranks in their order, counts[i] to rank i, and receive as many from each."""
+        """Send the rows of `send` to the ranks in their order, counts[i] to rank i, and receive as many from each.
+
+        Raises:
+            AbsentError: NCCL reports a broken connection.
+        """
         if self.device.type == "cpu":  # gloo does not know every dtype
             received, send = received.view(torch.uint8), send.view(torch.uint8)
-        # Past PyTorch's dispatcher: the host's time until a message leaves is on a short call's critical path.
-        work: dist.Work = self._backend.alltoall_base(received, send, counts, counts, dist.AllToAllOptions())
+        try:
+            # Past PyTorch's dispatcher: the host's time until a message leaves is on a short call's critical path.
+            work: dist.Work = self._backend.alltoall_base(received, send, counts, counts, dist.AllToAllOptions())
+        except dist.DistBackendError as error:
+            raise self._broken(error) from error
         return work
 
     def give_name(self, name: Any) -> None:

@@ -17,6 +17,8 @@ import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError
 from dfa_megatron.runtime.agreement.calls import Calls, Kind, at_layer
+from dfa_megatron.runtime.comm import registry
+from dfa_megatron.runtime.comm.groups import group_name
 from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.groups import alone
@@ -161,6 +163,46 @@ def test_a_rank_that_ends_early_is_named(tmp_path: object) -> None:
     assert name in ("ExecutionError", "AbsentError")
     assert "rank 1 of the group has ended" in "\n".join(text)
     assert float(seconds) < 6
+
+
+class _Breaks:
+    """Connections of which one end breaks, as NCCL's do when a process ends: rank 1 ends where it would send."""
+
+    def __init__(self, backend: object, rank: int) -> None:
+        self.backend, self.rank = backend, rank
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.backend, name)
+
+    def recv(self, *args: object) -> object:
+        if self.rank == 1:
+            os._exit(0)
+        raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
+
+    send = alltoall_base = recv
+
+
+def _connection_breaks(rank: int, ranks: int, heads_travel: bool, report: str) -> None:
+    options = arguments(causal=True, softmax_scale=0.25, schedule="ring", ulysses_degree=2 if heads_travel else 1)
+    dfa_megatron.dist_flash_attn_func(*tensors(), **options)
+    whole = registry.channel(group_name(None))
+    for channel in (whole, *whole._subgroups.values()):
+        for made in channel._made:
+            made._group, made._backend = _Breaks(made._group, rank), _Breaks(made._backend, rank)
+    name, text, _ = told(lambda: dfa_megatron.dist_flash_attn_func(*tensors(), **options))
+    Path(report).write_text(f"{name}: {text}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("heads_travel", [False, True])
+def test_a_rank_whose_connection_breaks_in_the_midst_of_a_call_is_named(tmp_path: Path, heads_travel: bool) -> None:
+    report = tmp_path / "report"
+    with pytest.raises(AssertionError):  # no rank answers the test
+        run_ranks(2, _connection_breaks, heads_travel, str(report), timeout=40)
+    told = report.read_text()
+    assert told.startswith("AbsentError: " if heads_travel else "ExecutionError: "), told
+    assert "rank 1 of the group has ended" in told
+    assert "remote process exited" in told
 
 
 def _first_absent(rank: int, ranks: int, absent: int) -> tuple[str, str, float]:
@@ -331,7 +373,6 @@ def test_two_threads_on_one_group_are_refused_by_their_names() -> None:
 
 def _left(rank: int, ranks: int) -> tuple[int, int, int]:
     """File descriptors and threads that a group leaves behind, and the plans of it."""
-    from dfa_megatron.runtime.comm import registry
     from dfa_megatron.runtime.prepare import in_use
 
     def settled() -> tuple[int, int, int]:
