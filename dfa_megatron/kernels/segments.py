@@ -29,6 +29,7 @@ class Segments:
 
     parts: rows increase on both sides and are disjoint.
     window: set for a varlen launch, whose segments follow one another: the one window that serves all of them.
+    ragged: calls of many other lengths come, so a kernel had better not be compiled for these.
     tables: cache of everything derived; each user chooses its keys.
     """
 
@@ -36,12 +37,13 @@ class Segments:
     q_len: int
     kv_len: int
     window: Band | None = None
+    ragged: bool = False
     tables: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def one(cls, band: Band, q_len: int, kv_len: int) -> Segments:
+    def one(cls, band: Band, q_len: int, kv_len: int, *, ragged: bool = False) -> Segments:
         """A single segment of all rows."""
-        return cls((Segment(0, q_len, 0, kv_len, band),), q_len, kv_len)
+        return cls((Segment(0, q_len, 0, kv_len, band),), q_len, kv_len, ragged=ragged)
 
     @cached_property
     def band(self) -> Band:
@@ -207,7 +209,7 @@ def _tiles(whole: Segments, segment: Segment, cut: Cut | None) -> Iterable[Part]
 def _part(whole: Segments, q: Span, kv: Span, band: Band) -> Part:
     rows, columns = Rows(q.lo, q.hi, whole.q_len), Rows(kv.lo, kv.hi, whole.kv_len)
     same = rows.is_all and columns.is_all and len(whole.parts) == 1 and whole.band == band
-    return Part(rows, columns, whole if same else Segments.one(band, len(q), len(kv)))
+    return Part(rows, columns, whole if same else Segments.one(band, len(q), len(kv), ragged=whole.ragged))
 
 
 def _group(whole: Segments, window: Band, served: Sequence[Segment]) -> Part:

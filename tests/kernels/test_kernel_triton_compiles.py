@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from dfa_megatron.kernels.triton.adapter import LARGE, SMALL
 from dfa_megatron.kernels.triton.support import triton_refusal
@@ -69,3 +73,44 @@ def test_merges_compile(count: int) -> None:
     merge = {"COUNT": count, "DIM": 128, "BLOCK_ROWS": 32, "BLOCK_D": 128}
     assert shared_bytes(triton_merge._merge, types, merge, 90, num_warps=4) < SHARED[90]
     assert shared_bytes(triton_merge._add, types, {"COUNT": count, "BLOCK": 4096}, 90, num_warps=8) < SHARED[90]
+
+
+def variants(monkeypatch: pytest.MonkeyPatch, modules: Sequence[Any], run: Callable[[], object]) -> Counter[str]:
+    """How many kernels Triton would compile for the launches of a function, by name; nothing is launched."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend, found = make_backend(GPUTarget("cuda", 90, 32)), set()
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, _ = binder(*args, **constants)
+        found.add((kernel.__name__, str(specialization)))
+
+    for module in modules:
+        monkeypatch.setattr(module, "launch", launch)
+    run()
+    return Counter(name for name, _ in found)
+
+
+def test_documents_of_any_length_share_the_kernels_that_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dfa_megatron.kernels.triton import merge as triton_merge
+
+    draw = random.Random(5)
+
+    def run() -> None:
+        for _ in range(100):
+            length = draw.choice((1, draw.randrange(2, 600), 16 * draw.randrange(1, 40)))
+            parts = []
+            for _ in range(3):
+                before = draw.choice((0, draw.randrange(1, 100)))
+                rows = before + length + draw.choice((0, draw.randrange(1, 100)))
+                out = torch.empty(1, rows, 8, 64, dtype=torch.bfloat16)[:, before : before + length]
+                parts.append((out, torch.empty(1, 8, rows)[:, :, before : before + length]))
+            triton_merge.merge(parts[:2], parts[2])
+            triton_merge.merge(parts, parts[0])
+            triton_merge.add([out for out, _ in parts], parts[0][0])
+            triton_merge.minus_delta(parts[0][0], parts[1][0])
+
+    assert variants(monkeypatch, [triton_merge], run) == {"_merge": 2, "_add": 1, "_minus_delta": 1}

@@ -74,6 +74,7 @@ class Flash4Kernel(BlockKernel):
 
     def launch(self, call: BlockCall) -> Partial:
         """See `BlockKernel.launch`."""
+        call = _varlen(call)
         with launches_seen():
             results = _loaded()[0](**_arguments("forward", call), return_lse=True)
         if call.segments.window is None:
@@ -82,6 +83,7 @@ class Flash4Kernel(BlockKernel):
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         """See `BlockKernel.launch_backward`; a long call some heads at a time, for the package's accumulators."""
+        call = _varlen(call)
         lse, row, backward = saved.lse, saved.out if saved.minus_delta is None else saved.minus_delta, _differentiate
         assert row is not None, "the flash4 kernel reads delta or out"
         pass_name = "deterministic backward" if call.deterministic else "backward"
@@ -213,6 +215,18 @@ def _arguments(pass_name: str, call: BlockCall) -> dict[str, Any]:
         q, k, v = q[0], k[0], v[0]
         arguments |= _lengths(segments, q.device)
     return arguments | {"q": vectorised(q), "k": vectorised(k), "v": vectorised(v)}
+
+
+def _varlen(call: BlockCall) -> BlockCall:
+    """Return the same call as a varlen launch where rows that one block might hold would compile another kernel."""
+    segments = call.segments
+    if segments.window is not None or not segments.ragged or min(segments.q_len, segments.kv_len) >= _BLOCKS:
+        return call
+    if call.q.shape[0] != 1:
+        return call
+    if "varlen" not in segments.tables:
+        segments.tables["varlen"] = replace(segments, window=segments.band, tables={})
+    return replace(call, segments=segments.tables["varlen"])
 
 
 def _lengths(segments: Segments, device: torch.device) -> dict[str, Any]:

@@ -10,8 +10,12 @@ import triton.language as tl
 
 from dfa_megatron.kernels.triton.support import interpreted, launch, on_device_of
 
+_LENGTHS = ("length", "rows0", "rows1", "rows2", "rows3", "into_rows")
+_STATISTICS = ("lse0", "lse1", "lse2", "lse3", "into_lse")
+"""Arguments whose values and alignment compile no new kernel: documents of any length begin and end at any row."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=_STATISTICS)
 def _merge(
     out0, out1, out2, out3, lse0, lse1, lse2, lse3, into_out, into_lse, length, heads,
     out0_batch, out1_batch, out2_batch, out3_batch, into_batch, rows0, rows1, rows2, rows3, into_rows,
@@ -118,7 +122,7 @@ def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_LENGTHS[:1])
 def _minus_delta(
     a, b, into, length, heads, a_batch, a_row, a_head, b_batch, b_row, b_head,
     DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,

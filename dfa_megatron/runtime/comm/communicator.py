@@ -70,21 +70,18 @@ class Communicator:
         """
         if not sends and not receives:
             return []
+        together = self.device.type != "cpu"
+        works = []
         try:
-            return self._post(sends, receives)
+            if together:
+                self._group._start_coalescing(self.device)
+            for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
+                for message in messages:
+                    for tag, x in enumerate(message.tensors):  # gloo tells the tensors of a message apart by their tags
+                        works.append(start([x], message.peer, tag))
+            return [self._group._end_coalescing(self.device)] if together else works
         except dist.DistBackendError as error:
             raise self._broken(error) from error
-
-    def _post(self, sends: Sequence[Send], receives: Sequence[Recv]) -> list[dist.Work]:
-        together = self.device.type != "cpu"
-        if together:
-            self._group._start_coalescing(self.device)
-        works = []
-        for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
-            for message in messages:
-                for tag, x in enumerate(message.tensors):  # gloo tells the tensors of a message apart by their tags
-                    works.append(start([x], message.peer, tag))
-        return [self._group._end_coalescing(self.device)] if together else works
 
     def gather(self, x: torch.Tensor) -> tuple[list[torch.Tensor], dist.Work]:
         """Gather every rank's tensor of this shape; the list, by rank, is filled once the work is done."""

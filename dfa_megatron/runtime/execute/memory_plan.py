@@ -54,8 +54,10 @@ class MemoryPlan:
         landings: dict[int, dict[str, tuple[Placed, ...]]],
         offsets: Offsets,
         tokens: Tokens,
+        *,
+        ragged: bool,
     ) -> MemoryPlan:
-        """Return the plan with everything that follows from the program alone."""
+        """Return the plan with everything that follows from the program alone. ragged: see `Segments`."""
         sent = Counter[str]()
         for message in program.sends:
             for name, rows in message.signature:
@@ -69,7 +71,7 @@ class MemoryPlan:
             tokens,
             plan_merges(program),
             tuple(
-                tuple(Segments(call.segments, call.q.rows, call.kv.rows) for call in step.calls)
+                tuple(Segments(call.segments, call.q.rows, call.kv.rows, ragged=ragged) for call in step.calls)
                 for step in program.steps
             ),
             frozenset(sent),
@@ -100,7 +102,8 @@ def plan_memory(plan: Plan, program: Program, format: Format) -> MemoryPlan:
                 for place, row in zip(lands[region.buffer][region.name], row_bytes[region.name], strict=True)
             )
     largest = max(nbytes for nbytes, _ in arenas)
-    return MemoryPlan.of(program, format, largest, places, offsets, tokens_of(plan, program.rank, format.batch))
+    tokens, ragged = tokens_of(plan, program.rank, format.batch), len(plan.mask.tiles) > 1
+    return MemoryPlan.of(program, format, largest, places, offsets, tokens, ragged=ragged)
 
 
 def _arena(landings: Landings, row_bytes: dict[str, tuple[int, ...]]) -> tuple[int, dict[int, int]]:

@@ -1,0 +1,45 @@
+"""Calls of packs tell kernels that other lengths will come: no kernel is compiled for a document that is short."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import torch
+
+from dfa_megatron.kernels.adapters.flash4 import _BLOCKS, Flash4Kernel, _varlen
+from dfa_megatron.kernels.api import BlockCall
+from dfa_megatron.kernels.segments import Segments
+from dfa_megatron.plan.language.mask import Mask, causal, documents
+from dfa_megatron.plan.proof.check import check
+from dfa_megatron.plan.schedules import plan_named
+from dfa_megatron.runtime.execute.memory_plan import plan_memory
+from dfa_megatron.runtime.execute.wire_format import Format
+
+FORM = Format(1, 2, 1, 8, 8, torch.bfloat16, torch.float32, "delta")
+
+
+def launched(mask: Mask, ranks: int) -> Iterator[Segments]:
+    """Yield what flash4 launches for a mask, on every rank, forward and backward."""
+    kernel = Flash4Kernel()
+    for phase in plan_named("balanced", mask, ranks).phases:
+        for program in check(phase):
+            for segments in (one for step in plan_memory(phase, program, FORM).segments for one in step):
+                for part in segments.split(kernel.takes(), kernel.cut, single=True).parts:
+                    q, k = (torch.empty(1, n, 1, 8, device="meta") for n in (part.segments.q_len, part.segments.kv_len))
+                    yield _varlen(BlockCall(q, k, k, part.segments, 1.0)).segments
+
+
+def test_short_documents_of_packs_are_launched_as_packs() -> None:
+    draw, short = random.Random(7), 0
+    for _ in range(20):
+        lengths = [draw.randrange(1, 1200) for _ in range(8)]
+        lengths.append(-sum(lengths) % 4 + 1200)
+        for one in launched(documents(lengths), 4):
+            assert one.window is not None or min(one.q_len, one.kv_len) >= _BLOCKS
+            short += len(one.parts) == 1 and one.window is not None
+    assert short > 20, "or this test shows nothing"
+
+
+def test_a_sequence_that_is_one_document_needs_no_tables() -> None:
+    assert all(one.window is None for one in launched(causal(64), 4))
