@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -201,38 +199,6 @@ def test_packed_kernels_are_called_once_for_equal_windows(monkeypatch: pytest.Mo
     q = torch.randn(1, 64, 2, 16).bfloat16()
     Flash4Kernel().forward(BlockCall(q, q, q, Segments(tuple(parts), 64, 64), 0.3))
     assert stand_in.launches == [5]
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "batch", "ragged", "varlen"),
-    [(20, 20, 1, True, True), (600, 20, 1, True, True), (600, 600, 1, True, False), (20, 20, 1, False, False),
-     (20, 20, 2, True, False)],
-)  # fmt: skip
-def test_a_short_document_alone_compiles_no_kernel_of_its_own(
-    rows: int, columns: int, batch: int, ragged: bool, varlen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[bool] = []
-    stand_in = StandIn("flash4")
-
-    def seen(function: Callable[..., Any], **arguments: Any) -> Any:
-        given.append("cu_seqlens_q" in arguments)
-        return function(**arguments)
-
-    monkeypatch.setattr(
-        flash4, "_functions", lambda: (partial(seen, stand_in.forward), partial(seen, stand_in.backward))
-    )
-    q, dout = (torch.randn(batch, rows, 4, 16).bfloat16() for _ in range(2))
-    k, v = (torch.randn(batch, columns, 2, 16).bfloat16() for _ in range(2))
-    call = BlockCall(q, k, v, Segments.one(FULL, rows, columns, ragged=ragged), 0.3)
-    out, lse = ReferenceKernel().forward(call)
-    saved = Saved(lse, -(dout.float() * out.float()).sum(-1).transpose(1, 2))
-    want = (out, lse, *ReferenceKernel().backward(call, dout, saved))
-    kernel = Flash4Kernel()
-    got = (*kernel.forward(call), *kernel.backward(call, dout, saved))
-    assert given == [varlen, varlen]
-    for name, g, w in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
-        assert g.shape == w.shape
-        assert_close(g.float(), w.float(), tolerance=2e-2, name=name)
 
 
 def test_a_bound_that_never_binds_compiles_no_windowed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

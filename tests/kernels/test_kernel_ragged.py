@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
+import pytest
 import torch
 
+from dfa_megatron.kernels.adapters import flash4
 from dfa_megatron.kernels.adapters.flash4 import _BLOCKS, Flash4Kernel, _varlen
-from dfa_megatron.kernels.api import BlockCall
+from dfa_megatron.kernels.adapters.reference import ReferenceKernel
+from dfa_megatron.kernels.api import BlockCall, Saved
 from dfa_megatron.kernels.segments import Segments
+from dfa_megatron.plan.language.geometry import FULL
 from dfa_megatron.plan.language.mask import Mask, causal, documents
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.execute.memory_plan import plan_memory
 from dfa_megatron.runtime.execute.wire_format import Format
+from dfa_megatron.testing.dense import assert_close
+from tests.support.kernel_operators import StandIn
 
 FORM = Format(1, 2, 1, 8, 8, torch.bfloat16, torch.float32, "delta")
 
@@ -43,3 +51,35 @@ def test_short_documents_of_packs_are_launched_as_packs() -> None:
 
 def test_a_sequence_that_is_one_document_needs_no_tables() -> None:
     assert all(one.window is None for one in launched(causal(64), 4))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "batch", "ragged", "varlen"),
+    [(20, 20, 1, True, True), (600, 20, 1, True, True), (600, 600, 1, True, False), (20, 20, 1, False, False),
+     (20, 20, 2, True, False)],
+)  # fmt: skip
+def test_a_short_document_alone_compiles_no_kernel_of_its_own(
+    rows: int, columns: int, batch: int, ragged: bool, varlen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+    stand_in = StandIn("flash4")
+
+    def seen(function: Callable[..., Any], **arguments: Any) -> Any:
+        given.append("cu_seqlens_q" in arguments)
+        return function(**arguments)
+
+    monkeypatch.setattr(
+        flash4, "_functions", lambda: (partial(seen, stand_in.forward), partial(seen, stand_in.backward))
+    )
+    q, dout = (torch.randn(batch, rows, 4, 16).bfloat16() for _ in range(2))
+    k, v = (torch.randn(batch, columns, 2, 16).bfloat16() for _ in range(2))
+    call = BlockCall(q, k, v, Segments.one(FULL, rows, columns, ragged=ragged), 0.3)
+    out, lse = ReferenceKernel().forward(call)
+    saved = Saved(lse, -(dout.float() * out.float()).sum(-1).transpose(1, 2))
+    want = (out, lse, *ReferenceKernel().backward(call, dout, saved))
+    kernel = Flash4Kernel()
+    got = (*kernel.forward(call), *kernel.backward(call, dout, saved))
+    assert given == [varlen, varlen]
+    for name, g, w in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert g.shape == w.shape
+        assert_close(g.float(), w.float(), tolerance=2e-2, name=name)
