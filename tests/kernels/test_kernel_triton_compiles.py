@@ -23,6 +23,11 @@ SHARED = {90: 227 * 1024, 80: 99 * 1024}
 
 def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: int) -> int:
     """Compile for a GPU of that compute capability; the shared memory that a program takes."""
+    return int(compiled(kernel, types, constants, capability, **options).metadata.shared)
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: int) -> Any:
+    """Compile for a GPU of that compute capability."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -31,8 +36,7 @@ def shared_bytes(kernel: Any, types: dict[str, str], constants: dict[str, Any], 
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     known = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=known)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return int(compiled.metadata.shared)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 @pytest.mark.support("kernels", "compiled for 8.0 and 9.0 without a GPU", "`triton`")
@@ -73,6 +77,20 @@ def test_merges_compile(count: int) -> None:
     merge = {"COUNT": count, "DIM": 128, "BLOCK_ROWS": 32, "BLOCK_D": 128}
     assert shared_bytes(triton_merge._merge, types, merge, 90, num_warps=4) < SHARED[90]
     assert shared_bytes(triton_merge._add, types, {"COUNT": count, "BLOCK": 4096}, 90, num_warps=8) < SHARED[90]
+
+
+@pytest.mark.parametrize("head_dim", [24, 40, 128])
+def test_the_threads_of_a_row_agree_on_its_sum(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each adds the others' products to its own: fused into one operation, its own would be rounded less."""
+    from dfa_megatron.kernels.triton import merge as triton_merge
+
+    launches: list[dict[str, Any]] = []
+    monkeypatch.setattr(triton_merge, "launch", lambda *args, **constants: launches.append(constants))
+    x = torch.empty(1, 9, 2, head_dim)
+    triton_merge.minus_delta(x, x)
+    options = {name: launches[0].pop(name) for name in ("num_warps", "enable_fp_fusion")}
+    types = {"a": "*fp32", "b": "*fp32", "into": "*fp32"}
+    assert "FFMA" not in compiled(triton_merge._minus_delta, types, launches[0], 90, **options).asm["sass"]
 
 
 def variants(monkeypatch: pytest.MonkeyPatch, modules: Sequence[Any], run: Callable[[], object]) -> Counter[str]:

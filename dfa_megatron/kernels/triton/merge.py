@@ -137,6 +137,8 @@ def _minus_delta(
     rows = rows.to(tl.int64)
     a += batch * a_batch + head * a_head + rows[:, None] * a_row + dims[None, :]
     b += batch * b_batch + head * b_head + rows[:, None] * b_row + dims[None, :]
+    # Rounded before they are summed (enable_fp_fusion=False): the threads of a row each keep its sum, and all store it
+    # to one word. Where each fuses its own product into the first addition, their sums would differ in the last bit.
     products = tl.load(a, mask=inside, other=0.0).to(tl.float32) * tl.load(b, mask=inside, other=0.0).to(tl.float32)
     tl.store(into + (batch * heads + head) * length + rows, -tl.sum(products, 1), mask=there)
 
@@ -153,5 +155,6 @@ def minus_delta(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         launch(
             _minus_delta, (triton.cdiv(length, block_rows), batch * heads), a, b, into, length, heads,
             *a.stride()[:3], *b.stride()[:3], DIM=dim, BLOCK_ROWS=block_rows, BLOCK_D=block_d, num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return into
