@@ -125,7 +125,8 @@ def _common(settings: dict[str, Any]) -> dict[str, Any]:
     are averaged over all ranks at every ZeRO stage.
     """
     settings = {key: value for key, value in settings.items() if key != KEY}
-    if settings.get("bf16", settings.get("bfloat16", {})).get("enabled"):
+    half = settings.get("bf16", settings.get("bfloat16"))
+    if isinstance(half, dict) and half.get("enabled"):  # DeepSpeed refuses anything else
         settings.setdefault("communication_data_type", "fp32")  # in bfloat16 small shares would be lost
     return settings
 

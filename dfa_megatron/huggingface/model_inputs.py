@@ -112,12 +112,17 @@ def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], context: Lay
     masks = kwargs.get("attention_mask")
     INPUTS.check(
         positional=len(args) > 1,
-        key_cache=kwargs.get("use_cache") or kwargs.get("past_key_values") is not None,
+        key_cache=kwargs.get("use_cache") or _key_cache(kwargs) is not None,
         output_attentions=kwargs.get("output_attentions"),
         outer_masks=isinstance(masks, dict) and not (context.parts and all(map(_plain, masks.values()))),
         other_senses=", ".join(others) if context.size > 1 else None,
         ranks=context.size,
     )
+
+
+def _key_cache(given: dict[str, Any]) -> Any:
+    """Return the cache of keys and values that a call brings, under its name before and since transformers 5.24."""
+    return next((given[name] for name in ("past_key_values", "cache") if given.get(name) is not None), None)
 
 
 def _plain(mask: Any) -> bool:
@@ -192,7 +197,7 @@ def _check_whole(given: dict[str, Any]) -> None:
     The ranks do not communicate: each evaluates its own sequences, possibly another number of them.
     """
     positions: torch.Tensor | None = given.get("position_ids")
-    if positions is None or not positions.numel() or given.get("past_key_values") is not None:
+    if positions is None or not positions.numel() or _key_cache(given) is not None:
         return
     later = positions[..., 0] > 0
     mask = given.get("attention_mask")

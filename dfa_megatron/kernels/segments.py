@@ -243,5 +243,5 @@ def _serves(window: Band, segment: Segment) -> bool:
 def moved(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Copy the values to a device without waiting for it."""
     with unrecorded():
-        tensor = torch.tensor(values, dtype=dtype)
+        tensor = torch.tensor(values, dtype=dtype, device="cpu")
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

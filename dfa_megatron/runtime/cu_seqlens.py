@@ -39,7 +39,7 @@ def offsets_of(cu_seqlens: torch.Tensor | Sequence[int], device: torch.device | 
     if cu_seqlens is _seen[0]:
         return _seen[0]
     if not isinstance(cu_seqlens, torch.Tensor):
-        if all(isinstance(offset, int) for offset in cu_seqlens):
+        if isinstance(cu_seqlens, Sequence) and all(isinstance(offset, int) for offset in cu_seqlens):
             _seen[0] = tuple(cu_seqlens)
             return _seen[0]
         raise UnsupportedError("cu_seqlens", "it must hold integers", "an int32 tensor, or a tuple of int")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -16,7 +17,7 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.alibi_positions import slopes_error
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_error, sinks_gradient
 from dfa_megatron.runtime.prepare import Prepared, prepare, refuse
-from dfa_megatron.runtime.problem import QKV
+from dfa_megatron.runtime.problem import QKV, refuse_strangers, transformed
 from dfa_megatron.runtime.request import Request, from_text
 from dfa_megatron.runtime.run import needed_by_backward, run_backward, run_forward
 
@@ -163,6 +164,10 @@ def attend(inputs: Inputs, call: Call) -> Pair:
         UnsupportedError: see `prepare`, and `Request.to_text` under a dispatch mode.
     """
     plain = _get_current_dispatch_mode() is None and type(inputs.q) in _PLAIN
+    if not plain:
+        refuse_strangers(inputs.q, inputs.k, inputs.v)
+    if peek_interpreter_stack() is not None:
+        raise transformed()
     if call.known is None and not plain:
         out, lse = attention(*inputs, call.request.to_text(), call.group)
     else:
@@ -199,6 +204,8 @@ class _Direct(torch.autograd.Function):
         """Return the gradients of the inputs, and None for the call."""
         saved = ctx.saved_tensors
         dout = torch.zeros_like(saved[3]) if dout is None else dout
+        if is_batchedtensor(dout) or is_legacy_batchedtensor(dout):
+            raise transformed()
         with at_layer(ctx.layer):
             if ctx.prepared is None:
                 *gradients, dsinks = _backward_of(dout, saved, ctx.call.request, ctx.call.group)

@@ -41,6 +41,26 @@ class QKV(NamedTuple):
     v: torch.Tensor
 
 
+def transformed() -> UnsupportedError:
+    """Return the error for tensors of torch.func, which have no memory of their own."""
+    return UnsupportedError(
+        "attention under a transform of torch.func, or with is_grads_batched",
+        "kernels and messages take tensors that lie in memory",
+        "backward, or torch.autograd.grad for each gradient",
+    )
+
+
+def refuse_strangers(*qkv: object) -> None:
+    """Refuse what is no tensor at all.
+
+    Raises:
+        UnsupportedError: names it.
+    """
+    for name, x in zip("qkv", qkv, strict=True):
+        if not isinstance(x, torch.Tensor):
+            raise UnsupportedError(f"{name} of type {type(x).__name__}", "it is no tensor", "torch.as_tensor")
+
+
 def refuse_tensors(qkv: QKV) -> None:
     """Refuse tensors that do not fit together.
 

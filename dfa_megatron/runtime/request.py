@@ -110,6 +110,8 @@ class Request:
             what = f"a {'mask' if self.plan is None else 'plan'} over {given.length} tokens"
             why = f"the ranks hold {length} tokens together"
             raise UnsupportedError(what, why, f"one over {length} tokens, or other tensors")
+        if given is not None and not given.tiles:
+            raise UnsupportedError(f"mask {given.name!r}", "no token attends to any", "a mask with at least one pair")
         if self.cu_seqlens:
             mask = mask_of(self.cu_seqlens, length, causal=bool(self.causal), window_size=self.window_size)
             balanced = self.layout == "load_balanced"

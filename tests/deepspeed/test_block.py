@@ -67,6 +67,8 @@ def test_a_wrong_block_is_refused_with_what_would_be_right(values: Any, message:
     [
         {"data_parallel_size": 2, "sequence_parallel_size": 2},
         {"sequence_parallel_size": 4},
+        {"sequence_parallel_size": "auto"},
+        {"sequence_parallel_size": 2.0},
         {"sparse_gradients": True},
         {"gradient_allreduce_op": "sum"},
         {"tensor_parallel": {"autotp_size": 2}},

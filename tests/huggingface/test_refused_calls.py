@@ -54,6 +54,8 @@ def _padding(right: bool) -> torch.Tensor:
         ({"position_ids": torch.tensor([[0, 1, 2, 3, 5, 6, 7, 8]])}, "position_ids from 0 to 8"),
         ({"position_ids": torch.arange(8, 16)[None]}, "position_ids from 8 to 15"),
         ({"use_cache": True}, "a key cache"),
+        ({"past_key_values": object()}, "a key cache"),
+        ({"cache": object()}, "a key cache"),
         ({"output_attentions": True}, "output_attentions"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 7])}, "cu_seq_lens_q from 0 to 7"),
         ({"position_bias": torch.zeros(1, 4, 8, 8)}, "position_bias"),

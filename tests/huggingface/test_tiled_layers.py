@@ -88,10 +88,22 @@ def test_a_model_that_computes_by_tiles_is_saved_whole() -> None:
     assert [type(one) for one in model.modules()] == [type(one) for one in loaded.modules()]
 
 
-def test_a_tile_draws_the_same_numbers_again_in_the_backward() -> None:
-    mlp = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Dropout(0.5))
-    torch.nn.init.eye_(mlp[0].weight)
-    mlp.__class__ = tiled_class(TiledTokens, torch.nn.Sequential)
+class Dropping(torch.nn.Linear):
+    """An MLP whose dropout is a function and no module, as in Seed-OSS and Starcoder2."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("by_function", [True, False])
+def test_a_tile_draws_the_same_numbers_again_in_the_backward(by_function: bool) -> None:
+    if by_function:
+        mlp: Any = Dropping(4, 4, bias=False)
+        torch.nn.init.eye_(mlp.weight)
+    else:
+        mlp = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Dropout(0.5))
+        torch.nn.init.eye_(mlp[0].weight)
+    mlp.__class__ = tiled_class(TiledTokens, type(mlp))
     mlp.dfa_tile = TILE
     x = torch.ones(1, 7, 4, requires_grad=True)
     out = mlp(x)

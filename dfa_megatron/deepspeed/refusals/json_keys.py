@@ -99,6 +99,13 @@ SETTINGS = Stage(
             "gradient_allreduce_op", "the loss is scaled for the mean over all ranks", "'mean'", "sum", allowed="mean"
         ),
         Refusal(
+            lambda a: a.theirs is not None and type(a.theirs) is not int,
+            "{source}={theirs!r}",
+            "it must be a number of ranks",
+            "for example 8",
+            {"source": "sequence_parallel_size", "theirs": "auto"},
+        ),
+        Refusal(
             lambda a: a.theirs is not None and a.size is not None and a.theirs != a.size,
             "{source}={theirs} beside dist_flash_attention.size={size}",
             "both give the number of ranks that share a sequence",

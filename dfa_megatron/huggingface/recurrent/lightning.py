@@ -24,14 +24,14 @@ def lightning(real: Real, over: Sequence, given: Given) -> tuple[torch.Tensor, N
     module = given["self"]
 
     def of_rows(row: Given, told: dict[str, Any]) -> torch.Tensor:
-        hidden = row["hidden_states"]
+        hidden, others = row["hidden_states"], {name: x for name, x in row.items() if name != "self"}
         place = Place.of(hidden, 1, told["group"], told.get("cu_seqlens"), told["config"])
         pieces = list(pairwise(place.share.pieces))
         last: QKV | None = None
         outs = []
         for lo, hi in reversed(pieces):  # the first piece comes last: it needs the state of the others' last
             with _Piece(module, place if lo == 0 else None, last) as piece:
-                outs.append(real(**row | {"hidden_states": hidden[:, lo:hi]})[0])
+                outs.append(real(module, **others | {"hidden_states": hidden[:, lo:hi]})[0])
             last = last or piece.qkv
         return torch.cat(outs[::-1], 1)
 

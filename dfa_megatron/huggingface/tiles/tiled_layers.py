@@ -36,7 +36,7 @@ class TiledTokens:
         places = x.shape[:-1]  # (batch, tokens), perhaps with heads behind or between
         dim = places.index(max(places))
         beside = x.shape[0] if dim else x.shape[1] if x.dim() == 3 else 1
-        return torch.cat(by_tiles(whole, x, max(1, tile // beside), dim=dim, random=_draws(self)), dim)
+        return torch.cat(by_tiles(whole, x, max(1, tile // beside), dim=dim, random=self.training), dim)  # type: ignore[attr-defined]
 
 
 def tile_layers(model: Any, options: DistAttentionConfig, kind: str) -> None:
@@ -90,7 +90,3 @@ def _treats_each_token_alone(mlp: nn.Module) -> bool:
     dense = all(isinstance(x, (nn.Linear, Conv1D)) or _NORM.search(type(x).__name__) for x in holders)
     lists = any(isinstance(module, nn.ModuleList) for module in mlp.modules())  # experts
     return len(needed) <= 1 and dense and not lists
-
-
-def _draws(module: Any) -> bool:
-    return any(isinstance(each, nn.Dropout) and each.p > 0 and each.training for each in module.modules())

@@ -124,7 +124,7 @@ def _masking(call: BlockCall) -> dict[str, object]:
         return {"is_causal": form == "causal", "attn_mask": None}
     seen = visible(segments.band, segments.q_len, segments.kv_len, torch.device("cpu"))
     assert seen is not None
-    mask = torch.zeros(seen.shape, dtype=call.q.dtype).masked_fill_(~seen, -math.inf)
+    mask = torch.zeros(seen.shape, dtype=call.q.dtype, device="cpu").masked_fill_(~seen, -math.inf)
     return {"is_causal": False, "attn_mask": mask}
 
 

@@ -112,7 +112,8 @@ def tile_mlp(layer: Any, options: DistAttentionConfig) -> None:
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows = max(1, tile // hidden_states.shape[1])  # of (tokens, batch, hidden)
-        found = by_tiles(lambda part: whole(part, *args, **kwargs), hidden_states, rows)  # nothing in it is random
+        # Megatron's own MLP draws nothing; an adapter's dropout in it does.
+        found = by_tiles(lambda part: whole(part, *args, **kwargs), hidden_states, rows, random=mlp.training)
         return torch.cat([output for output, _ in found]), found[-1][1]
 
     mlp.forward = forward

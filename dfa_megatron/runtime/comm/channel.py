@@ -140,7 +140,7 @@ class Channel:
             AbsentError: a rank has ended, or does not come.
         """
         last = self.calls.last
-        mine = torch.tensor([last.number, last.chain])
+        mine = torch.tensor([last.number, last.chain], device="cpu")
         theirs, work = (self._collectives.get("cpu") or self.collectives(mine.device)).gather(mine)
         self.wait(work.wait)
         for found in theirs:

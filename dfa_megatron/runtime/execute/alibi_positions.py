@@ -17,6 +17,9 @@ from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 
 def slopes_error(slopes: torch.Tensor, q: torch.Tensor) -> UnsupportedError | None:
     """Return the error in the slopes for queries (batch, local_seq, heads, head_dim), or None."""
+    if not isinstance(slopes, torch.Tensor):
+        found = f"alibi_slopes of type {type(slopes).__name__}"
+        return UnsupportedError(found, "it is no tensor", "torch.tensor(alibi_slopes)")
     what = f"alibi_slopes {tuple(slopes.shape)}, {slopes.dtype}, on {slopes.device}"
     if slopes.requires_grad:
         return UnsupportedError(

@@ -16,6 +16,8 @@ from dfa_megatron.kernels.merge import minus_delta
 
 def sinks_error(sinks: torch.Tensor, q: torch.Tensor) -> UnsupportedError | None:
     """Return the error in the sinks for queries (batch, local_seq, heads, head_dim), or None."""
+    if not isinstance(sinks, torch.Tensor):
+        return UnsupportedError(f"sinks of type {type(sinks).__name__}", "it is no tensor", "torch.tensor(sinks)")
     if q.dim() == 4 and sinks.shape == q.shape[2:3] and sinks.device == q.device and sinks.dtype.is_floating_point:
         return None
     what = f"sinks {tuple(sinks.shape)}, {sinks.dtype}, on {sinks.device}"
