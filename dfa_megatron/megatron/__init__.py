@@ -31,14 +31,12 @@ if TYPE_CHECKING:
     hybrid_stack_spec: Any
 
 __all__ = [
-    "SPEC",
     "DistributedAttentionLayer",
     "DistributedCoreAttention",
     "add_dfa_arguments",
     "declare_batch_layout",
     "distribute_attention",
     "get_spec",
-    "hybrid_stack_spec",
     "options_of",
     "packed_seq_params",
     "shard_batch",
@@ -56,7 +54,10 @@ _HOME = {
 }
 
 _SPECS = {"SPEC": "spec_from_args", "hybrid_stack_spec": "hybrid_stack_spec"}
-"""Objects for Megatron's --spec, made when they are first asked for, by these functions of spec.py."""
+"""Objects for Megatron's --spec, made when they are first asked for, by these functions of spec.py.
+
+They are not in `__all__`: outside of a Megatron script they cannot be made.
+"""
 
 
 def __getattr__(name: str) -> Any:

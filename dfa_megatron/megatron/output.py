@@ -83,9 +83,9 @@ def tile_output(model: Any, tile: int) -> None:
 
 
 def want_tiles(config: Any, options: DistAttentionConfig) -> None:
-    """Note the tile on a TransformerConfig, for the models that are built with it."""
-    if config is not None and isinstance(options.loss_tile, int):
-        setattr(config, _WANTED, options.loss_tile)
+    """Note the tile on a TransformerConfig, or that there is none, for the models that are built with it."""
+    if config is not None:
+        setattr(config, _WANTED, options.loss_tile if isinstance(options.loss_tile, int) else None)
 
 
 def follow_outputs() -> None:

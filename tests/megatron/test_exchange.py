@@ -81,3 +81,22 @@ def exchange_there_and_back(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_an_exchange_and_its_gradient_on_real_ranks(ranks: int) -> None:
     run_ranks(ranks, exchange_there_and_back)
+
+
+def orders(rank: int, world_size: int) -> tuple[str, str]:
+    """Groups of 2 x 2 ranks, tensor-parallel ranks first and last."""
+    told = []
+    for tp, cp in (([[0, 1], [2, 3]], [[0, 2], [1, 3]]), ([[0, 2], [1, 3]], [[0, 1], [2, 3]])):
+        tp_group, cp_group = (dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (tp, cp))
+        try:
+            Relayout(cp_group, tp_group, dist.group.WORLD)
+            told.append("")
+        except UnsupportedError as error:
+            told.append(str(error))
+    return told[0], told[1]
+
+
+def test_every_rank_refuses_an_order_that_is_not_megatrons() -> None:
+    for megatrons, other in run_ranks(4, orders):
+        assert megatrons == ""
+        assert "order of ranks" in other

@@ -14,6 +14,14 @@ BATCHES = Stage(
             "attention is causal over the whole row, or over each document of cu_seqlens",
             "attention_mask=None (Megatron's scripts: --no-create-attention-mask-in-dataloader)",
         ),
+        stated(
+            "odd_entry",
+            "the entry {odd_entry} of a batch, {form}",
+            "entries are cut along their tokens",
+            "tensors (batch, seq, ...), and others apart from the batch",
+            "sample_id",
+            form=(2,),
+        ),
         Refusal(
             lambda a: a.offsets_shape and (len(a.offsets_shape) != 2 or a.offsets_shape[0] != a.rows),
             "cu_seqlens of shape {offsets_shape} with {rows} rows",

@@ -63,10 +63,13 @@ def shard_batch(
             Megatron's get_batch_on_this_cp_rank does.
 
     Raises:
-        UnsupportedError: an attention_mask (attention is causal by construction), cu_seqlens of other rows, or a
-            length that does not divide among the ranks.
+        UnsupportedError: an attention_mask (attention is causal by construction), an entry without tokens, cu_seqlens
+            of other rows, or a length that does not divide among the ranks.
     """
     BATCHES.check(mask_in_batch=batch.get("attention_mask") is not None)
+    for name, x in batch.items():
+        if x is not None and name not in _WHOLE and not (isinstance(x, torch.Tensor) and x.dim() >= 2):
+            BATCHES.check(odd_entry=name, form=tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__)
     layout = _DATA_LAYOUT[options.data_layout]
     slicing = _DECLARED.get(cp_group)
     if slicing is None or slicing.order != layout:

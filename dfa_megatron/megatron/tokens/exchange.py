@@ -99,7 +99,8 @@ class Relayout:
         tp_rank = 0 if tp_group is None else dist.get_rank(tp_group)
         self.member = dist.get_rank(cp_group) * self.splits + tp_rank
         here = dist.get_world_size(self.group), dist.get_rank(self.group)
-        CALLS.check(rank_order=here != (self.ranks * self.splits, self.member))
+        wrong = here != (self.ranks * self.splits, self.member) or not _in_blocks(self.group, tp_group)
+        CALLS.check(rank_order=wrong)
         self._plans: dict[tuple[LayoutName, LayoutName, int, torch.device], ExchangePlan] = {}
 
     def move(self, rows: torch.Tensor, source: LayoutName, target: LayoutName) -> torch.Tensor:
@@ -126,6 +127,15 @@ class Relayout:
             return rows
         out: torch.Tensor = _Exchange.apply(rows, self, source, target)  # type: ignore[no-untyped-call]
         return out
+
+
+def _in_blocks(group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None) -> bool:
+    """Return whether the tensor-parallel ranks follow one another in the combined group; alike on all its ranks."""
+    if tp_group is None or tp_group is group:
+        return True
+    whole, ranks = dist.get_process_group_ranks(group), dist.get_process_group_ranks(tp_group)
+    first = whole.index(ranks[0]) if ranks[0] in whole else 0
+    return len(ranks) == 1 or (first % len(ranks) == 0 and whole[first : first + len(ranks)] == ranks)
 
 
 class _Exchange(torch.autograd.Function):
