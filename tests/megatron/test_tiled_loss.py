@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,3 +127,24 @@ def tied(config: Any, options: DistAttentionConfig) -> Any:
 
 def test_scores_of_a_tied_model_are_those_of_its_logits() -> None:
     run_ranks(2, scores, timeout=120)
+
+
+def test_a_tile_of_an_mlp_with_an_adapters_dropout_draws_the_same_numbers_again() -> None:
+    from megatron.core.transformer.mlp import MLP
+
+    from dfa_megatron.megatron.layers.recompute import tile_mlp
+
+    class Dropping(MLP):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+
+        def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return torch.nn.functional.dropout(hidden_states, 0.5, self.training), None
+
+    layer, x = SimpleNamespace(mlp=Dropping()), torch.ones(20, 1, 8, requires_grad=True)
+    tile_mlp(layer, DistAttentionConfig(mlp_tile=MLP_TILE))
+    out, _ = layer.mlp.forward(x)
+    out.sum().backward()
+    assert {*out.flatten().tolist()} == {0.0, 2.0}
+    assert x.grad is not None
+    assert torch.equal(x.grad, out)
