@@ -10,7 +10,6 @@ flash-attn-4 and Triton compile.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.documents import draw_documents, lengths_of
-from benchmarks.pack_programs import Shapes, both_phases, draw, requested, synchronize
+from benchmarks.pack_programs import Shapes, both_phases, draw, requested, synchronize, write
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.runtime.prepare import build
 from dfa_megatron.runtime.problem import QKV
@@ -42,11 +41,7 @@ def main() -> None:
     shapes = from_flags(Packs, parser.parse_args())
     with torch.no_grad():
         rows = [measure(shapes, ranks) for ranks in shapes.ranks]
-    if shapes.out:
-        given = {name: str(value) for name, value in vars(shapes).items() if name != "out"}
-        shapes.out.write_text(
-            json.dumps({"arguments": given, "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
-        )
+    write(shapes, rows)
 
 
 def measure(shapes: Packs, ranks: int) -> dict[str, Any]:

@@ -67,8 +67,13 @@ def main() -> None:
         for ranks in shapes.ranks:
             rows.append(measure(shapes, ranks))
             print("  ".join(f"{key} {value:.3f}" for key, value in rows[-1].items() if isinstance(value, int | float)))
+    write(shapes, rows)
+
+
+def write(shapes: Shapes, rows: list[dict[str, Any]]) -> None:
+    """Write the rows as JSON, with the arguments but the file's own path, if that was asked for."""
     if shapes.out:
-        given = {name: str(value) for name, value in vars(shapes).items()}
+        given = {name: str(value) for name, value in vars(shapes).items() if name != "out"}
         shapes.out.write_text(
             json.dumps({"arguments": given, "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
         )

@@ -77,6 +77,11 @@ def new_packs() -> Lines:
         [label, *(f"{packs(layout=layout, ranks=n)[key]:.1f}" for n in (2, 4, 8))]
         for label, (layout, key) in shown.items()
     ]
+    calls = [row("11-24-1xh200-first-calls", commit="e3082a8", ranks=n) for n in (4, 8)]
+    lines += [
+        ["of 80 first calls, over 60 ms", "not run", *(str(one["stalled"]) for one in calls)],
+        ["their seconds", "", *(f"{one['stalled ms'] / 1e3:.1f}" for one in calls)],
+    ]
     return table(["host ms; ranks", "2", "4", "8"], lines)
 
 

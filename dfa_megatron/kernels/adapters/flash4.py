@@ -220,9 +220,8 @@ def _arguments(pass_name: str, call: BlockCall) -> dict[str, Any]:
 def _varlen(call: BlockCall) -> BlockCall:
     """Return the same call as a varlen launch where rows that one block might hold would compile another kernel."""
     segments = call.segments
-    if segments.window is not None or not segments.ragged or min(segments.q_len, segments.kv_len) >= _BLOCKS:
-        return call
-    if call.q.shape[0] != 1:
+    is_short = min(segments.q_len, segments.kv_len) < _BLOCKS
+    if segments.window is not None or not (segments.ragged and is_short) or call.q.shape[0] > 1:
         return call
     if "varlen" not in segments.tables:
         segments.tables["varlen"] = replace(segments, window=segments.band, tables={})

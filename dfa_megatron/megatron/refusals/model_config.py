@@ -30,11 +30,6 @@ def _kv_heads(a: Asked) -> int:
     return max(1, groups // int(a.tensor_model_parallel_size or 1)) if groups else 0
 
 
-def _stages(a: Asked) -> int:
-    """Return the stages of heads, 1 if nothing says so."""
-    return a.dfa_head_stages if isinstance(a.dfa_head_stages, int) else 1
-
-
 def _degree(a: Asked) -> int:
     """Return the number of ranks that exchange heads, 0 if the planner chooses."""
     return a.dfa_ulysses_degree if isinstance(a.dfa_ulysses_degree, int) else 0
@@ -259,7 +254,7 @@ CONFIG = Stage(
             {"dfa_ulysses_degree": 2, "num_attention_heads": 5},
         ),
         Refusal(
-            lambda a: _stages(a) > 1 and not a.multi_latent_attention and _kv_heads(a) % _stages(a),
+            lambda a: not a.multi_latent_attention and _kv_heads(a) % (a.dfa_head_stages or 1),
             "head_stages={dfa_head_stages} with num_query_groups={num_query_groups}",
             "the stages must divide the kv heads of a tensor-parallel rank",
             "--dfa-head-stages that divides them",

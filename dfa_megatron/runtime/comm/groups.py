@@ -37,13 +37,11 @@ def group_name(group: Group) -> str:
         return group
     if isinstance(group, DeviceMesh):
         group = _of_mesh(group)
-    if group is not None and not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
-        raise UnsupportedError(
-            f"group={group!r}", "it is no process group", "a ProcessGroup, a DeviceMesh, a group's name or None"
-        )
-    assert group is not None
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]  # as new_group returns it
         raise _no_member("a process group that this rank is no member of")
+    if not isinstance(group, dist.ProcessGroup):
+        what = "a ProcessGroup, a DeviceMesh, a group's name or None"
+        raise UnsupportedError(f"group={group!r}", "it is no process group", what)
     return str(group.group_name)
 
 
