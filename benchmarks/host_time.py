@@ -6,13 +6,16 @@
 
 Cases, each with its program replayed (`bound`) and run as it stands (`unbound`), in alternating runs:
 
-    program P      one rank's program of P ranks, with a transport that moves nothing
-    function       the public function over all ranks of this run, one or more
+    program P         one rank's program of P ranks, with a transport that moves nothing
+    function          the public function over all ranks of this run, one or more
+    cuda_graph        the same with cuda_graph=True, on GPUs
+    empty function    an autograd function with the same tensors that computes and sends nothing: PyTorch's own part
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -76,7 +79,9 @@ def main() -> None:
         share_gpus(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if world > 1:
         dist.init_process_group("nccl" if shapes.device == "cuda" else "gloo")
-    cases = {"function": public(shapes)}
+    cases = {"function": public(shapes), "empty function": empty(shapes)}
+    if shapes.device == "cuda":
+        cases["cuda_graph"] = public(shapes, cuda_graph=True)
     if world == 1:
         cases = {f"program {ranks}": program(shapes, ranks) for ranks in shapes.ranks} | cases
     rows = []
@@ -88,7 +93,7 @@ def main() -> None:
                 timed["unbound"].append(host_ms(call, shapes))
         rows.append({"case": name, "world": world} | {way: statistics.median(ms) for way, ms in timed.items()})
         if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"{name:12} of {world}: {rows[-1]['bound']:.3f} ms bound, {rows[-1]['unbound']:.3f} as it stands")
+            print(f"{name:14} of {world}: {rows[-1]['bound']:.3f} ms bound, {rows[-1]['unbound']:.3f} as it stands")
     if shapes.out and (not dist.is_initialized() or dist.get_rank() == 0):
         given = {name: str(value) for name, value in vars(shapes).items()}
         shapes.out.write_text(
@@ -121,17 +126,37 @@ def program(shapes: Shapes, ranks: int) -> Call:
     return call
 
 
-def public(shapes: Shapes) -> Call:
+def public(shapes: Shapes, *, cuda_graph: bool = False) -> Call:
     """Forward and backward of the public function over the default group."""
+    config = DistAttentionConfig(kernel=shapes.kernel, cuda_graph=cuda_graph)
+    return both_ways(shapes, functools.partial(dist_flash_attn_func, causal=True, config=config))
+
+
+class Empty(torch.autograd.Function):
+    """Takes q, k and v and returns q; its gradients are dout and what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Compute nothing."""
+        ctx.save_for_backward(k, v)
+        return q.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Compute nothing."""
+        return dout, *ctx.saved_tensors
+
+
+def empty(shapes: Shapes) -> Call:
+    """Forward and backward of a function that computes nothing."""
+    return both_ways(shapes, Empty.apply)
+
+
+def both_ways(shapes: Shapes, function: Callable[..., Any]) -> Call:
+    """Forward and backward of a function of q, k and v, through PyTorch's autograd."""
     q, k, v, dout = tensors(shapes)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    config = DistAttentionConfig(kernel=shapes.kernel)
-
-    def call() -> object:
-        out: Any = dist_flash_attn_func(*leaves, causal=True, config=config)
-        return torch.autograd.grad(out, leaves, dout)
-
-    return call
+    return lambda: torch.autograd.grad(function(*leaves), leaves, dout)
 
 
 def host_ms(call: Call, shapes: Shapes) -> float:
