@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ def _opens(rank: int, ranks: int) -> tuple[list[str], list[int], int]:
     def handle(memory: torch.Tensor) -> str:
         return f"{rank}.{next(made)}"
 
-    def opens(handle: str) -> Any:
+    def opens(handle: str, device: int | None) -> Any:
         opened.append(handle)
         return SimpleNamespace(data_ptr=lambda: 1000 + int(handle[0]))
 
@@ -42,6 +43,17 @@ def test_each_rank_opens_the_handle_that_every_other_made_for_it_alone() -> None
     for rank, (opened, addresses, own) in enumerate(told):
         assert [int(handle[0]) for handle in opened] == [other for other in range(3) if other != rank]
         assert addresses == [own if other == rank else 1000 + other for other in range(3)]
+
+
+def test_memory_of_another_gpu_is_mapped_for_the_own_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses to raise a flag in memory that is mapped for its owner's GPU alone."""
+    for_devices: list[int] = []
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_new_shared_cuda", lambda device, *_: for_devices.append(device), raising=False
+    )
+    handle = json.dumps([0, "00", 8, 0, "00", 0, "00", False])
+    symmetric_memory._open(handle, 1)
+    assert for_devices == [1]
 
 
 def _opened_for(gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> list[bool]:

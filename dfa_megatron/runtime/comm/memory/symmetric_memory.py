@@ -94,7 +94,8 @@ def _opened(memory: torch.Tensor, over: Channel) -> Mapped:
     # One handle for each reader, because PyTorch counts how many have let go.
     mine = {str(rank): _handle(memory) for rank in ranks if rank != over.rank}
     everyone = over.exchange(mine, SUBJECT)
-    others = {rank: _open(facts[str(over.rank)]) for rank, facts in enumerate(everyone) if rank != over.rank}
+    device = memory.device.index
+    others = {rank: _open(facts[str(over.rank)], device) for rank, facts in enumerate(everyone) if rank != over.rank}
     addresses = [others[rank].data_ptr() if rank in others else memory.data_ptr() for rank in ranks]
     return Mapped(memory, addresses, tuple(others.values()))
 
@@ -104,8 +105,9 @@ def _handle(memory: torch.Tensor) -> str:
     return json.dumps([x.hex() if isinstance(x, bytes) else x for x in memory.untyped_storage()._share_cuda_()])
 
 
-def _open(handle: str) -> torch.UntypedStorage:
-    device, memory, size, offset, counter, place, event, waits = json.loads(handle)
+def _open(handle: str, device: int) -> torch.UntypedStorage:
+    """Map the memory for a GPU of this process, which may be another than its own: CUDA opens the link between them."""
+    _, memory, size, offset, counter, place, event, waits = json.loads(handle)
     storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(
         device, bytes.fromhex(memory), size, offset, bytes.fromhex(counter), place, bytes.fromhex(event), waits
     )
