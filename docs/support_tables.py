@@ -147,8 +147,15 @@ def environments() -> list[str]:
 
 
 def take_in(lines: Iterable[str]) -> None:
-    """Add the results of one file of `pytest --support-report` to support.json."""
-    runs, cells = merge(results(), read(lines)), known()
+    """Add the results of one file of `pytest --support-report` to support.json; rows that no table has any more go.
+
+    Raises:
+        ValueError: no table has a row of the file.
+    """
+    new, cells = read(lines), known()
+    if strangers := sorted(new["cells"].keys() - cells):
+        raise ValueError(f"no table of support_rows.json has {strangers}")
+    runs = merge(results(), new)
     for run in runs:
         run["cells"] = {name: counts for name, counts in sorted(run["cells"].items()) if name in cells}
     RESULTS.write_text("[\n" + ",\n".join(_lines(run) for run in runs) + "\n]\n", encoding="utf-8")

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dfa_megatron import names
 from docs import support_tables as script
 
@@ -70,3 +72,19 @@ def test_results_of_a_part_of_the_tests_leave_the_other_cells() -> None:
     first = reported((GLOO, "passed", False, ""))
     second = reported((BALANCED, "passed", False, ""))
     assert script.seen(script.merge([first], second), GLOO, "CPU", "torch") == "2.9"
+
+
+def test_results_of_a_row_that_no_table_has_are_not_dropped_in_silence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(script, "RESULTS", tmp_path / "support.json")
+    script.RESULTS.write_text("[]")
+    head = {"date": "2026-01-02", "device": "CPU", "python": "3.12.0", "versions": {}, "command": "a"}
+    test = {"id": "tests/a", "outcome": "passed", "gpu": False, "reason": "", "support": [GLOO], "refuses": False}
+    lines = [json.dumps(head), json.dumps(test)]
+    script.take_in(lines)
+    assert script.count(script.results(), GLOO, "passed CPU") == 1
+    lines[1] = lines[1].replace("gloo", "loog")
+    with pytest.raises(ValueError, match=r"no table .*loog"):
+        script.take_in(lines)
+    assert script.count(script.results(), GLOO, "passed CPU") == 1
