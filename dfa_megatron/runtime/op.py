@@ -27,8 +27,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Exchanged = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The q, k and v that an exchange of heads made of the caller's."""
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of q, k, v and sinks; the last is empty without sinks."""
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Of q, k, v and sinks; the last is None without sinks."""
 
 Saved = tuple[torch.Tensor | None, ...]
 """What every way of running saves, in this order: q, k, v, out, lse, sinks, slopes."""
@@ -107,14 +107,14 @@ def _backward_of(dout: torch.Tensor, saved: Saved, request: Request, group: str)
     if number == 1:
         return _gradients(dout, saved, prepare(request, group, QKV(q, k, v), slopes))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    dsinks = None if sinks is None else sinks.new_empty(sinks.shape)
     for heads, kv_heads in stages_of(number, q.shape[2], k.shape[2]):
         some = _of_stage(saved, heads, kv_heads)
         prepared = prepare(request, group, QKV(*some[:3]), some[6])
         part = dout[:, :, heads].contiguous()
         # Unpacked at once: no gradient of a stage is held while the next one runs.
         dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads], of_sinks = _gradients(part, some, prepared)
-        if sinks is not None:
+        if dsinks is not None and of_sinks is not None:
             dsinks[heads] = of_sinks
     return dq, dk, dv, dsinks
 
@@ -149,12 +149,8 @@ def _gradients(dout: torch.Tensor, saved: Saved, prepared: Prepared, *, exchange
     if prepared.whole is not None:
         prepared.whole.end_of_backward()
     dq, dk, dv = gradients
-    return (
-        dq.contiguous(),
-        dk.contiguous(),
-        dv.contiguous(),
-        lse.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse, sinks),
-    )
+    dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
 
 
 def attend(inputs: Inputs, call: Call) -> Pair:
@@ -208,10 +204,10 @@ class _Direct(torch.autograd.Function):
             raise transformed()
         with at_layer(ctx.layer):
             if ctx.prepared is None:
-                *gradients, dsinks = _backward_of(dout, saved, ctx.call.request, ctx.call.group)
+                gradients = _backward_of(dout, saved, ctx.call.request, ctx.call.group)
             else:
-                *gradients, dsinks = _gradients(dout, saved, ctx.prepared, exchanged=ctx.exchanged)
-        return *gradients, None if saved[5] is None else dsinks, None, None
+                gradients = _gradients(dout, saved, ctx.prepared, exchanged=ctx.exchanged)
+        return *gradients, None, None
 
 
 def _save(ctx: Any, *saved: torch.Tensor | None) -> None:
@@ -273,7 +269,8 @@ def attention_backward(
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv) of this rank's rows, and dsinks (heads,), which is (0,) without sinks."""
-    return _backward_of(dout, (q, k, v, out, lse, sinks, slopes), from_text(request), group)
+    dq, dk, dv, dsinks = _backward_of(dout, (q, k, v, out, lse, sinks, slopes), from_text(request), group)
+    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 
 @attention_backward.register_fake

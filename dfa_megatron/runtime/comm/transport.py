@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
@@ -86,6 +87,12 @@ class Transport(StepTransport, Protocol):
         ...
 
 
+@functools.cache
+@torch.inference_mode(False)  # it outlives the call that asks for it
+def _nothing(device: torch.device) -> Arena:
+    return Arena.allocate(0, device)
+
+
 class NoTransport:
     """Moves nothing: for a plan of one rank, and to time the program of one rank alone."""
 
@@ -97,8 +104,8 @@ class NoTransport:
         """Do nothing."""
 
     def arena(self, nbytes: int, device: torch.device) -> Arena:
-        """Allocate memory for one run."""
-        return Arena.allocate(nbytes, device)
+        """Allocate memory for one run; where nothing is received, return the same of no bytes."""
+        return Arena.allocate(nbytes, device) if nbytes else _nothing(device)
 
     def start(self) -> None:
         """Do nothing."""
