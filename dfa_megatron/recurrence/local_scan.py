@@ -93,16 +93,16 @@ class Local:
     passes: bool
 
     def finish(self, incoming: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, final state) with the state that came in; the result depends on it on every rank."""
+        """Return (out, final state) with the state that came in; each of them depends on it on every rank."""
         if self.read is None:
-            out: torch.Tensor = _Tie.apply(self.out, incoming)  # type: ignore[no-untyped-call]
-            return out, self.state
+            return _tied(self.out, incoming), _tied(self.state, incoming)
         with torch.autocast(self.out.device.type, enabled=False):
             seen = self.read(incoming).to(self.out.dtype)
             first, rest = self.out[:, : seen.shape[1]] + seen, self.out[:, seen.shape[1] :]
-            final = self.state
             if self.passes:
-                final = apply(self.m.to(incoming.dtype), incoming, matrix=self.matrix) + final
+                final = apply(self.m.to(incoming.dtype), incoming, matrix=self.matrix) + self.state
+            else:
+                final = _tied(self.state, incoming)
         return torch.cat([first, rest], 1) if rest.shape[1] else first, final
 
 
@@ -203,13 +203,17 @@ def _check(tokens: Tokens, scan: Scan, share: Share) -> None:
         raise UnsupportedError(f"lengths {lengths} along dimension 1", why, "tensors with tokens along dimension 1")
 
 
-class _Tie(torch.autograd.Function):
-    """Return `out`, and have the backward reach the exchange although nothing came in: the other ranks wait for it."""
+def _tied(result: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
+    """Return a result, and have its backward reach the exchange although nothing came in: the other ranks wait."""
+    tied: torch.Tensor = _Tie.apply(result, incoming)  # type: ignore[no-untyped-call]
+    return tied
 
+
+class _Tie(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, result: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(incoming)
-        return out.view_as(out)
+        return result.view_as(result)
 
     @staticmethod
     @once_differentiable

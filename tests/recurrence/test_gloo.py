@@ -50,6 +50,30 @@ def test_every_recurrence_is_exact_over_gloo(ranks: int) -> None:
     run_ranks(ranks, _every_kind)
 
 
+def _final_state(rank: int, ranks: int) -> None:
+    """A loss of the last state alone, as a classifier has it; the others' results have no value in it."""
+    length = 4 * ranks
+    for seed, kind in enumerate(KINDS):
+        for offsets in ((0, length), (0, length - 6, length)):  # the second starts inside of the last rank but one
+            whole = recurrence(kind, length, seed=seed)
+            mine = whole.rows(rank, ranks)
+            _, final = dist_scan(whole.scan, mine, decay=whole.decay(mine), cu_seqlens=offsets)
+            got = torch.autograd.grad(final.sum() * (rank == ranks - 1), list(mine.values()), allow_unused=True)
+            everything = {name: x.clone().requires_grad_() for name, x in whole.tokens.items()}
+            _, wanted = whole.scan.run({name: x[:, offsets[-2] :] for name, x in everything.items()}, None, ())
+            of_tokens = torch.autograd.grad(wanted.sum(), list(everything.values()), allow_unused=True)
+            for name, mine_, theirs in zip(mine, got, of_tokens, strict=True):
+                want = torch.zeros_like(everything[name]) if theirs is None else theirs
+                have = torch.zeros_like(mine[name]) if mine_ is None else mine_
+                rows = want[:, rank * 4 : rank * 4 + 4]
+                assert_close(have, rows, tolerance=1e-10, name=f"gradient of {name} of {kind}")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_loss_may_read_the_final_state_alone(ranks: int) -> None:
+    run_ranks(ranks, _final_state, timeout=60)
+
+
 def _convolutions(rank: int, ranks: int) -> None:
     draw = random.Random(7)
     for tokens, width in ((2, 4), (1, 5), (3, 1), (6, 4)):
