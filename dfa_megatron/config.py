@@ -200,22 +200,22 @@ class DistAttentionConfig:
         """Build from a mapping (JSON, YAML).
 
         Raises:
-            UnsupportedError: a key is unknown in the scope (the nearest known one is named), or a value is wrong.
+            UnsupportedError: a key is unknown (the nearest known one is named), of another scope, or its value wrong.
         """
         known = tuple(spec.name for spec in cls.options(scope))
         for key in values:
             if key not in known:
-                raise UnsupportedError(f"the key {key!r}", "no option has that name", nearest(key, known))
+                elsewhere = cls.belongs(key) if key in cls.__dataclass_fields__ else "no option has that name"
+                raise UnsupportedError(f"the key {key!r}", elsewhere, nearest(key, known))
         return cls(**values)
 
     @classmethod
     def add_arguments(
-        cls, parser: argparse.ArgumentParser, prefix: str = "--dfa-", scope: str | None = None
+        cls, parser: argparse.ArgumentParser, scope: str, prefix: str = "--dfa-"
     ) -> argparse.ArgumentParser:
         """Add one argument group with a flag for every field of a scope."""
-        group = parser.add_argument_group("dfa", "distributed attention (dfa_megatron)")
         name = prefix.lstrip("-").replace("-", "_")
-        add_flags(group, cls, name, scope)
+        add_flags(parser.add_argument_group("dfa", "distributed attention (dfa_megatron)"), cls, name, scope)
         parser.set_defaults(**{name + spec.name: spec.default for spec in cls.options(scope)})
         return parser
 
@@ -251,8 +251,12 @@ class DistAttentionConfig:
         """
         for spec in self._outside(scope):
             if (value := getattr(self, spec.name)) != spec.default:
-                where = " and ".join(spec.metadata["scope"])
-                raise UnsupportedError(f"{spec.name}={value!r}", f"it is an option of {where} alone", instead)
+                raise UnsupportedError(f"{spec.name}={value!r}", self.belongs(spec.name), instead)
+
+    @classmethod
+    def belongs(cls, name: str) -> str:
+        """Say where an option can be set."""
+        return f"it is an option of {' and '.join(cls.__dataclass_fields__[name].metadata['scope'])} alone"
 
     @property
     def fixed_degree(self) -> int:

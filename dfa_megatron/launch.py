@@ -5,7 +5,7 @@
 
 `@FILE` among the arguments stands for the flags of an argument file, such as those of configs/megatron.
 
-Two names of Megatron's are replaced in this process before the script runs, and nothing on disk; see
+A few names of Megatron's are replaced in this process before the script runs, and nothing on disk. See
 dfa_megatron/megatron/start/script.py for which and why.
 """
 

@@ -31,13 +31,18 @@ def test_every_option_says_where_it_can_be_set_and_the_others_are_refused_there(
     config.refuse_outside("megatron", "nothing")
     with pytest.raises(UnsupportedError, match=r"remat='on'.*an option of megatron alone"):
         config.refuse_outside("function", "its default")
+    with pytest.raises(UnsupportedError, match=r"key 'remat'.*an option of megatron alone"):
+        DistAttentionConfig.from_mapping({"remat": "on"}, "deepspeed")
+    for scope in names.SCOPES:
+        flags = vars(DistAttentionConfig.add_arguments(argparse.ArgumentParser(), scope).parse_args([]))
+        assert set(flags) == {f"dfa_{name}" for name, where in scopes.items() if scope in where}
     assert set(DistAttentionConfig.json_schema("deepspeed")["properties"]) == {
         name for name, scope in scopes.items() if "deepspeed" in scope
     }
 
 
 def test_automatic_or_a_number_is_what_flag_json_and_check_take_for_the_degree() -> None:
-    parser = DistAttentionConfig.add_arguments(argparse.ArgumentParser())
+    parser = DistAttentionConfig.add_arguments(argparse.ArgumentParser(), "megatron")
     for word, value in (("auto", "auto"), ("1", 1), ("8", 8)):
         assert DistAttentionConfig.from_args(parser.parse_args(["--dfa-ulysses-degree", word])).ulysses_degree == value
         assert DistAttentionConfig.from_mapping({"ulysses_degree": value}).ulysses_degree == value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ def test_every_row_of_the_page_has_tests_and_every_marker_a_row(every_test: list
     for table in (*script.GRIDS, *script.PLACES):
         if table in ("kernels", "schedules", "runtime") or folders.get(table, table) in installed:
             assert {(table, row) for row in script.ROWS[table]["rows"]} <= rows
+
+
+def test_make_quick_names_tests_that_exist(every_test: list[dict[str, Any]]) -> None:
+    """pytest runs none of the others where it does not find one."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = re.findall(r'"(tests/[^"]+::[^"]+)"', makefile)
+    assert len(named) > 4
+    there = {test["id"] for test in every_test}
+    assert [name for name in named if name not in there | {test.partition("[")[0] for test in there}] == []
 
 
 def test_every_kernel_has_a_column() -> None:

@@ -47,7 +47,7 @@ def case_of(words: Sequence[str]) -> Case:
     """
     parser = argparse.ArgumentParser(prog="dfa-megatron selfcheck attention", description=__doc__, allow_abbrev=False)
     add_flags(parser, AttentionFlags)
-    args = DistAttentionConfig.add_arguments(parser, prefix="--", scope="function").parse_args(list(words))
+    args = DistAttentionConfig.add_arguments(parser, "function", prefix="--").parse_args(list(words))
     flags, config = from_flags(AttentionFlags, args), DistAttentionConfig.from_args(args, prefix="")
     if not 1 <= flags.ranks <= MOST_RANKS:
         raise UnsupportedError(f"--ranks {flags.ranks}", "each is a process here", f"1 to {MOST_RANKS}")

@@ -102,7 +102,9 @@ def shape_of(flags: DoctorFlags) -> Trial:
     if min(length, heads, kv_heads, flags.head_dim, flags.repetitions) < 1:
         raise UnsupportedError("a count below 1", "it must be positive", "1 or more")
     if heads % kv_heads:
-        raise UnsupportedError(f"{heads} heads on {kv_heads}", "heads must be a multiple of kv_heads", "equal counts")
+        raise UnsupportedError(
+            f"{heads} heads on {kv_heads}", "heads must be a multiple of kv_heads", "a divisor of the heads"
+        )
     return Trial(
         q_len=length, kv_len=length, band=CAUSAL if flags.mask == "causal" else FULL, heads=heads, kv_heads=kv_heads,
         head_dim=flags.head_dim, head_dim_v=flags.head_dim, device=device,

@@ -200,9 +200,10 @@ def message_bytes(plan: AttentionPlan, shape: AttentionShape) -> int:
 def _exchange(heads: HeadSplit, whole: AttentionShape, tokens: int, ranks: int, *, kept: bool) -> str:
     """Describe the head exchange around a plan."""
     forward, backward = heads.sent(whole, tokens, kept=kept)
+    count = ranks // heads.degree
     return (
         f"around it, not simulated: {heads.degree} neighbours each of {ranks} ranks exchange heads for tokens\n"
-        f"the plan    is of {ranks // heads.degree} ranks with {heads.heads} heads and {heads.kv_heads} kv heads\n"
+        f"the plan    is of {count} rank{'s' * (count > 1)} with {heads.heads} heads and {heads.kv_heads} kv heads\n"
         f"MB sent     {forward / 1e6:.1f} by every rank around the forward, {backward / 1e6:.1f} around the backward"
     )
 

@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         epilog="Started by torchrun it is one of its ranks; otherwise it starts the ranks itself.",
     )
     add_flags(parser, TraceFlags)
-    DistAttentionConfig.add_arguments(parser, prefix="--", scope="function")
+    DistAttentionConfig.add_arguments(parser, "function", prefix="--")
     parser.set_defaults(run=run)
 
 

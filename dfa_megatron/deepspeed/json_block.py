@@ -70,15 +70,17 @@ class DeepSpeedOptions:
         """Read the block.
 
         Raises:
-            UnsupportedError: a key is unknown; the nearest known one is named.
+            UnsupportedError: a key is unknown (the nearest known one is named), or of another framework.
         """
         BLOCK.check(no_block=None if isinstance(values, Mapping) else repr(values))
         known = (*cls._own(), *_OPTIONS)
+        everywhere = DistAttentionConfig.__dataclass_fields__
         for key in values:
-            BLOCK.check(unknown_key=None if key in known else str(key), nearest=nearest(key, known))
-        own = {key: value for key, value in values.items() if key not in _OPTIONS}
-        shared = {key: value for key, value in values.items() if key in _OPTIONS}
-        return cls(**own, options=DistAttentionConfig.from_mapping(shared))
+            there = key in known or key in everywhere
+            BLOCK.check(unknown_key=None if there else str(key), nearest=nearest(key, known))
+        own = {key: value for key, value in values.items() if key not in everywhere}
+        shared = {key: value for key, value in values.items() if key in everywhere}
+        return cls(**own, options=DistAttentionConfig.from_mapping(shared, "deepspeed"))
 
     @classmethod
     def enabled_in(cls, settings: Mapping[str, Any]) -> DeepSpeedOptions | None:

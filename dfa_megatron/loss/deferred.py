@@ -178,8 +178,8 @@ def scores_of(model: torch.nn.Module) -> Iterator[Scores]:
     heads = [module for module in model.modules() if hasattr(module, WATCHED)]
     if len(heads) != 1:
         raise UnsupportedError(
-            f"scores_of a {type(model).__name__} with {len(heads)} heads",
-            "they are read where the loss is made by tiles",
+            f"scores_of a {type(model).__name__} with {len(heads)} losses made by tiles",
+            "they are read at the one loss that is made by tiles",
             "a model with loss_tile; of a pipeline, the last stage",
         )
     scores = Scores()

@@ -64,7 +64,7 @@ def distribute_attention(
             experts in some layers), or the stack spec of a hybrid model. Its modules are Transformer Engine's or
             Megatron's own.
         transformer_config: the TransformerConfig. If given, it is checked now and not when the model is built. Sequence
-            parallelism without Transformer Engine and Apex needs it to replace the norms (see norm.py).
+            parallelism without Transformer Engine and Apex needs it to replace the norms (see layers/norm.py).
         config: this package's options. data_layout="contiguous" needs batches from `shard_batch`.
         vp_stage: the virtual pipeline stage, as for Megatron's get_num_layers_to_build. It matters only if the final
             norm is replaced.
@@ -78,6 +78,7 @@ def distribute_attention(
         UnsupportedError: the spec or the configuration would give wrong numbers silently.
     """
     options = config or DistAttentionConfig()
+    options.refuse_outside("megatron", "remat='on'")
     follow_batches()
     follow_outputs()
     want_tiles(transformer_config, options)
@@ -195,8 +196,8 @@ def _replace_norms(submodules: Any, config: Any) -> None:
 def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
     """Return Megatron's default spec, distributed, for `--spec dfa_megatron.megatron get_spec` (0.19 and later).
 
-    Options come from the script's `--dfa-*` flags (see flags.py). A script without them gets layout boundary, which
-    works with Megatron's own batches.
+    Options come from the script's `--dfa-*` flags (see start/dfa_flags.py). A script without them gets layout
+    boundary, which works with Megatron's own batches.
 
     Args:
         model_cfg: Megatron's GPTModelConfig.

@@ -84,7 +84,8 @@ class Report:
             draw_loss(self.steps, self.folder / "loss.png", title=f"{self.sizes.context} ranks share each sequence")
         if self.args.save:
             save, step = self.args.save, self.steps[-1]["step"]
-            text += f"\n\n{save}: a checkpoint of step {step}; --load {save} goes on from it"
+            goes_on = f"; --load {save} goes on from it" if step < self.args.train_iters else ""
+            text += f"\n\n{save}: a checkpoint of step {step}{goes_on}"
         self._say(f"{text}\n\n{self.folder}: loss.png, log.jsonl, summary.txt", soft_wrap=True)
 
     def close(self) -> None:

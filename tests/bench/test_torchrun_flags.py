@@ -12,6 +12,7 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 from benchmarks.attention.job import Job
+from dfa_megatron import names
 from dfa_megatron.cli.main import build_parser
 from dfa_megatron.config import DistAttentionConfig
 
@@ -49,7 +50,9 @@ def written_in(file: Path) -> Iterator[str]:
 def test_no_flag_is_an_abbreviation_of_torchruns() -> None:
     found = dict.fromkeys(flags_of(build_parser()), "dfa-megatron")
     found |= dict.fromkeys(["--" + spec.name.replace("_", "-") for spec in fields(Job)], "benchmarks.attention")
-    found |= dict.fromkeys(flags_of(DistAttentionConfig.add_arguments(argparse.ArgumentParser())), "--dfa-*")
+    for scope in names.SCOPES:
+        parser = DistAttentionConfig.add_arguments(argparse.ArgumentParser(), scope)
+        found |= dict.fromkeys(flags_of(parser), "--dfa-*")
     for folder in ("benchmarks", "examples", "dfa_megatron"):
         for file in (ROOT / folder).rglob("*.py"):
             found |= dict.fromkeys(written_in(file), str(file.relative_to(ROOT)))

@@ -37,6 +37,14 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": sample["input_ids"][0], "labels": labels, "position_ids": torch.cat(documents)}
 
 
+class HalfUnlabelled(Sequences):
+    """Batches of which the later ones have no label that counts: their loss is NaN, and Trainer leaves it out."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        return sample if index < self.count // 2 else sample | {"labels": torch.full_like(sample["labels"], -100)}
+
+
 class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
     """Three sequences that no index finds, as of a streamed data set."""
 
@@ -106,7 +114,8 @@ def example(folder: str) -> list[float]:
 def alone(rank: int, world_size: int, folder: str) -> Any:
     run = trainer(folder, 1, compute_metrics=hits)
     run.train()
-    return history(run), parameters_of(run), run.predict(Sequences(3, seed=70)).predictions, example(folder)
+    found = history(run), parameters_of(run), run.predict(Sequences(3, seed=70)).predictions
+    return *found, run.evaluate(HalfUnlabelled(4))["eval_loss"], example(folder)
 
 
 def sharded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -141,7 +150,8 @@ def together(rank: int, world_size: int, folder: str) -> Any:
         dfa_hf.distribute_trainer(again, size=size, config=DistAttentionConfig(loss_tile=5))
         again.train(resume_from_checkpoint=f"{folder}/{size}/checkpoint-{STEPS - 1}")
         predicted = (run.predict(Stream()) if data == 1 else again.predict(Sequences(3, seed=70))).predictions
-        found.append((history(run), history(again, resumed=True), parameters_of(run), parameters_of(again), predicted))
+        seen = history(run), history(again, resumed=True), parameters_of(run), parameters_of(again), predicted
+        found.append((*seen, [one.evaluate(HalfUnlabelled(4))["eval_loss"] for one in (run, again)]))
     again.model.eval()
     sample = {name: value[None] for name, value in Sequences(1, seed=rank)[0].items()}
     with pytest.raises(UnsupportedError, match="batches that differ between the ranks"):
@@ -175,12 +185,13 @@ def parameters_of(run: Any) -> dict[str, torch.Tensor]:
 
 
 def test_trainer_with_ddp_and_fsdp2_has_the_steps_evaluation_and_resumed_steps_of_one_process(tmp_path: Path) -> None:
-    ((wanted, parameters, predicted, wanted_packed),) = run_ranks(1, alone, str(tmp_path / "one"), timeout=120)
+    ((wanted, parameters, predicted, half, wanted_packed),) = run_ranks(1, alone, str(tmp_path / "one"), timeout=120)
     last = wanted["loss"][-1:] + wanted["eval_loss"]
     for ranks, packed in run_ranks(4, together, str(tmp_path), timeout=170):
         assert packed == pytest.approx(wanted_packed, rel=1e-5)
         assert packed[-1] < packed[0] - 0.1
-        for whole, resumed, mine, mine_resumed, predictions in ranks:
+        for whole, resumed, mine, mine_resumed, predictions, halves in ranks:
+            assert halves == pytest.approx([half, half], rel=1e-5)
             for name, values in wanted.items():
                 assert whole[name] == pytest.approx(values, rel=1e-5), name
             assert resumed["loss"] + resumed["eval_loss"] == pytest.approx(last, rel=1e-5)

@@ -44,8 +44,12 @@ def wrong_batches(rank: int, world_size: int) -> None:
         declare_batch_layout(dist_group(), "boundary")
     with pytest.raises(UnsupportedError, match="attention_mask in a batch"):
         shard_batch({**whole, "attention_mask": torch.ones(1)}, dist_group(), contiguous)
+    with pytest.raises(UnsupportedError, match=r"a row of 6 tokens without cu_seqlens.* 2 x CP = 4 parts"):
+        shard_batch({"tokens": torch.zeros(1, 6)}, dist_group(), contiguous)
+    packed = {"cu_seqlens": torch.tensor([[0, 4, 7]], dtype=torch.int32)}
     with pytest.raises(UnsupportedError, match="multiple of"):
-        shard_batch({"tokens": torch.zeros(1, 7)}, dist_group(), contiguous)
+        shard_batch({"tokens": torch.zeros(1, 7), **packed}, dist_group(), contiguous)
+    assert shard_batch({"tokens": torch.zeros(1, 6), **packed}, dist_group(), contiguous)["tokens"].shape == (1, 3)
     model = model_of(contiguous)
     loss_of(model, shard_batch(whole, dist_group(), contiguous))
     with pytest.raises(UnsupportedError, match="data_layout='contiguous' on batches that are sliced zigzag"):

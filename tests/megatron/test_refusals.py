@@ -85,7 +85,7 @@ def parse(*flags: str) -> argparse.Namespace:
 def test_the_help_of_a_flag_names_the_default_that_it_has_there() -> None:
     shown = " ".join(add_dfa_arguments(argparse.ArgumentParser()).format_help().split())
     assert "attention works on them as they are. Default: boundary." in shown
-    shown = " ".join(DistAttentionConfig.add_arguments(argparse.ArgumentParser()).format_help().split())
+    shown = " ".join(DistAttentionConfig.add_arguments(argparse.ArgumentParser(), "megatron").format_help().split())
     assert "attention works on them as they are. Default: contiguous." in shown
 
 

@@ -147,6 +147,11 @@ def test_a_config_whose_recomputation_was_taken_over_is_refused_to_a_model_that_
     assert own.recompute_granularity == "full"
 
 
+def test_an_option_of_another_framework_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"checkpoint='remat'.*of deepspeed and huggingface alone.*remat='on'"):
+        distribute_attention(local_spec(), config=DistAttentionConfig(checkpoint="remat"))
+
+
 def test_offloading_what_nothing_recomputes_is_refused() -> None:
     context = AttentionContext(OPTIONS.replace(remat_offload=True))
     full = config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)

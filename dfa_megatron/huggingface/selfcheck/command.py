@@ -41,7 +41,7 @@ def case_of(words: Sequence[str]) -> Case:
     parser.add_argument("--ranks", type=int, default=2, help="that share a sequence (2)")
     parser.add_argument("--tokens", type=int, help="of your sequences, which a window is a part of")
     parser.add_argument("--reentrant", action="store_true", help="as in distribute_attention")
-    args = DistAttentionConfig.add_arguments(parser, scope="huggingface").parse_args(list(words))
+    args = DistAttentionConfig.add_arguments(parser, "huggingface").parse_args(list(words))
     options = DistAttentionConfig.from_args(args)
     MODEL.check(options, reentrant=args.reentrant)
     SELFCHECK.check(ranks=args.ranks, source="--ranks")

@@ -110,7 +110,7 @@ def loss_by_tiles(
     shift_labels: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Return what transformers' ForCausalLMLoss does; 0 without a label that counts."""
+    """Return what transformers' ForCausalLMLoss does, but 0 in training without a label that counts."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if not isinstance(logits, DeferredLogits):
@@ -123,7 +123,8 @@ def loss_by_tiles(
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
     total = logits.losses(shift_labels, ignore_index).sum()
     if num_items_in_batch is None:
-        return total / (shift_labels != ignore_index).sum().clamp(min=1)
+        count = (shift_labels != ignore_index).sum()
+        return total / (count.clamp(min=1) if torch.is_grad_enabled() else count)
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch

@@ -35,11 +35,13 @@ class Shared:
     logits: whether evaluation puts logits together; whoever reads the loss alone saves their memory.
     count_of_whole: whether `num_items_in_batch`, where given, counts whole batches; Trainer's is this rank's share.
     length: tokens of the present batch, without those that made its length divide.
+    labelled: whether a label of it counts, on its device; None without labels.
     """
 
     logits: bool = True
     count_of_whole: bool = True
     length: int = 0
+    labelled: torch.Tensor | None = None
 
 
 def take_whole_batches(model: Any) -> Shared:
@@ -79,6 +81,8 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
         _check_same(batch, context.group)
     shared: Shared = getattr(model, _SHARED)
     shared.length = batch["input_ids"].shape[1]
+    labels = batch.get("labels")
+    shared.labelled = None if labels is None else (labels[..., 1:] != IGNORED).any()
     part = shard_batch(padded(batch, context.size), group=context.group or None)
     if shared.count_of_whole and (count := given.get("num_items_in_batch")) is not None:
         given["num_items_in_batch"] = count / context.size
@@ -86,7 +90,10 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
 
 
 def _join(model: Any, args: Any, output: Any) -> Any:
-    """In evaluation, give every rank the outputs of all tokens, and the mean of the losses."""
+    """In evaluation, give every rank the outputs of all tokens, and the mean of the losses.
+
+    Without a label that counts the loss is NaN, as in one process: Trainer leaves it out of its mean.
+    """
     context: LayerContext = getattr(model, CONTEXT)
     if model.training or not is_distributed(model) or context.size == 1:
         return None
@@ -102,11 +109,17 @@ def _join(model: Any, args: Any, output: Any) -> Any:
             return value
         return unshard_sequence(value, group=context.group)[:, : shared.length]
 
+    def loss(value: torch.Tensor) -> torch.Tensor:
+        assert shared.labelled is not None
+        return torch.where(shared.labelled.to(value.device), whole(value), torch.nan)
+
+    has_loss = shared.labelled is not None
     if not isinstance(output, Mapping):
-        return tree_map_only(torch.Tensor, whole, output)
+        first = (loss(output[0]),) if has_loss else ()
+        return type(output)((*first, *tree_map_only(torch.Tensor, whole, output[len(first) :])))
     for name, value in list(output.items()):
         if name != "logits" or shared.logits:
-            output[name] = tree_map_only(torch.Tensor, whole, value)  # type: ignore[index]
+            output[name] = tree_map_only(torch.Tensor, loss if has_loss and name == "loss" else whole, value)  # type: ignore[index]
     return output
 
 

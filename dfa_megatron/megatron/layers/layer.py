@@ -32,7 +32,7 @@ class DistributedAttentionLayer(SharingLayer):
     - Layouts `boundary` and `contiguous`: Megatron's zigzag slice of the rotary table is exchanged once, a multimodal
       one once per micro-batch. In multi-latent attention every layer makes its own table, which is sliced in order.
     - Layout `boundary`: padding masks, recorded or replayed routing, and hidden states that a caller extracts between
-      layers are in the caller's order; see outside.py.
+      layers are in the caller's order; see tokens/outside.py.
     - Packed documents, in every layout: each token gets the rotary row of its position in its document. A multimodal
       table follows `position_ids`. The modules in `_dfa_heeds` get the documents, Megatron's arguments do not.
     - A micro-batch with a context-parallel group of its own is shared and exchanged by that group.

@@ -23,6 +23,13 @@ BATCHES = Stage(
             form=(2,),
         ),
         Refusal(
+            lambda a: a.row_tokens and a.parts and a.row_tokens % a.parts,
+            "a row of {row_tokens} tokens without cu_seqlens",
+            "Megatron cuts its tables of positions into 2 x CP = {parts} parts",
+            "a length that 2 x CP divides, or packed documents",
+            {"row_tokens": 62, "parts": 4},
+        ),
+        Refusal(
             lambda a: a.offsets_shape and (len(a.offsets_shape) != 2 or a.offsets_shape[0] != a.rows),
             "cu_seqlens of shape {offsets_shape} with {rows} rows",
             "it holds offsets into each row",

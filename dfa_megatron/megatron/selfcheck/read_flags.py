@@ -235,6 +235,6 @@ def _check(asked: Asked) -> None:
         SELFCHECK.check(missing_flag=None if isinstance(size, int) else f"--{name.replace('_', '-')}")
     check_config(config, asked.options)
     ARGS.check(asked.config, training, asked.options)
-    # In a patched clone --cp-comm-type dfa means the default model with this attention; see clone.py.
+    # In a patched clone --cp-comm-type dfa means the default model with this attention; see start/clone.py.
     spec = training["spec"] or (["dfa_megatron.megatron"] if config["cp_comm_type"] == "dfa" else None)
     LAUNCH.check(training, spec=spec, launched=True)

@@ -15,7 +15,7 @@ def add_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     The layout's default is `boundary` here, because Megatron's scripts slice their data in zigzag order; `contiguous`
     is for a loop that slices its batches with `dfa_megatron.megatron.shard_batch`.
     """
-    DistAttentionConfig.add_arguments(parser)
+    DistAttentionConfig.add_arguments(parser, "megatron")
     parser.set_defaults(dfa_data_layout="boundary")
     parser.add_argument(
         "--dfa-selfcheck",

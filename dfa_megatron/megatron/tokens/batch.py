@@ -64,7 +64,7 @@ def shard_batch(
 
     Raises:
         UnsupportedError: an attention_mask (attention is causal by construction), an entry without tokens, cu_seqlens
-            of other rows, or a length that does not divide among the ranks.
+            of other rows, or a length that does not divide among the ranks: packs by CP, other rows by 2 x CP.
     """
     BATCHES.check(mask_in_batch=batch.get("attention_mask") is not None)
     for name, x in batch.items():
@@ -75,8 +75,12 @@ def shard_batch(
     if slicing is None or slicing.order != layout:
         slicing = _DECLARED[cp_group] = _Slicing(layout, set())
     batch = _one_row(batch)
-    if dist.get_world_size(cp_group) == 1:
+    ranks = dist.get_world_size(cp_group)
+    if ranks == 1:
         return dict(batch)
+    for name, x in batch.items():
+        if x is not None and not _stays(name, x) and batch.get("cu_seqlens") is None:
+            BATCHES.check(row_tokens=x.shape[1], parts=2 * ranks)
     cut = {
         name: shard_sequence(x, group=cp_group, layout=layout)
         for name, x in batch.items()
