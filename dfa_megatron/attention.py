@@ -124,9 +124,8 @@ def dist_flash_attn_varlen_func(
         k: (local_tokens, kv_heads, head_dim).
         v: (local_tokens, kv_heads, head_dim_v).
         cu_seqlens: int32 (documents + 1), or as many Python integers: *global* token offsets 0, ..., P * local_tokens,
-            the same on every rank. Best a tuple or a CPU tensor. A CUDA tensor is read back once, which makes the host
-            wait for the device, and then known by its identity and version (writing to it through another tensor
-            object's `.data` would go unseen).
+            the same on every rank. Best a tuple or a CPU tensor. A CUDA tensor is read back once, and the host waits.
+            It is then known by its identity and version: a write through another tensor's `.data` is not seen.
         causal, window_size: as in `dist_flash_attn_func`, within each document.
         layout: "load_balanced" as well: every rank computes its own rows, and the rows are placed for equal work.
         config: as there. cuda_graph captures a graph for every new pack, so use it only for packs that come again.

@@ -50,10 +50,10 @@ class PackPlanner:
     or schedules need planners of their own. Layers that differ only in scale or sinks share one.
 
     Args:
-        local_tokens: of each rank.
-        heads: of q.
+        local_tokens: tokens of each rank.
+        heads: query heads.
         head_dim: of q and k.
-        kv_heads: of k and v; heads if None.
+        kv_heads: key/value heads; heads if None.
         head_dim_v: of v; head_dim if None.
         dtype: of q, k and v.
         device: on which they are; None is the GPU if there is one.

@@ -26,7 +26,7 @@ from docs.attention_tables import (
     tflops,
 )
 from docs.attention_tables import TABLES as ATTENTION
-from docs.raw_results import RESULTS, K, Lines, figures, row, table
+from docs.raw_results import RESULTS, K, Lines, figures, matching, row, table
 
 
 def spread(pairs: Iterable[tuple[float, float]]) -> str:
@@ -185,10 +185,17 @@ def qwen() -> Lines:
 
 def host() -> Lines:
     """Return the host's milliseconds of a call, as it stands and replayed."""
-    one, two = "11-23-1xh200-host-time", "11-23-2xh200-host-time"
-    cells = {f"{n}": row(one, case=f"program {n}") for n in (1, 2, 4, 8)} | {"2, whole call": row(two, case="function")}
-    lines = [[label, *(f"{x[way]:.2f}" for x in cells.values())] for label, way in WAYS.items()]
-    return table(["host ms, forward + backward; ranks", *cells], lines)
+    programs, whole = ("1", "2", "4", "8"), {"2, whole call": "function", "`cuda_graph`": "cuda_graph"}
+    whole["PyTorch's part"] = "empty function"
+    lines = []
+    for gpus in ("11-23-{}xh200", "11-24-{}xh100"):
+        one, two = (matching(gpus.format(n) + "-host-time", {}) for n in (1, 2))
+        known = {x["case"]: x for x in one if x["case"].startswith("program")} | {x["case"]: x for x in two}
+        for label, way in WAYS.items():
+            cases = [f"program {n}" for n in programs] + [*whole.values()][: None if way == "bound" else 1]
+            cells = [f"{known[case][way]:.2f}" if case in known else "" for case in cases]
+            lines.append([f"{gpus[-4:].upper()}, {label}", *cells, *[""] * (len(programs) + len(whole) - len(cells))])
+    return table(["host ms, forward + backward; ranks", *programs, *whole], lines)
 
 
 WAYS = {"as it stands": "unbound", "replayed": "bound"}

@@ -34,8 +34,8 @@ def initialize(
 
     The model is a transformers causal language model, or any module or pipeline whose attention is
     `DistFlashAttention`; those that were made without a group get the one of their sequence. Gradients are right at
-    every ZeRO stage for a loss that is `dfa_megatron.deepspeed.loss`, or a transformers model's own on a batch of
-    `shard_batch`: the mean of it over all ranks is the loss of the whole batch.
+    every ZeRO stage for `dfa_megatron.deepspeed.loss`, or a transformers model's own loss on a batch of `shard_batch`.
+    Its mean over all ranks is the loss of the whole batch.
 
     Returns:
         DeepSpeed's engine, optimizer, training_dataloader and lr_scheduler; see also `mesh_of(engine)`.
