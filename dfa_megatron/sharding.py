@@ -6,8 +6,8 @@ shard    no message; a rank's gradient is that of its own tokens, zero elsewhere
 unshard  all-gather forward, reduce-scatter (sum) backward; every rank has to run the backward
 
 Gradients are exact if each rank has the loss of its own tokens. They are also exact if one rank alone has the loss; the
-others multiply their output by zero and run its backward. If every rank computes the *same* loss on an unsharded tensor, gradients
-are P times too large: average them over the group, as data parallelism does.
+others multiply their output by zero and run its backward. If every rank computes the *same* loss on an unsharded
+tensor, gradients are P times too large: average them over the group, as data parallelism does.
 """
 
 from __future__ import annotations

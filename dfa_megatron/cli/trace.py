@@ -19,8 +19,8 @@ class TraceFlags:
 
     ranks: int | None = flag(None, "default: one per GPU, two without GPUs", metavar="N")
     device: str = flag("auto", "where to run", choices=("auto", "cuda", "cpu"))
-    seq_length: int = flag(32768, "tokens of all ranks together", metavar="N")
-    heads: int = flag(32, "query heads", metavar="N")
+    seq_length: int | None = flag(None, "tokens of all ranks together (default: 32768, on CPU 1024)", metavar="N")
+    heads: int | None = flag(None, "query heads (default: 32, on CPU 4)", metavar="N")
     kv_heads: int | None = flag(None, "default: as many as heads", metavar="N")
     head_dim: int = flag(128, "of a head", metavar="N")
     layout: str = flag("contiguous", "the tokens a rank holds", choices=("contiguous", "zigzag"))
@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     device = device_of(flags.device)
     if "RANK" not in os.environ:
         return start(["-m", "dfa_megatron.cli.main", *args.argv], ranks_here(flags.ranks, device))
+    length, heads = (32768, 32) if device == "cuda" else (1024, 4)
+    flags = dataclasses.replace(flags, seq_length=flags.seq_length or length, heads=flags.heads or heads)
     return _rank(flags, DistAttentionConfig.from_args(args, prefix=""), device)
 
 
@@ -55,6 +57,7 @@ def _rank(args: TraceFlags, options: DistAttentionConfig, device: str) -> int:
     from dfa_megatron.doctor.world import join
     from dfa_megatron.plan.draw.chrome import trace
 
+    assert args.seq_length is not None, "the caller has filled it in"
     world = join(device)
     simulated, measured = _both(args, options, device)
     if world.rank == 0:
@@ -83,6 +86,7 @@ def _both(args: TraceFlags, options: DistAttentionConfig, device: str) -> tuple[
     from dfa_megatron.runtime.problem import QKV, profile_of, shape_of
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    assert args.seq_length is not None and args.heads is not None, "the caller has filled them in"  # noqa: PT018
     counts = (args.heads, args.kv_heads or args.heads, args.kv_heads or args.heads, args.heads)
     local = args.seq_length // dist.get_world_size()
     q, k, v, dout = (torch.randn(1, local, count, args.head_dim, device=device, dtype=dtype) for count in counts)
