@@ -185,10 +185,10 @@ class DistAttentionConfig:
     )
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            if type(spec.default) is float and type(value := getattr(self, spec.name)) is int:
-                object.__setattr__(self, spec.name, float(value))
-            _check(spec, getattr(self, spec.name))
+        for name, default, choices, numbers in _RULES:
+            if type(default) is float and type(value := getattr(self, name)) is int:
+                object.__setattr__(self, name, float(value))
+            _check(f"{name}={getattr(self, name)!r}", getattr(self, name), default, choices, numbers)
 
     @classmethod
     def options(cls, scope: str | None = None) -> tuple[Field[Any], ...]:
@@ -272,29 +272,27 @@ class DistAttentionConfig:
         return [spec for spec in fields(self) if scope not in spec.metadata["scope"]]
 
 
-def _takes_both(spec: Field[Any]) -> bool:
-    """Whether a field takes numbers beside its words."""
-    return bool(spec.metadata["numbers"] and spec.metadata["choices"])
-
-
 def _property(spec: Field[Any]) -> dict[str, Any]:
     """A field as a JSON schema has it."""
     names = {str: "string", bool: "boolean", int: "integer", float: "number"}
     about = {"default": spec.default, "description": spec.metadata["help"]}
     choices = list(spec.metadata["choices"] or ())
-    if _takes_both(spec):
+    if choices and spec.metadata["numbers"]:
         return {"anyOf": [{"enum": choices}, {"type": "integer", "minimum": 1}], **about}
     return {"type": names[type(spec.default)], **about, **({"enum": choices} if choices else {})}
 
 
-def _check(spec: Field[Any], value: Any) -> None:
+def _check(what: str, value: Any, default: Any, choices: tuple[str, ...] | None, numbers: Numbers | None) -> None:
     """Refuse a value that a field cannot have."""
-    what, choices, numbers = f"{spec.name}={value!r}", spec.metadata["choices"], spec.metadata["numbers"]
-    kind: Any = int if _takes_both(spec) and type(value) is int else type(spec.default)
+    kind: Any = int if choices and numbers and type(value) is int else type(default)
     if choices and kind is str and value not in choices:
         instead = nearest(value, choices) if numbers is None else numbers.instead
         raise UnsupportedError(what, "there is no such value", instead)
     if type(value) is not kind:
-        raise UnsupportedError(what, f"it must be of type {kind.__name__}", f"for example {spec.default!r}")
+        raise UnsupportedError(what, f"it must be of type {kind.__name__}", f"for example {default!r}")
     if numbers and kind is not str and not numbers.hold(value):
         raise UnsupportedError(what, numbers.why, numbers.instead)
+
+
+# Dynamo of PyTorch 2.6 traces tuples, no mappings of fields.
+_RULES = tuple((s.name, s.default, s.metadata["choices"], s.metadata["numbers"]) for s in fields(DistAttentionConfig))

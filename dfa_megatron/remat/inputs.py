@@ -35,7 +35,7 @@ def keeping_inputs_on_host(checkpoint: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _input_to_host(x: torch.Tensor) -> torch.Tensor | HostKept:
-    if not x.is_floating_point():  # token ids and the like: small, and often those of all layers
+    if not x.is_floating_point() or x.numel() == 0:  # token ids are small, and often those of all layers
         return x
     kept = HostKept(x)
     kept.settle()
