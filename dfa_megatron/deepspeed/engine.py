@@ -112,7 +112,7 @@ def _pipelined(
 
     def finish(engine: Any) -> None:
         _accept(engine, mesh)
-        if block.options.checkpoint == "remat" or block.options.remat_offload:
+        if block.options.checkpoint != "none":
             pipeline.set_checkpointing(engine, block.options)
 
     return pipeline.settings_for(_common(settings), module, block), finish

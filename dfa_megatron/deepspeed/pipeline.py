@@ -49,7 +49,10 @@ def settings_for(settings: dict[str, Any], module: Any, block: DeepSpeedOptions)
 
 
 def set_checkpointing(engine: Any, options: DistAttentionConfig) -> None:
-    """Make the pipeline's checkpoints save attention's output and lse, or what they save in host memory, or both."""
+    """Make the pipeline's checkpoints save attention's output and lse, or what they save in host memory, or both.
+
+    DeepSpeed's own form without re-entrance becomes PyTorch's in any case: up to 0.19.7 it needs streams of a GPU.
+    """
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
     module, offload, saves = engine.module, options.remat_offload, options.checkpoint == "remat"

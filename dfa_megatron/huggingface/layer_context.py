@@ -28,7 +28,8 @@ class Current:
     """Hold facts of the last forward's batch, for modules that do not receive them.
 
     documents: of every row, None if each row is one; or the segments of a prompt tree.
-    longest: tokens of its longest document, or path, on all ranks; 0 while attention is local.
+    longest: tokens of its longest document, or path, on all ranks, without added ones; 0 while attention is local.
+    added: tokens behind each row that only make its length divide.
     positions: int64 (batch or 1, local_seq), of this rank's tokens.
     told: what a model that does not hand it on was given for its decoder: positions, offsets of documents, images.
     packed: whether any forward had documents.
@@ -36,6 +37,7 @@ class Current:
 
     documents: Documents | Tree | None = None
     longest: int = 0
+    added: int = 0
     positions: torch.Tensor | None = None
     told: dict[str, Any] = field(default_factory=dict)
     packed: bool = False

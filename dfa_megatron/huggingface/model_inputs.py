@@ -75,7 +75,8 @@ def prepare(
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         check_right(mask, context.group)
         kept["attention_mask"] = None
-    _note(context, documents, tokens, kept["position_ids"])
+    _note(context, documents, tokens)
+    kept["position_ids"] = context.current.positions = _within_longest(module, kept["position_ids"])
     parameters = _parameters(module.__class__)
     if not any(parameter.name == "position_ids" for parameter in parameters):
         del kept["position_ids"]
@@ -84,26 +85,30 @@ def prepare(
     if images is not None:
         assert isinstance(mask, dict)
         kept["attention_mask"] = with_images(mask, images)
-    elif documents is not None and not isinstance(mask, dict):
+    elif (documents is not None or context.current.added) and not isinstance(mask, dict):
         kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
     return args, kept
 
 
-def _note(
-    context: LayerContext,
-    documents: packed.Documents | trees.Tree | None,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-) -> None:
+def _note(context: LayerContext, documents: packed.Documents | trees.Tree | None, tokens: torch.Tensor) -> None:
     """Note the facts of this forward for the modules that do not receive them."""
     current = context.current
-    current.documents, current.positions = documents, positions
+    current.documents = documents
     current.packed = current.packed or documents is not None
     if isinstance(documents, trees.Tree):
         current.longest = int(documents.positions()[0].max()) + 1
         return
     ends = documents or ((0, tokens.shape[1] * context.size),)
-    current.longest = max(hi - lo for offsets in ends for lo, hi in pairwise(offsets))
+    real = [(*offsets[:-1], offsets[-1] - current.added) for offsets in ends]
+    current.longest = max(hi - lo for offsets in real for lo, hi in pairwise(offsets))
+
+
+def _within_longest(module: Any, positions: torch.Tensor) -> torch.Tensor:
+    """Return positions of which none is behind the longest document: nothing sees added tokens, but some tables end."""
+    current, padding = getattr(module, CONTEXT).current, padding_of(module)
+    if not current.added or positions.dim() == 3:
+        return positions
+    return positions.clamp(max=current.longest + (-1 if padding is None else padding))
 
 
 def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerContext) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 from dfa_megatron.sharding import local_positions, shard_sequence
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.test_packed import check, one_by_one, pack
-from tests.support.models import VOCABULARY, text
+from tests.support.models import VOCABULARY, build, text
 
 FAMILY = ("Roberta", "RobertaPreLayerNorm", "Camembert", "XLMRoberta", "XLMRobertaXL", "Xmod", "Data2VecText")
 PADDING = 3
@@ -84,6 +86,56 @@ def test_under_accelerate_robertas_family_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"a roberta model under accelerate.*evaluation"):
         dfa_hf.distribute_attention(model, accelerate=True)
     assert model.config._attn_implementation == "eager"
+
+
+LIMIT = 10
+"""Tokens up to which the tables and frequencies of these models reach; two more make the length divide by 3."""
+_ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": LIMIT}
+_LONGROPE = _ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]}
+REACH: dict[str, dict[str, Any]] = {
+    "Llama": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    "Phi3": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": LIMIT, "pad_token_id": 0},
+    "OPT": {"word_embed_proj_dim": 32, "ffn_dim": 24, "dropout": 0.0},
+}
+
+
+def added(rank: int, world_size: int) -> None:
+    """Whole batches whose length the ranks do not divide: tokens are added that no position may count."""
+    for kind, changes in REACH.items():
+        reach = {"max_position_embeddings": 64 if kind == "Phi3" else LIMIT}
+        reference, model = (build(kind, **changes, **reach).double() for _ in range(2))
+        dfa_hf.distribute_attention(model)
+        take_whole_batches(model)
+        packs = [] if kind == "OPT" else [(14, (4,))]  # the last document is the longest
+        for length, starts in ((LIMIT, ()), (LIMIT - 1, ()), *packs):
+            batch = text(2, length, seed=length)
+            if starts:
+                batch |= {"position_ids": torch.cat([torch.arange(4), torch.arange(length - 4)]).expand(2, -1)}
+            parts = [{name: x[:, lo:hi] for name, x in batch.items()} for lo, hi in pairwise((0, *starts, length))]
+            outputs = [reference(**part) for part in parts]
+            counts = [part["labels"][:, 1:].numel() for part in parts]
+            total = sum(output.loss * count for output, count in zip(outputs, counts, strict=True))
+            if starts:  # the first token of a document is the label of the one before
+                batch["labels"] = batch["labels"].clone()
+                batch["labels"][:, starts[0]] = -100
+            got, want = model(**batch).loss, total / sum(counts)
+            gradients = torch.autograd.grad(got, list(model.parameters()), allow_unused=True)
+            wanted = torch.autograd.grad(want, list(reference.parameters()), allow_unused=True)
+            torch.distributed.all_reduce(got := got.detach())
+            torch.testing.assert_close(got / world_size, want.detach(), rtol=1e-6, atol=1e-6)
+            for mine, theirs in zip(gradients, wanted, strict=True):
+                if theirs is not None and theirs.abs().max() > 1e-6:  # softmax leaves a bias of keys only rounding
+                    whole = torch.zeros_like(theirs) if mine is None else mine.clone()
+                    torch.distributed.all_reduce(whole)
+                    assert_close(whole / world_size, theirs, tolerance=1e-5, name=f"{kind}, {length}")
+            model.eval()
+            logits = torch.cat([output.logits for output in outputs], 1)
+            assert_close(model(**batch).logits, logits, tolerance=1e-5, name=f"{kind}, {length}, logits")
+            model.train()
+
+
+def test_tokens_that_make_a_length_divide_are_counted_by_no_position() -> None:
+    run_ranks(3, added, timeout=120)
 
 
 def qwen() -> Any:

@@ -83,7 +83,9 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     shared.length = batch["input_ids"].shape[1]
     labels = batch.get("labels")
     shared.labelled = None if labels is None else (labels[..., 1:] != IGNORED).any()
-    part = shard_batch(padded(batch, context.size), group=context.group or None)
+    whole = padded(batch, context.size)
+    context.current.added = whole["input_ids"].shape[1] - shared.length
+    part = shard_batch(whole, group=context.group or None)
     if shared.count_of_whole and (count := given.get("num_items_in_batch")) is not None:
         given["num_items_in_batch"] = count / context.size
     return (), part | given
