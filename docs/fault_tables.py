@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from docs import raw_results
+from docs.support_tables import device_name
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "trust.json"
@@ -54,7 +55,9 @@ def table(results: dict[str, Result], whole: bool) -> list[str]:
         short = happens if result["seconds"] is None else (fault, result["device"] == "CPU")
         rows.setdefault((fault, result["where"], happens) if whole else short, []).append(result)
     head, *lines = [[*line[:2], *line[2 + (not whole) :]] for line in (HEAD, *map(_line, rows.values()))]
-    runs = sorted({f"{r['device']}, PyTorch {r['torch'].split('+')[0]}, {r['date']}" for r in results.values()})
+    runs = sorted(
+        {f"{device_name(r['device'])}, PyTorch {r['torch'].split('+')[0]}, {r['date']}" for r in results.values()}
+    )
     return [*raw_results.table(head, lines), "", f"{len(results)} tests; {'; '.join(runs)}."]
 
 
@@ -74,4 +77,4 @@ def take_in(lines: Iterable[str]) -> None:
 
 
 def _device(name: str) -> str:
-    return "" if name == "CPU" else f" ({name.replace('NVIDIA ', '')})"
+    return "" if name == "CPU" else f" ({device_name(name)})"

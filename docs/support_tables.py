@@ -74,6 +74,11 @@ def merge(runs: list[Run], new: Run) -> list[Run]:
     return sorted(kept, key=lambda r: (r["device"] != "CPU", r["device"], r["date"], json.dumps(r["versions"])))
 
 
+def device_name(device: str) -> str:
+    """Return a device's name as tables have it: 2 x H100."""
+    return device.replace("NVIDIA ", "").removesuffix(" 80GB HBM3")
+
+
 def count(runs: list[Run], name: str, kind: str) -> int:
     """How many tests became so, over all runs."""
     at = KINDS.index(kind)
@@ -86,7 +91,7 @@ def seen(runs: list[Run], name: str, where: str, package: str = "") -> str:
         return "**failed**"
     passed = [run for run in runs if count([run], name, f"passed {where}")]
     if where == "GPU" and passed:
-        return ", ".join(sorted({f"{run['device'].replace('NVIDIA ', '')} ({run['date']})" for run in passed}))
+        return ", ".join(sorted({f"{device_name(run['device'])} ({run['date']})" for run in passed}))
     if passed:
         versions = {run["versions"].get(package, "?").split("+")[0] for run in passed}
         return ", ".join(sorted(versions, key=lambda version: [int(n) for n in re.findall(r"\d+", version)]))
