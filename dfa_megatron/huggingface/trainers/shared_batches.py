@@ -116,9 +116,10 @@ def _join(model: Any, args: Any, output: Any) -> Any:
         return torch.where(shared.labelled.to(value.device), whole(value), torch.nan)
 
     has_loss = shared.labelled is not None
+    if isinstance(output, tuple) and has_loss:
+        return loss(output[0]), *tree_map_only(torch.Tensor, whole, output[1:])
     if not isinstance(output, Mapping):
-        first = (loss(output[0]),) if has_loss else ()
-        return type(output)((*first, *tree_map_only(torch.Tensor, whole, output[len(first) :])))
+        return tree_map_only(torch.Tensor, whole, output)
     for name, value in list(output.items()):
         if name != "logits" or shared.logits:
             output[name] = tree_map_only(torch.Tensor, loss if has_loss and name == "loss" else whole, value)  # type: ignore[index]
