@@ -185,17 +185,17 @@ def qwen() -> Lines:
 
 def host() -> Lines:
     """Return the host's milliseconds of a call, as it stands and replayed."""
-    programs, whole = ("1", "2", "4", "8"), {"2, whole call": "function", "`cuda_graph`": "cuda_graph"}
-    whole["PyTorch's part"] = "empty function"
+    columns = {str(n): f"program {n}" for n in (1, 2, 4, 8)} | {"2, whole call": "function"}
+    as_it_is = {"`cuda_graph`": "cuda_graph", "PyTorch's part": "empty function"}  # nothing of it is replayed by us
     lines = []
     for gpus in ("11-23-{}xh200", "11-24-{}xh100"):
         one, two = (matching(gpus.format(n) + "-host-time", {}) for n in (1, 2))
-        known = {x["case"]: x for x in one if x["case"].startswith("program")} | {x["case"]: x for x in two}
+        known = {x["case"]: x for x in (*one, *two)}  # a whole call is one of two ranks
         for label, way in WAYS.items():
-            cases = [f"program {n}" for n in programs] + [*whole.values()][: None if way == "bound" else 1]
-            cells = [f"{known[case][way]:.2f}" if case in known else "" for case in cases]
-            lines.append([f"{gpus[-4:].upper()}, {label}", *cells, *[""] * (len(programs) + len(whole) - len(cells))])
-    return table(["host ms, forward + backward; ranks", *programs, *whole], lines)
+            shown = [*columns.values(), *(as_it_is.values() if way == "bound" else [""] * len(as_it_is))]
+            cells = [f"{known[case][way]:.2f}" if case in known else "" for case in shown]
+            lines.append([f"{gpus[-4:].upper()}, {label}", *cells])
+    return table(["host ms, forward + backward; ranks", *columns, *as_it_is], lines)
 
 
 WAYS = {"as it stands": "unbound", "replayed": "bound"}

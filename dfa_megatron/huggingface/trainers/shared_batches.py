@@ -35,7 +35,7 @@ class Shared:
     logits: whether evaluation puts logits together; whoever reads the loss alone saves their memory.
     count_of_whole: whether `num_items_in_batch`, where given, counts whole batches; Trainer's is this rank's share.
     length: tokens of the present batch, without those that made its length divide.
-    labelled: whether a label of it counts, on its device; None without labels.
+    labelled: whether a label of it counts, on its device; None without labels, and in training.
     """
 
     logits: bool = True
@@ -82,7 +82,7 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     shared: Shared = getattr(model, _SHARED)
     shared.length = batch["input_ids"].shape[1]
     labels = batch.get("labels")
-    shared.labelled = None if labels is None else (labels[..., 1:] != IGNORED).any()
+    shared.labelled = None if labels is None or model.training else (labels[..., 1:] != IGNORED).any()
     whole = padded(batch, context.size)
     context.current.added = whole["input_ids"].shape[1] - shared.length
     part = shard_batch(whole, group=context.group or None)

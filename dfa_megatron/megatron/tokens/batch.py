@@ -78,14 +78,10 @@ def shard_batch(
     ranks = dist.get_world_size(cp_group)
     if ranks == 1:
         return dict(batch)
-    for name, x in batch.items():
-        if x is not None and not _stays(name, x) and batch.get("cu_seqlens") is None:
-            BATCHES.check(row_tokens=x.shape[1], parts=2 * ranks)
-    cut = {
-        name: shard_sequence(x, group=cp_group, layout=layout)
-        for name, x in batch.items()
-        if x is not None and not _stays(name, x)
-    }
+    rows = {name: x for name, x in batch.items() if x is not None and not _stays(name, x)}
+    for x in rows.values() if batch.get("cu_seqlens") is None else ():
+        BATCHES.check(row_tokens=x.shape[1], parts=2 * ranks)
+    cut = {name: shard_sequence(x, group=cp_group, layout=layout) for name, x in rows.items()}
     if slicing.tokens is not None:
         slicing.tokens |= {x.shape[1] for x in cut.values()}
     return {**batch, **cut}
