@@ -104,7 +104,7 @@ def _note(context: LayerContext, documents: packed.Documents | trees.Tree | None
 
 
 def _within_longest(module: Any, positions: torch.Tensor) -> torch.Tensor:
-    """Return positions of which none is behind the longest document: nothing sees added tokens, but some tables end."""
+    """Limit positions to those of the longest document. Nothing attends to added tokens, but a table may end there."""
     current, padding = getattr(module, CONTEXT).current, padding_of(module)
     if not current.added or positions.dim() == 3:
         return positions
