@@ -23,4 +23,4 @@ fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
 "$folder/bin/python" -W ignore -c \
   "import deepspeed, transformers; print(f'DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}')"
-"$folder/bin/python" -m pytest -q -n 3 --dist loadgroup tests/huggingface tests/deepspeed
+"$folder/bin/python" -m pytest -q -n 3 --dist loadgroup tests/huggingface tests/deepspeed tests/contracts

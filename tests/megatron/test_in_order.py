@@ -40,6 +40,8 @@ class Way:
     """rows, packed (documents in a row that is cut), or padded (each padded and cut zigzag by itself)."""
     own: tuple[tuple[int, ...], ...] = ()
     """The ranks of each micro-batch, where it has a context-parallel group of its own."""
+    efficient: bool = True
+    """Whether Mamba's convolution and scan are one kernel of Megatron's."""
 
 
 @dataclass
@@ -91,7 +93,8 @@ def run(way: Way, topology: Topology, options: DistAttentionConfig | None, group
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     tp_rank, models = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_group()
-    more = {"hybrid_context_parallel": True} if way.own and options else {}
+    more: dict[str, Any] = {"hybrid_context_parallel": True} if way.own and options else {}
+    more |= {} if way.efficient else {"use_mamba_mem_eff_path": False}
     made = make(way.model, topology, options, tp_rank, **more)
     part = part_of(way, options, models if options is None or not way.own else groups[way.own])
     length, batch = (OFFSETS[-1], 1) if part.params is not None else (LENGTH, BATCH)
@@ -172,6 +175,7 @@ def test_mamba_stacks_and_gated_delta_nets_in_order_equal_one_rank() -> None:
     three = [Way("mamba", "boundary", "on", "padded"), Way("delta", "boundary", "off", "padded")]
     three += [Way("mamba", "boundary", "off"), Way("mamba", "contiguous", "on", "packed")]
     three += [Way("delta", "contiguous", "on"), Way("delta", "boundary", "on", "packed")]
+    three += [Way("mamba", "boundary", "on", efficient=False)]
     run_ranks(3, compare_with_one_rank, Topology(cp=3), three)
     four = [Way("mamba", "boundary", "off", "padded"), Way("delta", "contiguous", "off", "packed")]
     run_ranks(4, compare_with_one_rank, Topology(tp=2, cp=2), four)

@@ -1,0 +1,246 @@
+"""Every name, parameter and attribute of the frameworks that the package relies on beside what it plainly imports.
+
+A plain import needs no row: `imports.py` finds it. A row names what is replaced, subclassed, hooked or read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Contract:
+    """State what one name of a framework must offer.
+
+    names: "module:name", the newest first; one of them must exist.
+    ours: files of the package that rely on it.
+    passes: arguments that we pass by name.
+    replaced: the parameters of a function that ours takes the place of; None where nothing is replaced. A parameter
+        that is not among them is new: read what it means, and add it.
+    attributes: that we read, set or override on the class.
+    """
+
+    names: tuple[str, ...]
+    ours: tuple[str, ...]
+    passes: tuple[str, ...] = ()
+    replaced: tuple[str, ...] | None = None
+    attributes: tuple[str, ...] = ()
+
+
+def on(names: str, ours: str, *, passes: str = "", replaced: str | None = None, attributes: str = "") -> Contract:
+    """Return a contract from words that spaces separate."""
+    known = None if replaced is None else tuple(replaced.split())
+    return Contract(tuple(names.split()), tuple(ours.split()), tuple(passes.split()), known, tuple(attributes.split()))
+
+
+CORE = "megatron.core"
+LAYER = f"{CORE}.transformer.transformer_layer:TransformerLayer"
+ATTENTION = f"{CORE}.transformer.attention:Attention"
+
+MEGATRON = (
+    # The layer, its attention and its config.
+    on(LAYER, "megatron/layers/layer.py megatron/layers/sharing.py",
+       attributes="layer_number self_attention mlp pg_collection tp_group config"),
+    on(f"{LAYER}.forward", "megatron/layers/layer.py",
+       passes="context context_mask rotary_pos_emb inference_context packed_seq_params attention_mask"),
+    on(f"{LAYER}.__init__", "megatron/layers/layer.py megatron/tokens/others.py",
+       passes="config submodules layer_number pg_collection"),
+    on(ATTENTION, "megatron/layers/prediction.py megatron/layers/layer.py", attributes="core_attention"),
+    on(f"{CORE}.transformer.attention:CoreAttentionBuilder.__call__ {CORE}.transformer.attention:Attention.__init__",
+       "megatron/layers/core_attention.py"),
+    on(f"{CORE}.transformer.dot_product_attention:DotProductAttention.__init__", "megatron/layers/core_attention.py",
+       replaced="config layer_number attn_mask_type attention_type attention_dropout softmax_scale cp_comm_type "
+                "pg_collection k_channels v_channels"),
+    on(f"{CORE}.transformer.dot_product_attention:DotProductAttention.forward", "megatron/layers/core_attention.py",
+       replaced="query key value attention_mask attn_mask_type attention_bias packed_seq_params"),
+    on(f"{CORE}.transformer.dot_product_attention:DotProductAttention", "megatron/layers/core_attention.py",
+       attributes="sharded_state_dict softmax_offset"),
+    on(f"{CORE}.transformer.transformer_config:TransformerConfig",
+       "megatron/layers/core_attention.py megatron/layers/recompute.py megatron/layers/context.py",
+       attributes="context_parallel_size tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel "
+                  "num_layers num_attention_heads kv_channels normalization window_size window_attn_skip_freq "
+                  "softmax_type perform_initialization init_method params_dtype deterministic_mode "
+                  "recompute_granularity recompute_method recompute_num_layers distribute_saved_activations "
+                  "cp_comm_type layernorm_zero_centered_gamma heterogeneous_block_specs fp8 "
+                  "moe_router_load_balancing_type calculate_per_token_loss"),
+    on(f"{CORE}.process_groups_config:ProcessGroupCollection",
+       "megatron/layers/core_attention.py megatron/layers/context.py",
+       attributes="use_mpu_process_groups tp cp tp_cp"),
+    on(f"{CORE}.packed_seq_params:PackedSeqParams", "megatron/tokens/packed_documents.py megatron/tokens/own_group.py",
+       attributes="qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q "
+                  "max_seqlen_kv local_cp_size cp_group"),
+    on(f"{CORE}.transformer.utils:is_layer_window_attention", "megatron/layers/core_attention.py"),
+    on(f"{CORE}.tensor_parallel.layers:set_tensor_model_parallel_attributes", "megatron/layers/core_attention.py",
+       passes="is_parallel dim stride"),
+    # Specs.
+    on(f"{CORE}.transformer.spec_utils:ModuleSpec", "megatron/spec.py", passes="module params",
+       attributes="module params submodules"),
+    on(f"{CORE}.transformer.transformer_block:TransformerBlockSubmodules", "megatron/spec.py",
+       passes="layer_specs layer_norm"),
+    on(f"{CORE}.transformer.transformer_block:get_num_layers_to_build", "megatron/spec.py"),
+    on(f"{CORE}.transformer.transformer_block:LayerNormImpl", "megatron/spec.py"),
+    on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec", "megatron/spec.py",
+       passes="normalization qk_layernorm multi_latent_attention qk_l2_norm"),
+    on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_spec", "megatron/spec.py",
+       passes="qk_layernorm multi_latent_attention qk_l2_norm"),
+    on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec", "megatron/start/script.py"),
+    # The model's end: losses by tiles.
+    on(f"{CORE}.models.common.language_module.language_module:LanguageModule", "megatron/output.py",
+       attributes="setup_embeddings_and_output_layer compute_language_model_loss"),
+    on(f"{CORE}.models.gpt.gpt_model:GPTModel.forward", "megatron/output.py", passes="labels"),
+    on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/output.py", attributes="output_layer post_process"),
+    on(f"{CORE}.tensor_parallel.layers:ColumnParallelLinear", "megatron/output.py",
+       attributes="gather_output weight bias skip_bias_add sequence_parallel tp_group"),
+    on(f"{CORE}.tensor_parallel.layers:ColumnParallelLinear.forward", "megatron/output.py",
+       replaced="input_ weight runtime_gather_output"),
+    # Multi-token prediction.
+    on(f"{CORE}.transformer.multi_token_prediction:roll_tensor", "megatron/layers/prediction.py",
+       replaced="tensor shifts dims cp_group packed_seq_params return_sum"),
+    on(f"{CORE}.transformer.multi_token_prediction:MultiTokenPredictionLayer", "megatron/layers/prediction.py",
+       attributes="forward cp_group config"),
+    # Recomputation.
+    on(f"{CORE}.tensor_parallel.random:checkpoint", "megatron/layers/recompute.py",
+       replaced="function distribute_saved_activations"),
+    on(f"{CORE}.tensor_parallel.random:get_cuda_rng_tracker", "megatron/layers/recompute.py"),
+    on(f"{CORE}.extensions.transformer_engine:te_checkpoint", "megatron/layers/recompute.py"),
+    on(f"{CORE}.transformer.mlp:MLP.forward", "megatron/layers/recompute.py"),
+    # Experts.
+    on(f"{CORE}.transformer.moe.router:TopKRouter", "megatron/layers/router.py megatron/tokens/outside.py",
+       attributes="tp_cp_group router_replay"),
+    on(f"{CORE}.transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss", "megatron/layers/router.py"),
+    # Extracted states: 0.19 and later have the argument.
+    on(f"{CORE}.transformer.transformer_block:TransformerBlock", "megatron/tokens/outside.py", attributes="layers"),
+    # Latent attention's rotary tables.
+    on(f"{CORE}.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding", "megatron/layers/latent.py",
+       attributes="get_emb cp_group get_cached_cos_sin"),
+    on(f"{CORE}.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward",
+       "megatron/layers/latent.py", replaced="max_seq_len offset packed_seq cp_group"),
+    on(f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding", "megatron/layers/latent.py",
+       attributes="get_emb cp_group"),
+    on(f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward", "megatron/layers/latent.py",
+       replaced="max_seq_len offset packed_seq cp_group"),
+    # Hybrids.
+    on(f"{CORE}.models.hybrid.hybrid_block:HybridStack {CORE}.ssm.mamba_block:MambaStack",
+       "megatron/hybrid/stack.py", attributes="pre_process post_process input_tensor forward"),
+    on(f"{CORE}.models.hybrid.hybrid_block:HybridStack.__init__ {CORE}.ssm.mamba_block:MambaStack.__init__",
+       "megatron/hybrid/stack.py", passes="submodules pg_collection"),
+    on(f"{CORE}.models.hybrid.hybrid_layer_specs:hybrid_stack_spec "
+       f"{CORE}.models.mamba.mamba_layer_specs:mamba_stack_spec", "megatron/hybrid/stack.py"),
+    on(f"{CORE}.ssm.mamba_mixer:MambaMixer", "megatron/hybrid/in_order.py",
+       attributes="_ssm_training cp d_state headdim chunk_size D_has_hdim rmsnorm norm config"),
+    on(f"{CORE}.ssm.mamba_mixer:MambaMixer._ssm_training", "megatron/hybrid/in_order.py",
+       replaced="zxBCdt packed_seq_params"),
+    on(f"{CORE}.ssm.mamba_mixer:MambaMixer._static_prefill {CORE}.ssm.mamba_mixer:MambaMixer._ssm_prefill",
+       "megatron/hybrid/in_order.py", passes="conv_state"),
+    on(f"{CORE}.ssm.mamba_mixer:causal_conv1d_fn", "megatron/hybrid/in_order.py"),
+    on(f"{CORE}.ssm.mamba_mixer:mamba_chunk_scan_combined", "megatron/hybrid/in_order.py"),
+    on(f"{CORE}.ssm.mamba_context_parallel:MambaContextParallel", "megatron/hybrid/in_order.py",
+       attributes="d_inner_local_tpcp ngroups_local_tpcp nheads_local_tpcp get_conv1d_weight get_conv1d_bias "
+                  "get_dt_bias get_D get_A_log"),
+    on(f"{CORE}.ssm.gated_delta_net:GatedDeltaNet", "megatron/hybrid/in_order.py", attributes="forward config"),
+    on(f"{CORE}.ssm.gated_delta_net.gdn:chunk_gated_delta_rule {CORE}.ssm.gated_delta_net:chunk_gated_delta_rule",
+       "megatron/hybrid/in_order.py"),
+    on(f"{CORE}.ssm.gated_delta_net.gdn:causal_conv1d {CORE}.ssm.gated_delta_net:causal_conv1d "
+       f"{CORE}.ssm.gated_delta_net:causal_conv1d_fn", "megatron/hybrid/in_order.py"),
+    # Batches.
+    on(f"{CORE}.utils:get_batch_on_this_cp_rank", "megatron/start/script.py",
+       replaced="batch cp_group is_hybrid_cp hybrid_cp_group_func use_per_sequence_balancing"),
+    on(f"{CORE}.parallel_state:get_context_parallel_group", "megatron/start/script.py"),
+)  # fmt: skip
+"""Of megatron.core."""
+
+MEGATRON_TRAINING = (
+    on("megatron.training.arguments:add_megatron_arguments", "megatron/start/script.py", replaced="parser"),
+    on("megatron.training:get_args megatron.training.global_vars:get_args", "megatron/start/dfa_flags.py"),
+    on("megatron.training.models.gpt:default_layer_spec", "megatron/spec.py"),
+    on("megatron.training.datasets.sft_dataset:SFTDataset.__init__", "megatron/start/script.py", passes="config"),
+)
+"""Of megatron.training, which the wheels have since 0.19."""
+
+TRANSFORMERS = (
+    on("transformers.modeling_utils:PreTrainedModel", "huggingface/distribute.py huggingface/checkpointing.py",
+       attributes="set_attn_implementation get_decoder get_input_embeddings get_output_embeddings loss_function "
+                  "gradient_checkpointing_enable enable_input_require_grads supports_gradient_checkpointing config"),
+    on("transformers.configuration_utils:PreTrainedConfig transformers.configuration_utils:PretrainedConfig",
+       "huggingface/parts/text_part.py",
+       attributes="get_text_config sub_configs _attn_implementation _attn_implementation_internal model_type"),
+    on("transformers.modeling_utils:AttentionInterface", "huggingface/attention_function.py", attributes="register"),
+    on("transformers.masking_utils:AttentionMaskInterface", "huggingface/attention_function.py", attributes="register"),
+    on("transformers.masking_utils:causal_mask_function", "huggingface/attention_function.py"),
+    on("transformers.modeling_layers:GradientCheckpointingLayer",
+       "huggingface/checkpointing.py huggingface/recurrent/layers.py huggingface/tiles/tiled_layers.py",
+       attributes="gradient_checkpointing"),
+    on("transformers.loss.loss_utils:ForCausalLMLoss", "huggingface/tiles/tiled_head.py",
+       replaced="logits labels vocab_size num_items_in_batch ignore_index shift_labels"),
+    on("transformers.trainer:Trainer", "huggingface/trainers/distribute_trainer.py",
+       attributes="compute_loss prediction_step _get_num_items_in_batch _prepare_context_parallel_inputs get_cp_size "
+                  "floating_point_ops gather_function accelerator label_smoother compute_loss_func model_init "
+                  "model_accepts_loss_kwargs args"),
+    on("transformers.trainer:Trainer.prediction_step", "huggingface/trainers/distribute_trainer.py",
+       replaced="model inputs prediction_loss_only ignore_keys"),
+    on("transformers.training_args:TrainingArguments", "huggingface/trainers/distribute_trainer.py",
+       attributes="average_tokens_across_devices include_num_input_tokens_seen neftune_noise_alpha "
+                  "gradient_checkpointing eval_use_gather_object torch_compile"),
+)  # fmt: skip
+
+ACCELERATE = (
+    on("accelerate.accelerator:Accelerator", "huggingface/trainers/distribute_accelerator.py",
+       attributes="_prepare_device_mesh _prepare_cp maybe_context_parallel gather_for_metrics gather torch_device_mesh "
+                  "dataloader_config parallelism_config dispatch_batches distributed_type gradient_state "
+                  "num_processes device"),
+    on("accelerate.accelerator:Accelerator.gather_for_metrics", "huggingface/trainers/distribute_accelerator.py",
+       replaced="input_data use_gather_object"),
+    on("accelerate.parallelism_config:ParallelismConfig", "huggingface/trainers/distribute_accelerator.py",
+       attributes="cp_size sp_size tp_size"),
+    on("accelerate.state:AcceleratorState", "deepspeed/accelerate.py huggingface/trainers/shared_batches.py",
+       attributes="_shared_state"),
+    on("accelerate.state:GradientState", "huggingface/trainers/distribute_accelerator.py",
+       attributes="active_dataloader remainder end_of_dataloader"),
+)  # fmt: skip
+
+DEEPSPEED = (
+    on("deepspeed:initialize", "deepspeed/initialize.py deepspeed/accelerate.py",
+       replaced="args model optimizer model_parameters training_data lr_scheduler distributed_port mpu "
+                "dist_init_required collate_fn config mesh_param config_params"),
+    on("deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers",
+       "deepspeed/accelerate.py", passes="sequence_parallel_size"),
+    on("deepspeed.utils.groups:mpu", "deepspeed/accelerate.py"),
+    on("deepspeed.utils.groups:_clone_world_group", "deepspeed/accelerate.py"),
+    on("deepspeed.runtime.engine:DeepSpeedEngine", "deepspeed/engine.py",
+       attributes="sequence_parallel_size seq_data_parallel_group compile deepspeed_io"),
+    on("deepspeed.runtime.pipe.module:PipelineModule", "deepspeed/pipeline.py",
+       attributes="topology activation_checkpoint_func activation_checkpoint_interval"),
+    on("deepspeed.runtime.activation_checkpointing.checkpointing:configure", "deepspeed/checkpointing.py",
+       passes="checkpoint_in_cpu synchronize"),
+    on("deepspeed.runtime.activation_checkpointing.checkpointing:non_reentrant_checkpoint", "deepspeed/pipeline.py"),
+    on("deepspeed.runtime.tensor_parallel.init_utils:load_ds_config", "deepspeed/initialize.py"),
+)  # fmt: skip
+
+TABLE: Mapping[str, tuple[Contract, ...]] = {
+    "megatron.core": MEGATRON,
+    "megatron.training": MEGATRON_TRAINING,
+    "transformers": TRANSFORMERS,
+    "accelerate": ACCELERATE,
+    "deepspeed": DEEPSPEED,
+}
+"""Contracts by the package whose sources they are read from."""
+
+CONFIG_OF_ATTENTION = {
+    "megatron.core.transformer.dot_product_attention:DotProductAttention": frozenset({
+        "apply_query_key_layer_scaling", "attention_dropout", "attention_softmax_in_fp32", "bf16",
+        "context_parallel_size", "fp16", "init_method", "kv_channels", "masked_softmax_fusion", "num_attention_heads",
+        "num_query_groups", "params_dtype", "perform_initialization", "sequence_parallel", "softmax_type",
+        "window_attn_skip_freq", "window_size",
+    }),
+    "megatron.core.extensions.transformer_engine:TEDotProductAttention": frozenset({
+        "apply_query_key_layer_scaling", "attention_dropout", "batch_invariant_mode", "context_parallel_size",
+        "deterministic_mode", "kv_channels", "log_max_attention_logit", "num_attention_heads", "num_query_groups",
+        "qk_clip", "sequence_parallel", "softmax_type", "tensor_model_parallel_size", "window_attn_skip_freq",
+        "window_size",
+    }),
+}  # fmt: skip
+"""What the attentions that ours takes the place of read from a TransformerConfig.
+
+Ours uses it, refuses it, or it changes no number there. A new name may be a cap, a sink or a scale that would be lost.
+"""
