@@ -48,6 +48,13 @@ def attention(name: str, gpus: int, seconds: float, *flags: str, environment: Ma
     return Cell(name, command, seconds, gpus, environment=environment or {})
 
 
+def ring_self_attention(gpus: int) -> Cell:
+    """Return a cell of Ring Self-Attention beside ours, with lengths around the longest that fits 80 GB."""
+    lengths = [str(n * K) for n in (8, 16, 24, 28, 32, 36, 40, 64, 128, 256, 512)]
+    flags = ("--seq-length", *lengths, "--baselines", "ring_self_attention", "--repetitions", "3", "--seconds", "0.2")
+    return attention("paper-rsa", gpus, 150, *flags, "--heads", "32", "--passes", "both")
+
+
 def between_hosts(name: str, gpus: int, per_host: int, seconds: float, *flags: str) -> Cell:
     """Return a cell of the attention benchmark whose ranks are on "hosts" with sockets between them."""
     alone = {"NCCL_NET": "Socket"} if per_host > 1 else SOCKETS
@@ -150,16 +157,17 @@ def recurrence(name: str, *flags: str) -> Cell:
 def paper(gpus: int) -> tuple[Cell, ...]:
     """Return the cells of docs/paper.md on so many GPUs."""
     return (
-        layers("paper-7b", gpus, 150, "7b", (32, 128, 256), "--repeats", "3"),
-        layers("paper-33h", gpus, 150, "33h", (32, 128, 256), "--repeats", "3"),
+        layers("paper-7b", gpus, 180, "7b", (32, 128, 256), "--repeats", "3"),
+        layers("paper-33h", gpus, 210, "33h-as-34 33h-as-40 33h", (32, 128, 256), "--repeats", "3"),
         attention("paper-schedules", gpus, 150, "--preset", "schedules"),
         attention("paper-ablations", gpus, 150, "--preset", "ablations", "--transport", "p2p", "copy_engine"),
-        layers("paper-gqa", gpus, 120, "gqa", (32, 128, 256), "--repeats", "3"),
+        layers("paper-gqa", gpus, 180, "gqa", (32, 128, 256), "--repeats", "3"),
         layers("paper-512k", gpus, 240, "7b 33h gqa", (512,), "--repeats", "1"),
         layers("paper-few-heads", gpus, 210, "16h 8h 4h 2h", (128, 512), "--repeats", "1"),
         ulysses("paper-ulysses", gpus, 210, "--shapes", "llama-3-8b", "33-heads", "--lengths", "32768", "131072"),
         longest("paper-longest", gpus, 240, "--layers", "1", "--shortest", str(K * K),
                 "--methods", "dfa-tiles", "ulysses-full"),
+        ring_self_attention(gpus),
         attention("paper-packages", gpus, 180, "--preset", "quick", "--baselines", "installed"),
     )  # fmt: skip
 

@@ -38,6 +38,8 @@ class Shape:
     """Of a head; 0: the hidden size over the heads."""
     hybrid: bool = False
     """Three gated delta nets before each attention."""
+    asked: int = 0
+    """Heads without the padding that tensor parallelism on more GPUs needs; 0: there is none."""
 
     @property
     def head_dim(self) -> int:
@@ -105,13 +107,17 @@ NAMED = {
     "7b": Shape(4096, 32, 32, 11008),
     "gqa": Shape(4096, 32, 8, 11008),
     "33h": Shape(4224, 33, 33, 11008),
+    **{f"33h-as-{heads}": Shape(4224, heads, heads, 11008, width=128, asked=33) for heads in (34, 40)},
     **{f"{heads}h": Shape(128 * heads, heads, heads, 11008) for heads in (16, 8, 4, 2)},
 }
-"""Qwen3-Next's without experts; of DISTFLASHATTN's models (arXiv 2310.03294) LLaMA-7B, and with other heads of 128."""
+"""Qwen3-Next's without experts; of DISTFLASHATTN's models (arXiv 2310.03294) LLaMA-7B, and with other heads of 128, 33
+of them also padded as 2 and 8 GPUs need."""
 
 
 def refusal(mode: Mode, shape: Shape, ranks: int) -> str | None:
     """Return why a mode cannot run on these ranks, or None."""
+    if shape.asked and not mode.tensor:
+        return f"{shape.asked} heads need no padding"
     if mode.tensor and shape.heads % ranks:
         padded = -(-shape.heads // ranks) * ranks
         more = 100 * (padded / shape.heads - 1)

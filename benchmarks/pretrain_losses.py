@@ -1,4 +1,4 @@
-"""Runs Megatron-LM's pretrain_gpt.py with its own attention and with ours, and puts the losses side by side.
+"""Runs Megatron-LM's pretrain_gpt.py with its own attention and with ours: losses side by side, and a step's time.
 
     git -C ~/Megatron-LM archive core_v0.19.0 | tar x -C /tmp/megatron-lm             # any clone, unchanged
     python benchmarks/pretrain_losses.py --scripts /tmp/megatron-lm --out losses.json
@@ -8,11 +8,14 @@ Every run is a torchrun of the same script on invented tokens, from the same wei
     own-1       Megatron's attention on one GPU, with which the others are compared
     own-tp      the same, weights and heads over all GPUs
     own-cp      Transformer Engine's context parallelism over all GPUs
-    flags       ours by --cp-comm-type and --spec, on Megatron's own batches
-    launcher    ours by dfa_megatron.launch, with batches in order and the loss by tiles
+    own-cp-full the same, layers recomputed in full
+    flags       ours by --cp-comm-type and --spec, on Megatron's own batches; layers recomputed without attention
+    launcher    ours by dfa_megatron.launch, with batches in order and the loss by tiles; recomputed likewise
+    flags-none  as flags, nothing recomputed
 
 Megatron compiles a helper at its first start: that needs make and g++. Each run's output is in OUT.RUN.log, and the
-file has every run that has ended. The exit status is 1 if one failed or its losses are further away than --tolerance.
+file has every run that has ended, with the median time of the later half of its steps. The exit status is 1 if one
+failed or its losses are further away than --tolerance.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -32,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+PACE = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+)", re.IGNORECASE)
 LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([-+.\dEe]+|nan|inf)", re.IGNORECASE)
 MODEL = """
 --num-layers 4 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --group-query-attention
@@ -43,12 +48,10 @@ MODEL = """
 --no-masked-softmax-fusion --no-bias-swiglu-fusion --distributed-timeout-minutes 5
 """
 LOCAL = "--transformer-impl local --no-persist-layer-norm"
-OURS = """
---cp-comm-type dfa --spec dfa_megatron.megatron get_spec
---recompute-granularity full --recompute-method uniform --recompute-num-layers 1
-"""
+OURS = "--cp-comm-type dfa --spec dfa_megatron.megatron get_spec"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 IN_ORDER = "--dfa-data-layout contiguous --dfa-loss-tile 1024"
-RUNS = ("own-1", "own-tp", "own-cp", "flags", "launcher")
+RUNS = ("own-1", "own-tp", "own-cp", "own-cp-full", "flags", "launcher", "flags-none")
 OWN = RUNS[0]
 
 
@@ -58,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lend_helpers(args.scripts)
     report: dict[str, Any] = {"arguments": {name: str(value) for name, value in vars(args).items()}, "runs": []}
     for name in args.runs:
-        cannot = name == "own-cp" and not transformer_engine()
+        cannot = name.startswith("own-cp") and not transformer_engine()
         row = {"run": name, **({"losses": [], "cannot": "no Transformer Engine"} if cannot else trained(args, name))}
         own = next((row["losses"] for row in report["runs"] if row["run"] == OWN), None)
         if own and row["losses"]:
@@ -107,7 +110,8 @@ def command(args: argparse.Namespace, name: str) -> list[str]:
     if name == "own-tp":
         return [*words, "--tensor-model-parallel-size", str(ranks)]
     words += ["--context-parallel-size", str(ranks)]
-    words += OURS.split() if name in ("flags", "launcher") else []
+    words += [] if name.startswith("own") else OURS.split()
+    words += RECOMPUTED.split() if name in ("own-cp-full", "flags", "launcher") else []
     return words + (IN_ORDER.split() if name == "launcher" else [])
 
 
@@ -135,18 +139,22 @@ def trained(args: argparse.Namespace, name: str) -> dict[str, Any]:
             if process.poll() is None:
                 process.terminate()  # torchrun ends its ranks
                 process.wait(60)
-    losses = losses_of(log.read_text(encoding="utf-8", errors="replace"))
+    text = log.read_text(encoding="utf-8", errors="replace")
+    losses, paces = numbers_of(text, LOSS), numbers_of(text, PACE)
     if not failed and process.returncode:
         failed = f"exit status {process.returncode}, see {log.name}"
     if not failed and len(losses) != args.train_iters:
         failed = f"{len(losses)} losses of {args.train_iters}, see {log.name}"
     seconds = round(time.perf_counter() - begin, 1)
-    return {"losses": losses, "seconds": seconds, **({"failed": failed} if failed else {})}
+    row = {"losses": losses, "seconds": seconds}
+    if paces:
+        row["ms_per_step"] = statistics.median(paces[len(paces) // 2 :])  # the first ones compile and plan
+    return {**row, **({"failed": failed} if failed else {})}
 
 
-def losses_of(text: str) -> list[float]:
-    """Return the loss of each step that a log has."""
-    found = {int(step): float(loss) for step, loss in LOSS.findall(text)}
+def numbers_of(text: str, kind: re.Pattern[str]) -> list[float]:
+    """Return the loss or the milliseconds of each step that a log has."""
+    found = {int(step): float(number) for step, number in kind.findall(text)}
     return [found[step] for step in sorted(found)]
 
 

@@ -12,7 +12,9 @@ from dfa_megatron.names import KERNELS, SCHEDULES, TRANSPORTS
 
 MASKS = ("causal", "full", "window")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-BASELINES = ("pytorch", "ulysses", "deepspeed", "ring_flash_attn", "yunchang", "transformer_engine")
+BASELINES = (
+    "pytorch", "ulysses", "deepspeed", "ring_flash_attn", "yunchang", "transformer_engine", "ring_self_attention"
+)  # fmt: skip
 """Modules of `benchmarks.attention.baselines`."""
 INSTALLED = "installed"
 """In place of names: those that run here."""

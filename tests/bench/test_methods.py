@@ -64,6 +64,16 @@ def test_ulysses_is_exact_and_copies_key_value_heads_that_are_too_few() -> None:
     assert run_ranks(4, _check_all, cases)[0] == {case: {"ulysses cpu": ""} for case in cases}
 
 
+def _check_ring(rank: int, ranks: int) -> dict[str, dict[str, str]]:
+    return {mask: _check(rank, ranks, "ring_self_attention", mask, 4, 4, "float64") for mask in ("causal", "full")}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ring_self_attention_is_exact(ranks: int) -> None:
+    exact = {"ring_self_attention": ""}
+    assert run_ranks(ranks, _check_ring)[0] == {"causal": exact, "full": exact}
+
+
 def test_ulysses_refuses_heads_that_do_not_divide() -> None:
     (found,) = run_ranks(2, _check, "ulysses", "causal", 33, 33, "float32")[0].values()
     assert "33 heads and 33 kv_heads is not supported" in found

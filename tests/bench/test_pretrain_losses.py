@@ -14,7 +14,8 @@ import sys
 steps = int(sys.argv[sys.argv.index("--train-iters") + 1])
 for step in range(1, steps + 1):
     away = 0.001 if "--spec" in sys.argv else 0.5 if "--tensor-model-parallel-size" in sys.argv else 0.0
-    print(f" [now] iteration {step:8}/{steps:8} | lr: 1.0E-04 | lm loss: {11 - step + away:.6E} | norm: 1.0 |")
+    pace = f"elapsed time per iteration (ms): {100 / step:.1f}"
+    print(f" [now] iteration {step:8}/{steps:8} | {pace} | lm loss: {11 - step + away:.6E} | norm: 1.0 |")
 sys.exit(3 if "contiguous" in sys.argv else 0)
 """
 
@@ -45,6 +46,7 @@ def test_each_run_is_compared_with_one_rank_and_written_with_its_failure(
     assert script.main([*words, "own-1", "own-tp", "own-cp", "flags", "launcher"]) == 1
     own, tensor, ring, flags, launcher = json.loads(out.read_text())["runs"]
     assert own["losses"] == [10.0, 9.0, 8.0]
+    assert own["ms_per_step"] == pytest.approx((50.0 + 33.3) / 2), "of the later half"
     assert "failed" not in own | tensor | flags
     assert "cannot" in ring
     assert launcher["failed"] == "exit status 3, see losses.launcher.log"
