@@ -55,6 +55,11 @@ def ring_self_attention(gpus: int) -> Cell:
     return attention("paper-rsa", gpus, 150, *flags, "--heads", "32", "--passes", "both")
 
 
+def packages(gpus: int) -> Cell:
+    """Return a cell of every package that is installed."""
+    return attention(f"packages-{gpus}", gpus, 180, "--preset", "quick", "--baselines", "installed")
+
+
 def between_hosts(name: str, gpus: int, per_host: int, seconds: float, *flags: str) -> Cell:
     """Return a cell of the attention benchmark whose ranks are on "hosts" with sockets between them."""
     alone = {"NCCL_NET": "Socket"} if per_host > 1 else SOCKETS
@@ -157,18 +162,17 @@ def recurrence(name: str, *flags: str) -> Cell:
 def paper(gpus: int) -> tuple[Cell, ...]:
     """Return the cells of docs/paper.md on so many GPUs."""
     return (
-        layers("paper-7b", gpus, 180, "7b", (32, 128, 256), "--repeats", "3"),
-        layers("paper-33h", gpus, 210, "33h-as-34 33h-as-40 33h", (32, 128, 256), "--repeats", "3"),
-        attention("paper-schedules", gpus, 150, "--preset", "schedules"),
-        attention("paper-ablations", gpus, 150, "--preset", "ablations", "--transport", "p2p", "copy_engine"),
-        layers("paper-gqa", gpus, 180, "gqa", (32, 128, 256), "--repeats", "3"),
-        layers("paper-512k", gpus, 240, "7b 33h gqa", (512,), "--repeats", "1"),
-        layers("paper-few-heads", gpus, 210, "16h 8h 4h 2h", (128, 512), "--repeats", "1"),
-        ulysses("paper-ulysses", gpus, 210, "--shapes", "llama-3-8b", "33-heads", "--lengths", "32768", "131072"),
-        longest("paper-longest", gpus, 240, "--layers", "1", "--shortest", str(K * K),
+        layers("paper-7b", gpus, 160, "7b", (32, 128, 256), "--repeats", "3"),
+        layers("paper-33h", gpus, 200, "33h-as-34 33h-as-40 33h", (32, 128, 256), "--repeats", "3"),
+        attention("paper-schedules", gpus, 130, "--preset", "schedules"),
+        attention("paper-ablations", gpus, 140, "--preset", "ablations", "--transport", "p2p", "copy_engine"),
+        layers("paper-gqa", gpus, 160, "gqa", (32, 128, 256), "--repeats", "3"),
+        layers("paper-512k", gpus, 230, "7b 33h gqa", (512,), "--repeats", "1"),
+        layers("paper-few-heads", gpus, 200, "16h 8h 4h 2h", (128, 512), "--repeats", "1"),
+        ulysses("paper-ulysses", gpus, 200, "--shapes", "llama-3-8b", "33-heads", "--lengths", "32768", "131072"),
+        longest("paper-longest", gpus, 230, "--layers", "1", "--shortest", str(K * K),
                 "--methods", "dfa-tiles", "ulysses-full"),
         ring_self_attention(gpus),
-        attention("paper-packages", gpus, 180, "--preset", "quick", "--baselines", "installed"),
     )  # fmt: skip
 
 
@@ -212,6 +216,7 @@ ONE_GPU = (
 
 TWO_GPUS = (
     gpu_tests(2),
+    packages(2),
     attention("automatic-nvlink", 2, 180, "--preset", "automatic"),
     attention("automatic-no-link", 2, 180, "--preset", "automatic", environment=NO_LINK),
     between_hosts("automatic-sockets", 2, 1, 240, "--preset", "automatic"),
@@ -245,6 +250,7 @@ FOUR_GPUS = (
     hybrid("four-hybrid", 4, 180, 128),
     gpu_tests(4),
     host_time(4),
+    packages(4),
     *paper(4),
 )  # fmt: skip
 

@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 4 benchmarks/megatron_layers.py --layers 131072:8:14336 --train --out x.json
     torchrun --nproc-per-node 2 benchmarks/megatron_layers.py --toy --out toy.json     # on CPU, to see that it runs
 
-Layers alone (`--layers LENGTH:KV_HEADS:FFN ...`, or `LENGTH:SHAPE`: 7b, gqa, 33h, 16h, 8h, 4h or 2h of the paper, or
-qwen3-next, whose gated delta nets Megatron spreads by all-to-all): forward and backward of `--depth` layers, without
-embedding, head and optimizer, in several modes:
+Layers alone (`--layers LENGTH:KV_HEADS:FFN ...`, or `LENGTH:SHAPE`: 7b, gqa, 33h, 16h, 8h, 4h or 2h of the paper,
+33h-as-34 and 33h-as-40 with the heads that 2 and 8 tensor-parallel GPUs pad to, or qwen3-next, whose gated delta nets
+Megatron spreads by all-to-all): forward and backward of `--depth` layers, without embedding, head and optimizer, in
+several modes:
 
     remat           ours; attention's output and lse are kept, the rest is recomputed
     remat-offload   the same, kept in pinned host memory

@@ -12,21 +12,27 @@ ABLATIONS, SCHEDULES = "11-21-4xh200-ablations-flash4", "11-22-8xh200-schedules-
 FEW_HEADS = "11-22-2xh200-512k-heads-flash4"
 
 
-def newest(cell: str) -> str | None:
-    """Return the newest file of a cell, on the most GPUs; None if the cell has not run."""
+def newest(cell: str, card: str = "h200") -> str | None:
+    """Return the newest file of a cell, on the most GPUs of a kind; None if the cell has not run there."""
     for gpus in (8, 4, 2):
-        if found := sorted(raw_results.RESULTS.glob(f"*-{gpus}xh200-{cell}.json")):
+        if found := sorted(raw_results.RESULTS.glob(f"*-{gpus}x{card}-{cell}.json")):
             return found[-1].stem.partition("-")[2]
     return None
 
 
-def end_to_end(cell: str, heads: int, groups: int, baseline: str) -> str:
-    """Return how many times as fast as a baseline a layer is, at every length of a cell."""
-    if (name := newest(cell)) is None:
+def end_to_end(
+    cell: str, heads: int, groups: int, baseline: str, card: str = "h200", padded: tuple[int, int] | None = None
+) -> str:
+    """Return how many times as fast as a baseline a layer is, at every length of a cell.
+
+    padded: heads and groups of the baseline, where they are others.
+    """
+    if (name := newest(cell, card)) is None:
         return ABSENT
     said = []
     for ours in matching(name, {"mode": "remat", "heads": heads, "groups": groups}):
-        theirs = row(name, mode=baseline, heads=heads, groups=groups, length=ours["length"])
+        their_heads, their_groups = padded or (heads, groups)
+        theirs = row(name, mode=baseline, heads=their_heads, groups=their_groups, length=ours["length"])
         if "ms_per_layer" not in theirs:
             times = "cannot" if "cannot" in theirs else "theirs out of memory"
         elif "ms_per_layer" not in ours:
@@ -124,17 +130,9 @@ def longest() -> str:
 
 def claims() -> Lines:
     """Return the table."""
-    megatron = [
-        [f"{label}, Megatron's TP + SP", theirs, end_to_end(f"paper-{cell}", heads, groups, "tp-te-full"), why,
-         f"`paper-{cell}`"]
-        for label, cell, heads, groups, theirs, why in (
-            ("7B", "7b", 32, 32, "1.14 to 1.24", "theirs without its checkpointing: 0.95 to 0.98"),
-            ("GQA", "gqa", 32, 8, "1.18 to 1.26", "TP sends as much with 8 kv heads"),
-            ("33 heads", "33h", 33, 33, "1.38 to 1.50", "TP pads to 40 heads on 8 GPUs"),
-        )
-    ]  # fmt: skip
     lines = [
-        *megatron,
+        ["7B, Megatron's TP + SP", "1.14 to 1.24", end_to_end("paper-7b", 32, 32, "tp-te-full"),
+         "theirs without its checkpointing: 0.95 to 0.98", "`paper-7b`"],
         ["2 to 16 heads", "512K; Megatron 64K to 512K", few_heads(), "tokens are shared, not heads",
          "`paper-few-heads`"],
         ["Ulysses", "1.26; 33 heads 1.88", ulysses(), "theirs names no checkpointing", "`paper-ulysses`"],
@@ -146,9 +144,42 @@ def claims() -> Lines:
         ["bytes, TP + SP", "4.7", sent(), "theirs is a mean; TP by formula", "`paper-schedules`"],
         ["longest", "512K on 16 GPUs of 40 GB", longest(), "one layer here, 7B there", "`paper-longest`"],
         ["Transformer Engine's CP", "none", transformer_engine(), "younger than the paper", "`paper-7b`"],
-        ["Ring Self-Attention", "4.45 to 5.64", ABSENT, "holds all scores", "none"],
     ]  # fmt: skip
     return table(["beside", "theirs", "ours", "why they differ", "cell"], lines)
 
 
-PAGES = {"docs/paper.md": {"claims": claims}}
+def ring_self_attention() -> str:
+    """Return how many times as fast as Ring Self-Attention ours is, and the longest of both that ran."""
+    if (name := newest("paper-rsa", "h100")) is None:
+        return ABSENT
+    timed = [
+        {one["seq_length"]: one["both_ms"] for one in matching(name, {"method": method, "state": "timed"})}
+        for method in ("dfa auto auto", "ring_self_attention")
+    ]
+    ours, theirs = timed
+    times = ", ".join(f"{theirs[n] / ours[n]:.1f} at {n // K}K" for n in sorted(theirs) if n // K in (8, 16, 32))
+    return f"{times}; no more than {max(theirs) // K}K fit it, ours ran {max(ours) // K}K"
+
+
+def claims_h100() -> Lines:
+    """Return the table of what ran on H100."""
+    gqa, odd = ("paper-gqa", 32, 8), ("paper-33h", 33, 33)
+
+    def of(cell: tuple[str, int, int], baseline: str, padded: int = 0) -> str:
+        return end_to_end(*cell, baseline, "h100", (padded, padded) if padded else None)
+
+    lines = [
+        ["GQA, Megatron's TP + SP", "1.18 to 1.26", of(gqa, "tp-te-full"), "TP sends as much with 8 kv heads",
+         "`paper-gqa`"],
+        ["33 heads, TP + SP padded to 34, as 2 GPUs need", "none", of(odd, "tp-te-full", 34), "2 GPUs pad less",
+         "`paper-33h`"],
+        ["33 heads, TP + SP padded to 40, as 8 GPUs need", "1.38 to 1.50", of(odd, "tp-te-full", 40),
+         "8 GPUs there, 2 here", "`paper-33h`"],
+        ["GQA, Transformer Engine's CP", "none", of(gqa, "te-full"), "younger than the paper", "`paper-gqa`"],
+        ["Ring Self-Attention", "4.45 to 5.64", ring_self_attention(), "attention alone here, steps there",
+         "`paper-rsa`"],
+    ]  # fmt: skip
+    return table(["beside", "theirs", "ours", "why they differ", "cell"], lines)
+
+
+PAGES = {"docs/paper.md": {"claims": claims, "claims-h100": claims_h100}}

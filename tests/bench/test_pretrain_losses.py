@@ -13,7 +13,7 @@ SCRIPT = """
 import sys
 steps = int(sys.argv[sys.argv.index("--train-iters") + 1])
 for step in range(1, steps + 1):
-    away = 0.001 if "--spec" in sys.argv else 0.5 if "--tensor-model-parallel-size" in sys.argv else 0.0
+    away = 0.001 if "--spec" in sys.argv else 0.5 if "--context-parallel-size" not in sys.argv else 0.0
     pace = f"elapsed time per iteration (ms): {100 / step:.1f}"
     print(f" [now] iteration {step:8}/{steps:8} | {pace} | lm loss: {11 - step + away:.6E} | norm: 1.0 |")
 sys.exit(3 if "contiguous" in sys.argv else 0)
@@ -50,7 +50,7 @@ def test_each_run_is_compared_with_one_rank_and_written_with_its_failure(
     assert "failed" not in own | tensor | flags
     assert "cannot" in ring
     assert launcher["failed"] == "exit status 3, see losses.launcher.log"
-    assert tensor["largest_difference"] == pytest.approx(0.5)
+    assert "largest_difference" not in tensor, "its ranks draw other weights"
     assert flags["largest_difference"] == pytest.approx(0.001)
     assert capsys.readouterr().out.splitlines()[-1].split() == ["3", "8.00000", "8.50000", "8.00100", "8.00100"]
 
