@@ -108,6 +108,7 @@ class Calls:
         self._log = [self.last] * KEPT
         self._texts: dict[int, str] = {}
         self._thread: threading.Thread | None = None
+        self._caller: threading.Thread | None = None
 
     def add(self, kind: Kind, layer: int = 0) -> Call:
         """Count a call of that kind. Raises the error that lost the group, if one did."""
@@ -172,7 +173,7 @@ class Calls:
             )
             self.lose(error, told=False)
             raise error
-        self.doing = doing
+        self.doing, self._caller = doing, me
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -193,6 +194,11 @@ class Calls:
                 done.record(current_stream(device))
 
         self.issued, self.pending = issued, lambda: not done.query()
+
+    @property
+    def threads(self) -> tuple[threading.Thread, ...]:
+        """The thread that makes the calls, and the one of the last: autograd's, in a backward on a GPU."""
+        return tuple({thread for thread in (self._thread, self._caller) if thread is not None})
 
     @property
     def thread(self) -> str:

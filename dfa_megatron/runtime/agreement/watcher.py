@@ -16,6 +16,7 @@ from dfa_megatron.runtime.agreement.agree import by_rank
 from dfa_megatron.runtime.agreement.awake import AwakeClock
 from dfa_megatron.runtime.agreement.board import Board, named
 from dfa_megatron.runtime.agreement.calls import Calls
+from dfa_megatron.runtime.agreement.stuck import Stuck
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,9 @@ PERIOD = 0.5
 SILENT = 4 * PERIOD + 1.0
 """Seconds without a sign of life after which a rank counts as stopped."""
 GRACE = 5.0
-"""Seconds for the caller to come back and raise the error, before the process is ended."""
+"""Seconds for a caller inside of attention to come back and raise the error, before the process is ended."""
+_LOOKS = 0.05
+"""Seconds between two looks at whether it has come back."""
 LINGER = 4 * PERIOD
 """Seconds that the last sign of a thread may take; a store that ends with this process stays that long for readers."""
 EXIT_STATUS = 70
@@ -77,6 +80,7 @@ class Watch:
         self._heard, self._seen = 0.0, [0.0] * board.size
         self._looks, self._gone_at = 0, dict[int, int]()
         self._since, self._at, self._warned = 0.0, (0, "", -1), False
+        self._stuck, self._logged = Stuck(calls), False
         self._stopped, self._news = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="dfa_megatron watcher", daemon=True)
         self._signs_thread = threading.Thread(target=self._exchange, name="dfa_megatron signs", daemon=True)
@@ -199,14 +203,16 @@ class Watch:
 
     def _run(self) -> None:
         _allow_captures()
-        while not self._stopped.wait(PERIOD):
+        while not self._stopped.wait(PERIOD if self.calls.lost is None else _LOOKS):
             self._clock.tick()
             if not self.alive():
                 self.ended()
                 return
-            found = self.judge() if self.calls.lost is None else None if self.calls.told else self.calls.lost
-            if found is not None:
-                self._lose(found)
+            if self.calls.lost is None and (found := self.judge()) is not None:
+                self.calls.lose(found, told=False)
+                self._news.set()
+            if self.calls.lost is not None and not self.calls.told:
+                self._end_if_stuck(self.calls.lost)
 
     def judge(self) -> DistAttentionError | None:
         """Return the error that ends this run, if there is one: what another rank says is wrong comes first."""
@@ -255,15 +261,13 @@ class Watch:
         doing = (sign.doing if sign else "") or "is outside of attention: it may compile, or write a checkpoint"
         return f"{who} lives, {place}, and {doing}"
 
-    def _lose(self, error: DistAttentionError) -> None:
-        """Have the error raised where attention is called; if the caller does not come back, end the process."""
-        self.calls.lose(error, told=False)
-        self._news.set()
-        logger.error("%s", error)
-        deadline = time.monotonic() + GRACE
-        while time.monotonic() < deadline:
-            if self.calls.told or self._stopped.wait(0.05):
-                return
+    def _end_if_stuck(self, error: DistAttentionError) -> None:
+        """End the process if it does not come back to raise the error; outside of attention it may do what it likes."""
+        if not self._logged:
+            self._logged = True
+            logger.error("%s", error)
+        if self._stuck.seconds(self._clock.now()) < GRACE or self.calls.told:
+            return
         print(f"dfa_megatron ends this process, which does not come back: {error}", file=sys.stderr, flush=True)
         os._exit(EXIT_STATUS)
 
