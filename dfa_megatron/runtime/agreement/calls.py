@@ -95,6 +95,7 @@ class Calls:
         lost: the error that lost the group, if one did. told: whether the caller has seen it.
         where: returns the step that runs and the ranks that it waits for, if a transport can tell.
         pending: returns whether the device still works on a call that the host has issued.
+        when_lost: called once, when the group is lost.
     """
 
     def __init__(self) -> None:
@@ -105,6 +106,7 @@ class Calls:
         self.where: Callable[[], tuple[int, tuple[int, ...]]] | None = None
         self.pending: Callable[[], bool] = _never
         self.issued: Callable[[], None] | None = None
+        self.when_lost: Callable[[], object] = _never
         self._log = [self.last] * KEPT
         self._texts: dict[int, str] = {}
         self._thread: threading.Thread | None = None
@@ -211,6 +213,7 @@ class Calls:
             if not isinstance(error, DistAttentionError):
                 error = LostGroupError(f"{type(error).__name__}: {error}")
             self.lost, self.told = error, told
+            self.when_lost()
 
     def check(self) -> None:
         """Raise the error that lost the group, or a LostGroupError that quotes it once the caller has seen it."""

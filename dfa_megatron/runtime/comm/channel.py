@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from dfa_megatron.errors import AbsentError, DistAttentionError, LostGroupError,
 from dfa_megatron.runtime.agreement.agree import Facts, agree, exchange
 from dfa_megatron.runtime.agreement.board import Board
 from dfa_megatron.runtime.agreement.calls import BACKWARD_ENDS, Calls, Kind, current_layer
+from dfa_megatron.runtime.agreement.difference import Shown, read, written
 from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.agreement.process import has_ended, host, process
 from dfa_megatron.runtime.agreement.waiter import Waiter
@@ -82,6 +84,8 @@ class Channel:
         self._closing, self._closed = threading.Lock(), False
         self._backward, self.on_cpu, self._name = -1, True, ""
         board.interrupted = self.calls.check
+        if whole is None:
+            self.calls.when_lost = board.hold_store
         mine = {"host": host(), **process(), **links()._asdict()}
         everyone = self.exchange(mine, "make contact for the first time")
         self.hosts, self.links = len({facts["host"] for facts in everyone}), slowest(everyone)
@@ -141,11 +145,26 @@ class Channel:
         """
         last = self.calls.last
         mine = torch.tensor([last.number, last.chain], device="cpu")
+        if any(not torch.equal(found, mine) for found in self._gathered(mine)) and self._watch is not None:
+            everyone: list[Shown] = []
+            with contextlib.suppress(DistAttentionError):  # a rank has ended meanwhile, and may have left a note
+                everyone = self._shown()
+            raise self._watch.difference(everyone)
+
+    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
         theirs, work = (self._collectives.get("cpu") or self.collectives(mine.device)).gather(mine)
         self.wait(work.wait)
-        for found in theirs:
-            if self._watch is not None and not torch.equal(found, mine):
-                raise self._watch.difference()
+        return theirs
+
+    def _shown(self) -> list[Shown]:
+        """Return what each rank shows of its last calls, past the store, which may end with a rank's process.
+
+        Collective: every rank has seen the same differences, so each of them comes here.
+        """
+        text = written(self.calls).encode()
+        size = max(int(theirs) for theirs in self._gathered(torch.tensor(len(text), device="cpu")))
+        mine = torch.tensor(list(text.ljust(size)), dtype=torch.uint8, device="cpu")
+        return [read(bytes(theirs.tolist()).decode()) for theirs in self._gathered(mine)]
 
     def _broken(self, error: RuntimeError) -> DistAttentionError:
         """Return the error to raise where a connection broke; it names the rank that has ended, where that is known."""
