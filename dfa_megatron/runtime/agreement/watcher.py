@@ -36,6 +36,8 @@ _LONGEST = 60.0
 EXIT_STATUS = 70
 """Of a process that the watcher ended."""
 
+_FAILED = "of the group failed in its call"
+
 
 class Sign(NamedTuple):
     """A sign of life: a counter, number and chain of the last call, the present state, and the error, if any."""
@@ -125,10 +127,13 @@ class Watch:
             mine = self.calls.at(sign.number)
             if mine is not None and mine.chain != sign.chain:
                 return self.difference()
+        quoted = None
         for rank, theirs in enumerate(self._signs):
             if theirs is not None and theirs.lost:
-                return LostGroupError(f"rank {rank} of the group failed in its call {theirs.number}: {theirs.lost}")
-        return None
+                if _FAILED not in theirs.lost:
+                    return LostGroupError(f"rank {rank} {_FAILED} {theirs.number}: {theirs.lost}")
+                quoted = LostGroupError(theirs.lost)  # it has this from another rank
+        return quoted
 
     def difference(self, everyone: Sequence[Shown] = ()) -> DisagreementError:
         """Return an error with a table of the first call that differs.
