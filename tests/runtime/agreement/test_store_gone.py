@@ -21,7 +21,7 @@ import dfa_megatron
 from dfa_megatron.errors import DisagreementError, DistAttentionError
 from dfa_megatron.runtime.agreement.board import Board
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
-from dfa_megatron.runtime.agreement.difference import first_difference, read, written
+from dfa_megatron.runtime.agreement.difference import Shown, first_difference, read, written
 from dfa_megatron.runtime.agreement.watcher import Watch
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.testing.arguments import arguments
@@ -95,8 +95,8 @@ def test_every_rank_gets_the_table_where_rank_0_ends_at_once(ranks: int, way: st
         told = (tmp_path / f"rank{rank}").read_text()
         assert "run different attentions" in told, told
         if way != "watched":  # a process that vanishes may not have shown its calls
-            assert "softmax_scale=0.25 on rank" in told.replace("ranks", "rank"), told
-            assert "softmax_scale=0.5" in told
+            assert "after 4 equal calls:\n  call 5: forward of q" in told
+            assert told.count("softmax_scale=0.25") == told.count("softmax_scale=0.5") == 1
 
 
 def _gone_before(rank: int, ranks: int, folder: str) -> None:
@@ -168,10 +168,10 @@ def test_watchers_go_on_after_errors_of_the_store() -> None:
             watch.stop()
 
 
-def _calls(*texts: str) -> dict[int, str]:
+def _calls(*texts: str, facts: str = "") -> Shown:
     calls = Calls()
     for text in texts:
-        calls.add(Kind.of(text))
+        calls.add(Kind.of(text, facts))
     return read(written(calls))
 
 
@@ -184,4 +184,6 @@ def test_the_table_claims_no_more_than_what_ranks_have_shown() -> None:
     assert "equal calls" not in alone
     assert "rank 0 ended or stopped before showing its calls" in alone
     assert "does not answer on rank 0; b (call 4) on rank 1" in alone
+    alike = first_difference([_calls("a"), _calls("a", facts="another mask of that name")])
+    assert alike.count("a (digest ") == 2
     assert json.loads(written(Calls())) == []
