@@ -17,7 +17,7 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.comm.groups import Group, group_name
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
-from dfa_megatron.runtime.op import Call, Inputs, Pair, attend, attention
+from dfa_megatron.runtime.op import Call, Inputs, Pair, attend, attention, needs_gradient
 from dfa_megatron.runtime.prepare import refuse
 from dfa_megatron.runtime.request import DEFAULTS, Request
 
@@ -182,7 +182,7 @@ def _attend(
         return out, lse
     # Dynamo takes the fields of a config as constants, but not a config.
     mathematics["config"] = tuple(getattr(config, name) for name in _OPTIONS)
-    out, lse = attention(*inputs, _text(**mathematics), group)
+    out, lse = attention(*inputs, _text(**mathematics), group, needs_gradient(inputs))
     return out, lse
 
 
@@ -193,8 +193,8 @@ def _run(inputs: Inputs, group: str, mathematics: dict[str, Any]) -> Pair:
     except TypeError:  # a value without a hash
         request = Request(**mathematics)
     if frame is not None and not frame.recording:
-        return attend(inputs, Call(request, group, known=frame.take()))
-    out, lse = attend(inputs, Call(request, group, keeps=frame is None))
+        return attend(inputs, Call(request, group, needs_gradient(inputs), known=frame.take()))
+    out, lse = attend(inputs, Call(request, group, needs_gradient(inputs), keeps=frame is None))
     if frame is not None:
         frame.record(out, lse)
     return out, lse

@@ -77,7 +77,7 @@ def unshard_sequence(
 
     Raises:
         UnsupportedError: as for `shard_sequence`.
-        DisagreementError: shapes, dtypes, `dim` or `layout` differ between ranks; on every rank.
+        DisagreementError: shapes, dtypes, `dim`, `layout` or `requires_grad` differ between ranks; on every rank.
     """
     _, size, members = _membership(group)
     dim = _sequence_dim(x, dim)
@@ -217,7 +217,8 @@ def _sequence_dim(x: torch.Tensor, dim: int) -> int:
 
 def _compare(x: torch.Tensor, dim: int, layout: str, group: dist.ProcessGroup) -> None:
     """Check that every rank passes the same sizes: an all-gather of other sizes would hang or corrupt memory."""
-    rest = zlib.crc32(f"{x.dtype} {dim} {layout} {x.dim()}".encode())
+    gradient = x.requires_grad and torch.is_grad_enabled()
+    rest = zlib.crc32(f"{x.dtype} {dim} {layout} {x.dim()} {gradient}".encode())
     shape = (*x.shape, *(0,) * 8)[:8]
     facts = torch.tensor((rest, *shape), dtype=torch.int64, device=x.device)
     everyone = [torch.empty_like(facts) for _ in range(group.size())]
@@ -226,8 +227,10 @@ def _compare(x: torch.Tensor, dim: int, layout: str, group: dist.ProcessGroup) -
     if any(row != rows[0] for row in rows):
         shapes = [tuple(row[1 : 1 + x.dim()]) for row in rows]
         different = [rank for rank, row in enumerate(rows) if row[0] != rows[group.rank()][0]]
-        others = f"; dtype, dim or layout differ from this rank's on ranks {different}" if different else ""
+        others = (
+            f"; dtype, dim, layout or requires_grad differ from this rank's on ranks {different}" if different else ""
+        )
         raise DisagreementError(
             f"the ranks of the group bring different parts of a sequence: shapes by rank {shapes}{others}. "
-            f"This rank has {x.dtype}, dim={dim}, layout={layout!r}"
+            f"This rank has {x.dtype}, dim={dim}, layout={layout!r}, requires_grad={gradient}"
         )

@@ -75,11 +75,14 @@ def _tell_of(failures: Mapping[int, Any]) -> int:
     """Print in one line which rank failed first, and return the exit status.
 
     Args:
-        failures: by rank, torchrun's ProcessFailure, including the ranks that torchrun ended with SIGTERM.
+        failures: by rank, torchrun's ProcessFailure, including the ranks that torchrun ended: with SIGTERM, and those
+            that do not heed it, such as a stopped one, with SIGKILL half a minute later.
     """
     codes: dict[int, int] = {rank: failure.exitcode for rank, failure in failures.items()}
-    # A signal comes before an exit status: other ranks fail when a rank is gone. torchrun's own SIGTERM comes last.
-    rank = min(codes, key=lambda rank: (codes[rank] == -signal.SIGTERM, codes[rank] > 0, rank))
+    # A signal comes before an exit status: other ranks fail when a rank is gone. torchrun's own signals come last: it
+    # kills only what is left half a minute after a first rank has failed by itself.
+    own = {-signal.SIGTERM, -signal.SIGKILL} if max(codes.values()) > 0 else {-signal.SIGTERM}
+    rank = min(codes, key=lambda rank: (codes[rank] in own, codes[rank] > 0, rank))
     code = codes[rank]
     if code == USER_ERROR_STATUS:
         return code

@@ -117,7 +117,8 @@ def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.devic
         if guard.verify:
             with over.calls.preparing():
                 over.agree(facts | {"thread": over.calls.thread})
-            over.collectives(device)
+            with over.together():
+                over.collectives(device)
         if not known:
             over.before_closing(lambda: _known.pop(over, None))
         known[key] = None

@@ -47,8 +47,8 @@ _COMPARED = ("causal", "softmax_scale", "window_size", "softcap", "sinks", "alib
 """Fields of a request that print in a few words."""
 
 
-def kinds_of(facts: Facts, prepared: Prepared) -> tuple[Kind, Kind]:
-    """What a forward and a backward of it are, for ranks that compare their calls."""
+def kinds_of(facts: Facts, prepared: Prepared) -> tuple[Kind, Kind, Kind]:
+    """What a forward, a backward, and a forward that no backward follows are, for ranks that compare their calls."""
     request, defaults = prepared.request, Request.__dataclass_fields__
     options = [f"{name}={value!r}" for name in _COMPARED if (value := getattr(request, name)) != defaults[name].default]
     if (degree := request.config.ulysses_degree) != "auto":
@@ -59,4 +59,5 @@ def kinds_of(facts: Facts, prepared: Prepared) -> tuple[Kind, Kind]:
     shapes = ", ".join(f"{name} {facts[f'shape of {name}']}" for name in ("q", "k", "v"))
     text = ", ".join((shapes, facts["dtype"], facts["plan"].partition(",")[0], facts["kernel"], *options, *packed))
     compared = json.dumps(facts, sort_keys=True)
-    return Kind.of(f"forward of {text}", compared), Kind.of(f"backward of {text}", compared)
+    forward, backward, alone = f"forward of {text}", f"backward of {text}", f"forward of {text}, requires_grad=False"
+    return Kind.of(forward, compared), Kind.of(backward, compared), Kind.of(alone, compared)

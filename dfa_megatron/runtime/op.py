@@ -48,17 +48,28 @@ class Inputs(NamedTuple):
 class Call:
     """What a call has beside its tensors.
 
+    trains: see `needs_gradient`.
     known: its (out, lse), in a recompute whose first pass saved them; then nothing is computed or sent.
     keeps: the backward may have q, k and v as heads were exchanged to, which takes the same memory.
     """
 
     request: Request
     group: str
+    trains: bool
     known: Pair | None = None
     keeps: bool = False
 
 
-def _forward(inputs: Inputs, request: Request, group: str) -> tuple[Pair, Exchanged | None, Prepared | None]:
+def needs_gradient(inputs: Inputs) -> bool:
+    """Return whether a backward may follow. Ranks must be alike in it: each takes part in the others' gradients."""
+    q, k, v, sinks, _ = inputs
+    some = q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    return some and torch.is_grad_enabled()
+
+
+def _forward(
+    inputs: Inputs, request: Request, group: str, trains: bool
+) -> tuple[Pair, Exchanged | None, Prepared | None]:
     """Return (out, lse), tensors that a backward may save in place of q, k and v, and what was prepared.
 
     The last two are None where the heads run in stages.
@@ -72,21 +83,24 @@ def _forward(inputs: Inputs, request: Request, group: str) -> tuple[Pair, Exchan
         refuse(error, group, request.guard)
         raise error
     if number == 1:
-        return _forward_of_all(inputs, request, group)
+        return _forward_of_all(inputs, request, group, trains)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulator_dtype(q.dtype))
     for heads, kv_heads in stages_of(number, q.shape[2], k.shape[2]):
         some_q, some_k, some_v, _, _, *more = _of_stage((q, k, v, None, None, sinks, slopes), heads, kv_heads)
-        (out[:, :, heads], lse[:, heads]), _, _ = _forward_of_all(Inputs(some_q, some_k, some_v, *more), request, group)
+        some = Inputs(some_q, some_k, some_v, *more)
+        (out[:, :, heads], lse[:, heads]), _, _ = _forward_of_all(some, request, group, trains)
     return (out, lse), None, None
 
 
-def _forward_of_all(inputs: Inputs, request: Request, group: str) -> tuple[Pair, Exchanged | None, Prepared]:
+def _forward_of_all(
+    inputs: Inputs, request: Request, group: str, trains: bool
+) -> tuple[Pair, Exchanged | None, Prepared]:
     """Return the same of all heads at once."""
     q, k, v, sinks, slopes = inputs
-    prepared = prepare(request, group, QKV(q, k, v), slopes)
+    prepared = prepare(request, group, QKV(q, k, v), slopes, trains=trains)
     heads, exchanged = prepared.exchange, None
-    with prepared.running[0]:
+    with prepared.running[0 if trains else 2]:
         if heads is None:
             out, lse = run_forward(prepared, (q, k, v) if slopes is None else (q, k, v, slopes))
         else:
@@ -165,7 +179,7 @@ def attend(inputs: Inputs, call: Call) -> Pair:
     if peek_interpreter_stack() is not None:
         raise transformed()
     if call.known is None and not plain:
-        out, lse = attention(*inputs, call.request.to_text(), call.group)
+        out, lse = attention(*inputs, call.request.to_text(), call.group, call.trains)
     else:
         out, lse = _Direct.apply(*inputs, call)  # type: ignore[no-untyped-call]
     return out, lse
@@ -184,7 +198,7 @@ class _Direct(torch.autograd.Function):
         q, k, v, sinks, slopes = inputs = Inputs(*tensors)
         ctx.call, ctx.prepared, ctx.exchanged, ctx.layer = call, None, False, current_layer()
         if call.known is None:
-            (out, lse), exchanged, ctx.prepared = _forward(inputs, call.request, call.group)
+            (out, lse), exchanged, ctx.prepared = _forward(inputs, call.request, call.group, call.trains)
             if call.keeps and exchanged is not None:
                 ctx.exchanged = True
                 q, k, v = exchanged
@@ -230,12 +244,13 @@ def attention(
     slopes: torch.Tensor | None,
     request: str,
     group: str,
+    trains: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of this rank's rows of a sequence sharded over a named group.
 
-    Tensors are those of `Inputs`; `request` is `Request.to_text()`. lse carries no gradient.
+    Tensors are those of `Inputs`; `request` is `Request.to_text()`; trains: see `Call`. lse carries no gradient.
     """
-    pair, _, _ = _forward(Inputs(q, k, v, sinks, slopes), from_text(request), group)
+    pair, _, _ = _forward(Inputs(q, k, v, sinks, slopes), from_text(request), group, trains)
     return pair
 
 
@@ -246,7 +261,7 @@ def _(
     v: torch.Tensor,
     sinks: torch.Tensor | None,
     slopes: torch.Tensor | None,
-    *constants: str,
+    *constants: str | bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if slopes is not None and (error := slopes_error(slopes, q)) is not None:
         raise error  # here: a compiled region forgets that slopes require a gradient
@@ -281,7 +296,7 @@ def _(dout: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
-    q, k, v, sinks, slopes, ctx.request, ctx.group = inputs
+    q, k, v, sinks, slopes, ctx.request, ctx.group, _ = inputs
     _save(ctx, q, k, v, *output, sinks, slopes)
 
 
@@ -289,7 +304,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, _dlse: None) -> tuple[Any, ..
     saved = ctx.saved_tensors
     dout = torch.zeros_like(saved[3]) if dout is None else dout
     *gradients, dsinks = attention_backward(dout, *saved, ctx.request, ctx.group)
-    return *gradients, None if saved[5] is None else dsinks, None, None, None
+    return *gradients, None if saved[5] is None else dsinks, None, None, None, None
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)

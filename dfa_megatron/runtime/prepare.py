@@ -60,7 +60,8 @@ class Prepared:
     kind: what it has in common with the attention of other documents, masks and lengths.
     graphs: captured phases, if the request asks for CUDA graphs.
     whole: the channel of the whole group, which compares calls; None if verify is off or the group has one rank.
-    running: counts and compares the calls inside, a forward's and a backward's.
+    running: counts and compares the calls inside: a forward's, a backward's, and those of a forward that no backward
+        follows.
     arena_bytes: of receive memory: the larger of forward and backward. Equal on all ranks.
     transport: the transport to request. "auto" becomes "p2p" if the messages need more than LARGEST_ARENA.
     """
@@ -75,7 +76,7 @@ class Prepared:
     bound: dict[tuple[object, ...], Bound | str | None] = field(default_factory=dict, compare=False, repr=False)
     graphs: dict[tuple[str | int, ...], Captured] = field(default_factory=dict, compare=False, repr=False)
     whole: Channel | None = None
-    running: tuple[AbstractContextManager[None], AbstractContextManager[None]] = (_NOT_COUNTED, _NOT_COUNTED)
+    running: tuple[AbstractContextManager[None], ...] = (_NOT_COUNTED,) * 3
     arena_bytes: int = field(init=False)
     transport: str = field(init=False)
 
@@ -151,19 +152,21 @@ class _Known:
     prepared: OrderedDict[tuple[object, ...], Prepared] = field(default_factory=OrderedDict)
 
 
-_known: OrderedDict[str, _Known] = OrderedDict()
+_known: dict[str, _Known] = {}
 """By the name of the group, the one used last at the end."""
 
 
 def _forget(group: str, over: Channel) -> None:
     """Drop the plans and graphs of a group whose channel closes; it may have another one by now."""
-    if group in _known and _known[group].over is over:
-        del _known[group]
+    known = _known.get(group)
+    if known is not None and known.over is over:
+        _known.pop(group, None)
 
 
 def in_use() -> tuple[Prepared, ...]:
     """What this process has prepared, the one it used last at the end."""
-    return tuple(prepared for known in _known.values() for prepared in known.prepared.values())
+    known = list(_known.values())  # a watcher's thread may drop a group meanwhile
+    return tuple(prepared for of_group in known for prepared in list(of_group.prepared.values()))
 
 
 def plans_in_use() -> tuple[AttentionPlan, ...]:
@@ -171,13 +174,16 @@ def plans_in_use() -> tuple[AttentionPlan, ...]:
     return tuple(prepared.plan for prepared in in_use())
 
 
-def prepare(request: Request, group: str, qkv: QKV, slopes: torch.Tensor | None = None) -> Prepared:
+def prepare(
+    request: Request, group: str, qkv: QKV, slopes: torch.Tensor | None = None, *, trains: bool = True
+) -> Prepared:
     """Return the prepared attention of a request over a named group; forward and backward ask for it.
 
     If the request is new, it is built, and the ranks compare theirs (unless verify is off).
 
     Args:
         slopes: of ALiBi, compared across the ranks when the request is new.
+        trains: whether a backward may follow, compared then and in each call.
 
     Raises:
         UnsupportedError: nothing serves the request.
@@ -186,12 +192,13 @@ def prepare(request: Request, group: str, qkv: QKV, slopes: torch.Tensor | None 
     over = channel(group, request.guard) if group_size(group) > 1 else None
     if over is None:
         group = ""  # one rank needs no channel: the plans are the same over every group
-    if group not in _known or _known[group].over is not over:
-        _known[group] = _Known(over)
+    of_group = _known.pop(group, None)
+    if of_group is None or of_group.over is not over:
+        of_group = _Known(over)
         if over is not None:
             over.before_closing(functools.partial(_forget, group, over))
-    _known.move_to_end(group)
-    known, q, k, v = _known[group].prepared, *qkv
+    _known[group] = of_group
+    known, q, k, v = of_group.prepared, *qkv
     key = (request, q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
     try:
         prepared = known.get(key)
@@ -201,8 +208,9 @@ def prepare(request: Request, group: str, qkv: QKV, slopes: torch.Tensor | None 
         known.move_to_end(key)
         return prepared
     with over.calls.preparing() if over is not None and request.guard.verify else contextlib.nullcontext():
-        prepared = _build_and_agree(request, over, qkv, slopes)
-        _open_transport(prepared, q.device)
+        prepared = _build_and_agree(request, over, qkv, slopes, trains=trains)
+        with over.together() if over is not None else contextlib.nullcontext():
+            _open_transport(prepared, q.device)
     known[key] = prepared
     if len(known) > _KEPT:
         known.popitem(last=False)
@@ -212,7 +220,9 @@ def prepare(request: Request, group: str, qkv: QKV, slopes: torch.Tensor | None 
 _Splits = tuple[HeadSplit, TokenSplit]
 
 
-def _build_and_agree(request: Request, over: Channel | None, qkv: QKV, slopes: torch.Tensor | None) -> Prepared:
+def _build_and_agree(
+    request: Request, over: Channel | None, qkv: QKV, slopes: torch.Tensor | None, *, trains: bool
+) -> Prepared:
     """Build, and let every rank know of an error on any: nobody is left waiting."""
     compare = over is not None and request.guard.verify
     try:
@@ -224,10 +234,13 @@ def _build_and_agree(request: Request, over: Channel | None, qkv: QKV, slopes: t
     if compare and over is not None:
         # Attentions of one group must start from one thread: calls from two would have no common order.
         facts = facts_of(prepared, qkv, slopes) | {"thread": over.calls.thread}
-        over.agree(facts)
-        forward, backward = (over.running(kind, qkv.q.device) for kind in kinds_of(facts, prepared))
-        prepared = replace(prepared, whole=over, running=(forward, backward))
-    return prepared if splits is None or over is None else _connected(prepared, *splits, over, qkv.q.device)
+        over.agree(facts | {"requires_grad": f"{trains}, for any of the inputs"})
+        running = tuple([over.running(kind, qkv.q.device) for kind in kinds_of(facts, prepared)])
+        prepared = replace(prepared, whole=over, running=running)
+    if splits is None or over is None:
+        return prepared
+    with over.together():
+        return _connected(prepared, *splits, over, qkv.q.device)
 
 
 def _build_with_degree(request: Request, over: Channel | None, qkv: QKV) -> tuple[Prepared, _Splits | None]:

@@ -11,8 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from dfa_megatron.doctor import start_ranks
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
@@ -125,6 +128,25 @@ def test_torchrun_that_is_told_to_end_ends_every_rank(training: Training) -> Non
     seconds_until_none_is_left([process.pid, *ranks])
     _, errors = process.communicate(timeout=30)
     assert "SIGTERM" in errors
+
+
+@pytest.mark.parametrize(
+    ("codes", "status", "line"),
+    [
+        ((-9, -15), 137, "rank 0 was ended by SIGKILL; "),
+        ((-15, -11, -15), 139, "rank 1 was ended by SIGSEGV; "),
+        ((2, -9), 2, ""),  # rank 1 was stopped: rank 0 has said so, and torchrun has killed it at last
+        ((-9, -15, 70), 70, "rank 2 ended with exit status 70; "),
+        ((1, -15), 1, "rank 0 ended with exit status 1; "),
+        ((1, -11), 139, "rank 1 was ended by SIGSEGV; "),
+    ],
+)
+def test_the_last_line_names_the_rank_that_failed_and_no_signal_of_the_launcher_itself(
+    codes: tuple[int, ...], status: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = {rank: SimpleNamespace(exitcode=code) for rank, code in enumerate(codes)}
+    assert start_ranks._tell_of(failures) == status
+    assert capsys.readouterr().err == (f"{line}the other ranks were ended too\n" if line else "")
 
 
 def test_a_rank_that_a_signal_ends_takes_the_other_with_it_and_is_named(training: Training) -> None:

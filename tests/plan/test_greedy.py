@@ -19,6 +19,7 @@ from dfa_megatron.plan.language.mask import Mask, documents
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES
+from dfa_megatron.plan.schedules import load_balanced as balancing
 from dfa_megatron.plan.schedules.greedy import help_of
 from dfa_megatron.plan.schedules.load_balanced import layout_of, load_balanced
 from dfa_megatron.plan.uncollected import uncollected
@@ -131,6 +132,18 @@ def test_load_balanced_tokens_are_equal_in_number_and_in_work(ranks: int, seed: 
     tokens, work = held(mask, load_balanced(mask, ranks))
     assert set(tokens) == {LOCAL}
     assert max(work) * ranks / sum(work) <= 1.05
+
+
+@pytest.mark.parametrize(
+    "lengths", [[416, 6, 30, 36, 36, 52], [32, 64, 16, 54, 78, 736, 60], [80, 80, 42, 52, 1282], [704, 36, 44]]
+)
+def test_a_pack_whose_first_cut_is_uneven_is_cut_finer(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = documents(lengths)
+    _, finer = held(mask, load_balanced(mask, 16))
+    monkeypatch.setattr(balancing, "FINER", ())
+    _, first = held(mask, load_balanced(mask, 16))
+    assert max(finer) * 16 / sum(finer) <= 1.05
+    assert max(first) * 16 / sum(first) > 1.4, "or it has nothing to mend"
 
 
 def test_load_balanced_tokens_are_a_cover_in_order_on_every_mask() -> None:

@@ -11,7 +11,7 @@ from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Block, Plan, Transfer
 from dfa_megatron.plan.language.layout import Layout, contiguous
-from dfa_megatron.plan.language.mask import causal
+from dfa_megatron.plan.language.mask import causal, full, prefix_lm
 from dfa_megatron.plan.language.text import from_text, to_text
 from dfa_megatron.plan.proof.check import check
 from tests.support.mutants import mutate
@@ -37,6 +37,13 @@ def test_different_plans_have_different_digests() -> None:
                 ordered = replace(one, blocks=tuple(sorted(one.blocks)), transfers=tuple(sorted(one.transfers)))
                 assert found.setdefault(one.digest, ordered) == ordered
     assert len(found) > 40
+
+
+def test_plans_of_masks_with_one_name_have_other_digests() -> None:
+    """In ranks that hold other masks by the same name, the digest alone tells them apart."""
+    masks = [replace(mask, name="mine") for mask in (full(8), prefix_lm(8, 7), causal(8), prefix_lm(8, 3))]
+    empty = [Plan(mask, contiguous(8, 2), FORWARD, (), ()) for mask in (*masks, *masks)]
+    assert len({plan.digest for plan in empty}) == len(masks)
 
 
 def test_a_digest_does_not_depend_on_the_order_of_records() -> None:

@@ -13,7 +13,7 @@ import pytest
 from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.geometry import Span, Tile
 from dfa_megatron.plan.language.mask import Mask
-from tests.support.plan_cases import every_mask, heterogeneous_masks, of_union
+from tests.support.plan_cases import ancestors, every_mask, heterogeneous_masks, of_union
 
 
 def counts(mask: Mask) -> np.ndarray:
@@ -80,6 +80,38 @@ def test_a_tree_has_a_tile_for_each_leaf_and_each_branch() -> None:
     assert masks.prompt_tree([3, 2, 4], [-1, -1, -1]).tiles == masks.documents([3, 2, 4]).tiles
     lengths, parents = [3] + [2] * 6, [-1, 0, 1, 1, 1, 0, 5]  # a question, two answers, three and one further turns
     assert len(masks.prompt_tree(lengths, parents).tiles) == 4 + 2
+
+
+def forests(segments: int) -> list[list[int]]:
+    """The parents of every forest of that many segments in depth-first order."""
+    found: list[list[int]] = [[]]
+    for at in range(segments):
+        found = [[*parents, parent] for parents in found for parent in {-1, *ancestors(at - 1, parents)} - {at}]
+    return found
+
+
+def test_every_small_tree_lets_a_token_see_its_ancestors_and_what_is_before_it() -> None:
+    rng = random.Random(6)
+    for parents in (parents for segments in range(1, 7) for parents in forests(segments)):
+        lengths = [rng.randint(1, 3) for _ in parents]
+        number = np.repeat(np.arange(len(lengths)), lengths)
+        i, j = np.indices((len(number), len(number)))
+        above = np.array([[b in ancestors(a, parents) for b in range(len(parents))] for a in range(len(parents))])
+        assert (counts(masks.prompt_tree(lengths, parents)) == ((j <= i) & above[number[i], number[j]])).all(), parents
+
+
+def test_masks_are_equal_if_their_tiles_are_whatever_their_names() -> None:
+    """A mask is a key of caches."""
+    rng = random.Random(7)
+    for _ in range(50):
+        one, other = (of_union(9, rng).mask for _ in range(2))
+        same = Mask(one.name, one.length, tuple(one.tiles))
+        assert one == same
+        assert hash(one) == hash(same)
+        assert (Mask(one.name, 9, other.tiles) == one) == (other.tiles == one.tiles)
+        assert Mask(one.name, 9, one.tiles, balanced_by=masks.causal(9)) != one
+    first, *rest = masks.documents([3, 6]).tiles
+    assert Mask("mine", 9, (first, *rest)) != Mask("mine", 9, (first,))
 
 
 def test_the_name_of_a_pack_tells_packs_apart_and_stays_short() -> None:

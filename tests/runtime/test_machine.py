@@ -96,15 +96,16 @@ def test_auto_simulates_the_links_that_the_ranks_told(
     assert (hardware.name, hardware.ranks_per_node) == (machine, per_node)
 
 
-def _links(rank: int, ranks: int) -> Links:
-    """Return the links that all plan for, where the last rank alone may not use memory of other GPUs."""
+def _links(rank: int, ranks: int) -> tuple[Links, bool]:
+    """Return what all plan for, where the environment of the last rank alone forbids something."""
     if rank == ranks - 1:
-        os.environ["NCCL_P2P_DISABLE"] = "1"
-    return channel(group_name(None)).links
+        os.environ.update(NCCL_P2P_DISABLE="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    made = channel(group_name(None))
+    return made.links, made.one_queue
 
 
 def test_every_rank_plans_for_the_slowest_links_of_all() -> None:
-    assert [found.inside for found in run_ranks(2, _links)] == ["memory", "memory"]
+    assert [(found.inside, one_queue) for found, one_queue in run_ranks(2, _links)] == [("memory", True)] * 2
 
 
 def _attend(rank: int, ranks: int, names: tuple[str, str]) -> str:

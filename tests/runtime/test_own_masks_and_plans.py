@@ -13,7 +13,10 @@ from dfa_megatron.errors import DistAttentionError, PlanError, UnsupportedError
 from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.language.mask import Mask, causal, prefix_lm
 from dfa_megatron.plan.schedules import with_blocks
-from dfa_megatron.runtime.prepare import in_use
+from dfa_megatron.runtime import rank_plan
+from dfa_megatron.runtime.prepare import build, in_use
+from dfa_megatron.runtime.problem import QKV
+from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close, dense_attention
 from dfa_megatron.testing.workers import run_ranks
@@ -117,14 +120,46 @@ def test_a_plan_for_tokens_that_lie_otherwise_is_refused() -> None:
 
 
 def _refused_layout() -> None:
-    from dfa_megatron.runtime.prepare import build
-    from dfa_megatron.runtime.problem import QKV
-    from dfa_megatron.runtime.request import Request
-
     plan = make_plan(causal(2 * LOCAL), 2, layout="zigzag")
     x = torch.randn(1, LOCAL, 2, 8)
     build(Request(softmax_scale=1.0, plan=plan, layout="zigzag"), 2, 0, QKV(x, x, x))
     build(Request(softmax_scale=1.0, plan=plan), 2, 0, QKV(x, x, x))
+
+
+@pytest.mark.parametrize("blind", ["check_plan", "check_programs"])
+def test_a_plan_is_proved_for_all_ranks_and_each_program_on_its_own(
+    blind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either proof alone finds what lowering does not see: the last rank's block is missing, or comes twice."""
+    rank_plan.planned.cache_clear()
+    monkeypatch.setattr(rank_plan, blind, lambda *_, **__: None)
+    x, ranks = torch.randn(1, LOCAL, 2, 8), 3
+    plan = make_plan(causal(ranks * LOCAL), ranks, schedule="ring")
+    *blocks, last = plan.forward.blocks
+    for changed in (blocks, [*blocks, last, replace(last, step=last.step + 1)]):
+        with pytest.raises(PlanError, match=r"R3|each pair of the mask|never written|twice"):
+            build(Request(softmax_scale=1.0, plan=with_blocks(plan, changed)), ranks, 0, QKV(x, x, x))
+
+
+def _names_alike(rank: int, ranks: int) -> str:
+    """Masks of one name and length: each is its own plan; then the last rank brings another than the others."""
+    length = ranks * LOCAL
+    found = [replace(mask, name="mine") for mask in (prefix_lm(length, 3), causal(length), prefix_lm(length, 9))]
+    for mask in found:
+        attend_and_compare(rank, ranks, mask, mask=mask)
+    x = torch.randn(1, LOCAL, 2, 8)
+    try:
+        dfa_megatron.dist_flash_attn_func(x, x, x, mask=found[rank == ranks - 1])
+    except DistAttentionError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_masks_that_share_a_name_are_told_apart(ranks: int) -> None:
+    for told in run_ranks(ranks, _names_alike):
+        assert told.startswith("DisagreementError"), told
+        assert told.count("digest") == 2
 
 
 def test_a_plan_with_a_missing_block_is_refused_before_it_runs() -> None:

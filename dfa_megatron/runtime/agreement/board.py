@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -24,6 +25,10 @@ _SHORTEST, _LONGEST = 2e-4, 2e-2
 
 def _nothing_lost() -> None:
     """The default of `Board.interrupted`."""
+
+
+def _nothing_kept() -> None:
+    """The store of a board that is of no whole group."""
 
 
 class Board:
@@ -52,6 +57,8 @@ class Board:
         # A group may reuse the name of a destroyed one, whose notes must not be read as new.
         self._store = PrefixStore(f"life {store.add(f'lives of {rank}', 1)}", store)
         self._round = self._stores = 0
+        self._of_group: Callable[[], Store | None] = _nothing_kept
+        self._held: Store | None = None
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, timeout: float = 120.0) -> Board:
@@ -61,12 +68,26 @@ class Board:
             AbsentError: the store did not answer within that many seconds.
         """
         members, rank = dist.get_process_group_ranks(group), group.rank()
-        whole = distributed_c10d._world.pg_map[group][1]
+        whole, known = distributed_c10d._world.pg_map[group][1], weakref.ref(group)
 
         def make() -> Board:
-            return cls(PrefixStore("dfa_megatron", _own_client(whole)), rank, members)
+            made = cls(PrefixStore("dfa_megatron", _own_client(whole)), rank, members)
+            made._of_group = lambda: _store_of(known())
+            return made
 
-        return bounded(make, timeout, _nothing_lost, lambda: _no_answer(members, _keeper(members, rank), timeout))
+        keeper, started = _keeper(members, rank), time.monotonic()
+        try:
+            return bounded(make, timeout, _nothing_lost, lambda: _no_answer(members, keeper, timeout))
+        except RuntimeError as error:
+            raise _store_gone(members, keeper, "find the board", time.monotonic() - started, error) from error
+
+    def hold_store(self) -> None:
+        """Keep the store of the group, if this process does, for as long as this board: others still read from it.
+
+        A group that goes on without an error takes its store with it, so that a new one may have its name and port.
+        """
+        if self.keeps:
+            self._held = self._of_group()
 
     def fresh_store(self) -> Store:
         """Return a store that these ranks share for one purpose; all ranks must ask in the same order."""
@@ -116,7 +137,7 @@ class Board:
             except DistAttentionError:
                 raise
             except RuntimeError as error:  # the process that keeps the store has ended
-                raise self._store_gone(subject, time.monotonic() - started, error) from error
+                raise _store_gone(self.members, self.keeper, subject, time.monotonic() - started, error) from error
 
         try:
             overdue = timeout + _MARGIN
@@ -141,12 +162,20 @@ class Board:
             self._store.delete_key(f"round {self._round - 3}/{self.rank}")
         return notes
 
-    def _store_gone(self, subject: str, seconds: float, error: RuntimeError) -> AbsentError:
-        keeper = f"{named(self.members, [self.keeper])}, which kept it," if self.keeper is not None else "who kept it"
-        return AbsentError(
-            f"the store of the group is gone, after {seconds:.0f} s of coming together to {subject}: {keeper} has ended"
-            f" ({error})"
-        )
+
+def _store_of(group: dist.ProcessGroup | None) -> Store | None:
+    known = distributed_c10d._world.pg_map
+    return known[group][1] if group is not None and group in known else None
+
+
+def _store_gone(
+    members: Sequence[int], keeper: int | None, subject: str, seconds: float, error: RuntimeError
+) -> AbsentError:
+    who = f"{named(members, [keeper])}, which kept it," if keeper is not None else "who kept it"
+    return AbsentError(
+        f"the store of the group is gone, after {seconds:.0f} s of coming together to {subject}: {who} has ended"
+        f" ({error})"
+    )
 
 
 def _absent(board: Board, missing: Sequence[int], seconds: float, subject: str) -> str:

@@ -95,6 +95,7 @@ class Calls:
         lost: the error that lost the group, if one did. told: whether the caller has seen it.
         where: returns the step that runs and the ranks that it waits for, if a transport can tell.
         pending: returns whether the device still works on a call that the host has issued.
+        when_lost: called once, when the group is lost.
     """
 
     def __init__(self) -> None:
@@ -105,9 +106,11 @@ class Calls:
         self.where: Callable[[], tuple[int, tuple[int, ...]]] | None = None
         self.pending: Callable[[], bool] = _never
         self.issued: Callable[[], None] | None = None
+        self.when_lost: Callable[[], object] = _never
         self._log = [self.last] * KEPT
         self._texts: dict[int, str] = {}
         self._thread: threading.Thread | None = None
+        self._caller: threading.Thread | None = None
 
     def add(self, kind: Kind, layer: int = 0) -> Call:
         """Count a call of that kind. Raises the error that lost the group, if one did."""
@@ -172,7 +175,7 @@ class Calls:
             )
             self.lose(error, told=False)
             raise error
-        self.doing = doing
+        self.doing, self._caller = doing, me
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -195,6 +198,11 @@ class Calls:
         self.issued, self.pending = issued, lambda: not done.query()
 
     @property
+    def threads(self) -> tuple[threading.Thread, ...]:
+        """The thread that makes the calls, and the one of the last: autograd's, in a backward on a GPU."""
+        return tuple({thread for thread in (self._thread, self._caller) if thread is not None})
+
+    @property
     def thread(self) -> str:
         """Return the name of the thread that makes the calls."""
         return (self._thread or threading.current_thread()).name
@@ -205,6 +213,7 @@ class Calls:
             if not isinstance(error, DistAttentionError):
                 error = LostGroupError(f"{type(error).__name__}: {error}")
             self.lost, self.told = error, told
+            self.when_lost()
 
     def check(self) -> None:
         """Raise the error that lost the group, or a LostGroupError that quotes it once the caller has seen it."""

@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dfa_megatron.errors import AbsentError, DisagreementError, DistAttentionError, LostGroupError
-from dfa_megatron.runtime.agreement.agree import by_rank
 from dfa_megatron.runtime.agreement.awake import AwakeClock
 from dfa_megatron.runtime.agreement.board import Board, named
 from dfa_megatron.runtime.agreement.calls import Calls
+from dfa_megatron.runtime.agreement.difference import Shown, first_difference, read, written
+from dfa_megatron.runtime.agreement.stuck import Stuck
+from dfa_megatron.runtime.agreement.waiter import bounded
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +26,17 @@ PERIOD = 0.5
 SILENT = 4 * PERIOD + 1.0
 """Seconds without a sign of life after which a rank counts as stopped."""
 GRACE = 5.0
-"""Seconds for the caller to come back and raise the error, before the process is ended."""
+"""Seconds for a caller inside of attention to come back and raise the error, before the process is ended."""
+_LOOKS = 0.05
+"""Seconds between two looks at whether it has come back."""
 LINGER = 4 * PERIOD
 """Seconds that the last sign of a thread may take; a store that ends with this process stays that long for readers."""
+_LONGEST = 60.0
+"""Seconds between two attempts to reach a store that fails, at most."""
 EXIT_STATUS = 70
 """Of a process that the watcher ended."""
-_SHOWN = 64
-"""Calls that ranks show each other to find the first that differs."""
+
+_FAILED = "of the group failed in its call"
 
 
 class Sign(NamedTuple):
@@ -77,8 +83,9 @@ class Watch:
         self._heard, self._seen = 0.0, [0.0] * board.size
         self._looks, self._gone_at = 0, dict[int, int]()
         self._since, self._at, self._warned = 0.0, (0, "", -1), False
+        self._stuck, self._logged = Stuck(calls), False
         self._stopped, self._news = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dfa_megatron watcher", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="dfa_megatron watcher", daemon=True)
         self._signs_thread = threading.Thread(target=self._exchange, name="dfa_megatron signs", daemon=True)
 
     def start(self) -> None:
@@ -120,22 +127,37 @@ class Watch:
             mine = self.calls.at(sign.number)
             if mine is not None and mine.chain != sign.chain:
                 return self.difference()
+        quoted = None
         for rank, theirs in enumerate(self._signs):
             if theirs is not None and theirs.lost:
-                return LostGroupError(f"rank {rank} of the group failed in its call {theirs.number}: {theirs.lost}")
-        return None
+                if _FAILED not in theirs.lost:
+                    return LostGroupError(f"rank {rank} {_FAILED} {theirs.number}: {theirs.lost}")
+                quoted = LostGroupError(theirs.lost)  # it has this from another rank
+        return quoted
 
-    def difference(self) -> DisagreementError:
-        """Return an error with a table of the first call that differs; each rank shows its last calls for it."""
-        self.board.put("calls", json.dumps(self.calls.recent(_SHOWN)))
+    def difference(self, everyone: Sequence[Shown] = ()) -> DisagreementError:
+        """Return an error with a table of the first call that differs.
+
+        everyone: what each rank shows of its last calls; () asks through the store, as far as ranks still answer there.
+        """
+        shown = [Shown() for _ in range(self.board.size)]
+        shown[self.board.rank] = read(written(self.calls))
+        try:
+            bounded(lambda: self._show(shown, wait=not everyone), SILENT + PERIOD, _nothing, TimeoutError)
+        except (RuntimeError, TimeoutError) as error:
+            logger.debug("the store does not show the calls of every rank: %s", error)
+        return DisagreementError(first_difference(everyone or shown))
+
+    def _show(self, shown: list[Shown], *, wait: bool) -> None:
+        """Show this rank's last calls in the store, and wait for the other ranks'."""
+        self.board.put("calls", written(self.calls))
+        missing = {rank for rank in range(self.board.size) if rank != self.board.rank} if wait else set[int]()
         deadline = time.monotonic() + SILENT
-        while not all(self.board.has("calls", rank) for rank in range(self.board.size)) and time.monotonic() < deadline:
+        while missing and time.monotonic() < deadline:
+            for rank in [rank for rank in missing if self.board.has("calls", rank)]:
+                shown[rank] = read(self.board.read("calls", [rank])[0])
+                missing.remove(rank)
             time.sleep(0.02)
-        told = [rank for rank in range(self.board.size) if self.board.has("calls", rank)]
-        shown: list[dict[int, str]] = [{} for _ in range(self.board.size)]
-        for rank, note in zip(told, self.board.read("calls", told), strict=True):
-            shown[rank] = dict(json.loads(note))
-        return DisagreementError(_first_difference(shown))
 
     def silent(self) -> list[int]:
         """Return the ranks that have stopped: their processes are gone, or their signs stayed away for a while."""
@@ -158,6 +180,8 @@ class Watch:
             if any(self._ended(rank) for rank in range(self.board.size)):
                 break
             time.sleep(0.02)
+        if (found := self.calls.lost or self.compare()) is not None:  # a rank that ran other calls, and then ended
+            return str(found)
         return "; ".join(self._state(rank) for rank in self.silent())
 
     def _ended(self, rank: int) -> bool:
@@ -171,19 +195,36 @@ class Watch:
         return looked or self._clock.now() - self._heard > SILENT
 
     def _exchange(self) -> None:
-        """Write and read signs, until the end or until the store is gone."""
+        """Write and read signs, until the end."""
+        pause = PERIOD
+        while self.alive() and not self._stopped.is_set():
+            # PyTorch writes a line for each failure of a store, so that one that is gone is asked less and less.
+            pause = PERIOD if self._with_store(self._sign_and_look) else min(max(2 * pause, LINGER), _LONGEST)
+            self._news.wait(pause)
+            self._news.clear()
+        if pause == PERIOD:
+            self._with_store(self._last_sign)
+
+    def _sign_and_look(self) -> None:
+        self.sign()
+        self.look()
+
+    def _last_sign(self) -> None:
+        self.sign(ended=True)
+        if self.board.keeps and self.calls.lost is not None:
+            self._linger()
+
+    def _with_store(self, action: Callable[[], None]) -> bool:
+        """Survive an error of the store: ranks end at different times, and the store with one of them.
+
+        Only a rank that still waits for others is concerned: `silent` sees that nothing is heard.
+        """
         try:
-            while self.alive() and not self._stopped.is_set():
-                self.sign()
-                self.look()
-                self._news.wait(PERIOD)
-                self._news.clear()
-            self.sign(ended=True)
-            if self.board.keeps and self.calls.lost is not None:
-                self._linger()
+            action()
         except RuntimeError as error:
-            # Ranks end at different times, and the store with one of them: only who still waits is concerned.
-            logger.debug("the store of the group is gone: %s", error)
+            logger.debug("the store of the group does not answer: %s", error)
+            return False
+        return True
 
     def _linger(self) -> None:
         """Stay until each rank that lives has read the last sign, which says what lost the group."""
@@ -197,16 +238,24 @@ class Watch:
             time.sleep(0.02)
             self.look()
 
+    def _watch(self) -> None:
+        try:
+            self._run()
+        except Exception:
+            logger.exception("the watcher of a group has ended: nobody notices any more if a rank of it ends or stops")
+
     def _run(self) -> None:
         _allow_captures()
-        while not self._stopped.wait(PERIOD):
+        while not self._stopped.wait(PERIOD if self.calls.lost is None else _LOOKS):
             self._clock.tick()
             if not self.alive():
                 self.ended()
                 return
-            found = self.judge() if self.calls.lost is None else None if self.calls.told else self.calls.lost
-            if found is not None:
-                self._lose(found)
+            if self.calls.lost is None and (found := self.judge()) is not None:
+                self.calls.lose(found, told=False)
+                self._news.set()
+            if self.calls.lost is not None and not self.calls.told:
+                self._end_if_stuck(self.calls.lost)
 
     def judge(self) -> DistAttentionError | None:
         """Return the error that ends this run, if there is one: what another rank says is wrong comes first."""
@@ -247,7 +296,8 @@ class Watch:
 
     def _state(self, rank: int) -> str:
         sign, who = self._signs[rank], named(self.board.members, [rank])
-        place = f"after {sign.number} calls" if sign is not None else "before its first sign"
+        # The sign is up to a period old: more calls may have followed it.
+        place = f"after {sign.number} calls or more" if sign is not None else "before its first sign"
         if self._ended(rank):
             return f"{who} has ended, {place}"
         if rank in self.silent():
@@ -255,32 +305,19 @@ class Watch:
         doing = (sign.doing if sign else "") or "is outside of attention: it may compile, or write a checkpoint"
         return f"{who} lives, {place}, and {doing}"
 
-    def _lose(self, error: DistAttentionError) -> None:
-        """Have the error raised where attention is called; if the caller does not come back, end the process."""
-        self.calls.lose(error, told=False)
-        self._news.set()
-        logger.error("%s", error)
-        deadline = time.monotonic() + GRACE
-        while time.monotonic() < deadline:
-            if self.calls.told or self._stopped.wait(0.05):
-                return
+    def _end_if_stuck(self, error: DistAttentionError) -> None:
+        """End the process if it does not come back to raise the error; outside of attention it may do what it likes."""
+        if not self._logged:
+            self._logged = True
+            logger.error("%s", error)
+        if self._stuck.seconds(self._clock.now()) < GRACE or self.calls.told:
+            return
         print(f"dfa_megatron ends this process, which does not come back: {error}", file=sys.stderr, flush=True)
         os._exit(EXIT_STATUS)
 
 
-def _first_difference(shown: Sequence[dict[int, str]]) -> str:
-    """Say at which call ranks first differ, and what each of them ran."""
-    numbers = sorted(set().union(*shown))
-    common = max((min(calls) for calls in shown if calls), default=1)
-    for number in (n for n in numbers if n >= common):
-        ran = [calls.get(number, "has not come so far, or does not answer") for calls in shown]
-        if len(set(ran)) > 1:
-            return (
-                f"the ranks of the group run different attentions, after {number - 1} equal calls:\n"
-                f"  call {number}: {by_rank(ran)}\n"
-                "What ran from there on is wrong. Every rank must call attention in the same order"
-            )
-    return f"the ranks of the group have run different attentions, over {_SHOWN} calls ago: what ran since is wrong"
+def _nothing() -> None:
+    """A wait that nothing interrupts."""
 
 
 def _allow_captures() -> None:

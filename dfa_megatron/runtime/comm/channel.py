@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from dfa_megatron.errors import AbsentError, DistAttentionError, LostGroupError, UnsupportedError
 from dfa_megatron.runtime.agreement.agree import Facts, agree, exchange
 from dfa_megatron.runtime.agreement.board import Board
 from dfa_megatron.runtime.agreement.calls import BACKWARD_ENDS, Calls, Kind, current_layer
+from dfa_megatron.runtime.agreement.difference import Shown, read, written
 from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.agreement.process import has_ended, host, process
-from dfa_megatron.runtime.agreement.waiter import Waiter
+from dfa_megatron.runtime.agreement.waiter import Waiter, bounded
 from dfa_megatron.runtime.agreement.watcher import Watch
 from dfa_megatron.runtime.comm.communicator import Communicator
 from dfa_megatron.runtime.comm.transports import Transports
-from dfa_megatron.runtime.environment import links, slowest
+from dfa_megatron.runtime.environment import has_one_queue, links, slowest
 
 T = TypeVar("T")
 
@@ -38,7 +41,7 @@ class Channel:
     Attributes:
         rank, size: of this process in the group, and of the group.
         hosts: number of machines that the ranks are on.
-        links: the slowest links among them.
+        links: the slowest links among them. one_queue: whether any of them has one hardware queue for all streams.
         board, calls: what the ranks tell each other, and what this one has run. Subgroups share the calls.
         transports: what moves messages between these ranks.
         wait: runs a blocking call, such as a wait for messages between CPUs. Raises an AbsentError where a connection
@@ -82,9 +85,12 @@ class Channel:
         self._closing, self._closed = threading.Lock(), False
         self._backward, self.on_cpu, self._name = -1, True, ""
         board.interrupted = self.calls.check
-        mine = {"host": host(), **process(), **links()._asdict()}
+        if whole is None:
+            self.calls.when_lost = board.hold_store
+        mine = {"host": host(), **process(), **links()._asdict(), "one queue": str(has_one_queue())}
         everyone = self.exchange(mine, "make contact for the first time")
         self.hosts, self.links = len({facts["host"] for facts in everyone}), slowest(everyone)
+        self.one_queue = any(facts["one queue"] == "True" for facts in everyone)
         self._processes = [(facts["space"], int(facts["pid"])) for facts in everyone]
         self.look_after(guard)
 
@@ -141,11 +147,26 @@ class Channel:
         """
         last = self.calls.last
         mine = torch.tensor([last.number, last.chain], device="cpu")
+        if any(not torch.equal(found, mine) for found in self._gathered(mine)) and self._watch is not None:
+            everyone: list[Shown] = []
+            with contextlib.suppress(DistAttentionError):  # a rank has ended meanwhile, and may have left a note
+                everyone = self._shown()
+            raise self._watch.difference(everyone)
+
+    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
         theirs, work = (self._collectives.get("cpu") or self.collectives(mine.device)).gather(mine)
         self.wait(work.wait)
-        for found in theirs:
-            if self._watch is not None and not torch.equal(found, mine):
-                raise self._watch.difference()
+        return theirs
+
+    def _shown(self) -> list[Shown]:
+        """Return what each rank shows of its last calls, past the store, which may end with a rank's process.
+
+        Collective: every rank has seen the same differences, so each of them comes here.
+        """
+        text = written(self.calls).encode()
+        size = max(int(theirs) for theirs in self._gathered(torch.tensor(len(text), device="cpu")))
+        mine = torch.tensor(list(text.ljust(size)), dtype=torch.uint8, device="cpu")
+        return [read(bytes(theirs.tolist()).decode()) for theirs in self._gathered(mine)]
 
     def _broken(self, error: RuntimeError) -> DistAttentionError:
         """Return the error to raise where a connection broke; it names the rank that has ended, where that is known."""
@@ -167,6 +188,20 @@ class Channel:
             if self.on_cpu:
                 self._meet()
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around steps that every rank takes once all have agreed: an error of this rank alone loses the group.
+
+        The others wait for it inside of the same steps. An error of this package is theirs, too, or has lost it.
+        """
+        try:
+            yield
+        except DistAttentionError:
+            raise
+        except BaseException as error:
+            self.calls.lose(error, told=True)
+            raise
+
     def collectives(self, device: torch.device) -> Communicator:
         """Return connections for collectives of tensors on that kind of device; the first call is collective."""
         if device.type not in self._collectives:
@@ -174,10 +209,26 @@ class Channel:
         return self._collectives[device.type]
 
     def new_communicator(self, device: torch.device) -> Communicator:
-        """Open connections that end with this channel; collective."""
+        """Open connections that end with this channel; collective.
+
+        Raises:
+            AbsentError: a rank has ended, or does not come.
+            LostGroupError: another rank failed to open them.
+        """
         self.calls.check()
-        with self.calls.waiting("opens connections"):
-            self._made.append(Communicator(self.board, device, self._timeout, self._broken))
+        seconds = (self._timeout or _PATIENCE).total_seconds() + _CLOSING
+
+        def make() -> Communicator:
+            return Communicator(self.board, device, self._timeout, self._broken)
+
+        def overdue() -> AbsentError:
+            return AbsentError(f"connections between the ranks of the group did not open within {seconds:.0f} s")
+
+        with self.together(), self.calls.waiting("opens connections"):
+            try:
+                self._made.append(bounded(make, seconds, self.calls.check, overdue))
+            except dist.DistError as error:
+                raise self._broken(error) from error
         return self._made[-1]
 
     def subgroup(self, ranks: Sequence[int]) -> Channel:

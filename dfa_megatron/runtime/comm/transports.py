@@ -12,7 +12,6 @@ from dfa_megatron.runtime.comm.copy_engine import open_transport
 from dfa_megatron.runtime.comm.gloo import GlooTransport
 from dfa_megatron.runtime.comm.nccl import NcclTransport
 from dfa_megatron.runtime.comm.transport import Transport
-from dfa_megatron.runtime.environment import has_one_queue
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.comm.channel import Channel
@@ -52,7 +51,7 @@ class Transports:
             if device.type == "cpu":
                 return self.get(device, "p2p")
             try:
-                _refuse_one_queue()
+                _refuse_one_queue(self._channel.one_queue)
                 return self.get(device, "copy_engine")
             except UnsupportedError as error:
                 logger.info("messages go point to point: the copy engines do not serve: %s", error.why)
@@ -93,13 +92,13 @@ class Transports:
         self._open.clear()
 
 
-def _refuse_one_queue() -> None:
-    """Refuse "auto" where a copy-engine stream shares its hardware queue with the streams that compute.
+def _refuse_one_queue(one_queue: bool) -> None:
+    """Refuse "auto" where a copy-engine stream of any rank shares its hardware queue with the streams that compute.
 
     Raises:
         UnsupportedError: CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron wants on Hopper, leaves one queue for all.
     """
-    if has_one_queue():
+    if one_queue:
         raise UnsupportedError(
             "transport='auto' over the copy engines",
             "with CUDA_DEVICE_MAX_CONNECTIONS=1 kernels would queue up behind its waits, which has not been measured",

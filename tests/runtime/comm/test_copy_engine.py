@@ -337,12 +337,10 @@ def test_a_machine_without_gpus_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "NCCL_P2P_DISABLE=1" in copy_engine._local_refusal(torch.device("cuda", 0))
 
 
-def test_one_queue_for_all_streams_is_left_to_point_to_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+def test_one_queue_for_all_streams_is_left_to_point_to_point() -> None:
     with pytest.raises(UnsupportedError, match="by name"):
-        _refuse_one_queue()
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    _refuse_one_queue()
+        _refuse_one_queue(True)
+    _refuse_one_queue(False)
 
 
 def test_multicast_is_off_while_memory_is_mapped_and_the_environment_is_as_before(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -18,11 +21,36 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import dfa_megatron
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import LostGroupError, UnsupportedError
+from dfa_megatron.runtime import prepare
 from dfa_megatron.runtime.comm.groups import group_name
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.prepare import in_use
 from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.workers import run_ranks
+
+
+def test_plans_may_be_listed_while_groups_end() -> None:
+    """As a report does, while watchers close groups on threads of their own."""
+    over, done = [SimpleNamespace() for _ in range(20)], threading.Event()
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            for number, one in enumerate(over):
+                prepare._known[f"group {number}"] = prepare._Known(one)  # type: ignore[arg-type]
+            for number, one in enumerate(over):
+                prepare._forget(f"group {number}", one)  # type: ignore[arg-type]
+
+    before, interval = len(in_use()), sys.getswitchinterval()
+    thread = threading.Thread(target=come_and_go)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(3000):
+            assert len(in_use()) == before
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def _attend(ranks: int) -> None:

@@ -1,0 +1,189 @@
+"""Rank 0 keeps the store and ends at once: the others still get the table of differences, and are still watched."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+import dfa_megatron
+from dfa_megatron.errors import DisagreementError, DistAttentionError
+from dfa_megatron.runtime.agreement.board import Board
+from dfa_megatron.runtime.agreement.calls import Calls, Kind
+from dfa_megatron.runtime.agreement.difference import Shown, first_difference, read, written
+from dfa_megatron.runtime.agreement.watcher import Watch
+from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.testing.arguments import arguments
+from dfa_megatron.testing.workers import run_ranks
+
+SCALES = (0.25, 0.5)
+
+
+def attend(scale: float, group: Any = None) -> None:
+    q, k, v = (torch.randn(1, 8, heads, 16) for heads in (4, 2, 2))
+    options = arguments(causal=True, schedule="ring", softmax_scale=scale, group=group)
+    dfa_megatron.dist_flash_attn_func(q, k, v, **options)
+
+
+def _own_store(rank: int, ranks: int, folder: Path, seconds: float = 30.0) -> None:
+    """Have rank 0 keep the store, as it does without torchrun's agent."""
+    timeout = timedelta(seconds=seconds)
+    dist.barrier()
+    dist.destroy_process_group()
+    note = folder / "port"
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, ranks, True, wait_for_workers=False, timeout=timeout)
+        (folder / "new").write_text(str(store.port))
+        (folder / "new").rename(note)
+    while not note.exists():
+        time.sleep(0.01)
+    if rank:
+        store = TCPStore("127.0.0.1", int(note.read_text()), ranks, False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+
+
+def _differ(rank: int, ranks: int, folder: str, way: str) -> None:
+    _own_store(rank, ranks, Path(folder))
+    for scale in SCALES:
+        attend(scale)
+    if rank:  # the others are slow to read, so that rank 0 has ended
+        quick = Board.read
+
+        def slow(self: Board, key: str, ranks: Sequence[int] | None = None) -> list[str]:
+            time.sleep(0.3 if key == "calls" else 0)
+            return quick(self, key, ranks)
+
+        Board.read = slow  # type: ignore[method-assign]
+    if way != "at the call":  # as over NCCL, where watchers compare
+        Channel._meet = lambda self: None  # type: ignore[method-assign]
+    found = ""
+    try:
+        for scale in SCALES[::-1] if rank == ranks - 1 else SCALES:
+            attend(scale)
+        while True:
+            time.sleep(0.05)
+            attend(SCALES[0])
+    except DistAttentionError as error:
+        found = f"{type(error).__name__}: {error}"
+    Path(folder, f"rank{rank}").write_text(found)
+    if rank == 0 and way == "watched, then destroyed":
+        dist.destroy_process_group()
+        atexit._run_exitfuncs()  # as a script does when it ends
+    if rank:
+        time.sleep(1.0)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "way"), [(2, "at the call"), (3, "at the call"), (2, "watched"), (2, "watched, then destroyed")]
+)
+def test_every_rank_gets_the_table_where_rank_0_ends_at_once(ranks: int, way: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):  # no rank answers the test
+        run_ranks(ranks, _differ, str(tmp_path), way, timeout=60, grace=10.0)
+    for rank in range(ranks):
+        told = (tmp_path / f"rank{rank}").read_text()
+        assert "run different attentions" in told, told
+        if way != "watched":  # a process that vanishes may not have shown its calls
+            assert "after 4 equal calls:\n  call 5: forward of q" in told
+            assert told.count("softmax_scale=0.25") == told.count("softmax_scale=0.5") == 1
+
+
+def _gone_before(rank: int, ranks: int, folder: str) -> None:
+    _own_store(rank, ranks, Path(folder), seconds=5.0)
+    group = dist.new_group([0, 1])
+    dist.barrier()
+    if rank == 0:
+        os._exit(0)
+    time.sleep(0.5)
+    try:
+        attend(0.25, group)
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        Path(folder, "told").write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+def test_a_store_that_is_gone_before_the_first_attention_is_told_by_name(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        run_ranks(2, _gone_before, str(tmp_path), timeout=60, grace=20.0)
+    told = (tmp_path / "told").read_text()
+    assert told.startswith("AbsentError: the store of the group is gone"), told
+    assert "rank 0 of the group, which kept it, has ended" in told
+
+
+class _Failing(Board):
+    """A board whose store answers with errors while `fails` is set."""
+
+    fails = threading.Event()
+
+    def put(self, key: str, note: str) -> None:
+        self._may_fail()
+        super().put(key, note)
+
+    def has(self, key: str, rank: int) -> bool:
+        self._may_fail()
+        return super().has(key, rank)
+
+    def _may_fail(self) -> None:
+        if self.fails.is_set():
+            raise dist.DistNetworkError("Broken pipe")
+
+
+def test_watchers_go_on_after_errors_of_the_store() -> None:
+    store = HashStore()
+    calls = Calls(), Calls()
+    watches = [
+        Watch(_Failing(store, rank, [0, 1]), calls[rank], lambda: True, lambda: None, lambda _: False, 1800.0, 1800.0)
+        for rank in range(2)
+    ]
+    try:
+        for watch in watches:
+            watch.start()
+        _Failing.fails.set()
+        time.sleep(1.2)
+        _Failing.fails.clear()
+        for one, text in zip(calls, ("forward", "backward"), strict=True):
+            one.add(Kind.of(text))
+        deadline = time.monotonic() + 10
+        while any(one.lost is None for one in calls) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for one in calls:
+            assert "call 1: forward on rank 0; backward on rank 1" in str(one.lost)
+        _Failing.fails.set()
+        assert isinstance(watches[0].difference(), DisagreementError), "not the store's own error"
+        assert all(watch._thread.is_alive() and watch._signs_thread.is_alive() for watch in watches)
+    finally:
+        _Failing.fails.clear()
+        for watch in watches:
+            watch.stop()
+
+
+def _calls(*texts: str, facts: str = "") -> Shown:
+    calls = Calls()
+    for text in texts:
+        calls.add(Kind.of(text, facts))
+    return read(written(calls))
+
+
+def test_the_table_claims_no_more_than_what_ranks_have_shown() -> None:
+    one, other = _calls(*"aabb"), _calls(*"aaba")
+    assert "after 3 equal calls:\n  call 4: b on rank 0; a on rank 1" in first_difference([one, other])
+    assert "call 4: b on rank 0; a on rank 1; does not answer on rank 2" in first_difference([one, other, {}])
+    assert "call 3: b on rank 0; has not come so far on rank 1" in first_difference([one, _calls("a", "a")])
+    alone = first_difference([{}, one])
+    assert "equal calls" not in alone
+    assert "rank 0 ended or stopped before showing its calls" in alone
+    assert "does not answer on rank 0; b (call 4) on rank 1" in alone
+    alike = first_difference([_calls("a"), _calls("a", facts="another mask of that name")])
+    assert alike.count("a (digest ") == 2
+    assert json.loads(written(Calls())) == []
