@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor, peek_interpreter_stack
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.plan.language.heads import stages_error, stages_of
 from dfa_megatron.runtime.agreement.calls import at_layer, current_layer
 from dfa_megatron.runtime.counters import COUNTERS
@@ -173,6 +173,9 @@ def attend(inputs: Inputs, call: Call) -> Pair:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+_once = differentiable_once("attention", *(Inputs._fields.index(name) for name in ("q", "k", "sinks")))
+"""Of v the gradients are linear."""
+
 
 class _Direct(torch.autograd.Function):
     """The attention of plain tensors."""
@@ -195,7 +198,7 @@ class _Direct(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, dout: torch.Tensor | None, _dlse: None) -> tuple[Any, ...]:
         """Return the gradients of the inputs, and None for the call."""
         saved = ctx.saved_tensors
@@ -285,6 +288,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
     _save(ctx, q, k, v, *output, sinks, slopes)
 
 
+@_once
 def _backward(ctx: Any, dout: torch.Tensor | None, _dlse: None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     dout = torch.zeros_like(saved[3]) if dout is None else dout
