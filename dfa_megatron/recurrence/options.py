@@ -33,8 +33,8 @@ class Options:
         Raises:
             UnsupportedError: names the option that is unknown or cannot be served.
         """
-        while isinstance(function, functools.partial) and not function.args:
-            function, given = function.func, {**function.keywords, **given}
+        while isinstance(inner := function, functools.partial) and not inner.args:
+            function, given = inner.func, inner.keywords | given
         takes = _parameters(function)
         for name, value in ({name: takes[name] for name in self.refused if takes.get(name)} | given).items():
             if name in self.refused:

@@ -165,6 +165,7 @@ class TableCache:
         self.capacity = capacity
         self._entries: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @torch.inference_mode(False)  # training saves it for its backward
     def contiguous(self, table: Any, relayout: Relayout, rows: int, source: LayoutName = "zigzag") -> Any:
         """Return the contiguous counterpart of a table (rows, ...) in order `source`, or of each member of a tuple.
 
