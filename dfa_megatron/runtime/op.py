@@ -10,9 +10,9 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor, peek_
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.kernels.api import accumulator_dtype
-from dfa_megatron.kernels.leaf import differentiable_once
+from dfa_megatron.kernels.leaf import differentiable_once, without_functions
 from dfa_megatron.plan.language.heads import stages_error, stages_of
-from dfa_megatron.runtime.agreement.calls import at_layer, current_layer
+from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.alibi_positions import slopes_error
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_error, sinks_gradient
@@ -167,7 +167,8 @@ def attend(inputs: Inputs, call: Call) -> Pair:
     if call.known is None and not plain:
         out, lse = attention(*inputs, call.request.to_text(), call.group)
     else:
-        out, lse = _Direct.apply(*inputs, call)  # type: ignore[no-untyped-call]
+        with without_functions():
+            out, lse = _Direct.apply(*inputs, call)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -205,7 +206,7 @@ class _Direct(torch.autograd.Function):
         dout = torch.zeros_like(saved[3]) if dout is None else dout
         if is_batchedtensor(dout) or is_legacy_batchedtensor(dout):
             raise transformed()
-        with at_layer(ctx.layer):
+        with AtLayer(ctx.layer):
             if ctx.prepared is None:
                 gradients = _backward_of(dout, saved, ctx.call.request, ctx.call.group)
             else:
