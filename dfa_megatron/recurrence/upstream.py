@@ -16,8 +16,8 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.recurrence.functions import dist_scan
+from dfa_megatron.recurrence.kernel_options import FLA, MAMBA1, MAMBA2
 from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens
-from dfa_megatron.recurrence.options import FLA, MAMBA1, MAMBA2
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.runtime.cu_seqlens import Offsets
 from dfa_megatron.runtime.request import DEFAULTS

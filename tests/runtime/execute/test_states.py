@@ -139,8 +139,8 @@ def test_states_of_pytorch_change_no_number_of_a_recorded_run(seed: int) -> None
 
 
 def _over_ranks(rank: int, ranks: int) -> None:
-    _drawn(rank, ranks, 20, [0, 2, 4])
-    _drawn(rank, ranks, 21, [1, 2, 5], ulysses_degree=2)
+    _drawn(rank, ranks, 20, [0, 4])
+    _drawn(rank, ranks, 21, [1], ulysses_degree=2)
 
 
 def test_states_of_pytorch_change_no_number_over_ranks() -> None:

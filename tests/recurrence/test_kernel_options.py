@@ -23,32 +23,29 @@ def kda(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float | None = None,
+    *,
     initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
-    cu_seqlens_cpu: torch.Tensor | None = None,
     cp_context: object = None,
     **more: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Stand in for FLA's `chunk_kda`."""
     turned = more.pop("transpose_state_layout", state_v_first)
-    a_log, dt_bias = more.pop("A_log", None), more.pop("dt_bias", None)
+    a_log, dt_bias, scale = (more.pop(name, None) for name in ("A_log", "dt_bias", "scale"))
+    norm, gate, sigmoid = (more.pop(f"use_{name}_in_kernel", False) for name in ("qk_l2norm", "gate", "beta_sigmoid"))
+    g, beta = more.pop("g"), more.pop("beta")
+    more.pop("output_final_state", None)
     assert not more, more
-    if use_qk_l2norm_in_kernel:
+    assert cp_context is None
+    if norm:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    g = -a_log.exp()[:, None] * F.softplus(g + dt_bias) if use_gate_in_kernel else g
-    beta = beta.sigmoid() if use_beta_sigmoid_in_kernel else beta
+    g = -a_log.exp()[:, None] * F.softplus(g + dt_bias) if gate else g
+    beta = beta.sigmoid() if sigmoid else beta
     x = {"q": q * (k.shape[-1] ** -0.5 if scale is None else scale), "k": k, "v": v, "g": g, "beta": beta}
     state = initial_state.mT if turned and initial_state is not None else initial_state
     out, final = delta_rule(x, state, () if cu_seqlens is None else tuple(cu_seqlens.tolist()))
-    return out, (final.mT if turned else final) if output_final_state else None
+    return out, final.mT if turned else final
 
 
 def linear(q: Any, k: Any, v: Any, normalize: bool = True, **_: Any) -> Any:
@@ -86,8 +83,7 @@ def _exact(rank: int, ranks: int) -> None:
             whole = {name: x.clone().requires_grad_() for name, x in tokens.items()}
             own = {name: x for name, x in options.items() if name not in ("head_first", "output_final_state")}
             cu_seqlens = None if offsets is None else torch.tensor(offsets)
-            want, final = kda(**whole, **own | {"cu_seqlens": cu_seqlens}, output_final_state=True)
-            assert final is not None
+            want, final = kda(**whole, **own | {"cu_seqlens": cu_seqlens})
             final = final.mT if own.get("state_v_first") or own.get("transpose_state_layout") else final
             rows = slice(rank * LENGTH // ranks, (rank + 1) * LENGTH // ranks)
             mine = {name: x[:, rows].clone().requires_grad_() for name, x in tokens.items()}
