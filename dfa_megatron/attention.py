@@ -181,7 +181,11 @@ def _attend(
         out, lse = _run_outside(inputs, group, mathematics)
         return out, lse
     # Dynamo takes the fields of a config as constants, but not a config.
-    mathematics["config"] = tuple(getattr(config, name) for name in _OPTIONS)
+    mathematics["config"] = tuple(_constant(getattr(config, name)) for name in _OPTIONS)
+    if isinstance(window := mathematics["window_size"], tuple | list):
+        mathematics["window_size"] = tuple(_constant(side) for side in window)
+    for name in ("softmax_scale", "softcap"):
+        mathematics[name] = _constant(mathematics[name])
     out, lse = attention(*inputs, _text(**mathematics), group, needs_gradient(inputs))
     return out, lse
 
@@ -213,6 +217,14 @@ _OPTIONS = tuple(option.name for option in fields(DistAttentionConfig))
 def _deterministic(config: DistAttentionConfig) -> DistAttentionConfig:
     """The same with torch's own switch obeyed."""
     return config.replace(deterministic=True)
+
+
+def _constant(x: Any) -> Any:
+    """Return x. Dynamo makes a constant of a number that is a key, of a symbol too, with a guard on its value."""
+    if isinstance(x, float):
+        x = x + 0.0  # Dynamo puts off what it has not touched, and then knows no constant
+    (same,) = {x: None}
+    return same
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]  # JSON is not traceable

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.plan.language.mask import check_parents
 from dfa_megatron.plan.schedules.load_balanced import layout_of
@@ -176,7 +176,7 @@ class _Unshard(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("a sequence that is gathered")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         ranks = range(ctx.group.size())
         theirs = torch.stack([_part(grad, ctx.whole, rank, ctx.dim) for rank in ranks])

@@ -220,10 +220,16 @@ def signature(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Return what a replay must have in common with the recorded run; the shapes of its tensors are known equal.
 
     The stream is part of it: tables that one has copied to the device may not be there yet for another. So are the
-    current device, to which launches go, and autocast, which changes operations.
+    current device, to which launches go, and PyTorch's modes that change what Python makes of an operation. A replay
+    runs without autocast and function modes, as the recorded run did; precision is obeyed by the operations it calls.
     """
     kind = tensors[0].device.type
-    found: list[Any] = [kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind)]
+    found: list[Any] = [
+        kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+    ]
     if kind == "cuda":
         found += stream_of(tensors[0].device), torch.cuda.current_device()
     for x in tensors:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
+from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.loss.head import Head
 
 _gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -99,7 +99,7 @@ class Tiled(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("a loss that is made by tiles", 0, 1, 2)
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: D102
         hidden, weight, bias, labels, result = ctx.saved_tensors
         tiling: Tiling = ctx.tiling

@@ -110,7 +110,7 @@ def agree_on(what: str, place: Place, facts: dict[str, str], device: torch.devic
     """
     share, guard = place.share, place.guard
     over = channel(place.group, guard)
-    facts = {"exchange": what, "tokens of a rank": str(share.tokens), **facts, "device": device.type}
+    facts = {"exchange": what, "tokens of a rank": str(share.tokens), **facts, "device": over.place(device)}
     key = tuple(facts.items())
     known = _known.setdefault(over, OrderedDict())
     if key not in known:

@@ -20,11 +20,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.recurrence.fold import apply
 from dfa_megatron.recurrence.share import Share
 from dfa_megatron.runtime.cu_seqlens import Offsets
@@ -216,6 +216,6 @@ class _Tie(torch.autograd.Function):
         return result.view_as(result)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("a recurrence over ranks")
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return gradient, torch.zeros_like(ctx.saved_tensors[0])

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.recurrence.agreed import Agreed, Place, agree_on
 from dfa_megatron.recurrence.fold import Carry, fold, fold_back, gradient_of_m
 from dfa_megatron.recurrence.share import Share
@@ -132,7 +132,7 @@ class _States(torch.autograd.Function):
         return incoming
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("a recurrence over ranks", 0, 1)  # a rank's may depend on M of another
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None]:
         agreed: Agreed = ctx.agreed
         share, matrix = agreed.share, ctx.matrix
@@ -173,7 +173,7 @@ class _Before(torch.autograd.Function):
         return _last(tails[: share.rank], share.seen(share.rank, count), count, dim, tails[0])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("a convolution over ranks")
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         agreed, dim, count = ctx.agreed, ctx.dim, ctx.count
         share: Share = agreed.share

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.recurrence.functions import dist_scan
+from dfa_megatron.recurrence.kernel_options import FLA, MAMBA1, MAMBA2
 from dfa_megatron.recurrence.local_scan import Decay, Scan, Tokens
-from dfa_megatron.runtime.comm.groups import Group
+from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.runtime.cu_seqlens import Offsets
 from dfa_megatron.runtime.request import DEFAULTS
 from dfa_megatron.sharding import CuSeqlens
@@ -33,12 +35,17 @@ def fla_scan(
             the chunked functions that transformers brings.
         keys, values: its names of them: "key" and "value" in transformers.
         packs: whether it obeys cu_seqlens; functions of transformers do not.
-        options: passed on, such as scale and use_qk_l2norm_in_kernel.
+        options: passed on if known, such as scale and use_qk_l2norm_in_kernel. With state_v_first, too, states are
+            (batch, heads, keys, values).
+
+    Raises:
+        UnsupportedError: an option is unknown, or cannot be served over ranks.
     """
+    function, options = FLA.of(function, options)
 
     def run(x: dict[str, torch.Tensor], state: torch.Tensor | None, documents: Offsets) -> Any:
         offsets = {"cu_seqlens": _offsets(documents, x[values].device)} if documents else {}
-        return function(**x, initial_state=state, output_final_state=True, **offsets, **options)
+        return function(**options | x | {"initial_state": state, "output_final_state": True} | offsets)
 
     return Scan(run, keys, values, packs)
 
@@ -61,17 +68,21 @@ def dist_mamba2(
         tokens: x (batch, tokens, heads, head_dim), dt (batch, tokens, heads), B and C (batch, tokens, groups, states).
         a: its A, (heads,), negative.
         packs: whether it obeys seq_idx; transformers' does not.
-        options: passed on: chunk_size, D, dt_bias, dt_softplus, dt_limit; z is applied after the exchange.
+        options: passed on: chunk_size, D, dt_bias, dt_softplus, dt_limit, state_dtype; z is applied after the exchange.
 
     Returns:
         out like x, and the state (batch, heads, head_dim, states), as the function has it.
+
+    Raises:
+        UnsupportedError: as `dist_scan`, and for any other option.
     """
     z = options.pop("z", None)
+    function, options = MAMBA2.of(function, options)
 
     def run(x: dict[str, torch.Tensor], state: torch.Tensor | None, documents: Offsets) -> Any:
         more = {"seq_idx": _numbers(documents, x["dt"].device)} if documents else {}
         given = (x["x"], x["dt"], a, x["B"], x["C"])
-        out, final = function(*given, return_final_states=True, **more, **options)
+        out, final = function(*given, **options | more | {"return_final_states": True})
         return out, final.mT
 
     dt = _step(tokens["dt"], options.get("dt_bias"), bool(options.get("dt_softplus")))
@@ -102,8 +113,17 @@ def dist_mamba1(
 
     Returns:
         out like x, and the state (batch, channels, states).
+
+    Raises:
+        UnsupportedError: as `dist_scan`, for any other option, and for gradients through mamba-ssm's, whose backward
+            has none of the last state.
     """
     z = options.pop("z", None)
+    function, options = MAMBA1.of(function, options)
+    if _drops_gradient(function) and torch.is_grad_enabled() and group_size(group_name(group)) > 1:
+        why = "its backward drops the gradient of the last state, which goes on to the next rank"
+        instead = "transformers' mamba_selective_scan"
+        raise UnsupportedError("training through mamba-ssm's selective_scan_fn over ranks", why, instead)
 
     def run(x: dict[str, torch.Tensor], state: torch.Tensor | None, documents: Offsets) -> Any:
         b, c = (x[name].squeeze(2).mT for name in ("B", "C"))
@@ -121,6 +141,10 @@ def dist_mamba1(
     return out if z is None else out * F.silu(z), final.squeeze(3)
 
 
+def _drops_gradient(function: Callable[..., Any]) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("mamba_ssm")
+
+
 def _step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
     """Return the step size that the kernels make of (batch, tokens, heads or channels), in float32 as they do."""
     dt = dt.to(accumulator_dtype(dt.dtype))
@@ -129,12 +153,14 @@ def _step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)  # training may save it for a backward
 def _offsets(documents: Offsets, device: torch.device) -> torch.Tensor:
     """Return int64 (documents + 1), the same tensor for all layers: kernels keep what they derive from it."""
     return torch.tensor(documents, device=device)
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def _numbers(documents: Offsets, device: torch.device) -> torch.Tensor:
     """Return the number of each token's document, int32 (1, tokens)."""
     starts = torch.zeros(documents[-1], dtype=torch.int32)

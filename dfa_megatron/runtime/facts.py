@@ -32,7 +32,6 @@ def facts_of(prepared: Prepared, qkv: QKV, slopes: torch.Tensor | None) -> Facts
         "request.mask": str(request.mask and request.mask.name),
         "request.plan": str(request.plan),
         "dtype": str(qkv.q.dtype),
-        "device": qkv.q.device.type,
         "alibi_slopes": alibi.describe(slopes),
         "plan": f"{prepared.rank_plan.schedule}, digest {prepared.rank_plan.digest}",
         "kernel": prepared.kernel.name,

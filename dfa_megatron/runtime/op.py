@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor, peek_interpreter_stack
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels.leaf import differentiable_once, without_functions
 from dfa_megatron.plan.language.heads import stages_error, stages_of
-from dfa_megatron.runtime.agreement.calls import at_layer, current_layer
+from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.alibi_positions import slopes_error
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_error, sinks_gradient
@@ -181,11 +181,15 @@ def attend(inputs: Inputs, call: Call) -> Pair:
     if call.known is None and not plain:
         out, lse = attention(*inputs, call.request.to_text(), call.group, call.trains)
     else:
-        out, lse = _Direct.apply(*inputs, call)  # type: ignore[no-untyped-call]
+        with without_functions():
+            out, lse = _Direct.apply(*inputs, call)  # type: ignore[no-untyped-call]
     return out, lse
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_once = differentiable_once("attention", *(Inputs._fields.index(name) for name in ("q", "k", "sinks")))
+"""Of v the gradients are linear."""
 
 
 class _Direct(torch.autograd.Function):
@@ -209,14 +213,14 @@ class _Direct(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, dout: torch.Tensor | None, _dlse: None) -> tuple[Any, ...]:
         """Return the gradients of the inputs, and None for the call."""
         saved = ctx.saved_tensors
         dout = torch.zeros_like(saved[3]) if dout is None else dout
         if is_batchedtensor(dout) or is_legacy_batchedtensor(dout):
             raise transformed()
-        with at_layer(ctx.layer):
+        with AtLayer(ctx.layer):
             if ctx.prepared is None:
                 gradients = _backward_of(dout, saved, ctx.call.request, ctx.call.group)
             else:
@@ -300,6 +304,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
     _save(ctx, q, k, v, *output, sinks, slopes)
 
 
+@_once
 def _backward(ctx: Any, dout: torch.Tensor | None, _dlse: None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     dout = torch.zeros_like(saved[3]) if dout is None else dout

@@ -233,7 +233,8 @@ def _build_and_agree(
         raise
     if compare and over is not None:
         # Attentions of one group must start from one thread: calls from two would have no common order.
-        facts = facts_of(prepared, qkv, slopes) | {"thread": over.calls.thread}
+        own = {"thread": over.calls.thread, "device": over.place(qkv.q.device)}
+        facts = facts_of(prepared, qkv, slopes) | own
         over.agree(facts | {"requires_grad": f"{trains}, for any of the inputs"})
         running = tuple([over.running(kind, qkv.q.device) for kind in kinds_of(facts, prepared)])
         prepared = replace(prepared, whole=over, running=running)

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dfa_megatron.errors import ExecutionError
+from dfa_megatron.kernels.leaf import without_autocast, without_functions
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.tape import Tape, signature
 from dfa_megatron.plan.interpret import Algebra
@@ -84,23 +86,25 @@ def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fie
     The first run of a kind compiles kernels and makes tables, which are no part of later runs. So a new pack is
     recorded at once where another has run.
     """
-    transport, arena = _way(prepared, memory, inputs[0].device)
-    if not prepared.binds or ACTIVE:
-        return _run(prepared, memory, inputs, arena, transport)
     key = memory is prepared.rank_plan.forward, signature(inputs)
-    found = prepared.bound.get(key)
-    if isinstance(found, Bound):
-        return found(inputs, arena, transport, functools.partial(_failed, prepared, memory))
-    kind, is_new = (prepared.kind, key[0]), key not in prepared.bound
-    if is_new and len(prepared.bound) == _MOST_BOUND:
-        _tell_many()
-        return _run(prepared, memory, inputs, arena, transport)
-    if found is not None or not recordable(inputs[0].device) or (is_new and kind not in _HAVE_RUN):
-        results = _run(prepared, memory, inputs, arena, transport)
-        prepared.bound[key] = found
-        _HAVE_RUN.add(kind)
-        return results
-    results, recorded = _record(prepared, memory, inputs, arena, transport)
+    with without_autocast(), without_functions():
+        transport, arena = _way(prepared, memory, inputs[0].device)
+        # A mode that listens sees the operations themselves.
+        if not prepared.binds or ACTIVE or _get_current_dispatch_mode() is not None:
+            return _run(prepared, memory, inputs, arena, transport)
+        found = prepared.bound.get(key)
+        if isinstance(found, Bound):
+            return found(inputs, arena, transport, functools.partial(_failed, prepared, memory))
+        kind, is_new = (prepared.kind, key[0]), key not in prepared.bound
+        if is_new and len(prepared.bound) == _MOST_BOUND:
+            _tell_many()
+            return _run(prepared, memory, inputs, arena, transport)
+        if found is not None or not recordable(inputs[0].device) or (is_new and kind not in _HAVE_RUN):
+            results = _run(prepared, memory, inputs, arena, transport)
+            prepared.bound[key] = found
+            _HAVE_RUN.add(kind)
+            return results
+        results, recorded = _record(prepared, memory, inputs, arena, transport)
     if isinstance(recorded, str) and not is_new:
         logger.info("this attention's host work is not recorded: %s", recorded)
     prepared.bound[key] = None if isinstance(recorded, str) and is_new else recorded
@@ -148,14 +152,27 @@ def _captured(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
     # An arena that has moved lies elsewhere.
     transport, _ = _way(prepared, memory, inputs[0].device)
     pinned = transport.pinned
-    key: tuple[str | int, ...] = memory.program.phase.name, transport.generation, *[hook.name for hook in ACTIVE]
+    hooks = [hook.name for hook in ACTIVE]
+    key: tuple[str | int, ...] = memory.program.phase.name, transport.generation, *_precision(), *hooks
     if key not in prepared.graphs:
         for stale in [other for other in prepared.graphs if other[0] == key[0]]:
             del prepared.graphs[stale]
         run = functools.partial(_bound_or_not, prepared, memory)
         prepared.graphs[key] = Captured(lambda *tensors: run(tensors), inputs, prepared.channel)
         transport.pinned = pinned  # this graph is captured again where the arena has moved
-    return prepared.graphs[key](inputs)
+    with torch.cuda.nvtx.range(f"dfa {memory.program.phase.name}"):
+        return prepared.graphs[key](inputs)
+
+
+def _precision() -> tuple[str | int, ...]:
+    """Return the switches of PyTorch that a captured graph keeps; operations of a recording ask each time."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        getattr(matmul, "fp32_precision", None) or matmul.allow_tf32,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def _algebra(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import random
 import re
 import time
 import traceback
@@ -174,19 +175,24 @@ def _public(case: Case, given: Tensors, want: Results, rank: int, group: Any) ->
     rows = rows_of(case, rank)
     q, k, v, dout = (x[:, rows] for x in (given.q, given.k, given.v, given.dout))
     mine = Tensors(q, k, v, dout, given.sinks, given.slopes)
-    for _ in range(2 if case.number % 2 else 0):  # the second run is recorded, and the third replays it
-        _run_public(case, Tensors(q.flip(1), k.flip(1), v.flip(1), dout.flip(1), given.sinks, given.slopes), group)
-    got = _run_public(case, mine, group)
+    for call in range(4 if case.number % 2 else 0):  # the second run is recorded, and the third replays it
+        _run_public(
+            case, call, Tensors(q.flip(1), k.flip(1), v.flip(1), dout.flip(1), given.sinks, given.slopes), group
+        )
+    got = _run_public(case, 4, mine, group)
     if case.options["deterministic"]:
-        again = _run_public(case, mine, group)
+        again = _run_public(case, 4, mine, group)
         same = all(torch.equal(getattr(got, name), getattr(again, name)) for name in ("dq", "dk", "dv"))
         assert same, "deterministic gradients differ from run to run"
     out, dq, dk, dv = (x[:, rows] for x in (want.out, want.dq, want.dk, want.dv))
     return distances(case, got, Results(out, want.lse[:, :, rows], dq, dk, dv, want.dsinks), given)
 
 
-def _run_public(case: Case, given: Tensors, group: Any) -> Results:
-    """One forward and backward of the public function, inside the checkpoint or the compiler of the case."""
+def _run_public(case: Case, call: int, given: Tensors, group: Any) -> Results:
+    """One forward and backward of the public function, inside the checkpoint or the compiler of the case.
+
+    Each is under states of PyTorch that the case draws for this call: they change no number.
+    """
     options = {
         **arguments(**case.options),
         "alibi_slopes": given.slopes,
@@ -206,8 +212,12 @@ def _run_public(case: Case, given: Tensors, group: Any) -> Results:
     run: Any = torch.compile(region, backend="aot_eager") if case.compiled else region
     leaves = [x.detach().clone().requires_grad_() for x in (given.q, given.k, given.v)]
     sinks = None if given.sinks is None else given.sinks.clone().requires_grad_()
-    out, lse = _CHECKPOINTS[case.checkpoint](run, *leaves, sinks)
-    out.backward(given.dout)  # re-entrant checkpoints take no other
+    draw = random.Random(f"{case.seed} {case.number} {call}")
+    forward, backward = (draw.choice(_STATES)(case.device) for _ in range(2))
+    with forward:
+        out, lse = _CHECKPOINTS[case.checkpoint](run, *leaves, sinks)
+    with backward:
+        out.backward(given.dout)  # re-entrant checkpoints take no other
     dq, dk, dv = (x.grad for x in leaves)
     assert dq is not None and dk is not None and dv is not None  # noqa: PT018
     assert {x.dtype for x in (out, dq, dk, dv)} == {given.q.dtype}
@@ -215,6 +225,26 @@ def _run_public(case: Case, given: Tensors, group: Any) -> Results:
     if dsinks is not None and case.ranks > 1:
         dist.all_reduce(dsinks, group=group)
     return Results(out.detach(), lse.detach(), dq, dk, dv, dsinks)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+_STATES: tuple[Callable[[str], contextlib.AbstractContextManager[Any]], ...] = (
+    contextlib.nullcontext,
+    lambda device: torch.autocast(torch.device(device).type, torch.bfloat16),
+    lambda device: torch.autocast(torch.device(device).type, torch.float16),
+    lambda _: _default_dtype(torch.float64),
+    lambda _: _default_dtype(torch.bfloat16),
+)
+"""States of PyTorch around a forward or a backward, by the device."""
 
 
 def _no_checkpoint(region: Attend, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

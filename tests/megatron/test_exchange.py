@@ -100,3 +100,17 @@ def test_every_rank_refuses_an_order_that_is_not_megatrons() -> None:
     for megatrons, other in run_ranks(4, orders):
         assert megatrons == ""
         assert "order of ranks" in other
+
+
+def test_a_table_that_an_evaluation_moved_serves_training() -> None:
+    class Turned:
+        def move(self, rows: torch.Tensor, source: str, target: str) -> torch.Tensor:
+            return rows.flip(0)
+
+    tables, table = TableCache(), torch.randn(4, 2)
+    with torch.inference_mode():
+        tables.contiguous(table, Turned(), 4)
+    moved = tables.contiguous(table, Turned(), 4)
+    x = torch.randn(4, 2, requires_grad=True)
+    (x * moved).sum().backward()
+    assert torch.equal(x.grad, table.flip(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +138,51 @@ def _compiled(rank: int, ranks: int, backend: str) -> None:
 @pytest.mark.support("runtime", "`torch.compile`")
 def test_compilers_trace_through_the_operator_without_a_break() -> None:
     run_ranks(2, _compiled, "aot_eager", timeout=120)
+
+
+class Given(torch.nn.Module):
+    """An attention whose numbers are attributes, as layers of one class have different ones."""
+
+    def __init__(self, window: tuple[int, int], scale: float | None, softcap: float) -> None:
+        super().__init__()
+        self.window, self.scale, self.softcap = window, scale, softcap
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _attended(q, k, v, self.window, self.scale, self.softcap)
+
+
+def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any, scale: Any, cap: Any) -> torch.Tensor:
+    out = dfa_megatron.dist_flash_attn_func(
+        q, k, v, causal=True, window_size=window, softmax_scale=scale, softcap=cap, config=CONFIGS["ring"]
+    )
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+NUMBERS: list[tuple[Any, ...]] = [((4, 0), 0.5, 0.0), ((-1, -1), None, 2.0), ([2, 0], 1, 3), ((4, 1), 0.125, 2.5)]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("by", ["attribute", "argument"])
+def test_numbers_and_shapes_that_change_are_compiled_without_a_break(by: str, dynamic: bool | None) -> None:
+    torch.compiler.reset()
+    options: Any = {"backend": "aot_eager", "fullgraph": True, "dynamic": dynamic}
+    function = torch.compile(_attended, **options)
+    for draw, numbers in enumerate(NUMBERS):
+        dim = 8 << draw % 3
+        x = [torch.randn(1, 6 + 2 * draw, 2, dim, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+        wanted = _attended(*x, *numbers)
+        if by == "argument":
+            found = function(*x, *numbers)
+        else:
+            layer = Given(*numbers)
+            layer.compile(**options)
+            found = layer(*x)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        for one, other in zip(
+            torch.autograd.grad(found.sin().sum(), x), torch.autograd.grad(wanted.sin().sum(), x), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_the_operator_passes_the_checks_of_torch_library() -> None:

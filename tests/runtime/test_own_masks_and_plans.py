@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dfa_megatron
+from dfa_megatron.attention import _request
 from dfa_megatron.errors import DistAttentionError, PlanError, UnsupportedError
 from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.language.mask import Mask, causal, prefix_lm
@@ -178,3 +179,13 @@ def test_masks_and_plans_run_beside_the_compiled_graph() -> None:
         want = dfa_megatron.dist_flash_attn_func(x, x, x, **given)  # type: ignore[arg-type]
         assert isinstance(want, torch.Tensor)
         assert torch.equal(run(x), want)
+
+
+def test_a_plan_is_found_again_without_a_look_at_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, other = (make_plan(causal(64), 8, schedule=name) for name in ("balanced_shared", "ring"))
+    found = {plan: 1, other: 2}
+    for record in (type(plan.forward.blocks[0]), type(plan.forward.transfers[0])):
+        monkeypatch.setattr(record, "__hash__", lambda self: pytest.fail("the blocks were hashed"))
+    assert found[plan] == 1
+    assert found[other] == 2
+    assert _request(softmax_scale=1.0, plan=plan) is _request(softmax_scale=1.0, plan=plan)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -40,19 +39,14 @@ class ReferenceKernel(BlockKernel):
         """See `BlockKernel.launch`."""
         if call.q.is_cuda and min(call.segments.q_len, call.segments.kv_len) > 1:
             _tell_cost()
-        with _full_precision(call.q.device):
-            scores = _seen(_scores(call), call)
-            lse = torch.logsumexp(scores, dim=-1)
-            p = _probabilities(scores, lse)
-            out = torch.einsum("bkgij,bjkd->bikgd", p, call.v.to(p.dtype))
+        scores = _seen(_scores(call), call)
+        lse = torch.logsumexp(scores, dim=-1)
+        p = _probabilities(scores, lse)
+        out = torch.einsum("bkgij,bjkd->bikgd", p, call.v.to(p.dtype))
         return out.flatten(2, 3).to(call.q.dtype), lse.flatten(1, 2)
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         """See `BlockKernel.launch_backward`. Every sum is one matrix product, so it is deterministic."""
-        with _full_precision(call.q.device):
-            return self._gradients(call, dout, saved)
-
-    def _gradients(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         assert saved.minus_delta is not None, "the reference kernel reads delta"
         q, k, v = call.q, call.k, call.v
         kv_heads = k.shape[2]
@@ -71,11 +65,6 @@ class ReferenceKernel(BlockKernel):
         dq = torch.einsum("bkgij,bjkd->bikgd", ds, k.to(p.dtype))
         dk = torch.einsum("bkgij,bikgd->bjkd", ds, q5)
         return dq.flatten(2, 3).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Keep autocast from computing the products in half precision."""
-    return torch.autocast(device.type, enabled=False) if device.type in ("cpu", "cuda") else nullcontext()
 
 
 def _by_kv_head(x: torch.Tensor, kv_heads: int, dim: int) -> torch.Tensor:

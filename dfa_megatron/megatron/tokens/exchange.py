@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.megatron.refusals import CALLS
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
 from dfa_megatron.plan.language.layout import by_name
@@ -147,6 +148,7 @@ class _Exchange(torch.autograd.Function):
         return relayout.move(rows, source, target)
 
     @staticmethod
+    @differentiable_once("rows that change their layout")
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return ctx.relayout.move(gradients[0], ctx.target, ctx.source), None, None, None
 
@@ -163,6 +165,7 @@ class TableCache:
         self.capacity = capacity
         self._entries: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @torch.inference_mode(False)  # training saves it for its backward
     def contiguous(self, table: Any, relayout: Relayout, rows: int, source: LayoutName = "zigzag") -> Any:
         """Return the contiguous counterpart of a table (rows, ...) in order `source`, or of each member of a tuple.
 

@@ -116,6 +116,10 @@ class Plan:
         last = max(max([record.step for record in records], default=-1) for records in (self.blocks, self.transfers))
         object.__setattr__(self, "steps", 1 + last)
 
+    def __hash__(self) -> int:
+        # Every call of an attention looks its plan up, which may have thousands of blocks.
+        return hash((self.mask, self.layout, self.phase, len(self.blocks), len(self.transfers), self.steps))
+
     @property
     def ranks(self) -> int:
         """Return the number of ranks."""

@@ -63,11 +63,11 @@ def at_layer(number: int) -> AbstractContextManager[None]:
 
     number: from 1 on. Under torch.compile the mark is ignored.
     """
-    return nullcontext() if torch.compiler.is_compiling() else _AtLayer(number)
+    return nullcontext() if torch.compiler.is_compiling() else AtLayer(number)
 
 
-class _AtLayer:
-    """A class, because a generator costs the host twice the time."""
+class AtLayer:
+    """The same in eager code. A class, because a generator costs the host twice the time."""
 
     __slots__ = ("_before", "_number")
 
@@ -188,14 +188,16 @@ class Calls:
             self.doing = ""
 
     def on_device(self, device: torch.device) -> None:
-        """Let `pending` follow the device, which works on after the host has issued a call."""
-        done = torch.cuda.Event()
+        """Let `pending` follow the device too, which works on after the host has issued a call."""
+        done, others, others_pend = torch.cuda.Event(), self.issued, self.pending
 
         def issued() -> None:
+            if others is not None:
+                others()
             if not torch.cuda.is_current_stream_capturing():
                 done.record(current_stream(device))
 
-        self.issued, self.pending = issued, lambda: not done.query()
+        self.issued, self.pending = issued, lambda: others_pend() or not done.query()
 
     @property
     def threads(self) -> tuple[threading.Thread, ...]:

@@ -84,6 +84,7 @@ class Channel:
         self._releases: list[Callable[[], object]] = []
         self._closing, self._closed = threading.Lock(), False
         self._backward, self.on_cpu, self._name = -1, True, ""
+        self._devices: list[torch.device] = []
         board.interrupted = self.calls.check
         if whole is None:
             self.calls.when_lost = board.hold_store
@@ -203,10 +204,18 @@ class Channel:
             raise
 
     def collectives(self, device: torch.device) -> Communicator:
-        """Return connections for collectives of tensors on that kind of device; the first call is collective."""
-        if device.type not in self._collectives:
-            self._collectives[device.type] = self.new_communicator(device)
-        return self._collectives[device.type]
+        """Return connections for collectives of tensors on that device; the first call is collective."""
+        place = str(device)
+        if place not in self._collectives:
+            self._collectives[place] = self.new_communicator(device)
+        return self._collectives[place]
+
+    def place(self, device: torch.device) -> str:
+        """Return what ranks compare of a device: its type, and its number if this process has used others of it."""
+        if device not in self._devices:
+            self._devices.append(device)
+        number = [other for other in self._devices if other.type == device.type].index(device)
+        return device.type if number == 0 else f"{device.type}, device {number + 1} of this process"
 
     def new_communicator(self, device: torch.device) -> Communicator:
         """Open connections that end with this channel; collective.

@@ -1,4 +1,4 @@
-"""The transports of a channel: which of them serves, opened once for each kind of device."""
+"""The transports of a channel: which of them serves, opened once for each device."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+_ONE_DEVICE = "their memory is on one device of a process, and this is another"
+
+
 class Transports:
     """The open transports of the ranks of a channel."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._open: dict[tuple[str, str], Transport] = {}
+        """By the name of the device, because streams and communicators belong to one, and the kind."""
 
     def get(self, device: torch.device, kind: str = "auto") -> Transport:
-        """Return the transport for tensors on that kind of device; the first call is collective.
+        """Return the transport for tensors on that device; the first call is collective.
 
         The first call comes after the ranks have agreed. A rank with tensors elsewhere has then been told so, and
         nobody waits for it.
@@ -39,10 +43,13 @@ class Transports:
         Raises:
             UnsupportedError: "copy_engine" was asked for, and cannot serve these ranks.
         """
-        known = self._open.get((device.type, kind))
+        place = str(device)
+        known = self._open.get((place, kind))
         if known is None:
-            known = self._open[device.type, kind] = self._make(device, kind)
-            if device.type == "cuda":
+            known = self._make(device, kind)  # which may open another kind
+            is_new = all(place != other for other, _ in self._open)
+            self._open[place, kind] = known
+            if device.type == "cuda" and is_new:
                 self._channel.calls.on_device(device)
         return known
 
@@ -57,7 +64,8 @@ class Transports:
                 logger.info("messages go point to point: the copy engines do not serve: %s", error.why)
                 return self.get(device, "p2p")
         if kind == "copy_engine":
-            found = open_transport(self._channel, device)
+            others = any(kind == other for _, other in self._open)
+            found = _ONE_DEVICE if others else open_transport(self._channel, device)
             if isinstance(found, str):
                 raise UnsupportedError("transport='copy_engine'", found, "transport='p2p'")
             return found
@@ -72,20 +80,20 @@ class Transports:
         Raises:
             UnsupportedError: "copy_engine" was asked for, and a GPU has no memory for it; on every rank.
         """
-        transport = self._open.get((device.type, kind)) or self.get(device, kind)
+        transport = self._open.get((str(device), kind)) or self.get(device, kind)
         try:
             transport.reserve(nbytes)
         except UnsupportedError as error:
             if kind != "auto":
                 raise
             logger.warning("messages go point to point from now on: %s", error.why)
-            transport = self._open[device.type, kind] = self.get(device, "p2p")
+            transport = self._open[str(device), kind] = self.get(device, "p2p")
         return transport
 
     def has_symmetric_memory(self, kind: str) -> bool:
         """Return whether that kind of transport has reserved memory outside of PyTorch's allocator."""
-        known = self._open.get(("cuda", kind))
-        return known is not None and known.generation > 0
+        found = [each for (place, own), each in self._open.items() if place != "cpu" and own == kind]
+        return any(each.generation > 0 for each in found)
 
     def clear(self) -> None:
         """Let go of all transports and their memory."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from dfa_megatron.kernels.leaf import without_autocast, without_functions
 from dfa_megatron.kernels.replay import Op, OpFailed, Registers, allocating_late, freeing, replay
 from dfa_megatron.kernels.tape import Tape, signature, unrecorded
 
@@ -41,12 +42,14 @@ class Recordings:
     def run(self, function: Function, owner: object, tensors: Fields) -> Fields:
         """Run a function on tensors, whose shapes and dtypes follow from the function and their number."""
         key = function, len(tensors), signature(tensors)
-        found = self._known.get(key)
-        if isinstance(found, _Recording):
-            return found.replay(owner, tensors)
-        if found is not None or len(self._known) == _MOST or not recordable(tensors[0].device):
-            return function(owner, lambda action, *given: action(owner, *given), *tensors)
-        results, self._known[key] = _record(function, owner, tensors)
+        with without_autocast(), without_functions():
+            found = self._known.get(key)
+            listens = _get_current_dispatch_mode() is not None
+            if isinstance(found, _Recording) and not listens:
+                return found.replay(owner, tensors)
+            if found is not None or len(self._known) == _MOST or not recordable(tensors[0].device):
+                return function(owner, lambda action, *given: action(owner, *given), *tensors)
+            results, self._known[key] = _record(function, owner, tensors)
         return results
 
 

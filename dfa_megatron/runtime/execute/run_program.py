@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
+from dfa_megatron.kernels.tape import recording
 from dfa_megatron.plan.interpret import Algebra, rank_loop
 from dfa_megatron.plan.language.program import Step
 from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, StepTransport
@@ -27,22 +29,22 @@ def execute(tensors: Tensors, algebra: Algebra, transport: StepTransport, failed
     """
     transport.start()
     number, phase, ranges = 0, tensors.program.phase.name, _ranges(tensors.device)
-    ranges.open(f"dfa {phase}")
+    _marked(ranges.open, f"dfa {phase}")
     try:
         for kind, number, step in rank_loop(tensors.program, algebra):
             if kind == "post":
                 if number:
                     transport.computed(number - 1)
-                    ranges.close()
-                ranges.open(f"dfa {phase} step {number}")
+                    _marked(ranges.close)
+                _marked(ranges.open, f"dfa {phase} step {number}")
                 if step.sends or step.receives:
                     receives = [Recv(message.peer, tensors.incoming(message)) for message in step.receives]
                     transport.post(step.after, functools.partial(_sends, tensors, number, step), receives)
             elif step.sends or step.receives:
                 transport.land()
         transport.finish()
-        ranges.close()
-        ranges.close()
+        _marked(ranges.close)
+        _marked(ranges.close)
     except Exception as error:
         raise failed(number, error) from error
 
@@ -55,6 +57,16 @@ def _sends(tensors: Tensors, number: int, step: Step, moving: Moving) -> list[Se
         ]
 
 
+def _marked(mark: Callable[..., object], *name: str) -> None:
+    """Open or close a range, and have a replay do so too."""
+    if mark is _no_range:
+        return
+    mark(*name)
+    tape = recording()
+    if tape is not None:
+        tape.act(functools.partial(mark, *name), ())
+
+
 class _Ranges:
     """Named ranges for NVIDIA's profilers, around each phase and each of its steps."""
 
@@ -62,14 +74,14 @@ class _Ranges:
     close = staticmethod(torch.cuda.nvtx.range_pop)
 
 
+def _no_range(*name: str) -> None:
+    pass
+
+
 class _NoRanges:
     """The same for a CPU, which has no such profiler."""
 
-    def open(self, name: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    open = close = staticmethod(_no_range)
 
 
 def _ranges(device: torch.device) -> _Ranges | _NoRanges:

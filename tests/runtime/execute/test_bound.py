@@ -20,6 +20,7 @@ from dfa_megatron.plan.language.geometry import CAUSAL
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.comm.gloo import GlooTransport
 from dfa_megatron.runtime.comm.memory.arena import Arena
+from dfa_megatron.runtime.execute import run_program
 from dfa_megatron.runtime.execute.bound import Bound, Post, computing_first
 from dfa_megatron.runtime.prepare import Prepared, in_use
 from dfa_megatron.testing.arguments import arguments
@@ -212,6 +213,37 @@ def test_the_first_kernel_is_launched_before_the_first_batch_is_posted() -> None
         [first],
     ):
         assert computing_first(same, launches, 0) == same
+
+
+class Ranges:
+    """Stands in for the ranges of a GPU's profiler."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def open(self, name: str) -> None:
+        self.seen.append(name)
+
+    def close(self) -> None:
+        self.seen.append("end")
+
+
+def _named(rank: int, ranks: int) -> list[list[str]]:
+    ranges, found = Ranges(), []
+    run_program._ranges = lambda device: ranges  # type: ignore[assignment,return-value]
+    for seed in range(5):
+        ranges.seen.clear()
+        compare(rank, ranks, seed, schedule="ring", kernel="reference")
+        found.append(list(ranges.seen))
+    return found
+
+
+def test_replays_have_the_named_ranges_of_the_first_call() -> None:
+    for first, *others in run_ranks(3, _named):
+        assert first.count("end") == len(first) / 2 > 4
+        assert "dfa backward step 1" in first
+        for seen in others:
+            assert seen == first
 
 
 def _broken(rank: int, ranks: int) -> str:

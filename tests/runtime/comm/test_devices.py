@@ -1,0 +1,94 @@
+"""Devices of one type in one process: each has its own streams and communicators, and ranks compare which they use."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.runtime.agreement.calls import Calls
+from dfa_megatron.runtime.comm import transports
+from dfa_megatron.runtime.comm.channel import Channel
+from dfa_megatron.runtime.comm.transports import Transports
+
+FIRST, SECOND, CPU = torch.device("cuda", 2), torch.device("cuda", 0), torch.device("cpu")
+
+
+class Made:
+    """Stands in for a communicator or a transport of a device."""
+
+    generation = 1
+
+    def __init__(self, device: torch.device, *_: Any) -> None:
+        self.device = device
+
+    def reserve(self, nbytes: int) -> None:
+        """Keep nothing."""
+
+
+def _opened(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[torch.device]]:
+    """Return a channel whose connections are stand-ins, and the devices that its calls follow."""
+    channel: Any = object.__new__(Channel)
+    channel._collectives, channel._devices, followed = {}, [], []
+    channel.calls, channel.wait = SimpleNamespace(on_device=followed.append), None
+    channel.new_communicator = Made
+    channel.transports = Transports(channel)
+    monkeypatch.setattr(transports, "open_transport", lambda over, device: Made(device))
+    monkeypatch.setattr(transports, "NcclTransport", lambda own, device: Made(own.device))
+    monkeypatch.setattr(transports, "GlooTransport", lambda own, wait: Made(own.device))
+    return channel, followed
+
+
+@pytest.mark.parametrize("kind", ["auto", "p2p"])
+def test_every_device_has_its_own_connections(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    channel, followed = _opened(monkeypatch)
+    for device in (FIRST, CPU, SECOND, FIRST, SECOND):
+        assert channel.transports.reserve(device, kind, 8).device == device
+        assert channel.collectives(device).device == device
+    assert followed == [FIRST, SECOND]
+    assert channel.transports.has_symmetric_memory(kind)
+
+
+def test_the_copy_engines_serve_one_device_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, _ = _opened(monkeypatch)
+    channel.transports.get(FIRST, "copy_engine")
+    with pytest.raises(UnsupportedError, match="on one device of a process"):
+        channel.transports.get(SECOND, "copy_engine")
+
+
+def test_ranks_compare_how_many_devices_they_have_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, _ = _opened(monkeypatch)
+    found = [channel.place(device) for device in (FIRST, CPU, SECOND, FIRST)]
+    assert found == ["cuda", "cpu", "cuda, device 2 of this process", "cuda"]
+
+
+def test_work_of_every_device_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: dict[int, bool] = {}
+
+    class Event:
+        def __init__(self) -> None:
+            self.number = len(done)
+            done[self.number] = True
+
+        def record(self, stream: object) -> None:
+            done[self.number] = False
+
+        def query(self) -> bool:
+            return done[self.number]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("dfa_megatron.runtime.agreement.calls.current_stream", lambda device: None)
+    calls = Calls()
+    calls.on_device(FIRST)
+    calls.on_device(SECOND)
+    assert not calls.pending()
+    assert calls.issued is not None
+    calls.issued()
+    for number in range(2):
+        assert calls.pending()
+        done[number] = True
+    assert not calls.pending()
