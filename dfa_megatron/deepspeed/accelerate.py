@@ -1,7 +1,8 @@
 """Honour the JSON's block in code that calls `deepspeed.initialize`, including accelerate and HF Trainer.
 
 Two names are replaced: `deepspeed.initialize`, and the function by which accelerate asks DeepSpeed for its Ulysses
-attention (`ParallelismConfig(sp_size=..., sp_backend="deepspeed")`). `uninstall` puts both back.
+attention (`ParallelismConfig(sp_size=..., sp_backend="deepspeed")`); and accelerate's count of processes
+(`group_counts`). `uninstall` puts all back.
 
 accelerate and HF Trainer take the groups of a sequence from `deepspeed.utils.groups`, which asks an "mpu". DeepSpeed
 scales the gradients of an engine made with such an mpu by ZeRO stage. So ours is in place only while no engine is made.
@@ -18,9 +19,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dfa_megatron.deepspeed import group_counts
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh
-from dfa_megatron.deepspeed.refusals import check_sizes
+from dfa_megatron.deepspeed.refusals import CALL, check_sizes
+from dfa_megatron.deepspeed.same_settings import check_same
 
 _MARK = "_dfa_original"
 """The attribute of our function that holds the function of DeepSpeed that it replaces."""
@@ -50,6 +53,8 @@ def install() -> None:
     deepspeed.initialize = instead
 
     setattr(UlyssesSPAttentionHF, _ULYSSES, _in_place_of(_own_ulysses()))
+    if importlib.util.find_spec("accelerate") is not None:
+        group_counts.install(_shared_by)
 
 
 def uninstall() -> None:
@@ -59,6 +64,7 @@ def uninstall() -> None:
 
     deepspeed.initialize = deepspeeds_own()
     setattr(UlyssesSPAttentionHF, _ULYSSES, _own_ulysses())
+    group_counts.uninstall()
     publish(None)
 
 
@@ -86,6 +92,7 @@ def _in_place_of(ulysses: Any) -> Any:
         import deepspeed
 
         settings = _accelerates_settings()
+        check_same(settings)
         block = DeepSpeedOptions.enabled_in(settings)
         if block is None:
             return ulysses.__get__(None, cls)(model_name_or_path, *args, **kwargs)
@@ -93,7 +100,10 @@ def _in_place_of(ulysses: Any) -> Any:
         size = given["sequence_parallel_size"]
         check_sizes("ParallelismConfig.sp_size", size, block.size)
         deepspeed.init_distributed()
-        return SequenceGroups(make_mesh(size))
+        mesh = make_mesh(size)
+        over_gloo = "gloo" in str(dist.get_backend()) and size > 1 and mesh.data_size > 1
+        CALL.check(gloo_groups=mesh.data_size if over_gloo and _by_trainer() else None)
+        return SequenceGroups(mesh)
 
     replacement: Any = classmethod(register)
     setattr(replacement, _MARK, ulysses)
@@ -108,6 +118,23 @@ def _accelerates_settings() -> Mapping[str, Any]:
 
     plugin = getattr(AcceleratorState(), "deepspeed_plugin", None) if AcceleratorState._shared_state else None
     return {} if plugin is None else plugin.deepspeed_config
+
+
+def _shared_by(state: Any) -> int:
+    """Return the ranks that share a sequence by accelerate's configuration and the JSON's block; 1 without either."""
+    parallel = vars(state).get("parallelism_config")
+    size: int = getattr(parallel, "sp_size", 1)
+    if size == 1 or parallel.sp_backend != "deepspeed" or getattr(state, "deepspeed_plugin", None) is None:
+        return 1
+    return size if DeepSpeedOptions.enabled_in(state.deepspeed_plugin.deepspeed_config) else 1
+
+
+def _by_trainer() -> bool:
+    """Return whether HF Trainer made accelerate's configuration of DeepSpeed."""
+    from accelerate.state import AcceleratorState
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    return isinstance(AcceleratorState().deepspeed_plugin.hf_ds_config, HfTrainerDeepSpeedConfig)
 
 
 class SequenceGroups:

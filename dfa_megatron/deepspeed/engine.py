@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from dfa_megatron.deepspeed.checkpointing import deepspeeds_function
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import ATTRIBUTE, Mesh, make_mesh
 from dfa_megatron.deepspeed.refusals import CALL, ENGINE, SETTINGS, check_settings
+from dfa_megatron.deepspeed.same_settings import check_same
 from dfa_megatron.deepspeed.selfcheck import at_start
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
@@ -44,6 +45,7 @@ def before_initialize(
     Raises:
         UnsupportedError: as `initialize` does.
     """
+    check_same(config)
     block = DeepSpeedOptions.enabled_in(config)
     if block is None:
         return config, mpu, lambda engine: None
@@ -70,6 +72,7 @@ def prepare(
     groups = mpu if isinstance(mpu, SequenceGroups) else None
     size = block.size if groups is None else groups.mesh.size
     check_settings(settings, size)
+    SETTINGS.check(automatic=next(_automatic(settings), None))
     size = size or settings.get("sequence_parallel_size")
     if isinstance(model, PipelineModule):
         return _pipelined(model, settings, block, size)
@@ -89,11 +92,20 @@ def prepare(
         _distribute(model, settings, mesh, block, accelerate=groups is not None)
 
     def finish(engine: Any) -> None:
-        _accept(engine, mesh)
+        _accept(engine, mesh, settings)
         if groups is not None:
             publish(groups)
 
     return {**_common(settings), "sequence_parallel_size": mesh.size}, finish
+
+
+def _automatic(settings: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    """Yield the paths of values "auto" outside DeepSpeed's typed sections, which read it as their default."""
+    for key, value in settings.items():
+        if value == "auto":
+            yield before + key
+        elif isinstance(value, Mapping) and (before or key in ("optimizer", "scheduler")):
+            yield from _automatic(value, f"{before}{key}.")
 
 
 def _tile(block: DeepSpeedOptions) -> str | None:
@@ -107,11 +119,12 @@ def _pipelined(
 ) -> tuple[dict[str, Any], Finish]:
     CALL.check(selfcheck_of="a pipeline" if block.selfcheck else None)
     CALL.check(own_tile=_tile(block))
+    pipeline.check_clipping(module, settings)
     mesh = pipeline.pipeline_mesh(module, size)
     _set_group(_own_attention(module), mesh, block)  # a stage may have none
 
     def finish(engine: Any) -> None:
-        _accept(engine, mesh)
+        _accept(engine, mesh, settings)
         if block.options.checkpoint != "none":
             pipeline.set_checkpointing(engine, block.options)
 
@@ -131,7 +144,7 @@ def _common(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _accept(engine: Any, mesh: Mesh) -> None:
+def _accept(engine: Any, mesh: Mesh, settings: Mapping[str, Any]) -> None:
     """Check the engine, store its mesh on it, and refuse its methods that distributed attention does not support."""
     _check_engine(engine, mesh.size * mesh.data_size)
     engine.compile = lambda *args, **kwargs: ENGINE.check(compile=True)
@@ -139,7 +152,15 @@ def _accept(engine: Any, mesh: Mesh) -> None:
     engine.deepspeed_io = lambda *args, **kwargs: ENGINE.check(deepspeed_io=True)
     setattr(engine, ATTRIBUTE, mesh)
     if dist.get_rank() == 0:
-        logger.info("attention over sequences on %d ranks, %d sequences at a time", mesh.size, mesh.data_size)
+        micro, accumulated = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        derived = accumulated > 1 and "gradient_accumulation_steps" not in settings  # DeepSpeed does not say so
+        logger.log(
+            logging.WARNING if derived else logging.INFO,
+            "attention over sequences on %d ranks; a step takes %d sequences: %d on each of %d groups of ranks, "
+            "%d times (gradient_accumulation_steps%s)",
+            *(mesh.size, micro * accumulated * mesh.data_size, micro, mesh.data_size, accumulated),
+            ", from train_batch_size" if derived else "",
+        )
 
 
 def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: DeepSpeedOptions) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
+
+import torch.distributed as dist
 
 from dfa_megatron.deepspeed.accelerate import unpublished
 from dfa_megatron.deepspeed.engine import check_call, prepare
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.deepspeed.refusals import check_settings
+from dfa_megatron.deepspeed.same_settings import check_same
 
 _PORT = 29500
 _IN_ARGS = ("deepspeed_config", "deepscale_config")
@@ -56,12 +60,15 @@ def initialize(
         "collate_fn": collate_fn,
     }
     settings = _settings(args, config if config is not None else config_params)
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+        check_same(settings)
     block = DeepSpeedOptions.enabled_in(settings)
     if block is None:
         rest |= {"mpu": mpu, "mesh_param": mesh_param, "training_data": training_data}
         with unpublished():
             return deepspeeds_own()(args=args, model=model, config=config, config_params=config_params, **rest)
-    check_settings(settings, block.size)  # before the ranks meet
+    check_settings(settings, block.size)
     check_call(model, mpu=mpu, mesh_param=mesh_param, training_data=training_data)
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     settings, finish = prepare(model, settings, block, mpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -16,6 +17,17 @@ KEY = "dist_flash_attention"
 """The top-level key of the block."""
 
 _OPTIONS = tuple(spec.name for spec in DistAttentionConfig.options("deepspeed"))
+
+
+def keys_like_ours(settings: Mapping[str, Any]) -> list[str]:
+    """Return the top-level keys that are the block's, or that may be meant for it, such as dist_flash_atention."""
+    letters = {str(key): re.sub("[^a-z]", "", str(key).lower()) for key in settings}
+    ours = re.sub("[^a-z]", "", KEY)
+    return [
+        key
+        for key, name in letters.items()
+        if ours in name or name.startswith(("distflash", "dfa")) or get_close_matches(ours, [name], cutoff=0.8)
+    ]
 
 
 def _key(default: Any, description: str) -> Any:
@@ -87,10 +99,10 @@ class DeepSpeedOptions:
         """Return the enabled block of DeepSpeed's configuration, or None.
 
         Raises:
-            UnsupportedError: the block is wrong, or its own key is misspelled, which DeepSpeed would ignore.
+            UnsupportedError: the block is wrong, or a key is misspelled so that DeepSpeed would ignore it, also one
+                beside a right block.
         """
-        near = get_close_matches(KEY, [str(key) for key in settings], n=1, cutoff=0.8)
-        BLOCK.check(misspelled=near[0] if near and KEY not in settings else None)
+        BLOCK.check(misspelled=next((key for key in keys_like_ours(settings) if key != KEY), None))
         block = cls.from_mapping(settings[KEY]) if KEY in settings else None
         return block if block is not None and block.enabled else None
 

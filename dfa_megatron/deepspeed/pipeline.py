@@ -7,6 +7,7 @@ data-parallel ranks of each stage. Gradients are averaged over all of them, and 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -28,6 +29,19 @@ def pipeline_mesh(module: Any, size: int | None) -> Mesh:
     axes = topology.get_axis_names()
     CALL.check(axes=None if axes == ["pipe", "data"] else ", ".join(axes))
     return make_mesh(size, stages=topology.get_dim("pipe"))
+
+
+def check_clipping(module: Any, settings: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed clips wrong: the stages of a pipeline whose gradients no ZeRO optimizer holds.
+
+    Raises:
+        UnsupportedError: several stages at ZeRO 0, and gradient_clipping, which is on by default.
+    """
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
+
+    sharded = (settings.get("zero_optimization") or {}).get("stage", 0) > 0
+    several = module.topology().get_dim("pipe") > 1
+    CALL.check(clipped_stages=settings.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT) * (several and not sharded))
 
 
 def settings_for(settings: dict[str, Any], module: Any, block: DeepSpeedOptions) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from dfa_megatron.huggingface.positions import prompt_trees as trees
 from dfa_megatron.huggingface.positions import tree_inputs
 from dfa_megatron.huggingface.positions.embedded_positions import after_padding, padding_of, places
 from dfa_megatron.huggingface.refusals import INPUTS
+from dfa_megatron.huggingface.trainers.embedding_noise import scale_noise
 from dfa_megatron.huggingface.windows import WindowMask
 from dfa_megatron.sharding import local_positions, shard_sequence
 
@@ -76,6 +77,7 @@ def prepare(
         check_right(mask, context.group)
         kept["attention_mask"] = None
     _note(context, documents, tokens)
+    scale_noise(module, tokens, context)
     kept["position_ids"] = context.current.positions = _within_longest(module, kept["position_ids"])
     parameters = _parameters(module.__class__)
     if not any(parameter.name == "position_ids" for parameter in parameters):

@@ -124,6 +124,8 @@ def _optimizer(args: argparse.Namespace, sizes: Sizes, model: Any) -> tuple[Any,
         end_wd=args.weight_decay,
         wd_incr_steps=args.train_iters,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # a run that goes on may be longer
     )
     scheduler.step(1)  # the first step would otherwise have learning rate 0
     return optimizer, scheduler

@@ -22,11 +22,14 @@ from gpt.text import Tokens
 LATEST, RUN, UNFINISHED = "latest_checkpointed_iteration.txt", "run.json", ".part"
 
 Facts = dict[str, Any]
-"""The settings that must be the same in a continued run, by the names that its user knows."""
+"""The settings that must be the same in a continued run, by the names that its user knows.
+
+`--train-iters` may change: the learning rate then goes on along the new schedule.
+"""
 
 _SAME_FLAGS = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "rotary_base", "hidden_dropout"),
-    *("train_iters", "lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "seed"),
+    *("lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "seed"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
 )
 

@@ -61,6 +61,7 @@ def sequences(data_rank: int, count: int) -> Iterator[dict[str, torch.Tensor]]:
         ids = torch.randint(0, VOCABULARY, (1, LENGTH), generator=generator)
         labels = ids.clone()
         labels[:, : 14 + unlabelled] = -100  # with two ranks, the first has none
+        labels[:, 20 + unlabelled % 3] = -100
         yield {"input_ids": ids, "labels": labels}
 
 

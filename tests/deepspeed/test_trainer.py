@@ -21,15 +21,21 @@ LENGTH = 24
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Labels lie unevenly: with two ranks, the first one has none."""
+    """Labels lie unevenly, with holes: with two ranks, the first one has none, or the second, or both have some.
+
+    Each sequence has ten, as Trainer's loss with DeepSpeed weighs micro-batches alike.
+    """
 
     def __len__(self) -> int:
         return 16
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
-        labels = ids.clone()
-        labels[: LENGTH // 2 + 2] = -100
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
+        first, last = ((LENGTH // 2 + 1, LENGTH), (1, LENGTH // 2 + 1), (1, LENGTH))[index % 3]
+        kept = first + torch.randperm(last - first, generator=generator)[:10]
+        labels = torch.full_like(ids, -100)
+        labels[kept] = ids[kept]
         return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(LENGTH)}
 
 
@@ -68,7 +74,6 @@ def trainer(folder: str, metrics: Any = None, **arguments: Any) -> Any:
         per_device_train_batch_size=1,
         per_device_eval_batch_size=2,
         gradient_accumulation_steps=2,
-        max_steps=2,
         logging_steps=1,
         eval_strategy="steps",
         eval_steps=1,
@@ -78,7 +83,7 @@ def trainer(folder: str, metrics: Any = None, **arguments: Any) -> Any:
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         disable_tqdm=True,
-        **arguments,
+        **{"max_steps": 2, **arguments},
     )
     data = {"train_dataset": Sequences(), "eval_dataset": Sequences()}
     return Trainer(model=model(), args=settled, compute_metrics=metrics, **data)
@@ -218,3 +223,99 @@ def test_an_evaluation_loader_that_accelerate_cuts_is_refused_and_a_whole_one_is
 
 def test_accelerate_alone_contradictions_and_ulysses_when_the_block_is_not_enabled(tmp_path: Any) -> None:
     run_ranks(2, other_ways, str(tmp_path), timeout=170)
+
+
+class Loop:
+    """A loop of one's own around accelerate, with a schedule that it prepares, over one epoch."""
+
+    def __init__(self, size: int, **more: Any) -> None:
+        from accelerate import Accelerator, PartialState
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import DeepSpeedPlugin
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState(cpu=True)  # as Trainer does, else accelerate knows one process on CPUs
+        settings = json(1) | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+        settings |= {"train_batch_size": "auto", "gradient_clipping": 0.0}
+        plugin = DeepSpeedPlugin(hf_ds_config=settings)
+        self.accelerator = Accelerator(deepspeed_plugin=plugin, **parallelism(size), **more)
+
+    def rates(self, steps: int) -> list[float]:
+        mine = model()
+        optimizer = torch.optim.SGD(mine.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+        loader = torch.utils.data.DataLoader(Sequences(), batch_size=1)
+        engine, optimizer, loader, schedule = self.accelerator.prepare(mine, optimizer, loader, schedule)
+        group, found = dfa_ds.mesh_of(engine).group, []
+        for batch in loader:
+            found += schedule.get_last_lr()
+            loss = dfa_ds.loss(
+                engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits,
+                batch["shift_labels"],
+                group=group,
+            )
+            self.accelerator.backward(loss * 0)
+            optimizer.step()
+            schedule.step()
+        assert engine.train_batch_size() == self.accelerator.num_processes
+        return found + schedule.get_last_lr()
+
+
+def schedules(rank: int, world_size: int, folder: str) -> None:
+    harness.prepare_worker(rank)
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DataLoaderConfiguration
+
+    size, groups = 2, world_size // 2
+    dfa_ds.install()
+    steps = len(Sequences()) // groups  # of an epoch, in which every step takes a sequence for each group
+    wanted = [1 - step / steps for step in range(steps + 1)]
+    assert Loop(size).rates(len(Sequences())) == pytest.approx(wanted)
+    loop = Loop(size)
+    assert loop.accelerator.num_processes == groups
+    assert loop.accelerator.is_last_process == (rank == world_size - 1)
+    assert loop.rates(steps * loop.accelerator.num_processes) == pytest.approx(wanted)
+    loop = Loop(size, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    with pytest.raises(UnsupportedError, match="split_batches"):
+        loop.rates(steps)
+    AcceleratorState._reset_state()
+    by_trainer = trainer(folder, deepspeed=json(1), **parallelism(size))
+    with pytest.raises(UnsupportedError, match="HF Trainer with 2 sequences at a time over gloo"):
+        by_trainer.train()
+    AcceleratorState._reset_state()
+    dfa_ds.uninstall()
+    assert "num_processes" not in vars(AcceleratorState)
+    assert Loop(size).accelerator.num_processes == world_size
+
+
+def test_a_prepared_schedule_of_an_accelerate_loop_ends_with_its_epoch(tmp_path: Any) -> None:
+    run_ranks(4, schedules, str(tmp_path), timeout=170)
+
+
+def counted(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Tokens seen, steps of an epoch and noise, of a Trainer on as many ranks as share a sequence."""
+    from transformers.integrations import neftune
+
+    sizes: list[float] = []
+    more: dict[str, Any] = {}
+    if world_size > 1:
+        harness.prepare_worker(rank)
+        dfa_ds.install()
+        more = {"deepspeed": json(1), **parallelism(world_size)}
+    own = neftune.neftune_post_forward_hook
+    neftune.neftune_post_forward_hook = lambda module, args, output: sizes.append(
+        module.neftune_noise_alpha / output.shape[1] ** 0.5
+    )
+    more |= {"include_num_input_tokens_seen": "all", "neftune_noise_alpha": 5.0, "num_train_epochs": 1}
+    run = trainer(folder, **{"max_steps": -1, **more})
+    run.train()
+    neftune.neftune_post_forward_hook = own
+    rates = [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
+    state = run.state
+    return [state.num_input_tokens_seen, state.global_step, state.max_steps, state.epoch, *rates, *sizes]
+
+
+def test_a_trainer_counts_tokens_and_steps_and_makes_noise_as_one_process_does(tmp_path: Any) -> None:
+    (wanted,) = run_ranks(1, counted, str(tmp_path), timeout=120)
+    for found in run_ranks(2, counted, str(tmp_path), timeout=170):
+        assert found == pytest.approx(wanted)

@@ -44,6 +44,7 @@ class Outcome:
     before: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
     elsewhere: list[float] = field(default_factory=list)
+    longer: list[float] = field(default_factory=list)
     tensors: int = 0
     different: list[str] = field(default_factory=list)
     different_elsewhere: list[str] = field(default_factory=list)
@@ -114,6 +115,7 @@ def all_layouts(rank: int, world_size: int, root: str) -> dict[str, Outcome]:
             saved_again(one, world_size, again)
             _, found.different_elsewhere = compare(halves / "iter_0000002", again / "iter_0000002")
             found.elsewhere = losses_of(one, world_size)
+            found.longer = losses_of((*flags, "--load", str(halves), "--train-iters", "6"), world_size)
         found.after = losses_of((*flags, "--save", str(halves), "--load", str(halves)), world_size)
         found.tensors, found.different = compare(whole / "iter_0000004", halves / "iter_0000004")
     return outcomes
@@ -148,6 +150,13 @@ def test_another_number_of_context_parallel_ranks_loads_the_same_state_and_goes_
     assert found.different_elsewhere == []
     assert len(found.elsewhere) == 2
     assert found.elsewhere == pytest.approx(found.whole[2:], rel=0, abs=1e-5)
+
+
+def test_a_run_goes_on_with_more_steps_than_were_asked_for_at_first(outcomes: dict[str, Outcome]) -> None:
+    found = outcomes[OTHER_RANKS]
+    assert len(found.longer) == 4
+    assert found.longer[0] == found.whole[2]  # one more step has passed before the other schedule shows
+    assert found.longer[3] != found.longer[2]
 
 
 @pytest.fixture

@@ -40,10 +40,21 @@ def build(kind: str, seed: int = 0, heads: int = 4, kv_heads: int = 2, **changes
 
 
 def text(batch: int, length: int, seed: int, unlabelled: int = 0) -> dict[str, torch.Tensor]:
-    """Random tokens, and as their labels the tokens themselves but for the first `unlabelled`."""
-    ids = torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+    """Random tokens, and as their labels the tokens themselves but for the first `unlabelled` and for random holes.
+
+    Two rows of three have a hole of half their length, so that a rank may have no label; the last label counts.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (batch, length), generator=generator)
     labels = ids.clone()
     labels[:, :unlabelled] = -100
+    holes = torch.rand(batch, length, generator=generator) < 0.2
+    for row in range(batch):
+        if (seed + row) % 3:
+            first = int(torch.randint(length, (), generator=generator))
+            holes[row, first : first + length // 2] = True
+    holes[:, -1] = False
+    labels[holes] = -100
     return {"input_ids": ids, "labels": labels}
 
 

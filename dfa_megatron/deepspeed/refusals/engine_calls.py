@@ -94,6 +94,27 @@ CALL = Stage(
             "no test compares it with one process",
             "dist_flash_attention.remat_offload, which keeps attention's output and lse on the host",
         ),
+        stated(
+            "clipped_stages",
+            "gradient_clipping={clipped_stages} for a pipeline at ZeRO 0 (1.0 where the key is missing)",
+            "DeepSpeed scales the gradients of all stages by the norm of the first one's",
+            "zero_optimization.stage 1, or gradient_clipping 0",
+            1.0,
+        ),
+        stated(
+            "gloo_groups",
+            "HF Trainer with {gloo_groups} sequences at a time over gloo",
+            "in the backward of its loss PyTorch looks for the first ranks of all in every group",
+            "nccl; sp_size of all ranks; or a loop of your own around accelerate, with dfa_megatron.deepspeed.loss",
+            2,
+        ),
+        stated(
+            "split_batches",
+            "split_batches with ParallelismConfig(sp_size={split_batches})",
+            "a step would take the sequences of a batch divided by sp_size, and schedules would end too early",
+            "split_batches=False",
+            2,
+        ),
     ),
 )
 

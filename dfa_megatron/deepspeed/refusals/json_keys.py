@@ -44,9 +44,16 @@ BLOCK = Stage(
         stated(
             "misspelled",
             "the key {misspelled} in DeepSpeed's JSON",
-            "DeepSpeed would ignore it, and attention would not be distributed",
-            "dist_flash_attention",
+            "DeepSpeed would ignore it, and what it asks for",
+            "dist_flash_attention, once",
             "dist_flash_attn",
+        ),
+        stated(
+            "differing",
+            "{differing}",
+            "every rank must ask for the same groups and steps, or it would wait for others for ever",
+            "one JSON for all ranks",
+            'dist_flash_attention={"size": 4} on rank 0, dist_flash_attention={"size": 2} on rank 1',
         ),
         stated(
             "unknown_key",
@@ -132,6 +139,13 @@ SETTINGS = Stage(
             "both keep a layer's input in host memory",
             "remat_offload alone",
             {"cpu_checkpointing": True, "dfa_checkpoint": "remat", "dfa_remat_offload": True},
+        ),
+        stated(
+            "automatic",
+            "{automatic}='auto'",
+            "only HF Trainer and accelerate fill it in",
+            "a number, or HF Trainer with dfa_megatron.deepspeed.install()",
+            "train_micro_batch_size_per_gpu",
         ),
         stated(
             "counts_all_ranks",

@@ -29,7 +29,10 @@ BATCHES = Stage(
             "loaders prepared after distribute_accelerator; the same data set, collator and seed on every rank",
         ),
         stated(
-            "some_rows", "logits_to_keep of shared batches", "each rank would keep its own part's", "logits_to_keep=0"
+            "some_rows",
+            "logits_to_keep of shared batches, which generate() asks for too",
+            "each rank would keep its own part's, and generation needs the keys of whole sequences on one rank",
+            "logits_to_keep=0; or model.generate within dfa_megatron.huggingface.local_attention(model)",
         ),
         stated(
             "two_answers",

@@ -13,7 +13,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.distribute import transformers_model
 from dfa_megatron.huggingface.padding import IGNORED
 from dfa_megatron.huggingface.refusals import ACCELERATOR, TRAINER
-from dfa_megatron.huggingface.trainers.distribute_accelerator import distribute_accelerator
+from dfa_megatron.huggingface.trainers.distribute_accelerator import share_sequences
 from dfa_megatron.huggingface.trainers.shared_batches import Shared, take_whole_batches
 
 
@@ -34,7 +34,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: DistAtt
     options = config or DistAttentionConfig()
     _check(trainer, options)
     accelerator = trainer.accelerator
-    size = distribute_accelerator(accelerator, trainer.model, size=size, config=options)
+    size = share_sequences(accelerator, trainer.model, size, options, loop=False)
     if accelerator.num_processes == 1:
         return
     shared = take_whole_batches(transformers_model(trainer.model))
@@ -42,6 +42,7 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: DistAtt
     trainer._prepare_context_parallel_inputs = lambda model, inputs: (nullcontext, inputs)
     flops = trainer.floating_point_ops
     trainer.floating_point_ops = lambda inputs: flops(inputs) / size
+    trainer._track_num_input_tokens = functools.partial(_track, trainer, size, trainer._track_num_input_tokens)
     if hasattr(trainer, "_tp_size"):  # by which TRL divides the tokens that all ranks count
         trainer._tp_size = size
     shared.count_of_whole = False  # TRL divides its loss itself, and does not hand the model a count
@@ -58,9 +59,9 @@ def _check(trainer: Any, options: DistAttentionConfig) -> None:
         new_models=trainer.model_init is not None,
         own_loss=trainer.label_smoother is not None or trainer.compute_loss_func is not None,
         other_loss=None if _name(own) in _LOSSES else getattr(own, "__qualname__", repr(own)),
-        tokens_seen=trainer.args.include_num_input_tokens_seen not in (False, "no"),
+        rebalanced=getattr(trainer.args, "train_sampling_strategy", None) == "batch_rebalance",
+        generates=getattr(trainer.args, "predict_with_generate", False),
         checkpointed=trainer.args.gradient_checkpointing,
-        noise=trainer.args.neftune_noise_alpha,
     )
 
 
@@ -80,6 +81,13 @@ def _count(trainer: Any, size: int, batches: Sequence[Any], device: torch.device
     if trainer.args.average_tokens_across_devices:
         count = trainer.accelerator.gather(count).sum()
     return count.clamp(min=1) / size
+
+
+def _track(trainer: Any, size: int, own: Callable[[Any], None], inputs: Any) -> None:
+    """Count the tokens seen, which the Trainer sums over all ranks, once for each group."""
+    before = trainer.state.num_input_tokens_seen
+    own(inputs)
+    trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // size
 
 
 def _predict(

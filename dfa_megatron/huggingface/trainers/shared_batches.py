@@ -35,7 +35,7 @@ class Shared:
     logits: whether evaluation puts logits together; whoever reads the loss alone saves their memory.
     count_of_whole: whether `num_items_in_batch`, where given, counts whole batches; Trainer's is this rank's share.
     length: tokens of the present batch, without those that made its length divide.
-    labelled: whether a label of it counts, on its device; None without labels, and in training.
+    labelled: whether a label of it counts, on its device; None without labels.
     """
 
     logits: bool = True
@@ -82,7 +82,7 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     shared: Shared = getattr(model, _SHARED)
     shared.length = batch["input_ids"].shape[1]
     labels = batch.get("labels")
-    shared.labelled = None if labels is None or model.training else (labels[..., 1:] != IGNORED).any()
+    shared.labelled = None if labels is None else (labels[..., 1:] != IGNORED).any()
     whole = padded(batch, context.size)
     context.current.added = whole["input_ids"].shape[1] - shared.length
     part = shard_batch(whole, group=context.group or None)
@@ -92,19 +92,20 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
 
 
 def _join(model: Any, args: Any, output: Any) -> Any:
-    """In evaluation, give every rank the outputs of all tokens, and the mean of the losses.
+    """Give every rank the mean of the losses, and in evaluation the outputs of all tokens.
 
-    Without a label that counts the loss is NaN, as in one process: Trainer leaves it out of its mean.
+    In training the gradient stays that of this rank's part. In evaluation, without a label that counts, the loss is
+    NaN, as in one process: Trainer leaves it out of its mean.
     """
     context: LayerContext = getattr(model, CONTEXT)
-    if model.training or not is_distributed(model) or context.size == 1:
+    if not is_distributed(model) or context.size == 1:
         return None
     shared: Shared = getattr(model, _SHARED)
     local = -(-shared.length // context.size)
 
     def whole(value: torch.Tensor) -> torch.Tensor:
         if value.dim() == 0:
-            total = value.clone()
+            total = value.detach().clone()
             dist.all_reduce(total, group=resolve(context.group))
             return total / context.size
         if value.dim() == 1 or value.shape[1] != local:
@@ -113,16 +114,21 @@ def _join(model: Any, args: Any, output: Any) -> Any:
 
     def loss(value: torch.Tensor) -> torch.Tensor:
         assert shared.labelled is not None
+        if model.training:
+            return whole(value) + (value - value.detach())
         return torch.where(shared.labelled.to(value.device), whole(value), torch.nan)
 
     has_loss = shared.labelled is not None
     if isinstance(output, tuple) and has_loss:
-        return loss(output[0]), *tree_map_only(torch.Tensor, whole, output[1:])
+        others = output[1:] if model.training else tree_map_only(torch.Tensor, whole, output[1:])
+        return loss(output[0]), *others
     if not isinstance(output, Mapping):
-        return tree_map_only(torch.Tensor, whole, output)
+        return None if model.training else tree_map_only(torch.Tensor, whole, output)
     for name, value in list(output.items()):
-        if name != "logits" or shared.logits:
-            output[name] = tree_map_only(torch.Tensor, loss if has_loss and name == "loss" else whole, value)  # type: ignore[index]
+        if has_loss and name == "loss":
+            output[name] = loss(value)  # type: ignore[index]
+        elif not model.training and (name != "logits" or shared.logits):
+            output[name] = tree_map_only(torch.Tensor, whole, value)  # type: ignore[index]
     return output
 
 

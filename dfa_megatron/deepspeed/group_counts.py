@@ -1,0 +1,71 @@
+"""Let accelerate count groups of ranks as its processes, where the JSON's block shares sequences among their ranks.
+
+It steps prepared schedulers once for each process, and scripts multiply the length of schedules by `num_processes`. Its
+loaders still give every rank batches of its own, of which DeepSpeed's adapter makes the parts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from dfa_megatron.deepspeed.refusals import CALL
+
+_BY_RANKS: ContextVar[bool] = ContextVar("a loader is being prepared", default=False)
+
+_owns: list[tuple[type, str, Any]] = []
+"""What was replaced: the class, the name, and what stood there; None for nothing."""
+
+
+def install(shared_by: Callable[[Any], int]) -> None:
+    """Replace the count; may be called again.
+
+    Args:
+        shared_by: returns the ranks that share a sequence, for an `AcceleratorState`.
+    """
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    if _owns:
+        return
+    own = Accelerator.prepare_data_loader
+
+    def processes(state: Any) -> int:
+        if "num_processes" not in vars(state):
+            raise AttributeError("num_processes")  # accelerate says why
+        ranks: int = vars(state)["num_processes"]
+        return ranks if _BY_RANKS.get() or ranks == 1 else ranks // shared_by(state)  # on CPUs it may know one only
+
+    def is_last(accelerator: Any) -> bool:
+        last: bool = accelerator.state.is_last_process
+        return last
+
+    @functools.wraps(own)
+    def prepare_data_loader(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+        size = shared_by(accelerator.state)
+        CALL.check(split_batches=size if size > 1 and accelerator.split_batches else None)
+        token = _BY_RANKS.set(True)
+        try:
+            return own(accelerator, *args, **kwargs)
+        finally:
+            _BY_RANKS.reset(token)
+
+    for kind, name, value in (
+        (AcceleratorState, "num_processes", property(processes)),
+        (Accelerator, "is_last_process", property(is_last)),
+        (Accelerator, "prepare_data_loader", prepare_data_loader),
+    ):
+        _owns.append((kind, name, vars(kind).get(name)))
+        setattr(kind, name, value)
+
+
+def uninstall() -> None:
+    """Put accelerate's own back; may be called again."""
+    while _owns:
+        kind, name, own = _owns.pop()
+        if own is None:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, own)

@@ -1,0 +1,60 @@
+"""Compare what the JSONs of all ranks ask for, before any of them makes a group that the others would wait for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.deepspeed.json_block import KEY, keys_like_ours
+from dfa_megatron.deepspeed.refusals import BLOCK
+
+_COUNTS = (
+    *("sequence_parallel_size", "train_batch_size", "train_micro_batch_size_per_gpu"),
+    *("gradient_accumulation_steps", "gradient_clipping"),
+)
+"""Keys beside the block by which ranks would form other groups, or take another number of steps."""
+
+
+def check_same(settings: Mapping[str, Any]) -> None:
+    """Refuse blocks, and sizes beside them, that differ between ranks; a collective call of all ranks.
+
+    A rank without the block must call it too. Without a process group of several ranks nothing happens.
+
+    Raises:
+        UnsupportedError: on all ranks; it names the first two that differ.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    asked = {key: settings[key] for key in settings if key in _COUNTS or key in keys_like_ours(settings)}
+    asked["zero_optimization.stage"] = (settings.get("zero_optimization") or {}).get("stage", 0)
+    found = [json.loads(text) for text in _gathered(json.dumps(asked, sort_keys=True, default=str))]
+    if any(keys_like_ours(each) for each in found):
+        BLOCK.check(
+            differing=next((_difference(found, rank) for rank in range(len(found)) if found[rank] != found[0]), None)
+        )
+
+
+def _difference(found: list[dict[str, Any]], rank: int) -> str:
+    """Return the first key that differs between rank 0 and another one, with both values."""
+    first, other = found[0], found[rank]
+    key = min((key for key in first | other if first.get(key) != other.get(key)), key=lambda key: (key != KEY, key))
+    said = [f"{key}={json.dumps(each[key])}" if key in each else f"no {key}" for each in (first, other)]
+    return f"{said[0]} on rank 0, {said[1]} on rank {rank}"
+
+
+def _gathered(text: str) -> list[str]:
+    """Gather a text from every rank of the default group, in their order."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = "cpu" if "gloo" in str(dist.get_backend()) else get_accelerator().current_device_name()
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(mine)], device=device))
+    longest = max(int(length) for length in lengths)
+    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in lengths]
+    dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - len(mine))))
+    return [bytes(each[: int(length)].tolist()).decode() for each, length in zip(texts, lengths, strict=True)]

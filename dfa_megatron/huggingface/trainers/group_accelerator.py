@@ -1,0 +1,138 @@
+"""An Accelerator whose processes are the groups of ranks that share sequences.
+
+Its loaders, schedulers, sums and numbers are those of one process for each group. Nothing of accelerate is imported:
+the classes of an accelerator and of its schedulers get subclasses.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dfa_megatron.huggingface.refusals import ACCELERATOR
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Hold the ranks that share sequences, and the models of an accelerator, such as a student and its teacher.
+
+    loop: the accelerator is that of a loop. A Trainer counts ranks, and in training gathers sums over parts.
+    """
+
+    size: int
+    mesh: Any
+    loop: bool
+    models: set[torch.nn.Module] = field(default_factory=set)
+
+
+def with_shared_sequences(kind: type) -> type:
+    """Return a class of accelerators that share sequences; an instance needs its `Sharing` as `_dfa_sharing`."""
+    return type(kind.__name__, (_SharesSequences, kind), {})
+
+
+class _SharesSequences:
+    """Replace what accelerate counts by processes; stands before an Accelerator among the bases of a class."""
+
+    _dfa_sharing: Sharing
+
+    @property
+    def num_processes(self) -> int:
+        """Of a loop the groups of ranks; it scales schedules, sums and counts of labels."""
+        ranks: int = super().num_processes  # type: ignore[misc]
+        return ranks // self._dfa_sharing.size if self._dfa_sharing.loop else ranks
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank, which accelerate finds by the number of processes."""
+        last: bool = self.state.is_last_process  # type: ignore[attr-defined]
+        return last
+
+    def _prepare_device_mesh(self) -> Any:
+        return self._dfa_sharing.mesh  # loaders take the same batches along "cp"
+
+    def _prepare_cp(self, *prepared: Any) -> tuple[Any, ...]:
+        return prepared
+
+    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> Any:
+        """Leave accelerate's own context parallelism out."""
+        return nullcontext()
+
+    def split_between_processes(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to give the ranks of a group different inputs."""
+        ACCELERATOR.check(split=True)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a scheduler that steps once for each group."""
+        made = super().prepare_scheduler(scheduler)  # type: ignore[misc]
+        return by_groups(made, self.num_processes) if self._dfa_sharing.loop else made
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather, in a loop from one rank of each group."""
+        whole = super().gather(tensor)  # type: ignore[misc]
+        return self._once(whole) if self._dfa_sharing.loop else whole
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce, in a loop over the groups."""
+        found = super().reduce(tensor, reduction, scale)  # type: ignore[misc]
+        if reduction in ("mean", "max") or not self._dfa_sharing.loop:
+            return found
+        size = self._dfa_sharing.size
+        return tree_map_only(
+            torch.Tensor, lambda x: x / size if x.is_floating_point() or x.is_complex() else x // size, found
+        )
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather from one rank of each group, without what the loader repeated to fill the last batch.
+
+        For a Trainer whose model trains, from all ranks: TRL gathers counts and sums over this rank's part.
+        """
+        tensors = all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(input_data))
+        ACCELERATOR.check(objects=use_gather_object or not tensors)
+        whole = super().gather(input_data)  # type: ignore[misc]
+        sharing = self._dfa_sharing
+        if not sharing.loop and any(model.training for model in sharing.models):
+            return whole
+        state = self.gradient_state  # type: ignore[attr-defined]
+        data = getattr(state.active_dataloader, "dataset", None)
+        streamed = isinstance(data, torch.utils.data.IterableDataset) and state.remainder < 0
+        ranks = self.state.num_processes  # type: ignore[attr-defined]
+        ACCELERATOR.check(streamed=streamed and sharing.size < ranks)
+        rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        return tree_map_only(torch.Tensor, lambda value: value[:rows], self._once(whole))
+
+    def _once(self, whole: Any) -> Any:
+        """Take what was gathered from the first rank of each group."""
+        size, ranks = self._dfa_sharing.size, self.state.num_processes  # type: ignore[attr-defined]
+
+        def first(value: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = value.unflatten(0, (-1, size, value.shape[0] // ranks))[:, 0].flatten(0, 1)
+            return found
+
+        return tree_map_only(torch.Tensor, first, whole)
+
+
+def by_groups(scheduler: Any, groups: int) -> Any:
+    """Let a scheduler that accelerate prepared step once for each group of ranks, not for each rank."""
+    if not scheduler.split_batches and not isinstance(scheduler, _StepsByGroups):
+        scheduler.__class__ = type(type(scheduler).__name__, (_StepsByGroups, type(scheduler)), {})
+        scheduler._dfa_groups = groups
+        scheduler.split_batches = True  # with which accelerate's own method steps once
+    return scheduler
+
+
+class _StepsByGroups:
+    """Step once for each group in a call; stands before an AcceleratedScheduler among the bases of a class."""
+
+    _dfa_groups: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step as accelerate does, which leaves a schedule of one cycle that has ended as it is."""
+        own: Any = super()
+        inner, steps = self.scheduler, self.step_with_optimizer and self.gradient_state.sync_gradients  # type: ignore[attr-defined]
+        for _ in range(self._dfa_groups if steps else 1):
+            if not (steps and hasattr(inner, "total_steps") and inner._step_count > inner.total_steps):
+                own.step(*args, **kwargs)

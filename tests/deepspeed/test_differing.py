@@ -1,0 +1,136 @@
+"""What an outsider's JSON may get wrong is said at set-up, on every rank, before a group is made."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.testing.workers import run_ranks
+from tests.deepspeed import harness
+from tests.deepspeed.test_pipeline import layers
+from tests.support.models import build
+
+DIFFERING: dict[str, Any] = {  # what the last rank's JSON has of its own; None takes a key away
+    f"{KEY}={{.*size.* on rank 0, .* on rank 3": {KEY: {"size": 2, "enabled": True}},
+    "no dist_flash_attention on rank 3": {KEY: None},
+    '"enabled": false.* on rank 3': {KEY: {"enabled": False}},
+    "shedule": {KEY: {"size": 4, "shedule": "ring"}},
+    "on rank 0, no dist_flash_attention on rank 3": {KEY: None, "dist_flash_atention": {"size": 4}},
+    "sequence_parallel_size=4 on rank 3": {"sequence_parallel_size": 4},
+    "gradient_accumulation_steps=3 on rank 3": {"gradient_accumulation_steps": 3},
+    "zero_optimization.stage=0 on rank 0": {"zero_optimization": {"stage": 2}},
+}
+
+
+def differ(rank: int, world_size: int) -> None:
+    harness.prepare_worker(rank)
+    made: list[Any] = []
+    own, dist.new_group = dist.new_group, lambda *args, **kwargs: made.append(args)
+    try:
+        for said, changes in DIFFERING.items():
+            settings = harness.settings(0, 4)
+            for key, value in changes.items() if rank == world_size - 1 else ():
+                settings[key] = value
+            settings = {key: value for key, value in settings.items() if value is not None}
+            with pytest.raises(UnsupportedError, match=said):
+                dfa_ds.initialize(model=torch.nn.Linear(1, 1), config=settings)
+    finally:
+        dist.new_group = own
+    assert not made
+
+
+def test_blocks_that_differ_between_ranks_are_refused_before_a_group_is_made() -> None:
+    run_ranks(4, differ, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "key", ["dist_flash_atention", "dist-flash-attention", "Dist_Flash_Attention", "distflashattn", "dfa", "dfa_size"]
+)
+def test_a_misspelled_block_is_refused_beside_a_right_one(key: str) -> None:
+    with pytest.raises(UnsupportedError, match=key):
+        DeepSpeedOptions.enabled_in({key: {"size": 4}, KEY: {"size": 2}})
+    with pytest.raises(UnsupportedError, match=key):
+        DeepSpeedOptions.enabled_in({key: {"size": 4}})
+
+
+def test_keys_of_deepspeed_are_not_taken_for_the_block() -> None:
+    from deepspeed.runtime import config, constants
+
+    names = [value for module in (config, constants) for value in vars(module).values() if isinstance(value, str)]
+    keys = {name: 1 for name in names if name.isidentifier() and name.islower()}
+    assert len(keys) > 50
+    assert DeepSpeedOptions.enabled_in(keys) is None
+
+
+@pytest.mark.parametrize(
+    "path", ["train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping", "optimizer.params.lr"]
+)
+def test_auto_without_trainer_is_refused_by_its_key(path: str) -> None:
+    run_ranks(1, automatic, path)
+
+
+def automatic(rank: int, world_size: int, path: str) -> None:
+    harness.prepare_worker(rank)
+    settings: Any = harness.settings(1, 1)
+    *outer, last = path.split(".")
+    inner = settings
+    for name in outer:
+        inner = inner[name]
+    inner[last] = "auto"
+    model = build("Llama")
+    with pytest.raises(UnsupportedError, match=f"{path}='auto'"):
+        dfa_ds.initialize(model=model, model_parameters=model.parameters(), config=settings)
+
+
+def first_line(rank: int, world_size: int) -> list[Any]:
+    harness.prepare_worker(rank)
+    said: list[Any] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
+    logger = logging.getLogger("dfa_megatron.deepspeed.engine")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    for batch in ({"train_batch_size": 4}, {"gradient_accumulation_steps": 3}):
+        model = build("Llama")
+        settings = harness.settings(1, world_size) | {"train_micro_batch_size_per_gpu": 2} | batch
+        dfa_ds.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    logger.removeHandler(handler)
+    return said
+
+
+def test_the_first_line_says_sequences_ranks_and_steps() -> None:
+    (derived, stated), nothing = run_ranks(2, first_line, timeout=120)
+    assert nothing == []
+    assert derived == (
+        "WARNING",
+        "attention over sequences on 2 ranks; a step takes 4 sequences: 2 on each of 1 groups of ranks, 2 times "
+        "(gradient_accumulation_steps, from train_batch_size)",
+    )
+    assert stated[0] == "INFO"
+    assert "a step takes 6 sequences: 2 on each of 1 groups of ranks, 3 times" in stated[1]
+
+
+def clipped(rank: int, world_size: int) -> None:
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    harness.prepare_worker(rank)
+    deepspeed.init_distributed()
+    for stage, clipping in ((0, {"gradient_clipping": 0.5}), (0, {})):
+        settings = {key: value for key, value in harness.settings(stage, 1).items() if key != "gradient_clipping"}
+        with pytest.raises(UnsupportedError, match=r"gradient_clipping=.* for a pipeline at ZeRO 0"):
+            dfa_ds.initialize(model=PipelineModule(layers(), num_stages=2), config=settings | clipping)
+    for stage, clipping, stages in ((0, 0.0, 2), (1, 0.5, 2), (0, 0.5, 1)):
+        settings = harness.settings(stage, 1) | {"gradient_clipping": clipping}
+        dfa_ds.initialize(model=PipelineModule(layers(), num_stages=stages), config=settings)
+
+
+def test_clipping_the_stages_of_a_pipeline_by_the_norm_of_the_first_is_refused() -> None:
+    run_ranks(2, clipped, timeout=120)

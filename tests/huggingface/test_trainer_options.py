@@ -1,0 +1,233 @@
+"""Options of a Trainer that act on the length of a sequence, or count: as on one process for each group of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.testing.workers import run_ranks
+from tests.huggingface.test_trainer import Sequences, history, hits, prepare_worker
+from tests.support.models import VOCABULARY, build
+
+ALPHA = 7.0
+KEYS = ("num_input_tokens_seen", "train_loss", "epoch", "total_flos")
+
+
+class Finite(Sequences):
+    """Sequences that end, as a Trainer expects that looks for their lengths."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= self.count:
+            raise IndexError(index)
+        return super().__getitem__(index)
+
+
+class Prompts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows padded on the right; prompts without labels fill the first ranks, some rows have holes, some no label."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        length, padding = 12 + index % 3, 4 - index % 3
+        ids = torch.randint(1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(index))
+        labels = ids.clone()
+        labels[: (0, 9, length, 5)[index % 4]] = -100
+        labels[index % 5 :: 3] = -100
+        zeros = torch.zeros(padding, dtype=torch.long)
+        mask = torch.cat((torch.ones_like(ids), zeros))
+        return {
+            "input_ids": torch.cat((ids, zeros)),
+            "labels": torch.cat((labels, zeros - 100)),
+            "attention_mask": mask,
+        }
+
+
+class Batches:
+    """Metrics that are summed batch by batch."""
+
+    def __init__(self) -> None:
+        self.found = 0.0
+
+    def __call__(self, found: Any, compute_result: bool) -> dict[str, float]:
+        self.found += float((found.predictions.argmax(-1)[:, :-1] == found.label_ids[:, 1:]).sum())
+        total = self.found
+        self.found = 0.0 if compute_result else self.found
+        return {"hits": total, "rows": 0.0}
+
+
+def runs() -> dict[str, dict[str, Any]]:
+    """Options by a name for them."""
+    return {
+        "by length": {
+            "train_sampling_strategy": "group_by_length",
+            "include_num_input_tokens_seen": "all",
+            "gradient_accumulation_steps": 2,
+            "max_steps": -1,
+            "num_train_epochs": 2,
+            "eval_accumulation_steps": 1,
+            "compute_metrics": hits,
+        },
+        "padded": {
+            "data": Prompts(),
+            "max_steps": -1,
+            "num_train_epochs": 1,
+            "include_num_input_tokens_seen": "non_padding",
+            "auto_find_batch_size": True,
+            "per_device_train_batch_size": 3,
+            "average_tokens_across_devices": False,
+            "batch_eval_metrics": True,
+            "compute_metrics": Batches(),
+        },
+    }
+
+
+def trainer(folder: str, data: Any = None, kind: str = "Trainer", metrics: Any = None, **changes: Any) -> Any:
+    import transformers
+
+    arguments = {
+        "output_dir": folder,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "eval_strategy": "epoch",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    settled = getattr(transformers, f"{'Seq2Seq' if 'Seq2Seq' in kind else ''}TrainingArguments")
+    return getattr(transformers, kind)(
+        model=build("Llama"),
+        args=settled(**{**arguments, **changes}),
+        train_dataset=data or Finite(12),
+        eval_dataset=data or Finite(6, seed=50),
+        compute_metrics=metrics,
+    )
+
+
+def short_of_memory(run: Any) -> None:
+    """Let the first step of a run end for want of memory, as it does on every rank where batches are alike."""
+    own, left = run.training_step, [torch.cuda.OutOfMemoryError("CUDA out of memory.")]
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if left:
+            raise left.pop()
+        return own(*args, **kwargs)
+
+    run.training_step = step
+
+
+def train(rank: int, world_size: int, size: int, folder: str) -> dict[str, Any]:
+    prepare_worker(rank, world_size)
+    found: dict[str, Any] = {}
+    for name, options in runs().items():
+        metrics = options.pop("compute_metrics", None)
+        run = trainer(folder, options.pop("data", None), metrics=metrics, **options)
+        if size > 1:
+            dfa_hf.distribute_trainer(run, size=size)
+        if options.get("auto_find_batch_size"):
+            short_of_memory(run)
+        run.train()
+        found[name] = history(run)
+        logs = run.state.log_history
+        found[name] |= {key: [float(entry[key]) for entry in logs if key in entry] for key in (*KEYS, "learning_rate")}
+        found[name]["steps"] = [float(run.state.max_steps), float(run.state.global_step), float(run._train_batch_size)]
+        rate = "train_samples_per_second"
+        samples = [entry[rate] * entry["train_runtime"] for entry in logs if rate in entry]
+        found[name]["samples"] = [round(each, 1) for each in samples]
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)])
+def test_options_that_count_or_group_by_length_are_those_of_one_process_a_group(
+    ranks: int, size: int, tmp_path: Path
+) -> None:
+    wanted = run_ranks(ranks // size, train, 1, str(tmp_path), timeout=120)[0]
+    for found in run_ranks(ranks, train, size, str(tmp_path), timeout=120):
+        for name, values in wanted.items():
+            for key, value in values.items():
+                tolerance = {"rel": 1e-2} if key == "samples" else {"rel": 1e-5, "abs": 1e-7}
+                assert found[name][key] == pytest.approx(value, **tolerance), (name, key)
+            assert values["num_input_tokens_seen"], name
+
+
+def shares(table: Any, whole: Any) -> list[float]:
+    """The largest noise of each forward, over the bound for a sequence of `whole(local)` tokens; filled later."""
+    found: list[float] = []
+
+    def measure(module: Any, args: Any, output: torch.Tensor) -> None:
+        bound = ALPHA / (whole(args[0].shape[1]) * output.shape[2]) ** 0.5
+        found.append(float((output - module.weight[args[0]]).abs().max() / bound))
+
+    table.register_forward_hook(measure)
+    return found
+
+
+def noisy(rank: int, world_size: int, folder: str) -> None:
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    prepare_worker(rank, world_size)
+    run = trainer(folder, neftune_noise_alpha=ALPHA, max_steps=6, eval_strategy="no")
+    dfa_hf.distribute_trainer(run)
+    table, own, found = run.model.get_input_embeddings(), run.training_step, []
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if not found:  # the Trainer has registered its own hook by now
+            found.append(shares(table, lambda local: local * world_size - 1))  # 13 or 17 tokens, and one that is added
+        return own(*args, **kwargs)
+
+    run.training_step = step
+    run.train()
+    assert len(found[0]) == 6
+    assert all(0.9 < share <= 1.001 for share in found[0]), found
+    assert not hasattr(table, "neftune_noise_alpha")
+
+    model = dfa_hf.distribute_attention(build("Llama"))
+    table = model.get_input_embeddings()
+    table.neftune_noise_alpha = ALPHA
+    table.register_forward_hook(neftune_post_forward_hook)
+    length = 8 * world_size
+    noise = shares(table, lambda local: length)
+    ids = torch.randint(VOCABULARY, (3, length))
+    for _ in range(2):
+        model(**dfa_hf.shard_batch({"input_ids": ids, "labels": ids})).loss.backward()
+    with dfa_hf.local_attention(model):
+        model(ids)
+    assert len(noise) == 3
+    assert all(0.9 < share <= 1.001 for share in noise), noise
+    with pytest.raises(IndexError):
+        model(**dfa_hf.shard_batch({"input_ids": ids + VOCABULARY}))
+    assert table.neftune_noise_alpha == ALPHA
+
+
+def test_neftune_scales_its_noise_by_whole_sequences(tmp_path: Path) -> None:
+    run_ranks(2, noisy, str(tmp_path), timeout=120)
+
+
+def refused(rank: int, world_size: int, folder: str) -> None:
+    prepare_worker(rank, world_size)
+    for options, said in (
+        ({"torch_compile": True}, "torch_compile"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"kind": "Seq2SeqTrainer", "predict_with_generate": True}, "predict_with_generate"),
+        ({"eval_use_gather_object": True}, "eval_use_gather_object"),
+    ):
+        run = trainer(folder, **options)
+        with pytest.raises(UnsupportedError, match=said):
+            dfa_hf.distribute_trainer(run)
+
+
+def test_options_that_would_be_wrong_on_parts_are_refused_at_set_up(tmp_path: Path) -> None:
+    run_ranks(1, refused, str(tmp_path))
