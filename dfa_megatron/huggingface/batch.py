@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.huggingface.padding import IGNORED, check_right, check_unlabelled
+from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions import prompt_trees as trees
 from dfa_megatron.huggingface.refusals import BATCHES
@@ -28,6 +29,8 @@ OTHER_SENSES = (
 def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, Any]:
     """Return this rank's model inputs from a batch that is the same on every rank of the group.
 
+    A DistributedSampler, which gives each rank other samples, must count groups in place of ranks.
+
     Args:
         batch: "input_ids" (batch, seq) and, if wanted, "labels" (batch, seq), not shifted, -100 where there is no loss.
             "attention_mask" may be there with padding on the right, whose labels are -100; it is checked and left out,
@@ -44,7 +47,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         the *next* token, across the boundaries between ranks; "num_items_in_batch" (), the labelled tokens of all
         ranks, divided by P. With these a transformers model computes `causal_lm_loss` by itself. Of packed documents
         also "cu_seq_lens_q" = "cu_seq_lens_k", int32 (documents + 1) on the CPU: offsets into the whole rows, one row
-        after another. Left there they cost the layers no synchronisation. For a model of several parts, "input_ids" and
+        after another. Left there they cost the layers no synchronisation. On several ranks "dfa_batch_number", by which
+        the model's forward finds that the ranks had the same batch. For a model of several parts, "input_ids" and
         "position_ids", if documents or axes need them, are whole, and so is what else was in the batch.
 
     Raises:
@@ -85,6 +89,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
         local["labels"] = local["shift_labels"] = shard_sequence(shifted.contiguous(), group=group)
         local["num_items_in_batch"] = (shifted != IGNORED).sum().clamp(min=1) / size
+    if size > 1:
+        local[batch_number.KEY] = batch_number.number_of(batch)
     return local
 
 

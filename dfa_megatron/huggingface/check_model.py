@@ -71,6 +71,35 @@ def check_model(model: Any) -> list[torch.nn.Module]:
     return list(named.values())
 
 
+def foreign_code(model: torch.nn.Module) -> list[str]:
+    """Return the classes of a model's modules, their forwards and hooks that no test has seen, by name, sorted."""
+    found = set()
+    for module in model.modules():
+        classes = [_named(cls) for cls in type(module).__mro__ if not _is_of(cls, (*_COMPARED, *_PYTHONS))]
+        found |= {*classes}
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        for function in hooks if classes else (module.forward, *hooks):
+            code = inspect.unwrap(getattr(function, "func", function))
+            if not _is_of(code, (*_COMPARED, *_WRAPPING)):
+                found.add(_named(code if hasattr(code, "__qualname__") else type(code)))
+    return sorted(found)
+
+
+_COMPARED = ("transformers", "torch", "dfa_megatron", "peft.tuners.lora", "peft.tuners.ia3", "peft.tuners.tuners_utils")
+_PYTHONS = ("builtins", "abc", "typing", "collections")
+_WRAPPING = ("accelerate", "deepspeed", "peft")
+"""Packages whose functions run a module's own forward."""
+
+
+def _is_of(code: Any, packages: tuple[str, ...]) -> bool:
+    """Return whether a class or a function is defined in one of these packages."""
+    return f"{code.__module__}.".startswith(tuple(f"{name}." for name in packages))
+
+
+def _named(code: Any) -> str:
+    return f"{code.__module__}.{code.__qualname__}"
+
+
 def kind_of(model: Any) -> str:
     """Return the type of a model for messages: "a llama model"."""
     return f"a {model.config.model_type} model"

@@ -108,6 +108,14 @@ INPUTS = Stage(
             last=7,
         ),
         stated(
+            "local_part",
+            "a batch of shard_batch with local attention",
+            "it is this rank's part of sequences that {local_part} ranks share, and attention would end with the part",
+            "whole sequences within local_attention, and in evaluation under accelerate; or distributed attention, in "
+            "model.train() within torch.no_grad() under accelerate",
+            2,
+        ),
+        stated(
             "part_in_evaluation",
             "position_ids {part_in_evaluation} in evaluation",
             "attention is local there under accelerate, and this is a part of a sequence that was cut over the ranks, "
@@ -225,7 +233,7 @@ ATTENTION = Stage(
         stated(
             "lost_in_recompute",
             "a layer of type {layer} that runs again in the backward",
-            "its decoder passes no keywords on, and the function that checkpoints it does not tell it the documents",
+            "the function that checkpoints it does not tell it the documents, or whether its attention was local",
             "checkpoint='full' or 'remat' of DistAttentionConfig, which does",
             layer="JambaMambaMixer",
         ),

@@ -26,7 +26,8 @@ BATCHES = Stage(
             "different_batches",
             "batches that differ between the ranks of a sequence",
             "each rank takes its part of the same batch",
-            "loaders prepared after distribute_accelerator; the same data set, collator and seed on every rank",
+            "the same samples on every rank of a group: a DistributedSampler with num_replicas and rank of the groups, "
+            "not of all ranks; loaders prepared after distribute_accelerator; the same data set, collator and seed",
         ),
         stated(
             "some_rows", "logits_to_keep of shared batches", "each rank would keep its own part's", "logits_to_keep=0"
