@@ -29,6 +29,7 @@ from dfa_megatron.huggingface.parts.text_part import (
     switch_attention,
 )
 from dfa_megatron.huggingface.parts.whole_inputs import take_whole
+from dfa_megatron.huggingface.parts.wrappers import check_wrappers
 from dfa_megatron.huggingface.positions import own_positions
 from dfa_megatron.huggingface.positions.embedded_positions import padding_of
 from dfa_megatron.huggingface.positions.tree_inputs import take_added
@@ -77,6 +78,7 @@ def distribute_attention(
     options.refuse_outside("huggingface", "leaving it out: batches are cut into one slice a rank")
     MODEL.check(options, reentrant=reentrant)
     inner = transformers_model(model)
+    check_wrappers(model, inner)
     layers = check_model(inner)
     check_layers(inner, options, reentrant=reentrant)
     MODEL.check(

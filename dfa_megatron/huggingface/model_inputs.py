@@ -18,6 +18,7 @@ from dfa_megatron.huggingface.padding import check_right, check_unlabelled
 from dfa_megatron.huggingface.parts.image_masks import IMAGES, with_images
 from dfa_megatron.huggingface.parts.text_part import is_distributed, switch_attention
 from dfa_megatron.huggingface.parts.whole_inputs import cut
+from dfa_megatron.huggingface.parts.wrappers import check_adapters
 from dfa_megatron.huggingface.positions import batch_number, tree_inputs
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions import prompt_trees as trees
@@ -73,7 +74,7 @@ def prepare(
     kept = {name: value for name, value in kwargs.items() if name not in packed.FLASH_KEYS}
     kept |= {"position_ids": _embedded(module, kwargs, tokens, documents, positions), "use_cache": False}
     mask = kwargs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+    if isinstance(mask, torch.Tensor):
         check_right(mask, context.group)
         kept["attention_mask"] = None
     _note(context, documents, tokens)
@@ -195,6 +196,7 @@ def follow_mode(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     """
     context: LayerContext = getattr(module, CONTEXT)
     context.current.running = True
+    check_adapters(module)  # which may be added later than attention is distributed
     if not context.accelerate or context.current.held:
         return
     wanted = NAME if module.training else context.before

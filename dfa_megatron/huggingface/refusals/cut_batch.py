@@ -68,6 +68,13 @@ BATCHES = Stage(
             "they have 7 tokens, and a row has 8",
         ),
         stated(
+            "mask_values",
+            "an attention_mask with other values than 0 and 1",
+            "transformers takes each of them for a token to attend to: numbered documents would see each other, and "
+            "what is added to scores would not be",
+            "1 for tokens and 0 for padding; position_ids that begin at 0 in each document, or cu_seq_lens_q",
+        ),
+        stated(
             "left_padding",
             "an attention_mask with padding that is not on the right",
             "padded tokens would be attended to",

@@ -24,6 +24,21 @@ MODEL = Stage(
             "an engine for each, or all but one of them outside the module that is given",
             "a Pair with LlamaForCausalLM, Qwen3ForCausalLM",
         ),
+        stated(
+            "adapter",
+            "PEFT's adapter of type {adapter}",
+            "{adapter_why}",
+            "adapters that treat each token alone, such as LoRA and IA3",
+            "PREFIX_TUNING",
+            adapter_why="it adds tokens in front of this rank's part, on every rank",
+        ),
+        stated(
+            "wrapper",
+            "a {wrapper} around a transformers model, which computes from input_ids by itself",
+            "it is given this rank's part of the tokens",
+            "the transformers model alone, if what is around it treats each token by itself",
+            "Wrapper",
+        ),
         Refusal(
             lambda a: a.reentrant and a.dfa_checkpoint == "none",
             "reentrant with checkpoint='none'",
