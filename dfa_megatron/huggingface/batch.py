@@ -15,12 +15,15 @@ from dfa_megatron.huggingface.refusals import BATCHES
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.sharding import local_positions, shard_sequence
 
-KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", *packed.FLASH_KEYS, trees.KEY)
+TYPE_IDS = "token_type_ids"
+"""The key of a number for each token, which tokenizers bring for text, and processors with images."""
+
+KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", TYPE_IDS, *packed.FLASH_KEYS, trees.KEY)
 """What may be in a batch of text."""
 
 OTHER_SENSES = (
     *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw", "image_sizes"),
-    *("second_per_grid_ts", "image_position_ids", "video_position_ids", "mm_token_type_ids", "token_type_ids"),
+    *("second_per_grid_ts", "image_position_ids", "video_position_ids", "mm_token_type_ids"),
     *("input_features", "input_features_mask", "feature_attention_mask"),
 )
 """What processors of images, video and sound bring beside the tokens; it stays whole."""
@@ -38,6 +41,7 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
             at 0 where a document of a packed row begins. "cu_seq_lens_q", "cu_seq_lens_k", as transformers'
             padding-free collators make them, say the same. In place of both, "prompt_tree" may hold (lengths, parents)
             of segments that share prefixes, as `masks.prompt_tree` takes them; all rows have these segments.
+            "token_type_ids" (batch, seq) go with the tokens.
             With `OTHER_SENSES`, such as "pixel_values", the batch is for a model of several parts, which embeds whole
             sequences; "position_ids" may then have axes (4, batch, seq), the first of them places.
         group: the ranks that share the sequence; seq must be a multiple of their number.
@@ -64,6 +68,7 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         if "labels" in batch:
             check_unlabelled(mask, batch["labels"])
     others = {name: batch[name] for name in OTHER_SENSES if name in batch}
+    types = {TYPE_IDS: batch[TYPE_IDS]} if batch.get(TYPE_IDS) is not None else {}
     positions = batch.get("position_ids")
     if axes := bool(others) and positions is not None and positions.dim() == 3:
         assert positions is not None
@@ -75,13 +80,14 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         tree = trees.tree_of(batch[trees.KEY], tokens.shape[1], [name for name in beside if name in batch])
     size = group_size(group_name(group))
     if others:
-        local = {"input_ids": tokens, **others}
+        local = {"input_ids": tokens, **types, **others}
         if axes:
             local["position_ids"] = batch["position_ids"]
         elif documents is not None:
             local["position_ids"] = packed.positions_of(documents, tokens.device)
     else:
         local = _cut(tokens, documents, group)
+        local |= {name: shard_sequence(x, group=group) for name, x in types.items()}
     if trees.KEY in batch:
         local |= {"position_ids": shard_sequence(tree.positions(tokens.device), group=group)}
         local |= {trees.KEY: (tree.lengths, tree.parents)}
@@ -90,7 +96,7 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         local["labels"] = local["shift_labels"] = shard_sequence(shifted.contiguous(), group=group)
         local["num_items_in_batch"] = (shifted != IGNORED).sum().clamp(min=1) / size
     if size > 1:
-        local[batch_number.KEY] = batch_number.number_of(batch)
+        local[batch_number.KEY] = batch_number.number_of(batch, cut=not others)
     return local
 
 

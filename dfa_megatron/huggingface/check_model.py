@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ _EACH_TOKEN = {"mlp", "moe"}
 """Types of layers that treat every token alone."""
 _OWN_MASKS = ("doge",)
 """Types whose layers derive a mask of their own from the one that their model gives them."""
+
+_CHOOSES = re.compile("Indexer|Compressor")
+"""In the names of modules that choose or compress the keys which a token attends to."""
 
 _AT_ENCODER = ("encoder_attn", "crossattention")
 """Names of a decoder layer's attention at an encoder; without an encoder's states it does not run."""
@@ -61,6 +65,7 @@ def check_model(model: Any) -> list[torch.nn.Module]:
         layers=_count(config, _STATES | _EACH_TOKEN),
         recurrent=len(layers_of(decoder)),
         states=layers_with_states(config),
+        chooses_keys=next((type(x).__name__ for x in decoder.modules() if _CHOOSES.search(type(x).__name__)), None),
         other_decoder=not hasattr(decoder, "config"),
         local_rope=_local_rope(config) if not rotaries_of(decoder) else None,
         no_positions=layers

@@ -54,6 +54,8 @@ def prepare(
         return args, kwargs
     told, context.current.told = context.current.told, {}
     kwargs = kwargs | told if context.parts else told | kwargs  # a model of several parts fills in positions
+    whole_batch = batch_number.KEY in kwargs and not batch_number.is_cut(kwargs[batch_number.KEY])
+    INPUTS.check(whole_batch=whole_batch and not context.parts)
     images = kwargs.pop(IMAGES, None)
     told_tree, number = kwargs.pop(trees.KEY, None), kwargs.pop(batch_number.KEY, None)
     _check_arguments(args, kwargs, context)

@@ -52,8 +52,7 @@ def by_document(
             raise UnsupportedError(
                 f"documents of multiples of {2 * ranks} tokens in layout 'zigzag'",
                 "each may have been cut by itself, as Megatron cuts packs, or the row as a whole",
-                f"layout={BY_DOCUMENT!r}; or, of a row that was cut as a whole, by_document without cu_seqlens, and its "
-                "split",
+                f"layout={BY_DOCUMENT!r}; or, of a row cut as a whole, by_document without cu_seqlens, and its split",
             )
         layout = "contiguous" if layout == BY_DOCUMENT else layout
         whole = unshard_sequence(values, group=group, layout=layout, dim=values.dim() - 1, cu_seqlens=offsets)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.huggingface.batch import TYPE_IDS
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
-from dfa_megatron.huggingface.padding import check_right
+from dfa_megatron.huggingface.padding import check_right, gathered
 from dfa_megatron.huggingface.parts.image_masks import IMAGES, take_images
 from dfa_megatron.huggingface.parts.text_part import is_distributed
 from dfa_megatron.huggingface.positions import batch_number
@@ -46,7 +47,11 @@ def take_whole(
     INPUTS.check(positional=len(args) > 1, embedded=tokens is None or kwargs.get("inputs_embeds") is not None)
     assert tokens is not None
     kept = dict(kwargs)
-    _check_same(tokens, context.current.told.get(batch_number.KEY), context)
+    number: torch.Tensor | None = context.current.told.get(batch_number.KEY)
+    if batch_number.is_cut(number):
+        kept |= tokens_of_text(kept, context)
+        tokens = kept["input_ids"]
+    _check_same(tokens, number, context)
     if (mask := kept.get("attention_mask")) is not None and mask.dim() == 2:
         check_right(kept.pop("attention_mask"))
     told: dict[str, Any] = {IMAGES: take_images(module, kept)}
@@ -59,6 +64,19 @@ def take_whole(
         told["position_ids"] = kept.pop("position_ids").expand(tokens.shape[0], -1)
     context.current.told = told
     return args, kept
+
+
+def tokens_of_text(given: dict[str, Any], context: LayerContext) -> dict[str, Any]:
+    """Return the whole sequences of a batch of text, which `shard_batch` cut; collective."""
+    whole = {
+        name: torch.cat(gathered(given[name], context.group), 1)
+        for name in ("input_ids", TYPE_IDS)
+        if given.get(name) is not None
+    }
+    told = dict.fromkeys({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k"} & {*given})  # by positions alone
+    if given.get("cu_seq_lens_q") is not None:
+        told["position_ids"] = torch.cat(gathered(given["position_ids"], context.group), 1)
+    return whole | told
 
 
 def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerContext) -> dict[str, Any]:
@@ -101,7 +119,7 @@ def _check_same(tokens: torch.Tensor, number: torch.Tensor | None, context: Laye
     """Compare the tokens of the ranks, and the whole batches that `shard_batch` was given, by one number each."""
     if context.size == 1 or context.options.verify == "off":
         return
-    own = batch_number.number_of({"input_ids": tokens})
+    own = batch_number.number_of({"input_ids": tokens}, cut=False)
     _, tokens_differ, differs = batch_number.compare(own, number, group=context.group, device=tokens.device)
     INPUTS.check(other_tokens=tokens_differ, ranks=context.size)
     BATCHES.check(different_batches=differs)

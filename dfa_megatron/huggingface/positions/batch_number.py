@@ -21,8 +21,12 @@ _ODD = (-7046029254386353131, 0x2545F4914F6CDD1D)
 """Factors that spread numbers over 64 bits."""
 
 
-def number_of(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return an int64 number () made of the integers of a batch, which other values or places change."""
+def number_of(batch: Mapping[str, Any], *, cut: bool) -> torch.Tensor:
+    """Return int64 (2,): a number made of the integers of a batch, which other values or places change, and `cut`.
+
+    Args:
+        cut: the tokens of the part are this rank's, not whole sequences.
+    """
     tensors = {name: x if isinstance(x, torch.Tensor) else _flat(x) for name, x in batch.items()}
     device = batch["input_ids"].device
     total = torch.zeros((), dtype=torch.int64, device=device)
@@ -34,7 +38,12 @@ def number_of(batch: Mapping[str, Any]) -> torch.Tensor:
         values = torch.cat((torch.tensor([*name.encode()], device=device), sizes, x.flatten().long()))
         mixed = (values + torch.arange(1, len(values) + 1, device=device) * _ODD[0]) * _ODD[1]
         total = total + ((mixed ^ (mixed >> 29)) * _ODD[0]).sum()
-    return total
+    return torch.stack((total, total.new_full((), cut)))
+
+
+def is_cut(number: torch.Tensor | None) -> bool:
+    """Return whether the tokens of a part are this rank's; a part whose number is not known counts as whole."""
+    return number is not None and bool(number[1])
 
 
 def _flat(numbers: Any) -> torch.Tensor:
@@ -54,7 +63,7 @@ def compare(*numbers: torch.Tensor | None, group: str, device: torch.device, kin
     facts[0] = kind
     for place, number in enumerate(numbers):
         if number is not None:
-            kept = number.to(device).reshape(()) >> 2  # room for the sign
+            kept = number[0].to(device) >> 2  # room for the sign
             facts[2 * place + 1], facts[2 * place + 2] = kept, -kept
     if group:
         dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=resolve(group))

@@ -55,6 +55,12 @@ INPUTS = Stage(
             ranks=2,
         ),
         stated(
+            "whole_batch",
+            "a batch with images or sound for a model of text",
+            "shard_batch leaves the tokens of such a batch whole, for a model of several parts",
+            "a batch of text alone, or distribute_attention of the whole model of several parts",
+        ),
+        stated(
             "embedded",
             "inputs_embeds, or no input_ids, for a model of several parts",
             "the ranks compare their tokens, so that each is known to have the whole sequences",

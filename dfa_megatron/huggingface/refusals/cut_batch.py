@@ -30,6 +30,13 @@ BATCHES = Stage(
             "not of all ranks; loaders prepared after distribute_accelerator; the same data set, collator and seed",
         ),
         stated(
+            "per_token",
+            "{per_token} beside the tokens of a shared batch",
+            "they would stay whole, or take the place of what is made for this rank's part",
+            "input_ids and labels, of which shift_labels are made",
+            "shift_labels",
+        ),
+        stated(
             "some_rows", "logits_to_keep of shared batches", "each rank would keep its own part's", "logits_to_keep=0"
         ),
         stated(

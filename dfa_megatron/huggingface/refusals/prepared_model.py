@@ -122,6 +122,14 @@ MODEL = Stage(
             kind="a qwen3_next model",
         ),
         stated(
+            "chooses_keys",
+            "{kind} with {chooses_keys} in its layers",
+            "it chooses the keys of each token among those of this rank, whatever the layers' type is called",
+            "a model whose layers attend to all keys, or to a window of them",
+            "DeepseekV32Indexer",
+            kind="a deepseek_v32 model",
+        ),
+        stated(
             "own_masks",
             "{kind}",
             "its layers mask tokens by their values",
