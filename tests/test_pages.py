@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dfa_megatron import masks
+from tests.support import pages
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
-RUNNABLE = (
-    ("README.md", "shard_sequence(x"),
-    ("docs/start.md", "kernel="),
-    ("docs/masks.md", "mask=mask"),
-    ("docs/masks.md", "mask=tree"),
-)
-"""Pages whose first Python code with these words runs, given q, k, v and a group."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -28,14 +25,43 @@ def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize(("name", "words"), RUNNABLE)
-def test_the_code_of_a_page_runs(name: str, words: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    code = next(block for block in blocks if words in block)
-    names: dict[str, object] = {"group": None} | {x: torch.randn(1, 64, 4, 32) for x in "qkv"}
-    exec(code, names)  # noqa: S102 our own page
-    assert tuple(names["out"].shape) == (1, 64, 4, 32)  # type: ignore[attr-defined]
+@pytest.mark.parametrize("block", pages.ALONE)
+def test_the_code_of_a_page_runs(block: pages.Block, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = "varlen" in block[1]
+    shape = (16384, 1, 8) if packed else (1, 64, 4, 32)
+    names: dict[str, Any] = {"group": None, "tokens": torch.arange(16384), "labels": torch.arange(16384)}
+    names |= {x: torch.randn(shape) for x in "qkv"}
+    if block[1] == "PackPlanner":
+        names |= {"pack": _pack, "dataset": [5, 9, 2], "DataLoader": _Loader}
+    found = pages.run(block, names)
+    if "out" in found:
+        assert found["out"].shape == shape
+    if packed:
+        assert found["positions"][[699, 700, 701, 9000]].tolist() == [699, 0, 0, 0]
+    if "with_blocks" in block[1]:
+        assert "3.2*" in capsys.readouterr().out
+
+
+def _pack(samples: list[int]) -> dict[str, Any]:
+    return {"cu_seqlens": (0, *accumulate(samples), 8192)}
+
+
+class _Loader:
+    """A loader without workers: they would need the page's function in a module."""
+
+    def __init__(self, dataset: list[int], collate_fn: Callable[[list[int]], Any], num_workers: int) -> None:
+        self.batches = [collate_fn(dataset)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def test_every_block_of_code_runs_or_is_listed_with_the_reason() -> None:
+    listed = [*pages.ALONE, *pages.WITH_TRANSFORMERS, *pages.NOT_RUN]
+    there = [(page, code) for page in pages.PAGES for code in pages.blocks_of(page)]
+    found = [(pages.ROOT / block[0], pages.find(block)) for block in listed]
+    assert [code for code in there if code not in found] == []
+    assert len(found) == len({*found}) == len(there)
 
 
 def test_the_page_says_what_a_tree_saves() -> None:
@@ -45,11 +71,3 @@ def test_the_page_says_what_a_tree_saves() -> None:
     one, other = (f"{mask.length:,} tokens and {mask.area / 1e6:.0f} million pairs" for mask in (tree, repeated))
     text = " ".join((ROOT / "docs/masks.md").read_text(encoding="utf-8").split())
     assert f"takes {one}; with repeated prompts it takes {other.replace(' tokens', '').replace(' pairs', '')}" in text
-
-
-def test_the_readmes_plan_is_changed_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
-    exec(next(block for block in blocks if "with_blocks" in block), {})  # noqa: S102 our own page
-    assert "3.2*" in capsys.readouterr().out

@@ -8,18 +8,22 @@ from typing import Any
 import torch
 
 from dfa_megatron.huggingface.padding import IGNORED, check_right, check_unlabelled
+from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions import prompt_trees as trees
 from dfa_megatron.huggingface.refusals import BATCHES
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.sharding import local_positions, shard_sequence
 
-KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", *packed.FLASH_KEYS, trees.KEY)
+TYPE_IDS = "token_type_ids"
+"""The key of a number for each token, which tokenizers bring for text, and processors with images."""
+
+KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", TYPE_IDS, *packed.FLASH_KEYS, trees.KEY)
 """What may be in a batch of text."""
 
 OTHER_SENSES = (
     *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw", "image_sizes"),
-    *("second_per_grid_ts", "image_position_ids", "video_position_ids", "mm_token_type_ids", "token_type_ids"),
+    *("second_per_grid_ts", "image_position_ids", "video_position_ids", "mm_token_type_ids"),
     *("input_features", "input_features_mask", "feature_attention_mask"),
 )
 """What processors of images, video and sound bring beside the tokens; it stays whole."""
@@ -28,6 +32,8 @@ OTHER_SENSES = (
 def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, Any]:
     """Return this rank's model inputs from a batch that is the same on every rank of the group.
 
+    A DistributedSampler, which gives each rank other samples, must count groups in place of ranks.
+
     Args:
         batch: "input_ids" (batch, seq) and, if wanted, "labels" (batch, seq), not shifted, -100 where there is no loss.
             "attention_mask" may be there with padding on the right, whose labels are -100; it is checked and left out,
@@ -35,6 +41,7 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
             at 0 where a document of a packed row begins. "cu_seq_lens_q", "cu_seq_lens_k", as transformers'
             padding-free collators make them, say the same. In place of both, "prompt_tree" may hold (lengths, parents)
             of segments that share prefixes, as `masks.prompt_tree` takes them; all rows have these segments.
+            "token_type_ids" (batch, seq) go with the tokens.
             With `OTHER_SENSES`, such as "pixel_values", the batch is for a model of several parts, which embeds whole
             sequences; "position_ids" may then have axes (4, batch, seq), the first of them places.
         group: the ranks that share the sequence; seq must be a multiple of their number.
@@ -44,7 +51,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         the *next* token, across the boundaries between ranks; "num_items_in_batch" (), the labelled tokens of all
         ranks, divided by P. With these a transformers model computes `causal_lm_loss` by itself. Of packed documents
         also "cu_seq_lens_q" = "cu_seq_lens_k", int32 (documents + 1) on the CPU: offsets into the whole rows, one row
-        after another. Left there they cost the layers no synchronisation. For a model of several parts, "input_ids" and
+        after another. Left there they cost the layers no synchronisation. On several ranks "dfa_batch_number", by which
+        the model's forward finds that the ranks had the same batch. For a model of several parts, "input_ids" and
         "position_ids", if documents or axes need them, are whole, and so is what else was in the batch.
 
     Raises:
@@ -60,6 +68,7 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         if "labels" in batch:
             check_unlabelled(mask, batch["labels"])
     others = {name: batch[name] for name in OTHER_SENSES if name in batch}
+    types = {TYPE_IDS: batch[TYPE_IDS]} if batch.get(TYPE_IDS) is not None else {}
     positions = batch.get("position_ids")
     if axes := bool(others) and positions is not None and positions.dim() == 3:
         assert positions is not None
@@ -71,13 +80,14 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         tree = trees.tree_of(batch[trees.KEY], tokens.shape[1], [name for name in beside if name in batch])
     size = group_size(group_name(group))
     if others:
-        local = {"input_ids": tokens, **others}
+        local = {"input_ids": tokens, **types, **others}
         if axes:
             local["position_ids"] = batch["position_ids"]
         elif documents is not None:
             local["position_ids"] = packed.positions_of(documents, tokens.device)
     else:
         local = _cut(tokens, documents, group)
+        local |= {name: shard_sequence(x, group=group) for name, x in types.items()}
     if trees.KEY in batch:
         local |= {"position_ids": shard_sequence(tree.positions(tokens.device), group=group)}
         local |= {trees.KEY: (tree.lengths, tree.parents)}
@@ -85,6 +95,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
         local["labels"] = local["shift_labels"] = shard_sequence(shifted.contiguous(), group=group)
         local["num_items_in_batch"] = (shifted != IGNORED).sum().clamp(min=1) / size
+    if size > 1:
+        local[batch_number.KEY] = batch_number.number_of(batch, cut=not others)
     return local
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ _EACH_TOKEN = {"mlp", "moe"}
 """Types of layers that treat every token alone."""
 _OWN_MASKS = ("doge",)
 """Types whose layers derive a mask of their own from the one that their model gives them."""
+
+_CHOOSES = re.compile("Indexer|Compressor")
+"""In the names of modules that choose or compress the keys which a token attends to."""
 
 _AT_ENCODER = ("encoder_attn", "crossattention")
 """Names of a decoder layer's attention at an encoder; without an encoder's states it does not run."""
@@ -61,6 +65,7 @@ def check_model(model: Any) -> list[torch.nn.Module]:
         layers=_count(config, _STATES | _EACH_TOKEN),
         recurrent=len(layers_of(decoder)),
         states=layers_with_states(config),
+        chooses_keys=next((type(x).__name__ for x in decoder.modules() if _CHOOSES.search(type(x).__name__)), None),
         other_decoder=not hasattr(decoder, "config"),
         local_rope=_local_rope(config) if not rotaries_of(decoder) else None,
         no_positions=layers
@@ -69,6 +74,35 @@ def check_model(model: Any) -> list[torch.nn.Module]:
         and table_of(decoder) is None,
     )
     return list(named.values())
+
+
+def foreign_code(model: torch.nn.Module) -> list[str]:
+    """Return the classes of a model's modules, their forwards and hooks that no test has seen, by name, sorted."""
+    found = set()
+    for module in model.modules():
+        classes = [_named(cls) for cls in type(module).__mro__ if not _is_of(cls, (*_COMPARED, *_PYTHONS))]
+        found |= {*classes}
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        for function in hooks if classes else (module.forward, *hooks):
+            code = inspect.unwrap(getattr(function, "func", function))
+            if not _is_of(code, (*_COMPARED, *_WRAPPING)):
+                found.add(_named(code if hasattr(code, "__qualname__") else type(code)))
+    return sorted(found)
+
+
+_COMPARED = ("transformers", "torch", "dfa_megatron", "peft.tuners.lora", "peft.tuners.ia3", "peft.tuners.tuners_utils")
+_PYTHONS = ("builtins", "abc", "typing", "collections")
+_WRAPPING = ("accelerate", "deepspeed", "peft")
+"""Packages whose functions run a module's own forward."""
+
+
+def _is_of(code: Any, packages: tuple[str, ...]) -> bool:
+    """Return whether a class or a function is defined in one of these packages."""
+    return f"{code.__module__}.".startswith(tuple(f"{name}." for name in packages))
+
+
+def _named(code: Any) -> str:
+    return f"{code.__module__}.{code.__qualname__}"
 
 
 def kind_of(model: Any) -> str:

@@ -11,7 +11,8 @@ import torch
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface.check_model import kind_of
-from dfa_megatron.huggingface.layer_context import telling
+from dfa_megatron.huggingface.layer_context import CONTEXT, TOLD, Current, Run
+from dfa_megatron.huggingface.parts.text_part import attention_of, switch_attention
 from dfa_megatron.huggingface.refusals import MODEL
 
 _FUNCTION = "_gradient_checkpointing_func"
@@ -74,3 +75,30 @@ def check_layers(model: Any, options: DistAttentionConfig, *, reentrant: bool) -
         not_checkpointed=not able,
         shared_keys=getattr(model.config.get_text_config(), "num_kv_shared_layers", False),
     )
+
+
+def telling(checkpoint: Callable[..., Any], model: torch.nn.Module) -> Callable[..., Any]:
+    """Return a checkpoint function that tells layers the documents and the attention of their forward, whenever they
+    run.
+
+    Args:
+        checkpoint: called as checkpoint(layer, *inputs).
+        model: it has a `LayerContext` by the time of a forward.
+    """
+    return functools.partial(_checkpoint, checkpoint, model)
+
+
+def _checkpoint(checkpoint: Callable[..., Any], model: torch.nn.Module, layer: Any, *inputs: Any, **more: Any) -> Any:
+    current: Current = getattr(model, CONTEXT).current
+    run = (current.documents, current.longest)
+    return checkpoint(functools.partial(_run, run, model, attention_of(model), layer), *inputs, **more)
+
+
+def _run(run: Run, model: torch.nn.Module, attention: str, layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+    token, present = TOLD.set(run), attention_of(model)
+    switch_attention(model, attention)
+    try:
+        return layer(*inputs, **more)
+    finally:
+        switch_attention(model, present)
+        TOLD.reset(token)

@@ -14,16 +14,25 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.huggingface import attention_function as attention
 from dfa_megatron.huggingface import model_inputs as inputs
 from dfa_megatron.huggingface.attention_function import NAME
-from dfa_megatron.huggingface.check_model import check_model, kind_of
+from dfa_megatron.huggingface.check_model import check_model, foreign_code, kind_of
 from dfa_megatron.huggingface.checkpointing import check_layers, set_checkpointing
 from dfa_megatron.huggingface.exact_types import EXACT
-from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
+from dfa_megatron.huggingface.layer_context import CONTEXT, Current, LayerContext
 from dfa_megatron.huggingface.own_code import watched_layers
-from dfa_megatron.huggingface.parts.text_part import attention_of, has_parts, is_distributed, set_attention
+from dfa_megatron.huggingface.parts.text_part import (
+    attention_of,
+    former_attention,
+    has_parts,
+    is_distributed,
+    own_configs,
+    set_attention,
+    switch_attention,
+)
 from dfa_megatron.huggingface.parts.whole_inputs import take_whole
+from dfa_megatron.huggingface.parts.wrappers import check_wrappers
 from dfa_megatron.huggingface.positions import own_positions
 from dfa_megatron.huggingface.positions.embedded_positions import padding_of
-from dfa_megatron.huggingface.positions.tree_inputs import take_tree
+from dfa_megatron.huggingface.positions.tree_inputs import take_added
 from dfa_megatron.huggingface.recurrent import layers as recurrent
 from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.huggingface.tiles.tiled_head import set_tile
@@ -69,6 +78,7 @@ def distribute_attention(
     options.refuse_outside("huggingface", "leaving it out: batches are cut into one slice a rank")
     MODEL.check(options, reentrant=reentrant)
     inner = transformers_model(model)
+    check_wrappers(model, inner)
     layers = check_model(inner)
     check_layers(inner, options, reentrant=reentrant)
     MODEL.check(
@@ -77,12 +87,16 @@ def distribute_attention(
         loaded_parts=accelerate and has_parts(inner),
     )
     _note_untested(inner.config.model_type)
+    for name in foreign_code(inner):
+        _note_foreign(name)
     attention.register()
     name = group_name(group)
     if options.fixed_degree > 1:  # "auto" takes one that divides
         check_degree(options.fixed_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
-    before = known.before if known is not None else attention_of(inner)
+    before = former_attention(inner) if known is None else known.before
+    if known is None:
+        own_configs(model)
     set_attention(inner, NAME)
     # Of a model that computes attention in code of its own, transformers only warns.
     MODEL.check(kind=kind_of(inner), own_attention=not is_distributed(inner))
@@ -93,10 +107,11 @@ def distribute_attention(
         before=before,
         accelerate=accelerate,
         parts=has_parts(inner),
+        current=Current() if known is None else known.current,
     )
     decoder = inner.get_decoder()
     if known is None:
-        _hook(inner, decoder)
+        _hook(inner, decoder, layers)
     others = (*own_positions.modules_of(decoder), *recurrent.modules_of(decoder))
     for module in {inner, decoder, *layers, *others}:
         setattr(module, CONTEXT, context)
@@ -106,19 +121,22 @@ def distribute_attention(
     return model
 
 
-def _hook(inner: Any, decoder: Any) -> None:
-    """Register the hooks of a model and its decoder, which need a `LayerContext` when they run."""
+def _hook(inner: Any, decoder: Any, layers: list[torch.nn.Module]) -> None:
+    """Register the hooks of a model, its decoder and its layers, which need a `LayerContext` when they run."""
     inner.register_forward_pre_hook(check_parallelism, with_kwargs=True)
     inner.register_forward_pre_hook(inputs.follow_mode, with_kwargs=True)
     if inner is not decoder:
         inner.register_forward_pre_hook(inputs.check_loss, with_kwargs=True)
-        inner.register_forward_pre_hook(take_tree, with_kwargs=True)
+        inner.register_forward_pre_hook(take_added, with_kwargs=True)
+        inner.register_forward_hook(inputs.end_forward, always_call=True)
     if has_parts(inner):
         inner.register_forward_pre_hook(take_whole, with_kwargs=True)
     decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
     own_positions.hook(decoder)
     recurrent.hook(decoder)
     watched_layers.hook(decoder)
+    for layer in layers:
+        layer.register_forward_pre_hook(inputs.check_told, with_kwargs=True)
 
 
 @contextmanager
@@ -129,12 +147,14 @@ def local_attention(model: torch.nn.Module) -> Iterator[None]:
     if context is None:
         yield
         return
-    with inputs.held(inner):
-        set_attention(inner, context.before)
-        try:
-            yield
-        finally:
-            set_attention(inner, NAME)
+    current = context.current
+    before, present, current.held = current.held, attention_of(inner), True
+    switch_attention(inner, context.before)
+    try:
+        yield
+    finally:
+        switch_attention(inner, present)
+        current.held = before
 
 
 def transformers_model(model: torch.nn.Module) -> Any:
@@ -168,3 +188,14 @@ def _note_untested(model_type: str) -> None:
             "with eager attention; `dfa-megatron selfcheck huggingface CONFIG` compares them",
             model_type,
         )
+
+
+@functools.cache
+def _note_foreign(name: str) -> None:
+    logger.warning(
+        "%s is not of transformers itself, so it was never compared with one rank: what it computes from several "
+        "tokens at once would see those of one rank alone. Compare loss and gradients of a step with one rank and "
+        "with two (torchrun --nproc-per-node 1 and 2); `dfa-megatron selfcheck huggingface` builds transformers' own "
+        "classes",
+        name,
+    )

@@ -1,13 +1,12 @@
 """What a layer knows beside its tensors: its settings, and the documents of the forward that it runs in.
 
 A decoder passes the documents on as a keyword. Some decoders pass no keywords on; layers then ask here. A layer that is
-checkpointed runs again in the backward, when another forward may have come between: it is told those of its own.
+checkpointed runs again in the backward, when another forward may have come between: it is told those of its own, and
+whether its attention was local.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +32,9 @@ class Current:
     positions: int64 (batch or 1, local_seq), of this rank's tokens.
     told: what a model that does not hand it on was given for its decoder: positions, offsets of documents, images.
     packed: whether any forward had documents.
+    switched: whether attention was ever switched between distributed and local.
+    held: whether it stays as it is for now, in training and evaluation.
+    running: whether a forward of the whole model runs.
     """
 
     documents: Documents | Tree | None = None
@@ -41,6 +43,9 @@ class Current:
     positions: torch.Tensor | None = None
     told: dict[str, Any] = field(default_factory=dict)
     packed: bool = False
+    switched: bool = False
+    held: bool = False
+    running: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ class LayerContext:
 Run = tuple[Documents | Tree | None, int]
 """The documents of a forward, and the tokens of the longest."""
 
-_TOLD: ContextVar[Run | None] = ContextVar("the forward of the layer that runs", default=None)
+TOLD: ContextVar[Run | None] = ContextVar("the forward of the layer that runs", default=None)
 
 
 def run_of(module: torch.nn.Module, *, needed: bool = False) -> Run:
@@ -80,34 +85,16 @@ def run_of(module: torch.nn.Module, *, needed: bool = False) -> Run:
     Raises:
         UnsupportedError: it runs again in the backward, and its checkpoint function did not tell.
     """
-    told = _TOLD.get()
+    told = TOLD.get()
     if told is not None:
         return told
     context: LayerContext = getattr(module, CONTEXT)
     current = context.current
-    again = torch._C._current_graph_task_id() != -1
-    ATTENTION.check(lost_in_recompute=again and (needed or current.packed), layer=type(module).__name__)
+    lost = runs_again() and (needed or current.packed or current.switched)
+    ATTENTION.check(lost_in_recompute=lost, layer=type(module).__name__)
     return current.documents, current.longest
 
 
-def telling(checkpoint: Callable[..., Any], model: torch.nn.Module) -> Callable[..., Any]:
-    """Return a checkpoint function that tells layers the documents of their forward, whenever they run.
-
-    Args:
-        checkpoint: called as checkpoint(layer, *inputs).
-        model: it has a `LayerContext` by the time of a forward.
-    """
-    return functools.partial(_checkpoint, checkpoint, model)
-
-
-def _checkpoint(checkpoint: Callable[..., Any], model: torch.nn.Module, layer: Any, *inputs: Any, **more: Any) -> Any:
-    current: Current = getattr(model, CONTEXT).current
-    return checkpoint(functools.partial(_run, (current.documents, current.longest), layer), *inputs, **more)
-
-
-def _run(run: Run, layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    token = _TOLD.set(run)
-    try:
-        return layer(*inputs, **more)
-    finally:
-        _TOLD.reset(token)
+def runs_again() -> bool:
+    """Return whether this is a backward, in which a layer that runs was checkpointed."""
+    return torch._C._current_graph_task_id() != -1

@@ -7,30 +7,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from dfa_megatron.huggingface.attention_function import NAME, nothing_hidden
-from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
+from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext, run_of
 from dfa_megatron.huggingface.padding import check_right, check_unlabelled
 from dfa_megatron.huggingface.parts.image_masks import IMAGES, with_images
-from dfa_megatron.huggingface.parts.text_part import attention_of, is_distributed, set_attention
+from dfa_megatron.huggingface.parts.text_part import is_distributed, switch_attention
 from dfa_megatron.huggingface.parts.whole_inputs import cut
+from dfa_megatron.huggingface.parts.wrappers import check_adapters
+from dfa_megatron.huggingface.positions import batch_number, tree_inputs
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions import prompt_trees as trees
-from dfa_megatron.huggingface.positions import tree_inputs
 from dfa_megatron.huggingface.positions.embedded_positions import after_padding, padding_of, places
 from dfa_megatron.huggingface.refusals import INPUTS
 from dfa_megatron.huggingface.trainers.embedding_noise import scale_noise
 from dfa_megatron.huggingface.windows import WindowMask
 from dfa_megatron.sharding import local_positions, shard_sequence
-
-_HELD = "_dfa_attention_held"
-"""The attribute of a model that is set while `local_attention` is in force."""
 
 _OTHER_SENSES = ("pixel_values", "pixel_values_videos", "input_features")
 """Endings of the names of arguments for images and sound."""
@@ -49,14 +45,20 @@ def prepare(
             right, a cache, images or sound, or masks of another model.
     """
     context: LayerContext = getattr(module, CONTEXT)
+    if not context.current.running:  # a decoder that is called alone
+        follow_mode(module, args, kwargs)
+        context.current.running = False
     if module.config._attn_implementation != NAME:
-        INPUTS.check(no_tree="a model with its own attention" if trees.KEY in kwargs else None)
+        tree_inputs.taken(kwargs, context, distributed=False)
         context.current.longest, context.current.positions = 0, None
-        return None
+        kwargs.pop(batch_number.KEY, None)
+        return args, kwargs
     told, context.current.told = context.current.told, {}
     kwargs = kwargs | told if context.parts else told | kwargs  # a model of several parts fills in positions
+    whole_batch = batch_number.KEY in kwargs and not batch_number.is_cut(kwargs[batch_number.KEY])
+    INPUTS.check(whole_batch=whole_batch and not context.parts)
     images = kwargs.pop(IMAGES, None)
-    told_tree = kwargs.pop(trees.KEY, None)
+    told_tree, number = kwargs.pop(trees.KEY, None), kwargs.pop(batch_number.KEY, None)
     _check_arguments(args, kwargs, context)
     if context.parts:
         kwargs = cut(module, args, kwargs, context)
@@ -65,15 +67,17 @@ def prepare(
     INPUTS.check(no_positions=context.size if given is None and context.size > 1 else None)
     documents: packed.Documents | trees.Tree | None
     if told_tree is None:
-        documents, positions = _documents(kwargs, given, tokens, context)
+        documents, positions = _documents(kwargs, given, tokens, context, number)
     else:
         documents, positions = tree_inputs.segments(told_tree, module, kwargs, tokens)
+        if context.options.verify != "off":
+            batch_number.check_same(number, context.group, tokens.device)
         if given is not None and context.options.verify != "off" and not _equal(given, positions):
             _refuse_positions(given, context, tokens.shape[1])
     kept = {name: value for name, value in kwargs.items() if name not in packed.FLASH_KEYS}
     kept |= {"position_ids": _embedded(module, kwargs, tokens, documents, positions), "use_cache": False}
     mask = kwargs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+    if isinstance(mask, torch.Tensor):
         check_right(mask, context.group)
         kept["attention_mask"] = None
     _note(context, documents, tokens)
@@ -159,7 +163,11 @@ def _embedded(
 
 
 def _documents(
-    kwargs: dict[str, Any], given: torch.Tensor | None, tokens: torch.Tensor, context: LayerContext
+    kwargs: dict[str, Any],
+    given: torch.Tensor | None,
+    tokens: torch.Tensor,
+    context: LayerContext,
+    number: torch.Tensor | None,
 ) -> tuple[packed.Documents | None, torch.Tensor]:
     """Return the documents of every row, None if each row is one, and the positions of this rank's tokens."""
     batch, local = tokens.shape[:2]
@@ -169,12 +177,14 @@ def _documents(
         found = packed.of_offsets(kwargs, batch, local * context.size)
         if not packed.single(found):
             plain = shard_sequence(packed.positions_of(found, device), group=context.group)
+        if context.options.verify != "off":
+            batch_number.check_same(number, context.group, device)
         if given is not None and context.options.verify != "off" and not _equal(given, plain):
             _refuse_positions(given, context, local)
     elif given is None or context.options.verify == "off":
         return None, plain if given is None else given
     else:
-        known = packed.of_ranks(given, plain, local, context.group)
+        known = packed.of_ranks(given, plain, local, context.group, number)
         if known is None:
             _refuse_positions(given, context, local)
         assert known is not None
@@ -189,11 +199,12 @@ def follow_mode(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         UnsupportedError: a part of a sequence in evaluation.
     """
     context: LayerContext = getattr(module, CONTEXT)
-    if not context.accelerate or getattr(module, _HELD, False):
+    context.current.running = True
+    check_adapters(module)  # which may be added later than attention is distributed
+    if not context.accelerate or context.current.held:
         return
     wanted = NAME if module.training else context.before
-    if attention_of(module) != wanted:
-        set_attention(module, wanted)
+    switch_attention(module, wanted)
     if wanted != NAME and context.size > 1 and context.options.verify != "off":
         _check_whole(arguments_of(module, args, kwargs))
 
@@ -224,15 +235,22 @@ def _parameters(model: Any) -> tuple[inspect.Parameter, ...]:
     return tuple(inspect.signature(model.forward).parameters.values())
 
 
-@contextmanager
-def held(module: Any) -> Iterator[None]:
-    """Keep the model's present attention for a while, in training and evaluation."""
-    before = getattr(module, _HELD, False)
-    setattr(module, _HELD, True)
-    try:
-        yield
-    finally:
-        setattr(module, _HELD, before)
+def end_forward(module: Any, args: tuple[Any, ...], output: Any) -> None:
+    """Note that a forward ended, or failed."""
+    context: LayerContext = getattr(module, CONTEXT)
+    context.current.running = False
+
+
+def check_told(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse to run an attention layer again after attention was switched, where nothing tells what it was.
+
+    Raises:
+        UnsupportedError: its checkpoint function did not tell.
+    """
+    context: LayerContext = getattr(module, CONTEXT)
+    present = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if context.current.switched and not (packed.KEYWORD in kwargs and present == NAME):
+        run_of(module)
 
 
 def check_loss(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -34,14 +34,17 @@ def check_right(mask: torch.Tensor, group: str = "") -> None:
         group: name of the group that shares the sequences, "" for whole sequences on this rank.
 
     Raises:
-        UnsupportedError: a padded token comes before a token that is not padding, or another mask. All ranks raise it.
+        UnsupportedError: a padded token comes before a token that is not padding, a mask holds other numbers than 0 and
+            1, or it has other dimensions. All ranks raise it.
     """
     ATTENTION.check(ready_mask=mask.dim() != 2)
     real = mask.bool()
     contiguous = (real[:, 1:] <= real[:, :-1]).all()
-    facts = torch.cat((real.sum(1), contiguous.long()[None]))
+    other = (mask != real.to(mask.dtype)).any()
+    facts = torch.cat((real.sum(1), other.long()[None], contiguous.long()[None]))
     whole = gathered(facts, group)
-    counts = torch.stack([part[:-1] for part in whole])  # (ranks, batch)
+    BATCHES.check(mask_values=any(bool(part[-2]) for part in whole))
+    counts = torch.stack([part[:-2] for part in whole])  # (ranks, batch)
     full = counts == mask.shape[1]
     in_order = ((counts[1:] == 0) | full[:-1]).all()
     BATCHES.check(left_padding=not bool(in_order & torch.stack([part[-1] for part in whole]).all()))

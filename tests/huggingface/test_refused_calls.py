@@ -12,6 +12,7 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
+from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.models import build, text
 
@@ -67,6 +68,40 @@ def test_a_call_that_asks_for_more_is_refused(arguments: dict[str, Any], message
     model(input_ids=tokens, attention_mask=torch.ones(1, 8), position_ids=torch.arange(8)[None])
     with pytest.raises(UnsupportedError, match=message):
         model(input_ids=tokens, **arguments)
+
+
+ODD_MASKS = (
+    torch.tensor([[1, 1, 2, 2, 3, 3, 3, 0]]),
+    torch.tensor([[1, 1, 1, 1, 1, 1, 1, 2]], dtype=torch.uint8),
+    torch.tensor([[0.0, 0, 0, 0, 0, 0, 0, -float("inf")]]),
+    torch.tensor([[1.0, 1, 1, 1, 1, 1, 0.5, 0]]),
+    torch.tensor([[1, 1, 1, 1, 1, 1, -1, 0]]),
+    torch.full((1, 8), float("nan")),
+)
+
+
+@pytest.mark.support("models", "models that are not supported are refused")
+@pytest.mark.parametrize("mask", ODD_MASKS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_mask_of_other_values_than_0_and_1_is_refused_in_every_way_in(mask: torch.Tensor, packed: bool) -> None:
+    ids = text(1, 8, seed=0)["input_ids"]
+    batch = {"input_ids": ids, "attention_mask": mask}
+    if packed:
+        batch["position_ids"] = torch.tensor([[0, 1, 0, 1, 0, 1, 2, 3]])
+    message = "attention_mask with other values than 0 and 1.*position_ids that begin at 0 in each document"
+    with pytest.raises(UnsupportedError, match=message):
+        dfa_hf.shard_batch(batch)
+    model = dfa_hf.distribute_attention(build("Llama"))
+    for called in (model, model.model):
+        with pytest.raises(UnsupportedError, match=message):
+            called(**batch)
+    shared = dfa_hf.distribute_attention(build("Llama"))
+    take_whole_batches(shared)
+    with pytest.raises(UnsupportedError, match=message):
+        shared(**batch)
+    for same in (torch.ones(1, 8), torch.ones(1, 8, dtype=torch.bool), torch.ones(1, 8, dtype=torch.uint8)):
+        assert dfa_hf.shard_batch(batch | {"attention_mask": same})["input_ids"].equal(ids)
+        model(**batch | {"attention_mask": same})
 
 
 @pytest.mark.support("models", "models that are not supported are refused")
@@ -177,6 +212,8 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
         model(input_ids=batch["input_ids"], position_ids=positions, attention_mask=hidden)
     with pytest.raises(UnsupportedError, match="labels of padded tokens"):
         model(**batch, position_ids=positions, attention_mask=1 - hidden)
+    with pytest.raises(UnsupportedError, match="other values than 0 and 1"):  # on one rank, and all raise
+        model(input_ids=batch["input_ids"], position_ids=positions, attention_mask=torch.ones(1, 8) + rank)
     with pytest.raises(UnsupportedError, match="7"):
         dfa_hf.shard_batch(text(1, 7, seed=0))
 

@@ -189,6 +189,44 @@ def gathers(world_size: int, layout: str, offsets: tuple[int, ...]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
 
 
+def cut_one_by_one(rank: int, world_size: int) -> None:
+    """Packs as Megatron cuts them, and rows; a layout that does not say which of them it is is refused."""
+    from dfa_megatron import shard_sequence
+
+    step = 2 * world_size
+    for seed, rooms in enumerate(((3, 1, 2), (1,), (1, 1, 1, 1, 5))):
+        offsets = (0, *itertools.accumulate(room * step for room in rooms))
+        row = torch.randn(2, offsets[-1], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        documents = [row[:, lo:hi] for lo, hi in itertools.pairwise(offsets)]
+        mine = torch.cat([shard_sequence(document, layout="zigzag") for document in documents], 1).requires_grad_()
+        found = by_document(mine, torch.tensor(offsets, dtype=torch.int32), layout="zigzag_documents")
+        assert [*map(torch.Tensor.tolist, found)] == [*map(torch.Tensor.tolist, documents)]
+        weights = torch.randn(row.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+        (torch.cat(found, 1) * weights).sum().backward()
+        parts = [shard_sequence(x, layout="zigzag") for x in weights.split([room * step for room in rooms], 1)]
+        torch.testing.assert_close(mine.grad, world_size * torch.cat(parts, 1))
+        whole = shard_sequence(row, layout="zigzag")
+        assert torch.equal(by_document(whole, layout="zigzag")[0], row)
+        if len(rooms) > 1:
+            for values in (mine, whole):
+                with pytest.raises(UnsupportedError, match=r"in layout 'zigzag'.*layout='zigzag_documents'"):
+                    by_document(values, offsets, layout="zigzag")
+            with pytest.raises(UnsupportedError, match="equal chunks"):
+                by_document(mine, (0, 3, offsets[-1]), layout="zigzag_documents")
+    with pytest.raises(UnsupportedError, match="it ends at"):
+        by_document(mine, (0, step), layout="zigzag_documents")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_numbers_of_documents_that_were_cut_one_by_one_come_back_in_order(ranks: int) -> None:
+    if ranks == 1:
+        row = torch.randn(2, 12)
+        assert torch.equal(torch.cat(by_document(row, (0, 5, 12), layout="zigzag_documents"), 1), row)
+        assert torch.equal(torch.cat(by_document(row, (0, 4, 12), layout="zigzag"), 1), row)
+    else:
+        run_ranks(ranks, cut_one_by_one, timeout=120)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_vocabulary_cut_unevenly_over_ranks_gives_the_numbers_of_one(ranks: int) -> None:
     run_ranks(ranks, parallel, timeout=120)

@@ -14,7 +14,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.workers import run_ranks
-from tests.megatron import harness
+from tests.megatron import harness, padded_packs
 from tests.megatron.harness import Topology, case, make_config, make_model, start
 
 
@@ -96,6 +96,49 @@ def uncut_batches(rank: int, world_size: int) -> None:
 
 def test_a_batch_that_nobody_cut_is_refused_once_others_were_cut() -> None:
     run_ranks(2, uncut_batches)
+
+
+def foreign_packs(rank: int, world_size: int) -> None:
+    """A trainer's own packs, cut document by document, beside batches of `shard_batch` that are as long."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from dfa_megatron.megatron import declare_batch_layout, packed_seq_params, shard_batch
+
+    start(Topology(cp=world_size))
+    whole = harness.micro_batch(0, 0)
+    rows, length = whole["tokens"].shape
+    offsets = torch.tensor([0, 4 * world_size, length], dtype=torch.int32)
+    packed = {**whole, "cu_seqlens": offsets.expand(rows, -1)}
+    theirs = padded_packs.cut(packed, world_size, rank, padded_packs.total_of(whole["tokens"].shape, world_size, 1), 1)
+    for layout in ("boundary", "contiguous", "zigzag"):
+        options = DistAttentionConfig(data_layout=layout)
+        model = model_of(options)
+        ours = shard_batch(packed, dist_group(), options)
+        params = packed_seq_params(ours)
+        want = pack_loss(model, ours, params)
+        shard_batch({name: x[:1].repeat(1, 8) for name, x in whole.items()}, dist_group(), options)  # any length
+        shard_batch({name: theirs[name].repeat(1, world_size) for name in whole}, dist_group(), options)
+        by_hand = PackedSeqParams("thd", **{name: getattr(params, name) for name in OFFSETS})
+        for batch, described in ((theirs, theirs["params"]), (ours, by_hand)):
+            with pytest.raises(UnsupportedError, match="documents that `packed_seq_params` did not make"):
+                pack_loss(model, batch, described)
+        assert torch.equal(pack_loss(model, ours, params), want)
+    declare_batch_layout(dist_group(), "zigzag")
+    pack_loss(model, ours, by_hand)  # own code slices whole rows, and is believed
+
+
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+
+
+def pack_loss(model: Any, batch: Any, params: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(
+        batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params
+    )
+    return loss.mean()
+
+
+def test_packs_of_a_trainer_are_not_read_as_rows_that_shard_batch_cut() -> None:
+    run_ranks(2, foreign_packs)
 
 
 def slices(rank: int, world_size: int) -> None:

@@ -1,10 +1,16 @@
-"""Find the language model of a model of several parts, and set the attention of that part alone."""
+"""Find the language model of a model of several parts, and set the attention of that part alone.
+
+transformers keeps the attention of a model in its configuration, which models may share with each other and with who
+made them. So a model that is distributed gets a copy of its own.
+"""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from dfa_megatron.huggingface.attention_function import NAME
+from dfa_megatron.huggingface.layer_context import CONTEXT
 from dfa_megatron.huggingface.own_code.watched_layers import watched
 
 
@@ -36,3 +42,29 @@ def set_attention(model: Any, name: str) -> None:
         model.config._attn_implementation_internal = name
     else:
         model.set_attn_implementation({part_of(model): name} if has_parts(model) else name)
+
+
+def switch_attention(model: Any, name: str) -> None:
+    """Switch a distributed model's attention to another implementation and back, where it is not set already."""
+    if attention_of(model) != name:
+        getattr(model, CONTEXT).current.switched = True
+        set_attention(model, name)
+
+
+def former_attention(model: Any) -> str:
+    """Return the attention of a model that is not distributed yet; one made from the configuration of one that is has
+    transformers' default.
+    """
+    name = attention_of(model)
+    return name if name != NAME else "sdpa" if model._supports_sdpa else "eager"
+
+
+def own_configs(model: Any) -> None:
+    """Give the modules of a model, or around one, copies of their configurations."""
+    from transformers import PretrainedConfig
+
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, PretrainedConfig):
+                setattr(module, name, copy.deepcopy(value, copies))

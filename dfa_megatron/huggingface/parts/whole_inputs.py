@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from dfa_megatron.huggingface.batch import TYPE_IDS
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
-from dfa_megatron.huggingface.padding import check_right
+from dfa_megatron.huggingface.padding import check_right, gathered
 from dfa_megatron.huggingface.parts.image_masks import IMAGES, take_images
 from dfa_megatron.huggingface.parts.text_part import is_distributed
+from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions.embedded_positions import has_axes, refuse_axes
-from dfa_megatron.huggingface.refusals import INPUTS
-from dfa_megatron.runtime.comm.groups import resolve
+from dfa_megatron.huggingface.refusals import BATCHES, INPUTS
 from dfa_megatron.sharding import local_positions, shard_sequence
 
 _ALONG = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
@@ -46,8 +46,12 @@ def take_whole(
     tokens: torch.Tensor | None = kwargs.get("input_ids", args[0] if args else None)
     INPUTS.check(positional=len(args) > 1, embedded=tokens is None or kwargs.get("inputs_embeds") is not None)
     assert tokens is not None
-    _check_same(tokens, context)
     kept = dict(kwargs)
+    number: torch.Tensor | None = context.current.told.get(batch_number.KEY)
+    if batch_number.is_cut(number):
+        kept |= tokens_of_text(kept, context)
+        tokens = kept["input_ids"]
+    _check_same(tokens, number, context)
     if (mask := kept.get("attention_mask")) is not None and mask.dim() == 2:
         check_right(kept.pop("attention_mask"))
     told: dict[str, Any] = {IMAGES: take_images(module, kept)}
@@ -60,6 +64,19 @@ def take_whole(
         told["position_ids"] = kept.pop("position_ids").expand(tokens.shape[0], -1)
     context.current.told = told
     return args, kept
+
+
+def tokens_of_text(given: dict[str, Any], context: LayerContext) -> dict[str, Any]:
+    """Return the whole sequences of a batch of text, which `shard_batch` cut; collective."""
+    whole = {
+        name: torch.cat(gathered(given[name], context.group), 1)
+        for name in ("input_ids", TYPE_IDS)
+        if given.get(name) is not None
+    }
+    told = dict.fromkeys({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k"} & {*given})  # by positions alone
+    if given.get("cu_seq_lens_q") is not None:
+        told["position_ids"] = torch.cat(gathered(given["position_ids"], context.group), 1)
+    return whole | told
 
 
 def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerContext) -> dict[str, Any]:
@@ -98,12 +115,11 @@ def _has_tensors(value: Any) -> bool:
     return any(isinstance(x, torch.Tensor) for x in values)
 
 
-def _check_same(tokens: torch.Tensor, context: LayerContext) -> None:
-    """Compare the tokens of the ranks by one number."""
+def _check_same(tokens: torch.Tensor, number: torch.Tensor | None, context: LayerContext) -> None:
+    """Compare the tokens of the ranks, and the whole batches that `shard_batch` was given, by one number each."""
     if context.size == 1 or context.options.verify == "off":
         return
-    places = torch.arange(1, tokens.numel() + 1, device=tokens.device)
-    number = (tokens.flatten().long() * places).sum() * 31 + tokens.shape[1]
-    both = torch.stack((number, -number))
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=resolve(context.group))
-    INPUTS.check(other_tokens=int(both.sum()) != 0, ranks=context.size)
+    own = batch_number.number_of({"input_ids": tokens}, cut=False)
+    _, tokens_differ, differs = batch_number.compare(own, number, group=context.group, device=tokens.device)
+    INPUTS.check(other_tokens=tokens_differ, ranks=context.size)
+    BATCHES.check(different_batches=differs)

@@ -11,11 +11,11 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dfa_megatron.huggingface.padding import gathered
+from dfa_megatron.huggingface.positions.batch_number import check_same
 from dfa_megatron.huggingface.refusals import BATCHES
-from dfa_megatron.runtime.comm.groups import group_size, resolve
+from dfa_megatron.runtime.comm.groups import group_size
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
 KEYWORD = "dfa_documents"
@@ -96,21 +96,25 @@ def in_chunks(documents: Documents, chunk: int) -> Documents:
     )
 
 
-def of_ranks(positions: torch.Tensor, plain: torch.Tensor, local: int, group: str) -> Documents | None:
+def of_ranks(
+    positions: torch.Tensor, plain: torch.Tensor, local: int, group: str, number: torch.Tensor | None = None
+) -> Documents | None:
     """Return the documents of rows that are cut over the ranks of a group; None if these are no positions of documents.
 
-    Collective: the ranks exchange one number. They exchange their positions only if some row has several documents.
+    Collective: the ranks exchange one small message. Only if some row has several documents, they exchange positions.
 
     Args:
         positions: (batch or 1, local_seq), this rank's positions.
         plain: (1, local_seq), this rank's positions if every row is one document.
         local: the tokens of a row that this rank holds.
+        number: of the whole batch.
+
+    Raises:
+        UnsupportedError: the ranks hold parts of other batches.
     """
     fits = positions.dim() == 2 and positions.shape[1] == local
     kind = torch.full((), 2, device=plain.device) if not fits else (positions != plain).any().long()
-    if group:
-        dist.all_reduce(kind, op=dist.ReduceOp.MAX, group=resolve(group))
-    worst = int(kind)
+    worst = check_same(number, group, plain.device, kind)
     if worst == 0:
         return ((0, local * group_size(group)),) * positions.shape[0]
     return None if worst == 2 else of_positions(torch.cat(gathered(positions, group), 1))

@@ -1,4 +1,4 @@
-"""Take a prompt tree from the arguments of a model's call, and check that the model can be given one."""
+"""Take from a call's arguments what `shard_batch` adds for the decoder alone: a prompt tree, the number of a batch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
 from dfa_megatron.huggingface.parts.text_part import is_distributed
+from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions.document_starts import FLASH_KEYS
 from dfa_megatron.huggingface.positions.embedded_positions import padding_of
 from dfa_megatron.huggingface.positions.prompt_trees import KEY, Tree, tree_of
@@ -15,21 +16,31 @@ from dfa_megatron.huggingface.refusals import INPUTS
 from dfa_megatron.sharding import shard_sequence
 
 
-def take_tree(
+def take_added(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Keep a tree for the decoder, as a forward pre-hook: a model's own forward need not know the key.
+    """Keep them for the decoder, as a forward pre-hook: a model's own forward need not know the keys.
 
     Raises:
         UnsupportedError: attention is the model's own.
     """
     context: LayerContext = getattr(module, CONTEXT)
-    if KEY not in kwargs:
-        return None
-    INPUTS.check(no_tree=None if is_distributed(module) else "a model with its own attention")
-    kept = dict(kwargs)
-    context.current.told[KEY] = kept.pop(KEY)
-    return args, kept
+    context.current.told |= taken(kwargs, context, distributed=is_distributed(module))
+    return args, {name: value for name, value in kwargs.items() if name not in (KEY, batch_number.KEY)}
+
+
+def taken(kwargs: dict[str, Any], context: LayerContext, *, distributed: bool) -> dict[str, Any]:
+    """Return what was added to a call's arguments.
+
+    Raises:
+        UnsupportedError: attention is local.
+    """
+    part = batch_number.KEY in kwargs and context.size > 1 and not distributed
+    INPUTS.check(
+        no_tree="a model with its own attention" if KEY in kwargs and not distributed else None,
+        local_part=context.size if part else None,
+    )
+    return {name: kwargs[name] for name in (KEY, batch_number.KEY) if name in kwargs}
 
 
 def segments(told: Any, decoder: Any, kwargs: dict[str, Any], tokens: torch.Tensor) -> tuple[Tree, torch.Tensor]:

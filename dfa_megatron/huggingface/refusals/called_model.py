@@ -55,6 +55,12 @@ INPUTS = Stage(
             ranks=2,
         ),
         stated(
+            "whole_batch",
+            "a batch with images or sound for a model of text",
+            "shard_batch leaves the tokens of such a batch whole, for a model of several parts",
+            "a batch of text alone, or distribute_attention of the whole model of several parts",
+        ),
+        stated(
             "embedded",
             "inputs_embeds, or no input_ids, for a model of several parts",
             "the ranks compare their tokens, so that each is known to have the whole sequences",
@@ -106,6 +112,14 @@ INPUTS = Stage(
             "from 8 to 15 of shape (1, 8)",
             first=0,
             last=7,
+        ),
+        stated(
+            "local_part",
+            "a batch of shard_batch with local attention",
+            "it is this rank's part of sequences that {local_part} ranks share, and attention would end with the part",
+            "whole sequences within local_attention, and in evaluation under accelerate; or distributed attention, in "
+            "model.train() within torch.no_grad() under accelerate",
+            2,
         ),
         stated(
             "part_in_evaluation",
@@ -225,7 +239,7 @@ ATTENTION = Stage(
         stated(
             "lost_in_recompute",
             "a layer of type {layer} that runs again in the backward",
-            "its decoder passes no keywords on, and the function that checkpoints it does not tell it the documents",
+            "the function that checkpoints it does not tell it the documents, or whether its attention was local",
             "checkpoint='full' or 'remat' of DistAttentionConfig, which does",
             layer="JambaMambaMixer",
         ),

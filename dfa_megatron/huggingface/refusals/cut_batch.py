@@ -26,7 +26,15 @@ BATCHES = Stage(
             "different_batches",
             "batches that differ between the ranks of a sequence",
             "each rank takes its part of the same batch",
-            "loaders prepared after distribute_accelerator; the same data set, collator and seed on every rank",
+            "the same samples on every rank of a group: a DistributedSampler with num_replicas and rank of the groups, "
+            "not of all ranks; loaders prepared after distribute_accelerator; the same data set, collator and seed",
+        ),
+        stated(
+            "per_token",
+            "{per_token} beside the tokens of a shared batch",
+            "they would stay whole, or take the place of what is made for this rank's part",
+            "input_ids and labels, of which shift_labels are made",
+            "shift_labels",
         ),
         stated(
             "some_rows",
@@ -68,6 +76,13 @@ BATCHES = Stage(
             "{wrong_tree}",
             "(lengths, parents) of a whole row, as dfa_megatron.masks.prompt_tree takes them",
             "they have 7 tokens, and a row has 8",
+        ),
+        stated(
+            "mask_values",
+            "an attention_mask with other values than 0 and 1",
+            "transformers takes each of them for a token to attend to: numbered documents would see each other, and "
+            "what is added to scores would not be",
+            "1 for tokens and 0 for padding; position_ids that begin at 0 in each document, or cu_seq_lens_q",
         ),
         stated(
             "left_padding",

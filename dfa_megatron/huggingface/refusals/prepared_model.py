@@ -24,6 +24,21 @@ MODEL = Stage(
             "an engine for each, or all but one of them outside the module that is given",
             "a Pair with LlamaForCausalLM, Qwen3ForCausalLM",
         ),
+        stated(
+            "adapter",
+            "PEFT's adapter of type {adapter}",
+            "{adapter_why}",
+            "adapters that treat each token alone, such as LoRA and IA3",
+            "PREFIX_TUNING",
+            adapter_why="it adds tokens in front of this rank's part, on every rank",
+        ),
+        stated(
+            "wrapper",
+            "a {wrapper} around a transformers model, which computes from input_ids by itself",
+            "it is given this rank's part of the tokens",
+            "the transformers model alone, if what is around it treats each token by itself",
+            "Wrapper",
+        ),
         Refusal(
             lambda a: a.reentrant and a.dfa_checkpoint == "none",
             "reentrant with checkpoint='none'",
@@ -105,6 +120,14 @@ MODEL = Stage(
             "layers of type full_attention, sliding_attention, chunked_attention, linear_attention and conv",
             "linear_attention",
             kind="a qwen3_next model",
+        ),
+        stated(
+            "chooses_keys",
+            "{kind} with {chooses_keys} in its layers",
+            "it chooses the keys of each token among those of this rank, whatever the layers' type is called",
+            "a model whose layers attend to all keys, or to a window of them",
+            "DeepseekV32Indexer",
+            kind="a deepseek_v32 model",
         ),
         stated(
             "own_masks",

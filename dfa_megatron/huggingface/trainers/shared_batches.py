@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from dfa_megatron.huggingface.batch import KNOWN, OTHER_SENSES, shard_batch
+from dfa_megatron.huggingface.batch import KNOWN, OTHER_SENSES, TYPE_IDS, shard_batch
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
 from dfa_megatron.huggingface.model_inputs import arguments_of
 from dfa_megatron.huggingface.padding import IGNORED, gathered
@@ -34,12 +34,19 @@ class Shared:
 
     logits: whether evaluation puts logits together; whoever reads the loss alone saves their memory.
     count_of_whole: whether `num_items_in_batch`, where given, counts whole batches; Trainer's is this rank's share.
+<<<<<<< HEAD
     length: tokens of the present batch, without those that made its length divide.
     labelled: whether a label of it counts, on its device; None without labels.
+=======
+    rows: of the present batch.
+    length: tokens of it, without those that made its length divide.
+    labelled: whether a label of it counts, on its device; None without labels, and in training.
+>>>>>>> hf
     """
 
     logits: bool = True
     count_of_whole: bool = True
+    rows: int = 0
     length: int = 0
     labelled: torch.Tensor | None = None
 
@@ -80,12 +87,15 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     if context.options.verify != "off":
         _check_same(batch, context.group)
     shared: Shared = getattr(model, _SHARED)
-    shared.length = batch["input_ids"].shape[1]
+    shared.rows, shared.length = batch["input_ids"].shape[:2]
     labels = batch.get("labels")
     shared.labelled = None if labels is None else (labels[..., 1:] != IGNORED).any()
     whole = padded(batch, context.size)
     context.current.added = whole["input_ids"].shape[1] - shared.length
     part = shard_batch(whole, group=context.group or None)
+    made = part.keys() - {"num_items_in_batch"}
+    others = [name for name, x in given.items() if name in made or _has_tokens(x, shared.length)]
+    BATCHES.check(per_token=", ".join(others))
     if shared.count_of_whole and (count := given.get("num_items_in_batch")) is not None:
         given["num_items_in_batch"] = count / context.size
     return (), part | given
@@ -108,7 +118,7 @@ def _join(model: Any, args: Any, output: Any) -> Any:
             total = value.detach().clone()
             dist.all_reduce(total, group=resolve(context.group))
             return total / context.size
-        if value.dim() == 1 or value.shape[1] != local:
+        if value.dim() < 3 or value.shape[:2] != (shared.rows, local):
             return value
         return unshard_sequence(value, group=context.group)[:, : shared.length]
 
@@ -125,11 +135,27 @@ def _join(model: Any, args: Any, output: Any) -> Any:
     if not isinstance(output, Mapping):
         return None if model.training else tree_map_only(torch.Tensor, whole, output)
     for name, value in list(output.items()):
+<<<<<<< HEAD
         if has_loss and name == "loss":
             output[name] = loss(value)  # type: ignore[index]
         elif not model.training and (name != "logits" or shared.logits):
             output[name] = tree_map_only(torch.Tensor, whole, value)  # type: ignore[index]
+=======
+        if name not in _OF_TOKENS:
+            continue
+        if name != "logits" or shared.logits:
+            output[name] = tree_map_only(torch.Tensor, loss if has_loss and name == "loss" else whole, value)  # type: ignore[index]
+>>>>>>> hf
     return output
+
+
+def _has_tokens(value: Any, length: int) -> bool:
+    """Return whether an argument may hold something for each token of whole sequences."""
+    return isinstance(value, torch.Tensor) and length in value.shape
+
+
+_OF_TOKENS = ("loss", "logits", "last_hidden_state", "hidden_states")
+"""The outputs that are put together; others, such as a router's or a tower's, may be as long by chance."""
 
 
 def padded(batch: Mapping[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
@@ -143,7 +169,7 @@ def padded(batch: Mapping[str, torch.Tensor], size: int) -> dict[str, torch.Tens
     if not missing or any(name in batch for name in OTHER_SENSES):
         return dict(batch)
     new = dict(batch)
-    for name, value in (("input_ids", 0), ("labels", IGNORED), ("attention_mask", 0)):
+    for name, value in (("input_ids", 0), ("labels", IGNORED), ("attention_mask", 0), (TYPE_IDS, 0)):
         if name in new:
             new[name] = torch.nn.functional.pad(new[name], (0, missing), value=value)
     positions = new.get("position_ids")

@@ -12,7 +12,7 @@ from dfa_megatron.megatron.layers.router import grouped_router
 from dfa_megatron.megatron.refusals import OWN_GROUPS, PACKS
 from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.exchange import LayoutName, Relayout
-from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples, place
+from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples, is_ours, place
 
 _OWN_GROUPS = ("hybrid_context_parallel", "dynamic_context_parallel")
 """Fields of Megatron's TransformerConfig with which micro-batches name their own groups."""
@@ -54,7 +54,8 @@ class SharingLayer:
             # A micro-batch of one document is cut in the same way by rows and by documents.
             several = pack is not None and (pack.group is None or len(pack.offsets) > 2)
             tokens = self._dfa_tokens(hidden_states)
-            check_declared(self._dfa_group(), self._dfa.options.data_layout, tokens, packed=several)
+            layout, ours = self._dfa.options.data_layout, packed is not None and is_ours(packed)
+            check_declared(self._dfa_group(), layout, tokens, packed=several, ours=ours)
         return pack
 
     def _dfa_read(self, packed: Any, tokens: int) -> PlacedPack:

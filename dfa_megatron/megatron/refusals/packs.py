@@ -59,6 +59,13 @@ BATCHES = Stage(
             4096,
         ),
         stated(
+            "unknown_pack",
+            "documents that `packed_seq_params` did not make, after batches that `shard_batch` cut",
+            "a trainer's own packs are cut document by document, and would be read as a row that was cut whole",
+            "packed_seq_params(batch) of the batch that shard_batch cut; or no shard_batch in this process, or "
+            "declare_batch_layout(cp_group, 'zigzag') where your own code slices whole rows",
+        ),
+        stated(
             "unsliced_documents",
             "packed documents in data_layout={dfa_data_layout!r} that nobody is known to have sliced by rows",
             "Megatron slices them one by one, each in zigzag order, with TransformerEngine's help",

@@ -141,13 +141,17 @@ def cuts_documents(cp_group: dist.ProcessGroup) -> bool:
     return dist.get_world_size(cp_group) > 1 and cp_group not in _DECLARED and packs_of_args() != "rows"
 
 
-def check_declared(cp_group: dist.ProcessGroup, layout_option: str, tokens: int, *, packed: bool = False) -> None:
+def check_declared(
+    cp_group: dist.ProcessGroup, layout_option: str, tokens: int, *, packed: bool = False, ours: bool = False
+) -> None:
     """Refuse tokens in another order than the layers expect; undeclared batches count as Megatron's zigzag.
 
     Undeclared packed batches count as zigzag in every document, unless the script's flags slice whole rows.
 
     Args:
         tokens: of this rank.
+        packed: there are documents.
+        ours: `packed_seq_params` told them, so `shard_batch` cut them.
 
     Raises:
         UnsupportedError: the batches are sliced for another layout, or this one is not sliced at all.
@@ -160,5 +164,6 @@ def check_declared(cp_group: dist.ProcessGroup, layout_option: str, tokens: int,
         needed=_DATA_LAYOUT[layout_option],
         sliced=slicing.order,
         uncut=tokens if slicing.tokens and tokens not in slicing.tokens else None,
+        unknown_pack=packed and not ours and slicing.tokens is not None and packs_of_args() != "rows",
         unsliced_documents=packed and layout_option != "boundary" and cuts_documents(cp_group),
     )

@@ -28,6 +28,9 @@ from dfa_megatron.sharding import local_positions
 _PLACED = "_dfa_placed"
 """The attributes, by `ranks`, of a PackedSeqParams that hold what was made of it while the micro-batch lives."""
 
+_OURS = "_dfa_ours"
+"""The attribute of a PackedSeqParams that `packed_seq_params` made."""
+
 
 @dataclass
 class PlacedPack:
@@ -211,7 +214,13 @@ def packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams | None:
         cp_group=batch.get("hybrid_cp_group"),
     )
     group_of(params)  # Megatron's rotary embedding would fail on a group without this rank
+    setattr(params, _OURS, True)
     return params
+
+
+def is_ours(params: Any) -> bool:
+    """Return whether `packed_seq_params` made this description of a batch."""
+    return hasattr(params, _OURS)
 
 
 def _row(offsets: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,0 +1,82 @@
+"""Modules around a model, and adapters in it, that compute from a whole sequence where they are given a rank's part."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from dfa_megatron.huggingface.refusals import MODEL
+
+_PASS_ON = ("torch", "deepspeed", "accelerate", "peft", "dfa_megatron")
+"""Packages whose wrappers hand tokens on as they are; PEFT's are known by their adapters."""
+
+_OVER_TOKENS = {
+    "ADAPTION_PROMPT": "its layers attend to tokens of their own",
+    "SHADOW": "a second stack attends to this rank's part of the tokens alone",
+    "XLORA": "it runs the model by itself, to scale its adapters",
+}
+"""Types of PEFT's adapters that mix tokens, and how."""
+
+
+def check_wrappers(model: Any, inner: Any) -> None:
+    """Refuse modules around a transformers model that would take a part of a sequence for the whole.
+
+    Raises:
+        UnsupportedError: one reads the tokens itself, or it holds adapters that do.
+    """
+    for wrapper, holder in _around(model, inner):
+        check_adapters(wrapper)
+        known = type(wrapper).__module__.split(".")[0] in _PASS_ON
+        MODEL.check(wrapper=None if known or not _reads_tokens(wrapper, holder) else type(wrapper).__name__)
+    check_adapters(inner)
+
+
+def check_adapters(model: Any) -> None:
+    """Refuse PEFT's adapters that depend on the tokens of a whole sequence.
+
+    Raises:
+        UnsupportedError: a model has one; it is named.
+    """
+    configs = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        why = _OVER_TOKENS.get(kind)
+        if getattr(config, "is_prompt_learning", False):
+            why = "it adds tokens in front of this rank's part, on every rank"
+        elif getattr(config, "alora_invocation_tokens", None) is not None:
+            kind, why = "activated LoRA", "it looks for its invocation in this rank's part of the tokens"
+        MODEL.check(adapter=kind if why else None, adapter_why=why)
+
+
+def _around(model: Any, inner: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the modules around a model from the outermost in, each with the name of the child that holds it."""
+    while model is not inner:
+        name, child = next((n, x) for n, x in model.named_children() if any(y is inner for y in x.modules()))
+        yield model, name
+        model = child
+
+
+def _reads_tokens(wrapper: torch.nn.Module, holder: str) -> bool:
+    """Return whether a wrapper's forward does more with input_ids than to hand it to the child with the model."""
+    forward = inspect.unwrap(type(wrapper).forward)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        code = getattr(forward, "__code__", None)
+        return code is not None and "input_ids" in (*code.co_varnames, *code.co_consts)
+    handed = {
+        id(value)
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in (f"self.{holder}", f"self.{holder}.forward")
+        for value in (*call.args, *(keyword.value for keyword in call.keywords))
+    }
+    return any(
+        (isinstance(node, ast.Name) and node.id == "input_ids" and id(node) not in handed)
+        or (isinstance(node, ast.Constant) and node.value == "input_ids")
+        for node in ast.walk(tree)
+    )

@@ -1,0 +1,82 @@
+"""A number made of a whole batch, by which the ranks of a group find that their parts are of the same samples.
+
+`shard_batch` adds it to the part; a part is known by it. The model's forward takes it out and compares it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.huggingface.refusals import BATCHES
+from dfa_megatron.runtime.comm.groups import resolve
+
+KEY = "dfa_batch_number"
+"""The key of a part of a batch, and of a call."""
+
+_ODD = (-7046029254386353131, 0x2545F4914F6CDD1D)
+"""Factors that spread numbers over 64 bits."""
+
+
+def number_of(batch: Mapping[str, Any], *, cut: bool) -> torch.Tensor:
+    """Return int64 (2,): a number made of the integers of a batch, which other values or places change, and `cut`.
+
+    Args:
+        cut: the tokens of the part are this rank's, not whole sequences.
+    """
+    tensors = {name: x if isinstance(x, torch.Tensor) else _flat(x) for name, x in batch.items()}
+    device = batch["input_ids"].device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for name in sorted(tensors):
+        x = tensors[name].to(device)
+        if x.is_floating_point():  # of images and sound, which the tokens go with
+            continue
+        sizes = torch.tensor(x.shape, device=device)
+        values = torch.cat((torch.tensor([*name.encode()], device=device), sizes, x.flatten().long()))
+        mixed = (values + torch.arange(1, len(values) + 1, device=device) * _ODD[0]) * _ODD[1]
+        total = total + ((mixed ^ (mixed >> 29)) * _ODD[0]).sum()
+    return torch.stack((total, total.new_full((), cut)))
+
+
+def is_cut(number: torch.Tensor | None) -> bool:
+    """Return whether the tokens of a part are this rank's; a part whose number is not known counts as whole."""
+    return number is not None and bool(number[1])
+
+
+def _flat(numbers: Any) -> torch.Tensor:
+    """Return integers in lists of any depth as one tensor."""
+    if not isinstance(numbers, list | tuple):
+        return torch.as_tensor(numbers).flatten()
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *map(_flat, numbers)])
+
+
+def compare(*numbers: torch.Tensor | None, group: str, device: torch.device, kind: torch.Tensor | int = 0) -> list[int]:
+    """Compare numbers over the ranks of a group, None where there is none; collective, with one small message.
+
+    Returns:
+        The largest `kind` of a rank, and for each number whether a rank had another, 0 if none had.
+    """
+    facts = torch.zeros(1 + 2 * len(numbers), dtype=torch.int64, device=device)
+    facts[0] = kind
+    for place, number in enumerate(numbers):
+        if number is not None:
+            kept = number[0].to(device) >> 2  # room for the sign
+            facts[2 * place + 1], facts[2 * place + 2] = kept, -kept
+    if group:
+        dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=resolve(group))
+    worst, *both = facts.tolist()
+    return [worst, *(most + least for most, least in zip(both[::2], both[1::2], strict=True))]
+
+
+def check_same(number: torch.Tensor | None, group: str, device: torch.device, kind: torch.Tensor | int = 0) -> int:
+    """Check that the ranks hold parts of the same batch, and return the largest `kind` of a rank; collective.
+
+    Raises:
+        UnsupportedError: they had other batches; all raise it.
+    """
+    worst, differs = compare(number, group=group, device=device, kind=kind)
+    BATCHES.check(different_batches=differs)
+    return worst

@@ -1,0 +1,152 @@
+"""What collators and models bring beside tokens and logits is cut and put together by what it is, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
+from dfa_megatron.sharding import unshard_sequence
+from dfa_megatron.testing.dense import assert_close
+from dfa_megatron.testing.workers import run_ranks
+from tests.support.models import VOCABULARY, build, text
+
+
+def gpt2() -> Any:
+    """A model that embeds types of tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0)
+    config._attn_implementation = "eager"
+    model = GPT2LMHeadModel(config).double().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def token_types(rank: int, world_size: int) -> None:
+    length = 6 * world_size
+    positions = torch.cat((torch.arange(5), torch.arange(length - 5))).expand(2, -1)
+    for packed in (False, True):
+        whole = text(2, length, seed=1, unlabelled=2)
+        whole |= {"position_ids": positions} if packed else {}
+        for types in (torch.zeros_like(whole["input_ids"]), (whole["input_ids"] % 3)):
+            batch = {**whole, "token_type_ids": types}
+            part = dfa_hf.shard_batch(batch)
+            assert part["input_ids"].shape == part["token_type_ids"].shape == part["labels"].shape
+            model = dfa_hf.distribute_attention(gpt2())
+            logits = unshard_sequence(model(**part).logits)
+            if not packed:
+                inputs = {name: batch[name] for name in ("input_ids", "token_type_ids")}
+                assert_close(logits, gpt2()(**inputs).logits, tolerance=1e-9, name="logits")
+            shared = dfa_hf.distribute_attention(gpt2())
+            take_whole_batches(shared)
+            assert_close(shared(**batch).logits, logits, tolerance=1e-9, name="of a shared batch")
+            uneven = {name: x[:, :-1] for name, x in batch.items()}
+            assert_close(shared(**uneven).logits, logits[:, :-1], tolerance=1e-9, name="of an uneven length")
+    llama = dfa_hf.distribute_attention(build("Llama"))
+    loss = llama(**dfa_hf.shard_batch({**text(2, length, seed=1), "token_type_ids": types})).loss.detach()
+    dist.all_reduce(loss)
+    assert_close(loss / world_size, build("Llama")(**text(2, length, seed=1)).loss, tolerance=1e-5, name="loss")
+    with pytest.raises(UnsupportedError, match="a batch with images or sound for a model of text"):
+        llama(**dfa_hf.shard_batch({**text(2, length, seed=1), "mm_token_type_ids": types}))
+
+
+def test_types_of_tokens_are_cut_with_the_tokens_of_text() -> None:
+    run_ranks(3, token_types, timeout=150)
+
+
+def text_for_parts(rank: int, world_size: int) -> None:
+    """A model of several parts is given batches of text alone, with types of tokens and without."""
+    from tests.huggingface.sweep import images
+
+    for kind, types in (("gemma3", True), ("qwen3_vl", False)):
+        whole = text(2, 12, seed=2)
+        more = {"token_type_ids": torch.zeros(2, 12, dtype=torch.long)} if types else {}
+        model = images.build(kind)
+        want = model(**whole, **more, use_cache=False)
+        model = dfa_hf.distribute_attention(model)
+        got = model(**dfa_hf.shard_batch({**whole, **more}))
+        assert_close(unshard_sequence(got.logits), want.logits, tolerance=1e-6, name=f"{kind} logits")
+        loss = got.loss.detach()
+        dist.all_reduce(loss)
+        assert_close(loss / world_size, want.loss, tolerance=1e-5, name=f"{kind} loss")
+
+
+def test_a_model_of_several_parts_takes_text_that_was_cut() -> None:
+    run_ranks(2, text_for_parts, timeout=150)
+
+
+def extras(rank: int, world_size: int) -> None:
+    whole = text(2, 12, seed=1)
+    model = dfa_hf.distribute_attention(build("Llama"))
+    take_whole_batches(model)
+    for more in (
+        {"shift_labels": whole["labels"]},
+        {"shift_labels": whole["labels"][:, :6]},
+        {"weights": torch.ones(2, 12)},
+        {"inputs_embeds": torch.ones(2, 12, 32)},
+        {"times": torch.ones(12)},
+    ):
+        with pytest.raises(UnsupportedError, match=f"{next(iter(more))} beside the tokens of a shared batch"):
+            model(**whole, **more)
+    model(**whole, num_items_in_batch=torch.tensor(5), use_cache=False, step=torch.tensor(3))
+
+
+def test_extras_of_a_collator_for_each_token_are_refused_by_name() -> None:
+    run_ranks(2, extras, timeout=100)
+
+
+def joined(rank: int, world_size: int) -> None:
+    local, rows = 6, 4
+    model = dfa_hf.distribute_attention(build("Llama")).eval()
+    take_whole_batches(model)
+
+    def add(module: Any, args: Any, output: Any) -> Any:
+        output["router_logits"] = (torch.full((rows * local, local), float(rank)), torch.ones(rows, local))
+        output["image_hidden_states"] = torch.full((rows, local, 3), float(rank))
+        return output
+
+    handle = model.register_forward_hook(add, prepend=True)
+    with torch.no_grad():
+        out = model(**text(rows, local * world_size, seed=1), output_hidden_states=True)
+    assert [tuple(x.shape) for x in out.router_logits] == [(rows * local, local), (rows, local)]
+    assert out.image_hidden_states.shape == (rows, local, 3)
+    assert out.logits.shape[:2] == out.hidden_states[0].shape[:2] == (rows, local * world_size)
+    want = build("Llama").eval()(**text(rows, local * world_size, seed=1), output_hidden_states=True)
+    assert_close(out.logits, want.logits, tolerance=1e-5, name="logits")
+    for one, other in zip(out.hidden_states, want.hidden_states, strict=True):
+        assert_close(one, other, tolerance=1e-5, name="hidden states")
+    handle.remove()
+    with torch.no_grad():
+        logits = model(**text(rows, local * world_size, seed=1), return_dict=False)[1]
+    assert_close(logits, want.logits, tolerance=1e-5, name="logits of a tuple")
+
+
+def test_outputs_that_are_as_long_by_chance_are_left_alone() -> None:
+    run_ranks(2, joined, timeout=100)
+
+
+@pytest.mark.parametrize("kind", ["DeepseekV32", "GlmMoeDsa"])
+def test_layers_that_choose_keys_are_refused_whatever_their_type_is_called(kind: str) -> None:
+    import transformers
+
+    if not hasattr(transformers, f"{kind}Config"):
+        pytest.skip(f"transformers has no {kind}")
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8}
+    dims = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1}
+    experts = {"topk_group": 1, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, **heads, **dims, **experts, index_n_heads=2, index_head_dim=16, layer_types=["full_attention"] * 2
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with pytest.raises(UnsupportedError, match=f"{kind}Indexer in its layers"):
+        dfa_hf.distribute_attention(model)

@@ -1,0 +1,137 @@
+"""A model's type is no proof for code that is not transformers' own: it is named in a warning, once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.huggingface import distribute
+from tests.support.models import build
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """Each token with a part of the one before it."""
+    return x + 0.5 * nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class Shift(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return shifted(x)
+
+
+def _derived(module: Any) -> type:
+    """The same class but for a forward of its own, as in modified copies of a modelling file."""
+    base = type(module)
+
+    class Mixing(base):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    return Mixing
+
+
+def custom_mlp(model: Any) -> None:
+    model.model.layers[1].mlp.__class__ = _derived(model.model.layers[1].mlp)
+
+
+def custom_attention(model: Any) -> None:
+    model.model.layers[0].self_attn.__class__ = _derived(model.model.layers[0].self_attn)
+
+
+def custom_layer(model: Any) -> None:
+    model.model.layers[0].__class__ = _derived(model.model.layers[0])
+
+
+def custom_model(model: Any) -> None:
+    model.__class__ = _derived(model)
+
+
+def remote_code(model: Any) -> None:
+    model.model.norm.__class__ = type("Mixing", (type(model.model.norm),), {"__module__": "transformers_modules.x.y"})
+
+
+def inside_a_container(model: Any) -> None:
+    model.model.layers[1].mlp = nn.Sequential(Shift(), model.model.layers[1].mlp)
+
+
+def forward_of_an_instance(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(shifted(x))
+
+
+def hook(model: Any) -> None:
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: (shifted(args[0]), *args[1:]))
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[Any], list[str]]:
+    distribute._note_foreign.cache_clear()
+
+    def of(model: Any, **options: Any) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="dfa_megatron"):
+            dfa_hf.distribute_attention(model, config=DistAttentionConfig(**options))
+        return [record.getMessage() for record in caplog.records]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (custom_mlp, "Mixing"),
+        (custom_attention, "Mixing"),
+        (custom_layer, "Mixing"),
+        (custom_model, "Mixing"),
+        (remote_code, "transformers_modules.x.y.Mixing"),
+        (inside_a_container, "Shift"),
+        (forward_of_an_instance, "forward_of_an_instance"),
+        (hook, "hook"),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"loss_tile": 4, "mlp_tile": 4, "checkpoint": "remat"}])
+def test_code_that_is_not_of_transformers_is_named_once(
+    change: Callable[[Any], None], name: str, options: dict[str, Any], said: Callable[..., list[str]]
+) -> None:
+    if change is inside_a_container and options:
+        pytest.skip("mlp_tile refuses containers")
+    model = build("Llama")
+    change(model)
+    (message,) = said(model, **options)
+    assert name in message
+    assert "torchrun --nproc-per-node 1 and 2" in message
+    assert said(model) == []
+
+
+def test_a_patched_class_is_named(said: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, shifted(x)))
+    (message,) = said(build("Llama"))
+    assert "test_a_patched_class_is_named" in message
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Mixtral", "Qwen3"])
+def test_what_was_compared_says_nothing(kind: str, said: Callable[..., list[str]]) -> None:
+    assert said(build(kind, **({"attn_logit_softcapping": None} if kind == "Gemma2" else {}))) == []
+    model = build("Llama")
+    assert said(model, loss_tile=4, mlp_tile=4, checkpoint="remat") == []
+    assert said(model) == []
+
+
+def test_adapters_of_linear_layers_say_nothing(said: Callable[..., list[str]]) -> None:
+    peft = pytest.importorskip("peft")
+    for config in (
+        peft.LoraConfig(target_modules=["q_proj", "down_proj"]),
+        peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    ):
+        assert said(peft.get_peft_model(build("Llama"), config)) == []

@@ -1,0 +1,181 @@
+"""Whether attention is distributed belongs to a forward: its recompute, and other models, do not change it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.sharding import shard_sequence
+from dfa_megatron.testing.dense import assert_close
+from dfa_megatron.testing.workers import run_ranks
+from tests.support.models import build, gradients, text
+
+KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("Llama", {}),
+    ("Mistral", {"sliding_window": 5}),
+    ("Gemma3Text", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
+)
+
+
+def summed(model: Any) -> dict[str, torch.Tensor]:
+    """The gradients of all ranks."""
+    found = gradients(model)
+    for gradient in found.values():
+        dist.all_reduce(gradient)
+    return found
+
+
+def evaluate(model: Any) -> None:
+    """Evaluate as under accelerate: each rank by itself."""
+    model.eval()
+    with torch.no_grad():
+        model(**text(1, 10, seed=7))
+    model.train()
+
+
+def generate(model: Any) -> None:
+    with dfa_hf.local_attention(model):
+        model.generate(text(1, 6, seed=8)["input_ids"], max_new_tokens=2, do_sample=False)
+    model.train()
+
+
+def fail(model: Any) -> None:
+    model.eval()
+    with pytest.raises(UnsupportedError):
+        model(**text(1, 8, seed=7), position_ids=torch.arange(1, 9)[None])
+    model.train()
+
+
+BETWEEN: tuple[Callable[[Any], None], ...] = (evaluate, generate, fail)
+
+
+def evaluation_between(rank: int, world_size: int) -> None:
+    for number, (kind, changes) in enumerate(KINDS):
+        part = dfa_hf.shard_batch(text(2, 6 * world_size, seed=number, unlabelled=3))
+        wanted: dict[str, torch.Tensor] = {}
+        for checkpoint, reentrant in (("none", False), ("full", True), ("remat", True), ("full", False)):
+            model = build(kind, number, **changes).double()
+            options = DistAttentionConfig(checkpoint=checkpoint)
+            dfa_hf.distribute_attention(model, config=options, reentrant=reentrant, accelerate=True)
+            loss = model(**part).loss
+            if checkpoint != "none":
+                BETWEEN[(number + rank) % 3](model)
+            loss.backward()
+            found = summed(model)
+            wanted = wanted or found
+            for name, gradient in wanted.items():
+                assert_close(found[name], gradient, tolerance=1e-12, name=f"{kind} {checkpoint} {name}")
+
+
+def test_an_evaluation_between_a_checkpointed_forward_and_its_backward_changes_no_gradient() -> None:
+    run_ranks(3, evaluation_between, timeout=120)
+
+
+def local_forward(rank: int, world_size: int) -> None:
+    """A local forward in training, whose backward comes when attention is distributed again, and the other way."""
+    whole = text(1, 12, seed=3)
+    want = build("Llama").double()
+    want(**whole).loss.backward()
+    for reentrant in (True, False):
+        model = build("Llama").double()
+        options = DistAttentionConfig(checkpoint="full")
+        dfa_hf.distribute_attention(model, config=options, reentrant=reentrant)
+        part = dfa_hf.shard_batch(whole)
+        with dfa_hf.local_attention(model):
+            loss = model(**whole).loss
+        model(**part)
+        loss.backward()
+        for name, gradient in gradients(model).items():
+            assert_close(gradient, gradients(want)[name], tolerance=1e-6, name=f"local {name}")
+        model.zero_grad()
+        loss = model(**part).loss
+        with dfa_hf.local_attention(model):
+            loss.backward()
+        for name, gradient in summed(model).items():
+            assert_close(gradient / world_size, gradients(want)[name], tolerance=1e-6, name=f"distributed {name}")
+
+
+def test_a_forward_keeps_its_attention_in_the_backward_whatever_is_set_by_then() -> None:
+    run_ranks(2, local_forward, timeout=120)
+
+
+def shared_config(rank: int, world_size: int) -> None:
+    """Two models of one config object, and a third of the first one's."""
+    whole, config = text(1, 12, seed=3), build("Llama").config
+    before = copy.deepcopy(config.to_dict()), config._attn_implementation
+    kind = type(build("Llama"))
+    first, second = (kind(config).double() for _ in range(2))
+    for model in (first, second):
+        model.load_state_dict(build("Llama").state_dict())
+    want = build("Llama").double()(**whole).loss
+    part = dfa_hf.shard_batch(whole)
+    dfa_hf.distribute_attention(first, accelerate=True)
+    assert_close(second(**whole).loss, want, tolerance=1e-6, name="the other model, as it was")
+    dfa_hf.distribute_attention(second, config=DistAttentionConfig(checkpoint="full"), reentrant=True)
+    third = kind(first.config).double()
+    third.load_state_dict(second.state_dict())
+    dfa_hf.distribute_attention(third)
+    second(**part).loss.backward()
+    once = summed(second)
+    second.zero_grad()
+    loss = second(**part).loss
+    evaluate(first)
+    loss.backward()
+    for name, gradient in summed(second).items():
+        assert_close(gradient, once[name], tolerance=1e-12, name=name)
+    for model in (first, second, third):
+        with dfa_hf.local_attention(model):
+            assert_close(model(**whole).loss, want, tolerance=1e-6, name="local")
+    assert (config.to_dict(), config._attn_implementation) == before
+
+
+def test_models_that_share_a_config_object_do_not_share_a_mode_and_the_object_stays() -> None:
+    run_ranks(2, shared_config, timeout=120)
+
+
+def called_alone(rank: int, world_size: int) -> None:
+    model = build("Llama").double()
+    dfa_hf.distribute_attention(model, accelerate=True)
+    whole = text(1, 12, seed=3)
+    part = dfa_hf.shard_batch(whole)
+    inputs = {name: part[name] for name in ("input_ids", "position_ids")}
+    want = model.model(**inputs).last_hidden_state
+    evaluate(model)
+    assert torch.equal(model.model(**inputs).last_hidden_state, want)
+    model.eval()
+    local = model.model(input_ids=whole["input_ids"]).last_hidden_state
+    assert_close(want, shard_sequence(local), tolerance=1e-6, name="the decoder alone, in evaluation")
+
+
+def test_a_decoder_that_is_called_alone_follows_training_and_evaluation() -> None:
+    run_ranks(2, called_alone, timeout=150)
+
+
+def own_checkpoint(rank: int, world_size: int) -> None:
+    """A checkpoint function that nobody tells: right where the layers' keywords say enough, refused elsewhere."""
+    part = dfa_hf.shard_batch(text(1, 12, seed=3))
+    model = dfa_hf.distribute_attention(build("Llama").double(), accelerate=True)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model(**part).loss.backward()
+    want = summed(model)
+    model.zero_grad()
+    loss = model(**part).loss
+    evaluate(model)
+    with pytest.raises(UnsupportedError, match="runs again in the backward"):
+        loss.backward()
+    model.zero_grad()
+    model(**part).loss.backward()
+    for name, gradient in summed(model).items():
+        assert_close(gradient, want[name], tolerance=1e-12, name=name)
+
+
+def test_a_recompute_in_another_mode_that_nothing_tells_is_refused() -> None:
+    run_ranks(2, own_checkpoint, timeout=150)

@@ -1,0 +1,45 @@
+"""The code of the pages that needs transformers runs as it stands there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dfa_megatron import DistAttentionConfig
+from dfa_megatron import huggingface as dfa_hf
+from tests.support import pages
+from tests.support.models import VOCABULARY, build, text
+
+
+@pytest.mark.parametrize("block", pages.WITH_TRANSFORMERS)
+def test_the_code_of_a_page_runs_with_transformers(block: pages.Block) -> None:
+    model = build("Llama")
+    whole = text(1, 12, seed=0)
+    names: dict[str, Any] = {
+        "model": model,
+        "group": None,
+        "ids": whole["input_ids"],
+        "labels": whole["labels"],
+        "positions": torch.tensor([[*range(5), *range(7)]]),
+        "cu_seqlens": (0, 5, 12),
+        "dfa_hf": dfa_hf,
+        "DistAttentionConfig": DistAttentionConfig,
+    }
+    if block == ("docs/loss.md", "by_document"):
+        dfa_hf.distribute_attention(model, config=DistAttentionConfig(loss_tile=4))
+        names["batch"] = dfa_hf.shard_batch(whole)
+        names |= {"hidden": torch.randn(1, 12, 8), "weight": torch.randn(VOCABULARY, 8), "tp_group": None}
+    elif block == ("docs/huggingface.md", "local_attention"):
+        dfa_hf.distribute_attention(model)
+        model.generate = lambda *_: model(input_ids=whole["input_ids"])
+    found = pages.run(block, names)
+    if "logprobs" in found:
+        assert [len(x[0]) for x in found["logprobs"]] == [5, 7]
+        wanted = -torch.nn.functional.cross_entropy(
+            build("Llama")(whole["input_ids"]).logits[0, :-1], whole["labels"][0, 1:], reduction="none"
+        )
+        torch.testing.assert_close(torch.cat(found["logprobs"], 1)[0, :-1], wanted, rtol=1e-4, atol=1e-4)
+    if "loss" in found:
+        assert torch.isfinite(found["loss"])

@@ -1,0 +1,111 @@
+"""Ranks of a group that load other samples are refused, whatever differs; the same ones are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.testing.workers import run_ranks
+from tests.support.models import VOCABULARY, build, text
+
+LENGTH = 12
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: value[0] for name, value in text(1, LENGTH, seed=index).items()}
+
+    def __len__(self) -> int:
+        return 4
+
+
+def packs(batch: dict[str, torch.Tensor], at: int = 5) -> dict[str, torch.Tensor]:
+    positions = torch.cat((torch.arange(at), torch.arange(LENGTH - at)))[None]
+    return {**batch, "position_ids": positions.expand(len(batch["input_ids"]), -1)}
+
+
+def swapped(x: torch.Tensor) -> torch.Tensor:
+    """Two tokens at each other's places."""
+    x = x.clone()
+    x[0, 2], x[0, 7] = (x[0, 7] + 0, x[0, 2] + 0) if x[0, 2] != x[0, 7] else ((x[0, 7] + 1) % VOCABULARY, x[0, 2] + 0)
+    return x
+
+
+def other_batches(rank: int, world_size: int) -> None:
+    model = dfa_hf.distribute_attention(build("Llama"))
+    same, last = text(2, LENGTH, seed=0), rank == world_size - 1
+    ids, labels = same["input_ids"], same["labels"]
+    tree = {"prompt_tree": ((4, 4, 4), (-1, 0, 0))}
+    draws: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "samples": (same, text(2, LENGTH, seed=1)),
+        "without labels": ({"input_ids": ids}, {"input_ids": swapped(ids)}),
+        "tokens at other places": (same, {"input_ids": swapped(ids), "labels": labels}),
+        "rows in another order": (same, {"input_ids": ids.flip(0), "labels": labels.flip(0)}),
+        "labels": (same, {"input_ids": ids, "labels": labels.masked_fill(labels == labels[0, 3], -100)}),
+        "labels there": (same, {"input_ids": ids}),
+        "documents": (packs(same), packs({"input_ids": swapped(ids), "labels": labels})),
+        "where documents end": (packs(same), packs(same, at=7)),
+        "documents at all": (packs(same), same),
+        "without documents": (same, packs(same)),
+        "a tree's tokens": ({**same, **tree}, {"input_ids": swapped(ids), "labels": labels, **tree}),
+        "a tree": ({**same, **tree}, {**same, "prompt_tree": ((4, 4, 4), (-1, 0, 1))}),
+    }
+    for theirs, mine in draws.values():
+        model(**without_labels(theirs))
+        part = without_labels(mine if last else theirs)
+        with pytest.raises(UnsupportedError, match=r"batches that differ between the ranks.*DistributedSampler"):
+            model(**part)
+    for given in (same, text(2, LENGTH, seed=1)):  # with labels, which training has
+        if last or given is same:
+            part = dfa_hf.shard_batch(given)
+    with pytest.raises(UnsupportedError, match="batches that differ"):
+        model(**part)
+    whole, number = text(2, LENGTH, seed=rank), "dfa_batch_number"
+    unchecked = dfa_hf.distribute_attention(build("Llama"), config=DistAttentionConfig(verify="off"))
+    unchecked(**dfa_hf.shard_batch(whole))
+    with dfa_hf.local_attention(model):
+        model(**whole)
+        for one in (model, model.model):
+            with pytest.raises(UnsupportedError, match="a batch of shard_batch with local attention"):
+                one(**{name: x for name, x in without_labels(whole).items() if name in ("input_ids", number)})
+    model.eval()
+    model(**without_labels(same))
+    model.model(**without_labels(same))
+    with pytest.raises(UnsupportedError, match="batches that differ"):
+        model.model(**without_labels(whole))
+
+
+def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    part = dfa_hf.shard_batch(batch)
+    return {name: x for name, x in part.items() if "labels" not in name and name != "num_items_in_batch"}
+
+
+def sampled(rank: int, world_size: int, size: int, right: bool) -> None:
+    """The classic mistake, a DistributedSampler over all ranks, and what works: one over the groups."""
+    pairs = [dist.new_group([*range(lo, lo + size)]) for lo in range(0, world_size, size)]
+    group, data = pairs[rank // size], Rows()
+    ranks = {"num_replicas": world_size // size, "rank": rank // size} if right else {}
+    sampler: Any = torch.utils.data.DistributedSampler(data, shuffle=False, **ranks)
+    batch = next(iter(torch.utils.data.DataLoader(data, sampler=sampler)))
+    model = dfa_hf.distribute_attention(build("Llama"), group=group)
+    part = dfa_hf.shard_batch(batch, group=group)
+    if right:
+        model(**part).loss.backward()
+        return
+    with pytest.raises(UnsupportedError, match="batches that differ between the ranks"):
+        model(**part)
+
+
+def test_ranks_that_hold_parts_of_other_batches_are_refused() -> None:
+    run_ranks(3, other_batches, timeout=120)
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_a_sampler_counts_groups_not_ranks(right: bool) -> None:
+    run_ranks(4, sampled, 2, right, timeout=120)
