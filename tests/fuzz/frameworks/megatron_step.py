@@ -1,0 +1,267 @@
+"""Run a drawn step in Megatron's own schedule, over its ranks or on one, in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+
+from dfa_megatron.config import DistAttentionConfig
+from tests.fuzz.frameworks.expected_refusals import MEGATRON as REFUSALS
+from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw, draw
+from tests.fuzz.frameworks.outcome import Found
+
+__all__ = ["PRELOADED", "REFUSALS", "documented", "draw", "step"]
+
+PRELOADED = (
+    "megatron.core.parallel_state",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.distributed",
+    "dfa_megatron.megatron",
+    "tests.fuzz.frameworks.megatron_step",
+)
+ROLLS = ("megatron.core.transformer.multi_token_prediction", "megatron.core.models.gpt.gpt_model")
+"""Modules that call Megatron's roll_tensor."""
+
+_STANDING: list[tuple[int, ...]] = []
+"""What the process groups were made for."""
+
+
+def documented(drawn: MegatronDraw) -> str:
+    """Return what the pages say of a draw that this version of Megatron-Core computes otherwise, or ""."""
+    import megatron.core
+
+    old = Version(megatron.core.__version__).release < (0, 19)
+    weighed = drawn.config.get("moe_aux_loss_coeff") or drawn.config.get("moe_z_loss_coeff")
+    if old and weighed and drawn.cp > 1 and drawn.config["calculate_per_token_loss"]:
+        return "documented: experts' losses CP times too weak with a loss per token"
+    return ""
+
+
+def step(drawn: MegatronDraw, rank: int, ranks: int) -> Found:
+    """Return the loss and the gradients of this rank's parameters."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    from dfa_megatron.megatron.selfcheck.model import global_name, places_of
+    from dfa_megatron.megatron.selfcheck.train import mean_loss
+
+    alone = ranks == 1
+    _start(drawn, alone)
+    config = _config(drawn, alone)
+    stages = range(drawn.vp) if drawn.vp and not alone else [None]
+    chunks = [_chunk(drawn, config, alone, stage) for stage in stages]
+    ddp = DistributedDataParallelConfig(overlap_grad_reduce=drawn.overlap, bucket_size=500)
+    models = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+    config.finalize_model_grads_func = finalize_model_grads
+    if drawn.overlap:
+        config.no_sync_func = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
+    for model in models:
+        model.train()
+        model.zero_grad_buffer()
+    iterators = [_batches(drawn, alone) for _ in models]
+    with _one_by_one() if alone and drawn.pack else contextlib.nullcontext():
+        reported = get_forward_backward_func()(
+            forward_step_func=functools.partial(_forward, drawn, alone),
+            data_iterator=iterators if len(models) > 1 else iterators[0],
+            model=models if len(models) > 1 else models[0],
+            num_microbatches=len(drawn.masks) if alone else drawn.micro_batches,
+            seq_length=_length(drawn, alone),
+            micro_batch_size=1 if drawn.pack else drawn.batch,
+            forward_only=False,
+        )
+    loss = mean_loss(reported)
+    found = Found(None if loss is None else loss.nan_to_num(0).item(), {}, {})
+    for chunk in chunks:
+        for local_name, parameter in chunk.named_parameters():
+            name = global_name(chunk, local_name)
+            if name in found.gradients:
+                continue  # a last stage with the embeddings itself leaves its output layer's copy alone
+            found.gradients[name] = parameter.main_grad.clone()
+            found.places[name] = places_of(name, parameter, config)[1]
+    return found
+
+
+def _start(drawn: MegatronDraw, alone: bool) -> None:
+    from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
+
+    use_cpu()
+    from megatron.core import parallel_state, tensor_parallel
+
+    from dfa_megatron.megatron.tokens import batch
+
+    batch._DECLARED.clear()  # a script cuts its batches in one way
+    _forget_logs()
+    wanted = () if alone else drawn.start
+    if [wanted] != _STANDING:
+        dist.barrier()  # Megatron closes the groups that it forgets
+        parallel_state.destroy_model_parallel()
+        more = {"context_parallel_size": drawn.cp, "expert_model_parallel_size": drawn.ep}
+        sizes = (drawn.tp, drawn.pp, drawn.vp)
+        parallel_state.initialize_model_parallel(*(() if alone else sizes), **({} if alone else more))
+        _STANDING[:] = [wanted]
+    torch.manual_seed(7)
+    tensor_parallel.get_cuda_rng_tracker().reset()
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+
+
+def _forget_logs() -> None:
+    """Forget what Megatron has logged of models with other layers."""
+    from megatron.core.transformer import multi_token_prediction
+    from megatron.core.transformer.moe import moe_utils
+
+    multi_token_prediction.MTPLossLoggingHelper.tracker = {}
+    moe_utils.get_moe_layer_wise_logging_tracker().clear()
+
+
+def _config(drawn: MegatronDraw, alone: bool) -> Any:
+    from dfa_megatron.megatron.selfcheck.model import Parallel, config_of
+
+    options = _options(drawn, alone)
+    sizes = (
+        Parallel(1, 1, 1, None, None) if alone else Parallel(drawn.tp, drawn.pp, drawn.cp, drawn.vp, options, drawn.ep)
+    )
+    given = {name: x for name, x in drawn.config.items() if not (alone and name.startswith("recompute"))}
+    fields = {**given, "cp_comm_type": "dfa", "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    return config_of(fields, sizes, params_dtype=torch.float64, pipeline_dtype=torch.float64)
+
+
+def _options(drawn: MegatronDraw, alone: bool) -> DistAttentionConfig | None:
+    return None if alone else DistAttentionConfig(**drawn.options)
+
+
+def _chunk(drawn: MegatronDraw, config: Any, alone: bool, stage: int | None) -> Any:
+    from dfa_megatron.megatron.selfcheck.model import build_chunk
+
+    options = _options(drawn, alone)
+    more = {"mtp_block_spec": _predictions(config, options, stage)} if config.mtp_num_layers else {}
+    made = build_chunk(
+        config, options, stage, vocab_size=VOCABULARY, max_sequence_length=64 + drawn.tokens, **drawn.model, **more
+    )
+    return made.double()
+
+
+def _predictions(config: Any, options: DistAttentionConfig | None, stage: int | None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from dfa_megatron.megatron import distribute_attention
+    from dfa_megatron.megatron.selfcheck.model import megatrons_spec
+
+    spec = megatrons_spec(config, stage)
+    layer = spec.layer_specs[-1] if hasattr(spec, "layer_specs") else spec
+    if options is not None:
+        layer = distribute_attention(layer, config, config=options)
+        assert not hasattr(layer, "layer_specs")
+    block = TransformerBlockSubmodules(layer_specs=[layer])
+    return get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, vp_stage=stage)
+
+
+def _length(drawn: MegatronDraw, alone: bool) -> int:
+    from tests.megatron import padded_packs
+
+    if drawn.pack == "padded" and not alone:
+        return padded_packs.total_of(torch.Size((drawn.batch, drawn.tokens)), drawn.cp, drawn.tp)
+    return drawn.tokens * drawn.batch if drawn.pack else drawn.tokens
+
+
+def _batches(drawn: MegatronDraw, alone: bool) -> Iterator[dict[str, Any]]:
+    """Yield this rank's micro-batches."""
+    from megatron.core import parallel_state
+
+    from dfa_megatron.megatron import shard_batch
+    from tests.megatron import padded_packs
+
+    group = parallel_state.get_context_parallel_group()
+    first, step = (0, 1) if alone else (parallel_state.get_data_parallel_rank(), drawn.dp)
+    for whole in drawn.global_batch[first::step]:
+        given = dict(whole) if drawn.pack else {name: x for name, x in whole.items() if name != "cu_seqlens"}
+        if alone:
+            one = {name: x.reshape(1, -1) for name, x in given.items()} if drawn.pack else given
+            yield one | ({"ends": _ends(whole)} if drawn.pack else {})
+        elif drawn.pack == "padded":
+            length = _length(drawn, alone)
+            yield padded_packs.cut(given, drawn.cp, group.rank(), length, form=drawn.number % 2)
+        else:
+            yield dict(shard_batch(given, group, DistAttentionConfig(**drawn.options)))
+
+
+def _ends(whole: dict[str, torch.Tensor]) -> tuple[int, ...]:
+    """Return where the documents of all rows end, one row after another."""
+    rows, length = whole["tokens"].shape
+    return tuple(sorted({length * row + int(end) for row in range(rows) for end in whole["cu_seqlens"][row][1:]}))
+
+
+def _forward(drawn: MegatronDraw, alone: bool, iterator: Iterator[dict[str, Any]], model: Any) -> Any:
+    from dfa_megatron.megatron import packed_seq_params
+
+    batch = next(iterator)
+    more: dict[str, Any] = {"loss_mask": batch["loss_mask"]}
+    mask = None
+    if alone:
+        tokens = batch["tokens"].shape[1]
+        _ENDS[:] = batch.get("ends", (tokens,))
+        mask = (torch.ones(tokens, tokens).triu(1).bool() | _apart(tokens))[None, None]
+    elif drawn.pack:
+        more["packed_seq_params"] = batch.get("params") or packed_seq_params(batch)
+    if drawn.padding_mask:
+        more["padding_mask"] = batch["loss_mask"] == 0
+    output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **more)
+    return output, functools.partial(_loss, drawn, alone, batch)
+
+
+def _loss(drawn: MegatronDraw, alone: bool, batch: dict[str, Any], output: torch.Tensor) -> Any:
+    """Return what a script's loss function does, where a mean over tokens is that of all ranks."""
+    from megatron.core import parallel_state
+
+    total, tokens = (output.double() * batch["loss_mask"]).sum(), batch["loss_mask"].sum()
+    report = {"lm loss": torch.stack([total.detach(), tokens])}
+    if drawn.config["calculate_per_token_loss"]:
+        return total, tokens.int(), report
+    every = tokens.clone()
+    dist.all_reduce(every, group=parallel_state.get_context_parallel_group())
+    return total * (1 if alone else drawn.cp) / every.clamp(min=1), torch.tensor(1), report
+
+
+_ENDS: list[int] = []
+"""Where the documents of the micro-batch end, on one rank."""
+
+
+def _apart(tokens: int) -> torch.Tensor:
+    """Return which pairs of tokens are of two documents."""
+    document = torch.bucketize(torch.arange(tokens), torch.tensor(_ENDS), right=True)
+    return torch.ne(document[:, None], document)
+
+
+@contextlib.contextmanager
+def _one_by_one() -> Iterator[None]:
+    """Keep documents apart on one rank where Megatron's own modules do not: in windows, and predicted tokens."""
+    from megatron.core.fusions import fused_softmax
+
+    windows = fused_softmax.get_sliding_window_causal_mask
+    homes = [home for home in map(importlib.import_module, ROLLS) if hasattr(home, "roll_tensor")]
+    rolls = [home.roll_tensor for home in homes]
+
+    def window(queries: int, keys: int, size: Any) -> torch.Tensor:
+        return torch.logical_or(windows(queries, keys, size), _apart(keys))
+
+    def roll(tensor: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rolled = tensor.roll(-1, -1)
+        rolled[..., [end - 1 for end in _ENDS]] = 0
+        return rolled, rolled.sum()
+
+    fused_softmax.get_sliding_window_causal_mask = window
+    for home in homes:
+        vars(home)["roll_tensor"] = roll
+    try:
+        yield
+    finally:
+        fused_softmax.get_sliding_window_causal_mask = windows
+        for home, kept in zip(homes, rolls, strict=True):
+            vars(home)["roll_tensor"] = kept

@@ -1,0 +1,197 @@
+"""Run a random step of a transformers model, distributed over its ranks or eager on one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.config import DistAttentionConfig
+from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
+from tests.fuzz.frameworks.language_models import EXPERTS, Data, draw_data, draw_model, made
+from tests.fuzz.frameworks.outcome import Found
+from tests.huggingface.sweep.attempt import Float64
+
+__all__ = ["PRELOADED", "REFUSALS", "documented", "draw", "draw_options", "step"]
+
+PRELOADED = (
+    "transformers",
+    "tests.fuzz.frameworks.transformers_step",
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in (
+            "llama",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "gemma2",
+            "gemma3",
+            "gpt_oss",
+            "mixtral",
+            "qwen3_moe",
+            "qwen3_next",
+        )
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersDraw:
+    """One step of all its ranks.
+
+    model: arguments of `build`. options: of `DistAttentionConfig`. loss: "own", of the model; "items", the same with
+    one number of items for all micro-batches; or "function", ours. between: what runs between each forward and its
+    backward: "", "evaluation", distributed, or "local", on one rank.
+    """
+
+    seed: int
+    number: int
+    ranks: int
+    kind: str
+    model: dict[str, Any]
+    data: Data = field(repr=True)
+    options: dict[str, Any]
+    reentrant: bool
+    loss: str
+    between: str
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        """Return nothing: the default group is the sequence's."""
+        return ()
+
+    @property
+    def dtype(self) -> str:
+        """Return what it computes in."""
+        return "float64"
+
+    @property
+    def line(self) -> str:
+        """Return the command that runs it again."""
+        return f"python -m tests.fuzz.frameworks --only transformers --seed {self.seed} --case {self.number}"
+
+    def features(self) -> list[str]:
+        """Return the names of the features that a run counts."""
+        found = [self.kind, f"{self.ranks} ranks", f"pack {self.data.pack or 'none'}", f"loss {self.loss}"]
+        found += [*{f"mask {mask}" for mask in self.data.masks}, f"checkpoint {self.options['checkpoint']}"]
+        having = {
+            f"padding {self.data.padding}": self.data.padding,
+            "re-entrant": self.reentrant,
+            f"{self.between} between": self.between,
+            "loss_tile": self.options["loss_tile"] != "off",
+            "mlp_tile": self.options["mlp_tile"] != "off",
+            "accumulation": len(self.data.masks) > 1,
+        }
+        return found + [name for name, there in having.items() if there]
+
+
+def draw(seed: int, number: int) -> TransformersDraw:
+    """Draw the step of that number: equal arguments give equal draws."""
+    dice = random.Random(f"transformers {seed} {number}")
+    ranks = dice.choice([2, 2, 2, 3, 3, 4])
+    kind, model = draw_model(dice)
+    checkpoint = dice.choice(["none", "none", "full", "remat", "remat"])
+    return TransformersDraw(
+        seed=seed,
+        number=number,
+        ranks=ranks,
+        kind=kind,
+        model=model,
+        data=draw_data(dice, seed * 100_003 + number, ranks, dice.choice([1, 1, 2, 3]), kind),
+        options=draw_options(dice, checkpoint, kind, model["heads"], ranks),
+        reentrant=checkpoint != "none" and dice.random() < 0.4,
+        loss=dice.choice(["own", "items", "function"]),
+        between=dice.choice(["", "", "", "", "evaluation", "local"]),
+    )
+
+
+def draw_options(dice: random.Random, checkpoint: str, kind: str, heads: int, ranks: int) -> dict[str, Any]:
+    """Draw options of `DistAttentionConfig` that transformers models and DeepSpeed's block take."""
+    tiled = kind not in EXPERTS or dice.random() < 0.05
+    return {
+        "checkpoint": checkpoint,
+        "schedule": dice.choice(["auto", "auto", "ring", "balanced", "balanced_shared", "greedy"]),
+        "kernel": dice.choice(["auto", "auto", "auto", "reference", "cpu"]),
+        "loss_tile": dice.choice(["off", "off", 1, 3, 4096]),
+        "mlp_tile": dice.choice(["off", "off", "off", 1, 3, 4096]) if tiled else "off",
+        "remat_offload": checkpoint != "none" and dice.random() < 0.15,
+        "ulysses_degree": dice.choice([1, "auto", "auto", ranks if heads % ranks == 0 else 1]),
+        "verify": dice.choice(["on", "on", "off"]),
+    }
+
+
+def documented(drawn: TransformersDraw) -> str:
+    """Return "": no page says that a draw is computed otherwise."""
+    return ""
+
+
+def step(drawn: TransformersDraw, rank: int, ranks: int) -> Found:
+    """Return the mean loss, and gradients averaged over the ranks as DDP does."""
+    model = made(drawn.kind, drawn.model, drawn.number)
+    if ranks == 1:
+        with Float64():  # else the least number of float64 in its masks is no number of float32
+            total = _alone(drawn, model)
+    else:
+        total = _together(drawn, model)
+        dist.all_reduce(total)
+        total /= ranks
+    found = Found(total.item(), {}, {})
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if ranks > 1:
+            dist.all_reduce(gradient)
+        found.gradients[name] = gradient / ranks
+    return found
+
+
+def _alone(drawn: TransformersDraw, model: Any) -> torch.Tensor:
+    every = [drawn.data.summed(model, number) for number in range(len(drawn.data.masks))]
+    if drawn.loss == "items":
+        loss = torch.stack([total for total, _ in every]).sum() / max(sum(count for _, count in every), 1)
+    else:
+        loss = torch.stack([total / max(count, 1) for total, count in every]).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def _together(drawn: TransformersDraw, model: Any) -> torch.Tensor:
+    from dfa_megatron import huggingface as dfa_hf
+
+    options = DistAttentionConfig(**drawn.options)
+    dfa_hf.distribute_attention(model, config=options, reentrant=drawn.reentrant)
+    batches = [dfa_hf.shard_batch(batch) for batch in drawn.data.batches]
+    losses = []
+    for number, batch in enumerate(batches):
+        given, count = dict(batch), len(batches)
+        if drawn.loss == "items":
+            given["num_items_in_batch"] = torch.tensor(max(drawn.data.labels, 1)) / dist.get_world_size()
+            loss = model(**given).loss
+        elif drawn.loss == "own":
+            loss = model(**given).loss / count
+        else:
+            labels = given.pop("shift_labels")
+            del given["labels"], given["num_items_in_batch"]
+            loss = dfa_hf.causal_lm_loss(model(**given).logits, labels) / count
+        _between(drawn, model, number)
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def _between(drawn: TransformersDraw, model: Any, number: int) -> None:
+    """Evaluate another batch before the backward."""
+    from dfa_megatron import huggingface as dfa_hf
+
+    whole = {"input_ids": drawn.data.batches[number]["input_ids"].flip(1)}
+    if drawn.between:
+        model.eval()
+        with torch.no_grad():
+            if drawn.between == "evaluation":
+                model(**dfa_hf.shard_batch(whole))
+            else:
+                with dfa_hf.local_attention(model):
+                    model(**whole)
+        model.train()
