@@ -28,7 +28,7 @@ class DeepspeedDraw:
     """One step of all its ranks.
 
     data: a batch for each micro-batch of each sequence. options: of the block, `checkpoint` among them. loss: "own", of
-    the model, or "function", ours.
+    the model, or "function", ours. warm: other steps before this one, after which attentions are replayed.
     """
 
     seed: int
@@ -42,6 +42,7 @@ class DeepspeedDraw:
     data: Data
     options: dict[str, Any]
     loss: str
+    warm: int
 
     @property
     def ranks(self) -> int:
@@ -56,7 +57,7 @@ class DeepspeedDraw:
     @property
     def dtype(self) -> str:
         """Return what it computes in: DeepSpeed sums no float64 at ZeRO 0."""
-        return "float64" if self.stage else "float32"
+        return "float64 beside float32" if self.stage else "float32"
 
     @property
     def line(self) -> str:
@@ -73,6 +74,7 @@ class DeepspeedDraw:
             "re-entrant": self.options["reentrant"],
             "loss_tile": self.options["loss_tile"] != "off",
             "mlp_tile": self.options["mlp_tile"] != "off",
+            f"after {self.warm} steps": self.warm,
         }
         return found + [name for name, there in having.items() if there]
 
@@ -97,6 +99,7 @@ def draw(seed: int, number: int) -> DeepspeedDraw:
         data=draw_data(dice, seed * 100_003 + number, size, accumulated * sequences, kind),
         options={**draw_options(dice, checkpoint, kind, model["heads"], size), "reentrant": reentrant},
         loss=dice.choice(["own", "function"]),
+        warm=dice.choice([0, 0, 0, 1, 2]),
     )
 
 
@@ -133,27 +136,30 @@ def _together(drawn: DeepspeedDraw, model: Any, rank: int) -> Found:
     settings["gradient_accumulation_steps"] = drawn.accumulated
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
-    mesh = dfa_ds.mesh_of(engine)
-    total = torch.zeros((), dtype=torch.float64)
-    found = Found(None, {}, {})
-    for micro in range(drawn.accumulated):
-        batch = drawn.data.batches[micro * drawn.sequences + mesh.data_rank]
-        given = dfa_ds.shard_batch(batch, group=mesh.group)
-        if drawn.loss == "own":
-            loss = engine(**given).loss
-        else:
-            labels = given.pop("shift_labels")
-            del given["labels"], given["num_items_in_batch"]
-            loss = dfa_ds.loss(engine(**given).logits, labels, group=mesh.group)
-        engine.backward(loss)
-        total += loss.detach().double() / drawn.accumulated
-        if micro == drawn.accumulated - 1:
-            for name, parameter in engine.module.named_parameters():
-                gradient = safe_get_full_grad(parameter)
-                assert gradient is not None, name
-                found.gradients[name] = gradient.view(shapes[name]).clone()
-        engine.step()
+    for number in range(drawn.warm, -1, -1):  # the last is the first on one rank
+        total = torch.zeros((), dtype=torch.float64)
+        for micro in range(drawn.accumulated):
+            loss = _loss(drawn, engine, number * drawn.accumulated + micro)
+            engine.backward(loss)
+            total += loss.detach().double() / drawn.accumulated
+            if (number, micro) == (0, drawn.accumulated - 1):
+                applied = {name: safe_get_full_grad(parameter) for name, parameter in engine.module.named_parameters()}
+                gradients = {name: gradient.view(shapes[name]).clone() for name, gradient in applied.items()}
+            engine.step()
     engine.destroy()
     dist.all_reduce(total)
-    found.loss = total.item() / dist.get_world_size()
-    return found
+    return Found(total.item() / dist.get_world_size(), gradients, {})
+
+
+def _loss(drawn: DeepspeedDraw, engine: Any, micro: int) -> torch.Tensor:
+    """Return the loss of a micro-batch of this rank's sequence."""
+    from dfa_megatron import deepspeed as dfa_ds
+
+    mesh = dfa_ds.mesh_of(engine)
+    given = dict(dfa_ds.shard_batch(drawn.data.batch(micro * drawn.sequences + mesh.data_rank), group=mesh.group))
+    if drawn.loss == "own":
+        own: torch.Tensor = engine(**given).loss
+        return own
+    labels = given.pop("shift_labels")
+    del given["labels"], given["num_items_in_batch"]
+    return dfa_ds.loss(engine(**given).logits, labels, group=mesh.group)

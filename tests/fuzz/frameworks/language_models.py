@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.huggingface.exact_types import EXACT
 from dfa_megatron.huggingface.padding import IGNORED
 from tests.fuzz.frameworks import uneven
+from tests.huggingface.sweep import images, tiny
 from tests.support.models import VOCABULARY, build
 
 _MIXED = ["sliding_attention", "full_attention"]
@@ -68,14 +70,15 @@ class Data:
 
     @property
     def batches(self) -> tuple[dict[str, torch.Tensor], ...]:
-        """Return them as transformers' collators make them."""
-        return tuple(self._batch(number) for number in range(len(self.masks)))
+        """Return those of the step, as transformers' collators make them."""
+        return tuple(self.batch(number) for number in range(len(self.masks)))
 
-    def _batch(self, number: int) -> dict[str, torch.Tensor]:
+    def batch(self, number: int) -> dict[str, torch.Tensor]:
+        """Return the batch of a number; of earlier steps, too."""
         seed = (self.seed * 1009 + number) % 2**31
         generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
         ids = torch.randint(3, VOCABULARY, (self.rows, self.tokens), generator=generator)
-        counts = uneven.counted(self.masks[number], self.rows, self.tokens, self.parts, seed)
+        counts = uneven.counted(self.masks[number % len(self.masks)], self.rows, self.tokens, self.parts, seed)
         found = {"input_ids": ids, "labels": ids.masked_fill(~counts, IGNORED)}
         if self.pack:
             cuts = [uneven.offsets(self.tokens, dice) for _ in range(self.rows)]
@@ -130,7 +133,7 @@ class Data:
 def draw_data(dice: random.Random, seed: int, parts: int, batches: int, kind: str) -> Data:
     """Draw batches for a sequence that `parts` ranks share."""
     pack = dice.choice(["", "", "position_ids", "position_ids", "cu_seq_lens", "both"])
-    padding = dice.choice(["", "", "right", "right"]) if not pack and kind not in HYBRIDS else ""
+    padding = dice.choice(["", "", "right", "right"]) if not pack and kind in MODELS and kind not in HYBRIDS else ""
     padding = "left" if padding and dice.random() < 0.1 else padding
     rows = dice.choice([1, 1, 2, 3])
     return Data(
@@ -153,6 +156,13 @@ def draw_model(dice: random.Random) -> tuple[str, dict[str, Any]]:
     return kind, {"heads": heads, "kv_heads": kv_heads, **changes, "tie_word_embeddings": dice.random() < 0.4}
 
 
+def draw_type(dice: random.Random) -> tuple[str, dict[str, Any]]:
+    """Draw one of all types that are exact, of fixed shapes."""
+    return dice.choice([kind for kind in EXACT if kind not in images.WHOLE]), {"heads": 4}
+
+
 def made(kind: str, changes: dict[str, Any], seed: int) -> Any:
     """Return the model in float64."""
+    if kind not in MODELS:
+        return tiny.build(kind)
     return build(kind, seed, experts_implementation="eager", **changes).double()

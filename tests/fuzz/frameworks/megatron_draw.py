@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ class MegatronDraw:
     masks: tuple[str, ...]
     padding_mask: bool
     overlap: bool
-    made: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    warm: int
 
     @property
     def ranks(self) -> int:
@@ -106,29 +105,38 @@ class MegatronDraw:
             "loss_tile": self.options["loss_tile"] != "off",
             "mlp_tile": self.options["mlp_tile"] != "off",
             "accumulation": self.micro_batches > 1,
+            f"after {self.warm} steps": self.warm,
+            "latent attention": "kv_lora_rank" in self.config,
         }
         return found + [name for name, there in having.items() if there]
 
-    @cached_property
-    def global_batch(self) -> tuple[dict[str, torch.Tensor], ...]:
-        """Return every micro-batch of the step, whole: (batch, tokens) each, and offsets of documents (batch, n)."""
-        return tuple(self._micro_batch(number) for number in range(len(self.masks)))
+    def global_batch(self, step: int) -> tuple[dict[str, torch.Tensor], ...]:
+        """Return every micro-batch of a step, whole: (batch, tokens) each, and offsets of documents (batch, n)."""
+        return tuple(self._micro_batch(step, number) for number in range(len(self.masks)))
 
-    def _micro_batch(self, number: int) -> dict[str, torch.Tensor]:
-        seed = hash((self.seed, self.number, number)) % 2**31
+    @property
+    def padded(self) -> int:
+        """Return the tokens of every pack whose documents are padded, which a pipeline wants to be the same."""
+        unit, longest = 2 * self.cp, 0
+        for batch in (batch for step in range(self.warm + 1) for batch in self.global_batch(step)):
+            rooms = [-(-n // unit) * unit for n in batch["cu_seqlens"].diff().flatten().tolist()]
+            longest = max(longest, sum(rooms) + unit)
+        return -(-longest // (unit * self.tp)) * unit * self.tp
+
+    def _micro_batch(self, step: int, number: int) -> dict[str, torch.Tensor]:
+        seed = hash((self.seed, self.number, step, number)) % 2**31
         generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
         rows = torch.randint(VOCABULARY, (self.batch, self.tokens + 1), generator=generator)
         cuts = [uneven.offsets(self.tokens, dice) if self.pack else (0, self.tokens) for _ in range(self.batch)]
         counts = uneven.counted(self.masks[number], self.batch, self.tokens, self.cp, seed)
         longest = max(map(len, cuts))
-        made = {
+        return {
             "tokens": rows[:, :-1].contiguous(),
             "labels": rows[:, 1:].contiguous(),
             "loss_mask": counts.float(),
             "position_ids": uneven.positions(cuts),
             "cu_seqlens": torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in cuts]).int(),
         }
-        return made
 
 
 def draw(seed: int, number: int) -> MegatronDraw:
@@ -145,6 +153,9 @@ def draw(seed: int, number: int) -> MegatronDraw:
     tokens = 2 * cp * dice.choice([1, 1, 2, 3, 4, 5, 7])
     if config.get("mtp_num_layers") or (pack and vp > 1):
         tokens = max(tokens, 8 * cp)
+    options = _options(dice, layout, config, cp)
+    if pack and "mtp_num_layers" in config and config.get("recompute_granularity") == "full":
+        options["remat"] = "auto"  # Megatron's own recomputation of prediction layers takes no packs
     kinds = [*uneven.MASKS] if "mtp_num_layers" in config else [*uneven.MASKS, "nothing"]
     experts = "num_moe_experts" in config
     # Megatron's own gradient of learned positions lacks the prediction layers' share where stages share them.
@@ -154,7 +165,7 @@ def draw(seed: int, number: int) -> MegatronDraw:
         number=number,
         **sizes,
         layout=layout,
-        options=_options(dice, layout, config, cp),
+        options=options,
         config=config,
         model={
             "position_embedding_type": dice.choice(["rope", "rope", "none", *learned]),
@@ -168,6 +179,7 @@ def draw(seed: int, number: int) -> MegatronDraw:
         masks=tuple(dice.choice(kinds) for _ in range(micro_batches * dp)),
         padding_mask=experts and (pack == "padded" or dice.random() < 0.5),
         overlap=dice.random() < 0.2,
+        warm=0 if config.get("moe_router_load_balancing_type") == "global_aux_loss" else dice.choice([0, 0, 0, 1, 2]),
     )
 
 
@@ -192,12 +204,15 @@ def _config(dice: random.Random, sizes: dict[str, int]) -> dict[str, Any]:
         "calculate_per_token_loss": dice.random() < 0.5,
         "sequence_parallel": tp > 1,
     }
-    if dice.random() < 0.2:
+    if tp == 1 and dice.random() < 0.1:
+        config |= _latent(dice, heads)
+    elif dice.random() < 0.2:
         config |= {"window_size": (dice.choice([1, 3, 9]), 0), "window_attn_skip_freq": dice.choice([None, 2])}
-    if dice.random() < 0.2:
+    if "kv_lora_rank" not in config and dice.random() < 0.2:
         config |= {"softmax_type": dice.choice(["learnable", "off-by-one"])}
     if sizes.get("ep", 1) > 1 or dice.random() < 0.3:
         config |= _experts(dice, sizes, layers) | {"add_bias_linear": False}
+        config["calculate_per_token_loss"] = dice.random() < 0.3
     if dice.random() < 0.2:
         config |= {"mtp_num_layers": dice.choice([1, 2]), "mtp_loss_scaling_factor": 0.5}
         config["sequence_parallel"] = False  # Megatron's own norms around these layers' projection refuse it
@@ -206,8 +221,24 @@ def _config(dice: random.Random, sizes: dict[str, int]) -> dict[str, Any]:
     return config
 
 
+def _latent(dice: random.Random, heads: int) -> dict[str, Any]:
+    return {
+        "num_query_groups": heads,
+        "q_lora_rank": dice.choice([None, 12]),
+        "kv_lora_rank": 10,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": dice.choice([6, 8, 12]),
+        "rope_type": "rope",
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+    }
+
+
 def _experts(dice: random.Random, sizes: dict[str, int], layers: int) -> dict[str, Any]:
-    balance = dice.choice(["none", "aux_loss", "aux_loss", "seq_aux_loss", "global_aux_loss"])
+    # That of the global batch depends on every data-parallel rank's tokens, and on the steps before.
+    everywhere = ["global_aux_loss"] if sizes.get("dp", 1) == 1 else []
+    balance = dice.choice(["none", "aux_loss", "aux_loss", "seq_aux_loss", *everywhere])
     found: dict[str, Any] = {
         "num_moe_experts": sizes.get("ep", 1) * dice.choice([1, 2]) * (2 if sizes.get("ep", 1) == 1 else 1),
         "moe_router_topk": dice.choice([1, 2]),

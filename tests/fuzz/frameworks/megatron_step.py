@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from packaging.version import Version
 from dfa_megatron.config import DistAttentionConfig
 from tests.fuzz.frameworks.expected_refusals import MEGATRON as REFUSALS
 from tests.fuzz.frameworks.megatron_draw import VOCABULARY, MegatronDraw, draw
+from tests.fuzz.frameworks.one_rank import ENDS, apart, hidden
 from tests.fuzz.frameworks.outcome import Found
 
 __all__ = ["PRELOADED", "REFUSALS", "documented", "draw", "step"]
@@ -26,9 +26,6 @@ PRELOADED = (
     "dfa_megatron.megatron",
     "tests.fuzz.frameworks.megatron_step",
 )
-ROLLS = ("megatron.core.transformer.multi_token_prediction", "megatron.core.models.gpt.gpt_model")
-"""Modules that call Megatron's roll_tensor."""
-
 _STANDING: list[tuple[int, ...]] = []
 """What the process groups were made for."""
 
@@ -47,7 +44,6 @@ def documented(drawn: MegatronDraw) -> str:
 def step(drawn: MegatronDraw, rank: int, ranks: int) -> Found:
     """Return the loss and the gradients of this rank's parameters."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     from dfa_megatron.megatron.selfcheck.model import global_name, places_of
     from dfa_megatron.megatron.selfcheck.train import mean_loss
@@ -62,20 +58,9 @@ def step(drawn: MegatronDraw, rank: int, ranks: int) -> Found:
     config.finalize_model_grads_func = finalize_model_grads
     if drawn.overlap:
         config.no_sync_func = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
-    for model in models:
-        model.train()
-        model.zero_grad_buffer()
-    iterators = [_batches(drawn, alone) for _ in models]
-    with _one_by_one() if alone and drawn.pack else contextlib.nullcontext():
-        reported = get_forward_backward_func()(
-            forward_step_func=functools.partial(_forward, drawn, alone),
-            data_iterator=iterators if len(models) > 1 else iterators[0],
-            model=models if len(models) > 1 else models[0],
-            num_microbatches=len(drawn.masks) if alone else drawn.micro_batches,
-            seq_length=_length(drawn, alone),
-            micro_batch_size=1 if drawn.pack else drawn.batch,
-            forward_only=False,
-        )
+    with apart() if alone and drawn.pack else contextlib.nullcontext():
+        for number in [0] if alone else range(drawn.warm, -1, -1):  # the last is the first on one rank
+            reported = _run(drawn, alone, models, number)
     loss = mean_loss(reported)
     found = Found(None if loss is None else loss.nan_to_num(0).item(), {}, {})
     for chunk in chunks:
@@ -86,6 +71,25 @@ def step(drawn: MegatronDraw, rank: int, ranks: int) -> Found:
             found.gradients[name] = parameter.main_grad.clone()
             found.places[name] = places_of(name, parameter, config)[1]
     return found
+
+
+def _run(drawn: MegatronDraw, alone: bool, models: list[Any], number: int) -> Any:
+    """Run a step in Megatron's schedule, and return what its loss function reported."""
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    for model in models:
+        model.train()
+        model.zero_grad_buffer()
+    iterators = [_batches(drawn, alone, number) for _ in models]
+    return get_forward_backward_func()(
+        forward_step_func=functools.partial(_forward, drawn, alone),
+        data_iterator=iterators if len(models) > 1 else iterators[0],
+        model=models if len(models) > 1 else models[0],
+        num_microbatches=len(drawn.masks) if alone else drawn.micro_batches,
+        seq_length=_length(drawn, alone),
+        micro_batch_size=1 if drawn.pack else drawn.batch,
+        forward_only=False,
+    )
 
 
 def _start(drawn: MegatronDraw, alone: bool) -> None:
@@ -118,6 +122,10 @@ def _forget_logs() -> None:
 
     multi_token_prediction.MTPLossLoggingHelper.tracker = {}
     moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    with contextlib.suppress(ImportError):  # since Megatron-Core 0.19
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+        destroy_moe_metrics_tracker()
 
 
 def _config(drawn: MegatronDraw, alone: bool) -> Any:
@@ -164,14 +172,12 @@ def _predictions(config: Any, options: DistAttentionConfig | None, stage: int | 
 
 
 def _length(drawn: MegatronDraw, alone: bool) -> int:
-    from tests.megatron import padded_packs
-
     if drawn.pack == "padded" and not alone:
-        return padded_packs.total_of(torch.Size((drawn.batch, drawn.tokens)), drawn.cp, drawn.tp)
+        return drawn.padded
     return drawn.tokens * drawn.batch if drawn.pack else drawn.tokens
 
 
-def _batches(drawn: MegatronDraw, alone: bool) -> Iterator[dict[str, Any]]:
+def _batches(drawn: MegatronDraw, alone: bool, number: int) -> Iterator[dict[str, Any]]:
     """Yield this rank's micro-batches."""
     from megatron.core import parallel_state
 
@@ -180,14 +186,13 @@ def _batches(drawn: MegatronDraw, alone: bool) -> Iterator[dict[str, Any]]:
 
     group = parallel_state.get_context_parallel_group()
     first, step = (0, 1) if alone else (parallel_state.get_data_parallel_rank(), drawn.dp)
-    for whole in drawn.global_batch[first::step]:
+    for whole in drawn.global_batch(number)[first::step]:
         given = dict(whole) if drawn.pack else {name: x for name, x in whole.items() if name != "cu_seqlens"}
         if alone:
             one = {name: x.reshape(1, -1) for name, x in given.items()} if drawn.pack else given
             yield one | ({"ends": _ends(whole)} if drawn.pack else {})
         elif drawn.pack == "padded":
-            length = _length(drawn, alone)
-            yield padded_packs.cut(given, drawn.cp, group.rank(), length, form=drawn.number % 2)
+            yield padded_packs.cut(given, drawn.cp, group.rank(), drawn.padded, form=drawn.number % 2)
         else:
             yield dict(shard_batch(given, group, DistAttentionConfig(**drawn.options)))
 
@@ -206,8 +211,8 @@ def _forward(drawn: MegatronDraw, alone: bool, iterator: Iterator[dict[str, Any]
     mask = None
     if alone:
         tokens = batch["tokens"].shape[1]
-        _ENDS[:] = batch.get("ends", (tokens,))
-        mask = (torch.ones(tokens, tokens).triu(1).bool() | _apart(tokens))[None, None]
+        ENDS[:] = batch.get("ends", (tokens,))
+        mask = hidden(tokens)[None, None]
     elif drawn.pack:
         more["packed_seq_params"] = batch.get("params") or packed_seq_params(batch)
     if drawn.padding_mask:
@@ -227,41 +232,3 @@ def _loss(drawn: MegatronDraw, alone: bool, batch: dict[str, Any], output: torch
     every = tokens.clone()
     dist.all_reduce(every, group=parallel_state.get_context_parallel_group())
     return total * (1 if alone else drawn.cp) / every.clamp(min=1), torch.tensor(1), report
-
-
-_ENDS: list[int] = []
-"""Where the documents of the micro-batch end, on one rank."""
-
-
-def _apart(tokens: int) -> torch.Tensor:
-    """Return which pairs of tokens are of two documents."""
-    document = torch.bucketize(torch.arange(tokens), torch.tensor(_ENDS), right=True)
-    return torch.ne(document[:, None], document)
-
-
-@contextlib.contextmanager
-def _one_by_one() -> Iterator[None]:
-    """Keep documents apart on one rank where Megatron's own modules do not: in windows, and predicted tokens."""
-    from megatron.core.fusions import fused_softmax
-
-    windows = fused_softmax.get_sliding_window_causal_mask
-    homes = [home for home in map(importlib.import_module, ROLLS) if hasattr(home, "roll_tensor")]
-    rolls = [home.roll_tensor for home in homes]
-
-    def window(queries: int, keys: int, size: Any) -> torch.Tensor:
-        return torch.logical_or(windows(queries, keys, size), _apart(keys))
-
-    def roll(tensor: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        rolled = tensor.roll(-1, -1)
-        rolled[..., [end - 1 for end in _ENDS]] = 0
-        return rolled, rolled.sum()
-
-    fused_softmax.get_sliding_window_causal_mask = window
-    for home in homes:
-        vars(home)["roll_tensor"] = roll
-    try:
-        yield
-    finally:
-        fused_softmax.get_sliding_window_causal_mask = windows
-        for home, kept in zip(homes, rolls, strict=True):
-            vars(home)["roll_tensor"] = kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
-from tests.fuzz.frameworks.language_models import EXPERTS, Data, draw_data, draw_model, made
+from tests.fuzz.frameworks.language_models import EXPERTS, HYBRIDS, MODELS, Data, draw_data, draw_model, draw_type, made
 from tests.fuzz.frameworks.outcome import Found
 from tests.huggingface.sweep.attempt import Float64
 
@@ -44,7 +45,8 @@ class TransformersDraw:
 
     model: arguments of `build`. options: of `DistAttentionConfig`. loss: "own", of the model; "items", the same with
     one number of items for all micro-batches; or "function", ours. between: what runs between each forward and its
-    backward: "", "evaluation", distributed, or "local", on one rank.
+    backward: "", "evaluation", distributed, or "local", on one rank. warm: other steps before this one, after which
+    attentions are replayed.
     """
 
     seed: int
@@ -57,6 +59,7 @@ class TransformersDraw:
     reentrant: bool
     loss: str
     between: str
+    warm: int
 
     @property
     def start(self) -> tuple[int, ...]:
@@ -65,8 +68,10 @@ class TransformersDraw:
 
     @property
     def dtype(self) -> str:
-        """Return what it computes in."""
-        return "float64"
+        """Return what it computes in: a recompute, of states and tiles too, takes no function mode."""
+        recomputed = self.options["checkpoint"] != "none" or self.options["mlp_tile"] != "off"
+        other = recomputed or self.kind in HYBRIDS or self.kind not in MODELS
+        return "float64 beside float32" if other else "float64"
 
     @property
     def line(self) -> str:
@@ -84,6 +89,7 @@ class TransformersDraw:
             "loss_tile": self.options["loss_tile"] != "off",
             "mlp_tile": self.options["mlp_tile"] != "off",
             "accumulation": len(self.data.masks) > 1,
+            f"after {self.warm} steps": self.warm,
         }
         return found + [name for name, there in having.items() if there]
 
@@ -92,8 +98,12 @@ def draw(seed: int, number: int) -> TransformersDraw:
     """Draw the step of that number: equal arguments give equal draws."""
     dice = random.Random(f"transformers {seed} {number}")
     ranks = dice.choice([2, 2, 2, 3, 3, 4])
-    kind, model = draw_model(dice)
+    kind, model = draw_type(dice) if dice.random() < 0.3 else draw_model(dice)
     checkpoint = dice.choice(["none", "none", "full", "remat", "remat"])
+    options, losses = draw_options(dice, checkpoint, kind, model["heads"], ranks), ["own", "items", "function"]
+    if is_type := kind not in MODELS:
+        options |= {"kernel": "auto", "ulysses_degree": "auto", "loss_tile": "off", "mlp_tile": "off"}
+        losses = ["function"]
     return TransformersDraw(
         seed=seed,
         number=number,
@@ -101,10 +111,11 @@ def draw(seed: int, number: int) -> TransformersDraw:
         kind=kind,
         model=model,
         data=draw_data(dice, seed * 100_003 + number, ranks, dice.choice([1, 1, 2, 3]), kind),
-        options=draw_options(dice, checkpoint, kind, model["heads"], ranks),
-        reentrant=checkpoint != "none" and dice.random() < 0.4,
-        loss=dice.choice(["own", "items", "function"]),
+        options=options,
+        reentrant=checkpoint != "none" and not is_type and dice.random() < 0.4,
+        loss=dice.choice(losses),
         between=dice.choice(["", "", "", "", "evaluation", "local"]),
+        warm=dice.choice([0, 0, 0, 1, 2]),
     )
 
 
@@ -131,11 +142,9 @@ def documented(drawn: TransformersDraw) -> str:
 def step(drawn: TransformersDraw, rank: int, ranks: int) -> Found:
     """Return the mean loss, and gradients averaged over the ranks as DDP does."""
     model = made(drawn.kind, drawn.model, drawn.number)
-    if ranks == 1:
-        with Float64():  # else the least number of float64 in its masks is no number of float32
-            total = _alone(drawn, model)
-    else:
-        total = _together(drawn, model)
+    with Float64() if ranks == 1 or drawn.dtype == "float64" else contextlib.nullcontext():
+        total = _alone(drawn, model) if ranks == 1 else _together(drawn, model)
+    if ranks > 1:
         dist.all_reduce(total)
         total /= ranks
     found = Found(total.item(), {}, {})
@@ -162,10 +171,19 @@ def _together(drawn: TransformersDraw, model: Any) -> torch.Tensor:
 
     options = DistAttentionConfig(**drawn.options)
     dfa_hf.distribute_attention(model, config=options, reentrant=drawn.reentrant)
-    batches = [dfa_hf.shard_batch(batch) for batch in drawn.data.batches]
-    losses = []
-    for number, batch in enumerate(batches):
-        given, count = dict(batch), len(batches)
+    for number in range(drawn.warm, -1, -1):  # the last is the first on one rank
+        model.zero_grad()
+        total = _step(drawn, model, number * len(drawn.data.masks))
+    return total
+
+
+def _step(drawn: TransformersDraw, model: Any, first: int) -> torch.Tensor:
+    """Run the micro-batches from a number on, and return their loss."""
+    from dfa_megatron import huggingface as dfa_hf
+
+    losses, count = [], len(drawn.data.masks)
+    for number in range(first, first + count):
+        given = dict(dfa_hf.shard_batch(drawn.data.batch(number)))
         if drawn.loss == "items":
             given["num_items_in_batch"] = torch.tensor(max(drawn.data.labels, 1)) / dist.get_world_size()
             loss = model(**given).loss
@@ -185,7 +203,7 @@ def _between(drawn: TransformersDraw, model: Any, number: int) -> None:
     """Evaluate another batch before the backward."""
     from dfa_megatron import huggingface as dfa_hf
 
-    whole = {"input_ids": drawn.data.batches[number]["input_ids"].flip(1)}
+    whole = {"input_ids": drawn.data.batch(number)["input_ids"].flip(1)}
     if drawn.between:
         model.eval()
         with torch.no_grad():
