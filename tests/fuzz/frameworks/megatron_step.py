@@ -36,8 +36,9 @@ def documented(drawn: MegatronDraw) -> str:
 
     old = Version(megatron.core.__version__).release < (0, 19)
     weighed = drawn.config.get("moe_aux_loss_coeff") or drawn.config.get("moe_z_loss_coeff")
-    if old and weighed and drawn.cp > 1 and drawn.config["calculate_per_token_loss"]:
-        return "documented: experts' losses CP times too weak with a loss per token"
+    parts = drawn.cp * (drawn.tp if drawn.config["sequence_parallel"] else 1)
+    if old and weighed and parts > 1 and drawn.config["calculate_per_token_loss"]:
+        return "documented: experts' losses too weak with a loss per token, by the ranks of a sequence"
     return ""
 
 
