@@ -55,6 +55,7 @@ class MegatronDraw:
     padding_mask: bool
     overlap: bool
     warm: int
+    delta_nets: bool
 
     @property
     def ranks(self) -> int:
@@ -106,6 +107,7 @@ class MegatronDraw:
             "mlp_tile": self.options["mlp_tile"] != "off",
             "accumulation": self.micro_batches > 1,
             f"after {self.warm} steps": self.warm,
+            "gated delta nets": self.delta_nets,
             "latent attention": "kv_lora_rank" in self.config,
         }
         return found + [name for name, there in having.items() if there]
@@ -143,7 +145,7 @@ def draw(seed: int, number: int) -> MegatronDraw:
     """Draw the step of that number: equal arguments give equal draws."""
     dice = random.Random(f"megatron {seed} {number}")
     sizes: dict[str, Any] = dice.choice(TOPOLOGIES)
-    vp, cp, dp = (sizes.get(name, 1) for name in ("vp", "cp", "dp"))
+    tp, vp, cp, dp = (sizes.get(name, 1) for name in ("tp", "vp", "cp", "dp"))
     layout = dice.choice(["contiguous", "contiguous", "boundary", "boundary", "zigzag"])
     config = _config(dice, sizes)
     pack = dice.choice(["", "", "rows", "rows", "padded"])
@@ -153,6 +155,12 @@ def draw(seed: int, number: int) -> MegatronDraw:
     tokens = 2 * cp * dice.choice([1, 1, 2, 3, 4, 5, 7])
     if config.get("mtp_num_layers") or (pack and vp > 1):
         tokens = max(tokens, 8 * cp)
+    others = {"mtp_num_layers", "kv_lora_rank"} & {*config}
+    delta_nets = layout != "zigzag" and tp == 1 and not others and dice.random() < 0.15
+    if delta_nets:
+        config["num_layers"] = 2 * sizes.get("pp", 1) * vp
+        config |= {"recompute_method": "uniform"} if config.get("recompute_granularity") == "full" else {}
+        config |= {"moe_layer_freq": 1} if "num_moe_experts" in config else {}
     options = _options(dice, layout, config, cp)
     if pack and "mtp_num_layers" in config and config.get("recompute_granularity") == "full":
         options["remat"] = "auto"  # Megatron's own recomputation of prediction layers takes no packs
@@ -179,6 +187,7 @@ def draw(seed: int, number: int) -> MegatronDraw:
         masks=tuple(dice.choice(kinds) for _ in range(micro_batches * dp)),
         padding_mask=experts and (pack == "padded" or dice.random() < 0.5),
         overlap=dice.random() < 0.2,
+        delta_nets=delta_nets,
         warm=0 if config.get("moe_router_load_balancing_type") == "global_aux_loss" else dice.choice([0, 0, 0, 1, 2]),
     )
 

@@ -26,6 +26,16 @@ PRELOADED = (
     "dfa_megatron.megatron",
     "tests.fuzz.frameworks.megatron_step",
 )
+DELTA = {
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "activation_func": torch.nn.functional.silu,
+}
+"""The gated delta nets."""
+
 _STANDING: list[tuple[int, ...]] = []
 """What the process groups were made for."""
 
@@ -44,12 +54,36 @@ def documented(drawn: MegatronDraw) -> str:
 
 def step(drawn: MegatronDraw, rank: int, ranks: int) -> Found:
     """Return the loss and the gradients of this rank's parameters."""
+    with _layers(drawn):
+        return _step(drawn, alone=ranks == 1)
+
+
+@contextlib.contextmanager
+def _layers(drawn: MegatronDraw) -> Iterator[None]:
+    """Have models built with the layers of the draw."""
+    from dfa_megatron.megatron.selfcheck import model
+
+    if not drawn.delta_nets:
+        yield
+        return
+    from tests.megatron import hybrids
+    from tests.support import state_kernels
+
+    state_kernels.install()
+    model.megatrons_spec = hybrids.with_delta_nets
+    try:
+        with torch.compiler.set_stance("force_eager"):  # Megatron compiles small functions, which takes seconds
+            yield
+    finally:
+        model.megatrons_spec = hybrids.MEGATRONS_SPEC
+
+
+def _step(drawn: MegatronDraw, *, alone: bool) -> Found:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     from dfa_megatron.megatron.selfcheck.model import global_name, places_of
     from dfa_megatron.megatron.selfcheck.train import mean_loss
 
-    alone = ranks == 1
     _start(drawn, alone)
     config = _config(drawn, alone)
     stages = range(drawn.vp) if drawn.vp and not alone else [None]
@@ -136,7 +170,8 @@ def _config(drawn: MegatronDraw, alone: bool) -> Any:
     sizes = (
         Parallel(1, 1, 1, None, None) if alone else Parallel(drawn.tp, drawn.pp, drawn.cp, drawn.vp, options, drawn.ep)
     )
-    given = {name: x for name, x in drawn.config.items() if not (alone and name.startswith("recompute"))}
+    delta = DELTA if drawn.delta_nets else {}
+    given = {name: x for name, x in (drawn.config | delta).items() if not (alone and name.startswith("recompute"))}
     fields = {**given, "cp_comm_type": "dfa", "attention_dropout": 0.0, "hidden_dropout": 0.0}
     return config_of(fields, sizes, params_dtype=torch.float64, pipeline_dtype=torch.float64)
 
@@ -206,6 +241,7 @@ def _ends(whole: dict[str, torch.Tensor]) -> tuple[int, ...]:
 
 def _forward(drawn: MegatronDraw, alone: bool, iterator: Iterator[dict[str, Any]], model: Any) -> Any:
     from dfa_megatron.megatron import packed_seq_params
+    from tests.support import state_kernels
 
     batch = next(iterator)
     more: dict[str, Any] = {"loss_mask": batch["loss_mask"]}
@@ -218,7 +254,9 @@ def _forward(drawn: MegatronDraw, alone: bool, iterator: Iterator[dict[str, Any]
         more["packed_seq_params"] = batch.get("params") or packed_seq_params(batch)
     if drawn.padding_mask:
         more["padding_mask"] = batch["loss_mask"] == 0
-    output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **more)
+    cut = state_kernels.cut((0, *ENDS)) if alone and drawn.delta_nets else contextlib.nullcontext()
+    with cut:
+        output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **more)
     return output, functools.partial(_loss, drawn, alone, batch)
 
 
