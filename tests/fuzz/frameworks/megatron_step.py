@@ -198,7 +198,7 @@ def _predictions(config: Any, options: DistAttentionConfig | None, stage: int | 
     from dfa_megatron.megatron import distribute_attention
     from dfa_megatron.megatron.selfcheck.model import megatrons_spec
 
-    spec = megatrons_spec(config, stage)
+    spec = megatrons_spec(config, stage, dense=options is None)
     layer = spec.layer_specs[-1] if hasattr(spec, "layer_specs") else spec
     if options is not None:
         layer = distribute_attention(layer, config, config=options)
