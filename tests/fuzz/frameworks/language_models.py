@@ -95,7 +95,20 @@ class Data:
             real = real if self.padding == "right" else real.flip(1)
             found["attention_mask"] = real.long()
             found["labels"] = found["labels"].masked_fill(~real, IGNORED)
+        self._count_one(found, number)
         return found
+
+    def _count_one(self, found: dict[str, torch.Tensor], number: int) -> None:
+        """Label a token, if there is none and the mask is not of nothing."""
+        if self.masks[number % len(self.masks)] == "nothing" or (found["labels"][:, 1:] != IGNORED).any():
+            return
+        follows = found["attention_mask"].bool() if self.padding else torch.ones_like(found["labels"], dtype=torch.bool)
+        follows[:, 0] = False
+        for row, first, _ in self.documents(number):
+            follows[row, first] = False
+        if len(places := follows.nonzero()):
+            row, token = places[len(places) // 2].tolist()
+            found["labels"][row, token] = found["input_ids"][row, token]
 
     @property
     def labels(self) -> int:
@@ -161,8 +174,8 @@ def draw_type(dice: random.Random) -> tuple[str, dict[str, Any]]:
     return dice.choice([kind for kind in EXACT if kind not in images.WHOLE]), {"heads": 4}
 
 
-def made(kind: str, changes: dict[str, Any], seed: int) -> Any:
+def made(kind: str, changes: dict[str, Any], seed: int, experts: str = "eager") -> Any:
     """Return the model in float64."""
     if kind not in MODELS:
         return tiny.build(kind)
-    return build(kind, seed, experts_implementation="eager", **changes).double()
+    return build(kind, seed, experts_implementation=experts, **changes).double()

@@ -222,7 +222,7 @@ def _config(dice: random.Random, sizes: dict[str, int]) -> dict[str, Any]:
     if sizes.get("ep", 1) > 1 or dice.random() < 0.3:
         config |= _experts(dice, sizes, layers) | {"add_bias_linear": False}
         config["calculate_per_token_loss"] = dice.random() < 0.3
-    if dice.random() < 0.2:
+    if dice.random() < 0.2 and (tp == 1 or "num_moe_experts" not in config):
         config |= {"mtp_num_layers": dice.choice([1, 2]), "mtp_loss_scaling_factor": 0.5}
         config["sequence_parallel"] = False  # Megatron's own norms around these layers' projection refuse it
     if dice.random() < 0.5:

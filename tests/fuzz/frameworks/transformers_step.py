@@ -41,7 +41,7 @@ PRELOADED = (
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersDraw:
-    """One step of all its ranks.
+    """One step of all its ranks: `size` of them share each of the `sequences`.
 
     model: arguments of `build`. options: of `DistAttentionConfig`. loss: "own", of the model; "items", the same with
     one number of items for all micro-batches; or "function", ours. between: what runs between each forward and its
@@ -51,7 +51,8 @@ class TransformersDraw:
 
     seed: int
     number: int
-    ranks: int
+    size: int
+    sequences: int
     kind: str
     model: dict[str, Any]
     data: Data = field(repr=True)
@@ -62,9 +63,14 @@ class TransformersDraw:
     warm: int
 
     @property
+    def ranks(self) -> int:
+        """Return how many ranks run it."""
+        return self.size * self.sequences
+
+    @property
     def start(self) -> tuple[int, ...]:
-        """Return nothing: the default group is the sequence's."""
-        return ()
+        """Return what a mesh of ranks depends on."""
+        return (self.size,)
 
     @property
     def dtype(self) -> str:
@@ -80,7 +86,12 @@ class TransformersDraw:
 
     def features(self) -> list[str]:
         """Return the names of the features that a run counts."""
-        found = [self.kind, f"{self.ranks} ranks", f"pack {self.data.pack or 'none'}", f"loss {self.loss}"]
+        found = [
+            self.kind,
+            f"{self.size} x {self.sequences} ranks",
+            f"pack {self.data.pack or 'none'}",
+            f"loss {self.loss}",
+        ]
         found += [*{f"mask {mask}" for mask in self.data.masks}, f"checkpoint {self.options['checkpoint']}"]
         having = {
             f"padding {self.data.padding}": self.data.padding,
@@ -88,7 +99,7 @@ class TransformersDraw:
             f"{self.between} between": self.between,
             "loss_tile": self.options["loss_tile"] != "off",
             "mlp_tile": self.options["mlp_tile"] != "off",
-            "accumulation": len(self.data.masks) > 1,
+            "accumulation": len(self.data.masks) > self.sequences,
             f"after {self.warm} steps": self.warm,
         }
         return found + [name for name, there in having.items() if there]
@@ -97,20 +108,21 @@ class TransformersDraw:
 def draw(seed: int, number: int) -> TransformersDraw:
     """Draw the step of that number: equal arguments give equal draws."""
     dice = random.Random(f"transformers {seed} {number}")
-    ranks = dice.choice([2, 2, 2, 3, 3, 4])
+    size, sequences = dice.choice([(2, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (2, 2)])
     kind, model = draw_type(dice) if dice.random() < 0.3 else draw_model(dice)
     checkpoint = dice.choice(["none", "none", "full", "remat", "remat"])
-    options, losses = draw_options(dice, checkpoint, kind, model["heads"], ranks), ["own", "items", "function"]
+    options, losses = draw_options(dice, checkpoint, kind, model["heads"], size), ["own", "items", "function"]
     if is_type := kind not in MODELS:
         options |= {"kernel": "auto", "ulysses_degree": "auto", "loss_tile": "off", "mlp_tile": "off"}
         losses = ["function"]
     return TransformersDraw(
         seed=seed,
         number=number,
-        ranks=ranks,
+        size=size,
+        sequences=sequences,
         kind=kind,
         model=model,
-        data=draw_data(dice, seed * 100_003 + number, ranks, dice.choice([1, 1, 2, 3]), kind),
+        data=draw_data(dice, seed * 100_003 + number, size, dice.choice([1, 1, 2, 3]) * sequences, kind),
         options=options,
         reentrant=checkpoint != "none" and not is_type and dice.random() < 0.4,
         loss=dice.choice(losses),
@@ -170,20 +182,35 @@ def _together(drawn: TransformersDraw, model: Any) -> torch.Tensor:
     from dfa_megatron import huggingface as dfa_hf
 
     options = DistAttentionConfig(**drawn.options)
-    dfa_hf.distribute_attention(model, config=options, reentrant=drawn.reentrant)
+    group = _group(drawn.size)
+    dfa_hf.distribute_attention(model, group=group, config=options, reentrant=drawn.reentrant)
     for number in range(drawn.warm, -1, -1):  # the last is the first on one rank
         model.zero_grad()
-        total = _step(drawn, model, number * len(drawn.data.masks))
+        total = _step(drawn, model, number * len(drawn.data.masks), group)
     return total
 
 
-def _step(drawn: TransformersDraw, model: Any, first: int) -> torch.Tensor:
-    """Run the micro-batches from a number on, and return their loss."""
+def _group(size: int) -> Any:
+    """Return the ranks that share this one's sequence; None for all."""
+    if size == dist.get_world_size():
+        return None
+    if size not in _GROUPS:
+        every = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
+        _GROUPS[size] = [dist.new_group([*ranks]) for ranks in every][dist.get_rank() // size]
+    return _GROUPS[size]
+
+
+_GROUPS: dict[int, Any] = {}
+
+
+def _step(drawn: TransformersDraw, model: Any, first: int, group: Any) -> torch.Tensor:
+    """Run this sequence's micro-batches of the step that begins at a number, and return their loss."""
     from dfa_megatron import huggingface as dfa_hf
 
-    losses, count = [], len(drawn.data.masks)
-    for number in range(first, first + count):
-        given = dict(dfa_hf.shard_batch(drawn.data.batch(number)))
+    losses, count = [], len(drawn.data.masks) // drawn.sequences
+    mine = first + dist.get_rank() // drawn.size
+    for number in range(mine, mine + len(drawn.data.masks), drawn.sequences):
+        given = dict(dfa_hf.shard_batch(drawn.data.batch(number), group=group))
         if drawn.loss == "items":
             given["num_items_in_batch"] = torch.tensor(max(drawn.data.labels, 1)) / dist.get_world_size()
             loss = model(**given).loss
@@ -192,14 +219,14 @@ def _step(drawn: TransformersDraw, model: Any, first: int) -> torch.Tensor:
         else:
             labels = given.pop("shift_labels")
             del given["labels"], given["num_items_in_batch"]
-            loss = dfa_hf.causal_lm_loss(model(**given).logits, labels) / count
-        _between(drawn, model, number)
+            loss = dfa_hf.causal_lm_loss(model(**given).logits, labels, group=group) / count
+        _between(drawn, model, number, group)
         loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
 
 
-def _between(drawn: TransformersDraw, model: Any, number: int) -> None:
+def _between(drawn: TransformersDraw, model: Any, number: int, group: Any) -> None:
     """Evaluate another batch before the backward."""
     from dfa_megatron import huggingface as dfa_hf
 
@@ -208,7 +235,7 @@ def _between(drawn: TransformersDraw, model: Any, number: int) -> None:
         model.eval()
         with torch.no_grad():
             if drawn.between == "evaluation":
-                model(**dfa_hf.shard_batch(whole))
+                model(**dfa_hf.shard_batch(whole, group=group))
             else:
                 with dfa_hf.local_attention(model):
                     model(**whole)
