@@ -46,7 +46,7 @@ class TransformersDraw:
     model: arguments of `build`. options: of `DistAttentionConfig`. loss: "own", of the model; "items", the same with
     one number of items for all micro-batches; or "function", ours. between: what runs between each forward and its
     backward: "", "evaluation", distributed, or "local", on one rank. warm: other steps before this one, after which
-    attentions are replayed.
+    attentions are replayed. accelerate: batches as HF Trainer cuts them, and evaluation of whole sequences.
     """
 
     seed: int
@@ -61,6 +61,7 @@ class TransformersDraw:
     loss: str
     between: str
     warm: int
+    accelerate: bool
 
     @property
     def ranks(self) -> int:
@@ -101,6 +102,7 @@ class TransformersDraw:
             "mlp_tile": self.options["mlp_tile"] != "off",
             "accumulation": len(self.data.masks) > self.sequences,
             f"after {self.warm} steps": self.warm,
+            "accelerate": self.accelerate,
         }
         return found + [name for name, there in having.items() if there]
 
@@ -115,6 +117,8 @@ def draw(seed: int, number: int) -> TransformersDraw:
     if is_type := kind not in MODELS:
         options |= {"kernel": "auto", "ulysses_degree": "auto", "loss_tile": "off", "mlp_tile": "off"}
         losses = ["function"]
+    if accelerate := not is_type and dice.random() < 0.2:
+        losses = ["function"]  # accelerate's callers weigh it
     return TransformersDraw(
         seed=seed,
         number=number,
@@ -128,6 +132,7 @@ def draw(seed: int, number: int) -> TransformersDraw:
         loss=dice.choice(losses),
         between=dice.choice(["", "", "", "", "evaluation", "local"]),
         warm=dice.choice([0, 0, 0, 1, 2]),
+        accelerate=accelerate,
     )
 
 
@@ -183,7 +188,8 @@ def _together(drawn: TransformersDraw, model: Any) -> torch.Tensor:
 
     options = DistAttentionConfig(**drawn.options)
     group = _group(drawn.size)
-    dfa_hf.distribute_attention(model, group=group, config=options, reentrant=drawn.reentrant)
+    more = {"reentrant": drawn.reentrant, "accelerate": drawn.accelerate}
+    dfa_hf.distribute_attention(model, group=group, config=options, **more)
     for number in range(drawn.warm, -1, -1):  # the last is the first on one rank
         model.zero_grad()
         total = _step(drawn, model, number * len(drawn.data.masks), group)
@@ -235,7 +241,7 @@ def _between(drawn: TransformersDraw, model: Any, number: int, group: Any) -> No
         model.eval()
         with torch.no_grad():
             if drawn.between == "evaluation":
-                model(**dfa_hf.shard_batch(whole, group=group))
+                model(**(whole if drawn.accelerate else dfa_hf.shard_batch(whole, group=group)))
             else:
                 with dfa_hf.local_attention(model):
                     model(**whole)
