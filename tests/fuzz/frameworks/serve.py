@@ -69,8 +69,8 @@ def _run_all(
 
 
 def module_of(framework: str) -> ModuleType:
-    """Return the module of a framework's steps."""
-    return importlib.import_module(f"tests.fuzz.frameworks.{framework}_step")
+    """Return the module of a framework's steps, or of its full name."""
+    return importlib.import_module(f"tests.fuzz.frameworks.{framework}_step" if framework in PACKAGES else framework)
 
 
 def _run_group(
