@@ -34,6 +34,11 @@ MEGATRON: Refusals = (
         lambda d: (d.config["num_attention_heads"] // d.tp) % _degree(d),
     ),
     (
+        "two head_dims on the cpu kernel",
+        r"kernel='cpu' for .* needs head_dim",
+        lambda d: d.options["kernel"] == "cpu" and d.config.get("v_head_dim", 12) != 12,
+    ),
+    (
         "offload without recomputation",
         "remat_offload without",
         lambda d: d.options["remat_offload"] and d.config.get("recompute_granularity") != "full",
