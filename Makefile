@@ -42,7 +42,7 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q $(if $(WORKERS),-n $(WORKERS) --dist loadgroup)
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test quick fuzz models gpu paper paper-toy lint format docs clean
+.PHONY: train test quick fuzz fuzz-frameworks models gpu paper paper-toy lint format docs clean
 
 train: $(READY)
 	$(PY) examples/train.py $(if $(PROCS),--nproc-per-node $(PROCS)) $(ARGS)
@@ -55,6 +55,10 @@ quick: $(READY)
 
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(or $(ARGS),--over together gloo)
+
+fuzz-frameworks: $(READY)
+	ONLY_SET_UP=1 .ci/deepspeed.sh
+	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(VENV)/deepspeed/bin/python -W ignore -m tests.fuzz.frameworks $(ARGS)
 
 models: $(READY)
 	ONLY_SET_UP=1 .ci/deepspeed.sh

@@ -34,14 +34,9 @@ class Shared:
 
     logits: whether evaluation puts logits together; whoever reads the loss alone saves their memory.
     count_of_whole: whether `num_items_in_batch`, where given, counts whole batches; Trainer's is this rank's share.
-<<<<<<< HEAD
-    length: tokens of the present batch, without those that made its length divide.
-    labelled: whether a label of it counts, on its device; None without labels.
-=======
     rows: of the present batch.
     length: tokens of it, without those that made its length divide.
-    labelled: whether a label of it counts, on its device; None without labels, and in training.
->>>>>>> hf
+    labelled: whether a label of it counts, on its device; None without labels.
     """
 
     logits: bool = True
@@ -135,17 +130,10 @@ def _join(model: Any, args: Any, output: Any) -> Any:
     if not isinstance(output, Mapping):
         return None if model.training else tree_map_only(torch.Tensor, whole, output)
     for name, value in list(output.items()):
-<<<<<<< HEAD
         if has_loss and name == "loss":
             output[name] = loss(value)  # type: ignore[index]
-        elif not model.training and (name != "logits" or shared.logits):
+        elif not model.training and name in _OF_TOKENS and (name != "logits" or shared.logits):
             output[name] = tree_map_only(torch.Tensor, whole, value)  # type: ignore[index]
-=======
-        if name not in _OF_TOKENS:
-            continue
-        if name != "logits" or shared.logits:
-            output[name] = tree_map_only(torch.Tensor, loss if has_loss and name == "loss" else whole, value)  # type: ignore[index]
->>>>>>> hf
     return output
 
 

@@ -1,0 +1,63 @@
+"""Refusals that a draw may meet; any other one is a failure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.fuzz.frameworks.language_models import EXPERTS
+
+Refusals = Sequence[tuple[str, str, Callable[[Any], Any]]]
+"""Of each a name, a pattern of the message, and a test that the draw must pass."""
+
+
+def name_of(refusals: Refusals, draw: Any, text: str) -> str:
+    """Return the name of a refusal, or "" for an unexpected one."""
+    return next((name for name, pattern, fits in refusals if fits(draw) and re.search(pattern, text)), "")
+
+
+def _degree(draw: Any) -> int:
+    degree = draw.options["ulysses_degree"]
+    return degree if isinstance(degree, int) else 1
+
+
+MEGATRON: Refusals = (
+    (
+        "mlp_tile with experts",
+        "mlp_tile with an MLP of class MoELayer",
+        lambda d: d.options["mlp_tile"] != "off" and "num_moe_experts" in d.config,
+    ),
+    (
+        "a degree that does not divide the heads",
+        r"ulysses_degree=\d+ with num_attention_heads",
+        lambda d: (d.config["num_attention_heads"] // d.tp) % _degree(d),
+    ),
+    (
+        "two head_dims on the cpu kernel",
+        r"kernel='cpu' for .* needs head_dim",
+        lambda d: d.options["kernel"] == "cpu" and d.config.get("v_head_dim", 12) != 12,
+    ),
+    (
+        "offload without recomputation",
+        "remat_offload without",
+        lambda d: d.options["remat_offload"] and d.config.get("recompute_granularity") != "full",
+    ),
+)
+LANGUAGE_MODELS: Refusals = (
+    (
+        "padding on the left",
+        "padding that is not on the right",
+        lambda d: d.data.padding == "left",
+    ),
+    (
+        "mlp_tile with experts",
+        r"mlp_tile for a \w+ model with an MLP of class",
+        lambda d: d.options["mlp_tile"] != "off" and d.kind in EXPERTS,
+    ),
+    (
+        "capped scores on the cpu kernel",
+        r"kernel='cpu' for .* softcap",
+        lambda d: d.options["kernel"] == "cpu" and d.model.get("attn_logit_softcapping"),
+    ),
+)

@@ -1,0 +1,301 @@
+"""A random training step of Megatron-Core: drawn from a seed and a number, so that both say all of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.fuzz.frameworks import uneven
+
+VOCABULARY = 62
+TOPOLOGIES: tuple[dict[str, int], ...] = (
+    *({"cp": 2}, {"cp": 2}, {"cp": 2}, {"cp": 3}, {"cp": 3}, {"cp": 4}, {"cp": 2, "ep": 2}, {"cp": 3, "ep": 3}),
+    *({"tp": 2}, {"pp": 2}, {"pp": 2, "vp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "cp": 2}),
+    *(
+        {"pp": 2, "cp": 2},
+        {"pp": 2, "vp": 2, "cp": 2},
+        {"cp": 2, "dp": 2},
+        {"cp": 2, "dp": 2, "ep": 2},
+        {"cp": 4, "ep": 2},
+    ),
+)
+"""On 2 to 4 ranks; sizes that are not named are 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronDraw:
+    """One training step of all its ranks.
+
+    layout, options: of `DistAttentionConfig`. config: fields of TransformerConfig. model: arguments of GPTModel.
+    micro_batches: of each data-parallel rank. pack: "", "rows" (documents in rows that are cut), or "padded" (each
+    document padded and cut zigzag by itself). masks: of every micro-batch, by `uneven.counted`. padding_mask: given to
+    the model, which its experts heed.
+    """
+
+    seed: int
+    number: int
+    tp: int = 1
+    pp: int = 1
+    vp: int | None = None
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    layout: str
+    options: dict[str, Any]
+    config: dict[str, Any]
+    model: dict[str, Any]
+    batch: int
+    tokens: int
+    micro_batches: int
+    pack: str
+    masks: tuple[str, ...]
+    padding_mask: bool
+    overlap: bool
+    warm: int
+    delta_nets: bool
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks run it."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        """Return what Megatron's process groups depend on."""
+        return self.tp, self.pp, self.vp or 0, self.cp, self.dp, self.ep
+
+    @property
+    def dtype(self) -> str:
+        """Return what it computes in."""
+        return "float64"
+
+    @property
+    def line(self) -> str:
+        """Return the command that runs it again."""
+        return f"python -m tests.fuzz.frameworks --only megatron --seed {self.seed} --case {self.number}"
+
+    def features(self) -> list[str]:
+        """Return the names of the features that a run counts."""
+        sizes = [
+            f"{name}{getattr(self, name)}"
+            for name in ("tp", "pp", "vp", "cp", "dp", "ep")
+            if (getattr(self, name) or 1) > 1
+        ]
+        found = [
+            " ".join(sizes),
+            f"layout {self.layout}",
+            f"pack {self.pack or 'none'}",
+            *{f"mask {m}" for m in self.masks},
+        ]
+        having = {
+            "experts": "num_moe_experts" in self.config,
+            "z-loss": "moe_z_loss_coeff" in self.config,
+            f"balance {self.config.get('moe_router_load_balancing_type')}": "num_moe_experts" in self.config,
+            "padding_mask": self.padding_mask,
+            "multi-token prediction": "mtp_num_layers" in self.config,
+            f"recompute {self.config.get('recompute_granularity')}": "recompute_granularity" in self.config,
+            f"remat {self.options['remat']}": True,
+            "loss per token": self.config["calculate_per_token_loss"],
+            "windows": "window_size" in self.config,
+            "softmax offset": "softmax_type" in self.config,
+            "grouped heads": self.config["num_query_groups"] < self.config["num_attention_heads"],
+            "tied": self.model["share_embeddings_and_output_weights"],
+            "loss_tile": self.options["loss_tile"] != "off",
+            "mlp_tile": self.options["mlp_tile"] != "off",
+            "accumulation": self.micro_batches > 1,
+            f"after {self.warm} steps": self.warm,
+            "gated delta nets": self.delta_nets,
+            "latent attention": "kv_lora_rank" in self.config,
+        }
+        return found + [name for name, there in having.items() if there]
+
+    def global_batch(self, step: int) -> tuple[dict[str, torch.Tensor], ...]:
+        """Return every micro-batch of a step, whole: (batch, tokens) each, and offsets of documents (batch, n)."""
+        return tuple(self._micro_batch(step, number) for number in range(len(self.masks)))
+
+    @property
+    def padded(self) -> int:
+        """Return the tokens of every pack whose documents are padded, which a pipeline wants to be the same."""
+        unit, longest = 2 * self.cp, 0
+        for batch in (batch for step in range(self.warm + 1) for batch in self.global_batch(step)):
+            rooms = [-(-n // unit) * unit for n in batch["cu_seqlens"].diff().flatten().tolist()]
+            longest = max(longest, sum(rooms) + unit)
+        return -(-longest // (unit * self.tp)) * unit * self.tp
+
+    def _micro_batch(self, step: int, number: int) -> dict[str, torch.Tensor]:
+        seed = hash((self.seed, self.number, step, number)) % 2**31
+        generator, dice = torch.Generator().manual_seed(seed), random.Random(seed)
+        rows = torch.randint(VOCABULARY, (self.batch, self.tokens + 1), generator=generator)
+        cuts = [uneven.offsets(self.tokens, dice) if self.pack else (0, self.tokens) for _ in range(self.batch)]
+        counts = uneven.counted(self.masks[number], self.batch, self.tokens, self.cp, seed)
+        longest = max(map(len, cuts))
+        return {
+            "tokens": rows[:, :-1].contiguous(),
+            "labels": rows[:, 1:].contiguous(),
+            "loss_mask": counts.float(),
+            "position_ids": uneven.positions(cuts),
+            "cu_seqlens": torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in cuts]).int(),
+        }
+
+
+def draw(seed: int, number: int) -> MegatronDraw:
+    """Draw the step of that number: equal arguments give equal draws."""
+    dice = random.Random(f"megatron {seed} {number}")
+    sizes: dict[str, Any] = dice.choice(TOPOLOGIES)
+    tp, vp, cp, dp = (sizes.get(name, 1) for name in ("tp", "vp", "cp", "dp"))
+    layout = dice.choice(["contiguous", "contiguous", "boundary", "boundary", "zigzag"])
+    config = _config(dice, sizes)
+    pack = dice.choice(["", "", "rows", "rows", "padded"])
+    if pack == "padded" and (layout != "boundary" or cp == 1):
+        pack = "rows"
+    micro_batches = dice.choice([2, 4]) if vp > 1 else dice.choice([1, 1, 2, 3])
+    tokens = 2 * cp * dice.choice([1, 1, 2, 3, 4, 5, 7])
+    if config.get("mtp_num_layers") or (pack and vp > 1):
+        tokens = max(tokens, 8 * cp)
+    others = {"mtp_num_layers", "kv_lora_rank"} & {*config}
+    delta_nets = layout != "zigzag" and tp == 1 and not others and dice.random() < 0.15
+    if delta_nets:
+        config["num_layers"] = 2 * sizes.get("pp", 1) * vp
+        config |= {"recompute_method": "uniform"} if config.get("recompute_granularity") == "full" else {}
+        config |= {"moe_layer_freq": 1} if "num_moe_experts" in config else {}
+    options = _options(dice, layout, config, cp)
+    if pack and "mtp_num_layers" in config and config.get("recompute_granularity") == "full":
+        options["remat"] = "auto"  # Megatron's own recomputation of prediction layers takes no packs
+    kinds = [*uneven.MASKS] if "mtp_num_layers" in config else [*uneven.MASKS, "nothing"]
+    experts = "num_moe_experts" in config
+    # Megatron's own gradient of learned positions lacks the prediction layers' share where stages share them.
+    learned = ["learned_absolute"] if "mtp_num_layers" not in config or sizes.get("pp", 1) == 1 else []
+    return MegatronDraw(
+        seed=seed,
+        number=number,
+        **sizes,
+        layout=layout,
+        options=options,
+        config=config,
+        model={
+            "position_embedding_type": dice.choice(["rope", "rope", "none", *learned]),
+            "rotary_percent": dice.choice([1.0, 1.0, 0.5]),
+            "share_embeddings_and_output_weights": dice.random() < 0.4,
+        },
+        batch=dice.choice([1, 2, 2, 3]),
+        tokens=tokens,
+        micro_batches=micro_batches,
+        pack=pack,
+        masks=tuple(dice.choice(kinds) for _ in range(micro_batches * dp)),
+        padding_mask=experts and (pack == "padded" or dice.random() < 0.5),
+        overlap=dice.random() < 0.2,
+        delta_nets=delta_nets,
+        warm=0 if config.get("moe_router_load_balancing_type") == "global_aux_loss" else dice.choice([0, 0, 0, 1, 2]),
+    )
+
+
+def _config(dice: random.Random, sizes: dict[str, int]) -> dict[str, Any]:
+    tp, stages = sizes.get("tp", 1), sizes.get("pp", 1) * sizes.get("vp", 1)
+    groups = tp * dice.choice([1, 1, 2, 3])
+    heads = groups * dice.choice([1, 2, 3])
+    layers = stages * dice.choice([1, 2] if stages == 1 else [1])
+    norm = dice.choice(["RMSNorm", "RMSNorm", "LayerNorm"])
+    config: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": dice.choice([16, 24]),
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": dice.choice([4, 8, 8, 12]),
+        "ffn_hidden_size": dice.choice([16, 40]),
+        "normalization": norm,
+        "gated_linear_unit": dice.random() < 0.5,
+        "add_bias_linear": dice.random() < 0.3,
+        "add_qkv_bias": dice.random() < 0.3,
+        "qk_layernorm": dice.random() < 0.3,
+        "calculate_per_token_loss": dice.random() < 0.5,
+        "sequence_parallel": tp > 1,
+    }
+    if tp == 1 and dice.random() < 0.1:
+        config |= _latent(dice, heads)
+    elif dice.random() < 0.2:
+        config |= {"window_size": (dice.choice([1, 3, 9]), 0), "window_attn_skip_freq": dice.choice([None, 2])}
+    if "kv_lora_rank" not in config and dice.random() < 0.2:
+        config |= {"softmax_type": dice.choice(["learnable", "off-by-one"])}
+    if sizes.get("ep", 1) > 1 or dice.random() < 0.3:
+        config |= _experts(dice, sizes, layers) | {"add_bias_linear": False}
+        config["calculate_per_token_loss"] = dice.random() < 0.3
+    if dice.random() < 0.2 and (tp == 1 or "num_moe_experts" not in config):
+        config |= {"mtp_num_layers": dice.choice([1, 2]), "mtp_loss_scaling_factor": 0.5}
+        config["sequence_parallel"] = False  # Megatron's own norms around these layers' projection refuse it
+    if dice.random() < 0.5:
+        config |= _recompute(dice, layers // stages, config)
+    return config
+
+
+def _latent(dice: random.Random, heads: int) -> dict[str, Any]:
+    return {
+        "num_query_groups": heads,
+        "q_lora_rank": dice.choice([None, 12]),
+        "kv_lora_rank": 10,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": dice.choice([6, 8, 12]),
+        "rope_type": "rope",
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+    }
+
+
+def _experts(dice: random.Random, sizes: dict[str, int], layers: int) -> dict[str, Any]:
+    # That of the global batch depends on every data-parallel rank's tokens, and on the steps before.
+    everywhere = ["global_aux_loss"] if sizes.get("dp", 1) == 1 else []
+    balance = dice.choice(["none", "aux_loss", "aux_loss", "seq_aux_loss", *everywhere])
+    found: dict[str, Any] = {
+        "num_moe_experts": sizes.get("ep", 1) * dice.choice([1, 2]) * (2 if sizes.get("ep", 1) == 1 else 1),
+        "moe_router_topk": dice.choice([1, 2]),
+        "moe_ffn_hidden_size": 16,
+        "moe_layer_freq": dice.choice([1, [n % 2 for n in range(layers)]] if layers > 1 else [1]),
+        "moe_token_dispatcher_type": dice.choice(["allgather", "alltoall"]),
+        "moe_router_load_balancing_type": balance,
+        "moe_aux_loss_coeff": 0.0 if balance == "none" else 0.1,
+        "moe_router_pre_softmax": True,
+    }
+    if sizes.get("ep", 1) > 1:
+        found |= {"moe_token_dispatcher_type": "allgather"}  # the other moves its counts from GPUs alone
+    if dice.random() < 0.5:
+        found |= {"moe_z_loss_coeff": 0.05}
+    if dice.random() < 0.2:
+        found |= {"moe_shared_expert_intermediate_size": 16}
+    if dice.random() < 0.2:
+        found |= {"moe_router_score_function": "sigmoid"}
+    return found
+
+
+def _recompute(dice: random.Random, layers: int, config: dict[str, Any]) -> dict[str, Any]:
+    kind = dice.choice(["uniform", "uniform", "block", "selective"])
+    # Megatron's own recomputed MLP does not end where it has a bias; its recomputed norms need Transformer Engine.
+    modules = ["moe"] if "num_moe_experts" in config else [] if config["add_bias_linear"] else ["mlp"]
+    if kind == "selective":
+        if not modules:
+            return {}
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    many = dice.randint(1, layers)
+    return {"recompute_granularity": "full", "recompute_method": kind, "recompute_num_layers": many}
+
+
+def _options(dice: random.Random, layout: str, config: dict[str, Any], cp: int) -> dict[str, Any]:
+    selective = config.get("recompute_granularity") == "selective"
+    remat = dice.choice(["auto", "auto", "off"] if selective else ["auto", "auto", "off", "on"])
+    full = config.get("recompute_granularity") == "full" or remat == "on"
+    schedules = ["auto", "auto", "ring", "balanced", "balanced_shared", "greedy"]
+    tiled = "num_moe_experts" not in config or dice.random() < 0.05
+    return {
+        "data_layout": layout,
+        "schedule": "auto" if layout == "zigzag" else dice.choice(schedules),
+        "remat": remat,
+        "remat_offload": full and remat != "off" and dice.random() < 0.2,
+        "loss_tile": dice.choice(["off", "off", 1, 3, 4096]),
+        "mlp_tile": dice.choice(["off", "off", 1, 3, 4096]) if tiled else "off",
+        "kernel": dice.choice(["auto", "auto", "reference", "cpu"]),
+        "verify": dice.choice(["on", "on", "off"]),
+        "deterministic": dice.random() < 0.1,
+        "ulysses_degree": dice.choice([1, "auto", "auto", cp if config["num_attention_heads"] % cp == 0 else 1]),
+    }

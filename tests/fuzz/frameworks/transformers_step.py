@@ -1,0 +1,248 @@
+"""Run a random step of a transformers model, distributed over its ranks or eager on one."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.config import DistAttentionConfig
+from tests.fuzz.frameworks.expected_refusals import LANGUAGE_MODELS as REFUSALS
+from tests.fuzz.frameworks.language_models import EXPERTS, HYBRIDS, MODELS, Data, draw_data, draw_model, draw_type, made
+from tests.fuzz.frameworks.outcome import Found
+from tests.huggingface.sweep.attempt import Float64
+
+__all__ = ["PRELOADED", "REFUSALS", "documented", "draw", "draw_options", "step"]
+
+PRELOADED = (
+    "transformers",
+    "tests.fuzz.frameworks.transformers_step",
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in (
+            "llama",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "gemma2",
+            "gemma3",
+            "gpt_oss",
+            "mixtral",
+            "qwen3_moe",
+            "qwen3_next",
+        )
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersDraw:
+    """One step of all its ranks: `size` of them share each of the `sequences`.
+
+    model: arguments of `build`. options: of `DistAttentionConfig`. loss: "own", of the model; "items", the same with
+    one number of items for all micro-batches; or "function", ours. between: what runs between each forward and its
+    backward: "", "evaluation", distributed, or "local", on one rank. warm: other steps before this one, after which
+    attentions are replayed. accelerate: batches as HF Trainer cuts them, and evaluation of whole sequences.
+    """
+
+    seed: int
+    number: int
+    size: int
+    sequences: int
+    kind: str
+    model: dict[str, Any]
+    data: Data = field(repr=True)
+    options: dict[str, Any]
+    reentrant: bool
+    loss: str
+    between: str
+    warm: int
+    accelerate: bool
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks run it."""
+        return self.size * self.sequences
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        """Return what a mesh of ranks depends on."""
+        return (self.size,)
+
+    @property
+    def dtype(self) -> str:
+        """Return what it computes in: a recompute, of states and tiles too, takes no function mode."""
+        recomputed = self.options["checkpoint"] != "none" or self.options["mlp_tile"] != "off"
+        other = recomputed or self.kind in HYBRIDS or self.kind not in MODELS
+        return "float64 beside float32" if other else "float64"
+
+    @property
+    def line(self) -> str:
+        """Return the command that runs it again."""
+        return f"python -m tests.fuzz.frameworks --only transformers --seed {self.seed} --case {self.number}"
+
+    def features(self) -> list[str]:
+        """Return the names of the features that a run counts."""
+        found = [
+            self.kind,
+            f"{self.size} x {self.sequences} ranks",
+            f"pack {self.data.pack or 'none'}",
+            f"loss {self.loss}",
+        ]
+        found += [*{f"mask {mask}" for mask in self.data.masks}, f"checkpoint {self.options['checkpoint']}"]
+        having = {
+            f"padding {self.data.padding}": self.data.padding,
+            "re-entrant": self.reentrant,
+            f"{self.between} between": self.between,
+            "loss_tile": self.options["loss_tile"] != "off",
+            "mlp_tile": self.options["mlp_tile"] != "off",
+            "accumulation": len(self.data.masks) > self.sequences,
+            f"after {self.warm} steps": self.warm,
+            "accelerate": self.accelerate,
+        }
+        return found + [name for name, there in having.items() if there]
+
+
+def draw(seed: int, number: int) -> TransformersDraw:
+    """Draw the step of that number: equal arguments give equal draws."""
+    dice = random.Random(f"transformers {seed} {number}")
+    size, sequences = dice.choice([(2, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (2, 2)])
+    kind, model = draw_type(dice) if dice.random() < 0.3 else draw_model(dice)
+    checkpoint = dice.choice(["none", "none", "full", "remat", "remat"])
+    options, losses = draw_options(dice, checkpoint, kind, model["heads"], size), ["own", "items", "function"]
+    if is_type := kind not in MODELS:
+        options |= {"kernel": "auto", "ulysses_degree": "auto", "loss_tile": "off", "mlp_tile": "off"}
+        losses = ["function"]
+    if accelerate := not is_type and dice.random() < 0.2:
+        losses = ["function"]  # accelerate's callers weigh it
+    return TransformersDraw(
+        seed=seed,
+        number=number,
+        size=size,
+        sequences=sequences,
+        kind=kind,
+        model=model,
+        data=draw_data(dice, seed * 100_003 + number, size, dice.choice([1, 1, 2, 3]) * sequences, kind),
+        options=options,
+        reentrant=checkpoint != "none" and not is_type and dice.random() < 0.4,
+        loss=dice.choice(losses),
+        between=dice.choice(["", "", "", "", "evaluation", "local"]),
+        warm=dice.choice([0, 0, 0, 1, 2]),
+        accelerate=accelerate,
+    )
+
+
+def draw_options(dice: random.Random, checkpoint: str, kind: str, heads: int, ranks: int) -> dict[str, Any]:
+    """Draw options of `DistAttentionConfig` that transformers models and DeepSpeed's block take."""
+    tiled = kind not in EXPERTS or dice.random() < 0.05
+    return {
+        "checkpoint": checkpoint,
+        "schedule": dice.choice(["auto", "auto", "ring", "balanced", "balanced_shared", "greedy"]),
+        "kernel": dice.choice(["auto", "auto", "auto", "reference", "cpu"]),
+        "loss_tile": dice.choice(["off", "off", 1, 3, 4096]),
+        "mlp_tile": dice.choice(["off", "off", "off", 1, 3, 4096]) if tiled else "off",
+        "remat_offload": checkpoint != "none" and dice.random() < 0.15,
+        "ulysses_degree": dice.choice([1, "auto", "auto", ranks if heads % ranks == 0 else 1]),
+        "verify": dice.choice(["on", "on", "off"]),
+    }
+
+
+def documented(drawn: TransformersDraw) -> str:
+    """Return "": no page says that a draw is computed otherwise."""
+    return ""
+
+
+def step(drawn: TransformersDraw, rank: int, ranks: int) -> Found:
+    """Return the mean loss, and gradients averaged over the ranks as DDP does."""
+    model = made(drawn.kind, drawn.model, drawn.number)
+    with Float64() if ranks == 1 or drawn.dtype == "float64" else contextlib.nullcontext():
+        total = _alone(drawn, model) if ranks == 1 else _together(drawn, model)
+    if ranks > 1:
+        dist.all_reduce(total)
+        total /= ranks
+    found = Found(total.item(), {}, {})
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if ranks > 1:
+            dist.all_reduce(gradient)
+        found.gradients[name] = gradient / ranks
+    return found
+
+
+def _alone(drawn: TransformersDraw, model: Any) -> torch.Tensor:
+    every = [drawn.data.summed(model, number) for number in range(len(drawn.data.masks))]
+    if drawn.loss == "items":
+        loss = torch.stack([total for total, _ in every]).sum() / max(sum(count for _, count in every), 1)
+    else:
+        loss = torch.stack([total / max(count, 1) for total, count in every]).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def _together(drawn: TransformersDraw, model: Any) -> torch.Tensor:
+    from dfa_megatron import huggingface as dfa_hf
+
+    options = DistAttentionConfig(**drawn.options)
+    group = _group(drawn.size)
+    more = {"reentrant": drawn.reentrant, "accelerate": drawn.accelerate}
+    dfa_hf.distribute_attention(model, group=group, config=options, **more)
+    for number in range(drawn.warm, -1, -1):  # the last is the first on one rank
+        model.zero_grad()
+        total = _step(drawn, model, number * len(drawn.data.masks), group)
+    return total
+
+
+def _group(size: int) -> Any:
+    """Return the ranks that share this one's sequence; None for all."""
+    if size == dist.get_world_size():
+        return None
+    if size not in _GROUPS:
+        every = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
+        _GROUPS[size] = [dist.new_group([*ranks]) for ranks in every][dist.get_rank() // size]
+    return _GROUPS[size]
+
+
+_GROUPS: dict[int, Any] = {}
+
+
+def _step(drawn: TransformersDraw, model: Any, first: int, group: Any) -> torch.Tensor:
+    """Run this sequence's micro-batches of the step that begins at a number, and return their loss."""
+    from dfa_megatron import huggingface as dfa_hf
+
+    losses, count = [], len(drawn.data.masks) // drawn.sequences
+    mine = first + dist.get_rank() // drawn.size
+    for number in range(mine, mine + len(drawn.data.masks), drawn.sequences):
+        given = dict(dfa_hf.shard_batch(drawn.data.batch(number), group=group))
+        if drawn.loss == "items":
+            given["num_items_in_batch"] = torch.tensor(max(drawn.data.labels, 1)) / dist.get_world_size()
+            loss = model(**given).loss
+        elif drawn.loss == "own":
+            loss = model(**given).loss / count
+        else:
+            labels = given.pop("shift_labels")
+            del given["labels"], given["num_items_in_batch"]
+            loss = dfa_hf.causal_lm_loss(model(**given).logits, labels, group=group) / count
+        _between(drawn, model, number, group)
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def _between(drawn: TransformersDraw, model: Any, number: int, group: Any) -> None:
+    """Evaluate another batch before the backward."""
+    from dfa_megatron import huggingface as dfa_hf
+
+    whole = {"input_ids": drawn.data.batch(number)["input_ids"].flip(1)}
+    if drawn.between:
+        model.eval()
+        with torch.no_grad():
+            if drawn.between == "evaluation":
+                model(**(whole if drawn.accelerate else dfa_hf.shard_batch(whole, group=group)))
+            else:
+                with dfa_hf.local_attention(model):
+                    model(**whole)
+        model.train()
