@@ -77,6 +77,36 @@ def test_a_shift_brings_the_next_token_from_whatever_rank_has_it() -> None:
     run_ranks(3, shifts)
 
 
+def open_rolls(rank: int, ranks: int) -> None:
+    """Call the replaced roll_tensor as every release does; a newer one asks for no sum, or for what nobody knows."""
+    from dfa_megatron.megatron import declare_batch_layout
+    from dfa_megatron.megatron.layers.prediction import _rolling
+
+    seen: list[Any] = []
+
+    def megatrons(tensor: Any, shifts: int, dims: int, cp_group: Any, packed_seq_params: Any, **others: Any) -> Any:
+        seen.append(others)
+        return tensor, tensor.sum()
+
+    harness.start(Topology(cp=ranks))
+    from megatron.core import parallel_state
+
+    group, roll, tokens = parallel_state.get_context_parallel_group(), _rolling(megatrons), torch.ones(1, 4)
+    for others in ({}, {"return_sum": False}, {"return_sum": True, "new_argument": 7}):
+        roll(tokens, -1, -1, group, None, **others)  # in Megatron's order
+        roll(tokens, **others)
+        assert seen[-2:] == [others, others]
+    declare_batch_layout(group, "contiguous")
+    assert roll(tokens, cp_group=group, return_sum=False)[1] is None
+    assert roll(tokens, cp_group=group, return_sum=True)[1] is not None
+    with pytest.raises(UnsupportedError, match="roll_tensor with new_argument"):
+        roll(tokens, cp_group=group, new_argument=7)
+
+
+def test_the_replaced_roll_takes_and_passes_on_arguments_of_newer_releases() -> None:
+    run_ranks(2, open_rolls)
+
+
 def even_mask(held: list[torch.Tensor]) -> torch.Tensor:
     """A loss mask whose shifted forms count as many tokens on every rank, because Megatron divides by those."""
     masks = torch.rand(20_000, OFFSETS[-1], generator=torch.Generator().manual_seed(4)) < 0.6

@@ -100,18 +100,25 @@ def follow_batches() -> None:
 def _rolling(megatrons: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(megatrons)
     def roll_tensor(
-        tensor: Any, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
+        tensor: Any,
+        shifts: int = -1,
+        dims: int = -1,
+        cp_group: Any = None,
+        packed_seq_params: Any = None,
+        **others: Any,
     ) -> Any:
         known = cp_group is not None and tensor is not None
         ours = _order_of(cp_group, packed_seq_params, tensor.shape[-1]) if known else None
         if ours is None:
-            return megatrons(tensor, shifts, dims, cp_group, packed_seq_params)
+            return megatrons(tensor, shifts, dims, cp_group, packed_seq_params, **others)
+        unknown = {name: value for name, value in others.items() if name != "return_sum"}
         CALLS.check(rolled=None if shifts == -1 and dims in (-1, tensor.dim() - 1) else (shifts, dims))
+        CALLS.check(roll_argument=", ".join(unknown))
         if tensor.dim() == 3:  # multimodal position_ids: they are whole, and prediction layers do not read them
             return tensor, tensor.sum()
         group, layout, ends = ours
         rolled = shift(tensor, layout, group, ends)
-        return rolled, rolled.sum()
+        return rolled, rolled.sum() if others.get("return_sum", True) else None
 
     setattr(roll_tensor, _MARK, megatrons)
     return roll_tensor

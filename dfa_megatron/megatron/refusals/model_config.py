@@ -158,6 +158,13 @@ CONFIG = Stage(
             _OWN_ATTENTION,
             {"experimental_attention_variant": "newer"},
         ),
+        Refusal(
+            lambda a: a.mtp_hsm and several_ranks(a),
+            "mtp_hsm with context_parallel_size={context_parallel_size}",
+            "it shifts hidden states over the ranks, and no gradient returns to the rank that a token came from",
+            "no --mtp-hsm",
+            {"mtp_hsm": True, "context_parallel_size": 2},
+        ),
         stated(
             "hierarchical_context_parallel_sizes",
             "hierarchical_context_parallel_sizes",

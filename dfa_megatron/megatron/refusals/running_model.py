@@ -55,6 +55,13 @@ CALLS = Stage(
             (-2, -1),
         ),
         stated(
+            "roll_argument",
+            "roll_tensor with {roll_argument}",
+            "this package does not know its meaning",
+            "Megatron's own order of the tokens: --dfa-data-layout boundary, without packs",
+            "new_argument",
+        ),
+        stated(
             "key_cache",
             "attention of {key_cache[0]} rows over {key_cache[1]}",
             "there is no key cache: every rank holds as many queries as keys",
