@@ -6,7 +6,6 @@ import copy
 import functools
 import importlib
 import inspect
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
-from dfa_megatron.megatron.layers.recompute import taken_over
 from dfa_megatron.megatron.refusals import CALLS, LAYERS
 from dfa_megatron.megatron.tokens.batch import slicing_of
 from dfa_megatron.megatron.tokens.own_group import group_of
@@ -23,8 +21,6 @@ from dfa_megatron.megatron.tokens.packed_documents import document_order, place
 from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.runtime.cu_seqlens import Offsets, offsets_of
 from dfa_megatron.sharding import positions_of
-
-logger = logging.getLogger("dfa_megatron.megatron")
 
 _MARK = "_dfa_megatron"
 _HOME = "megatron.core.transformer.multi_token_prediction"
@@ -196,8 +192,6 @@ def _checking(megatrons: Callable[..., Any]) -> Callable[..., Any]:
         other = _has_other_attention(self)
         order = slicing_of(self.cp_group, packed=kwargs.get("packed_seq_params") is not None)
         LAYERS.check(other_layer=other and order is not None, context_parallel_size=self.config.context_parallel_size)
-        if other and taken_over(self.config):
-            _say_kept()
         return megatrons(self, *args, **kwargs)
 
     setattr(forward, _MARK, megatrons)
@@ -213,12 +207,4 @@ def _has_other_attention(prediction: torch.nn.Module) -> bool:
         and isinstance(layer.self_attention, Attention)
         and not isinstance(layer, DistributedAttentionLayer)
         for layer in prediction.modules()
-    )
-
-
-@functools.cache
-def _say_kept() -> None:
-    logger.warning(
-        "dfa: multi-token prediction layers with Megatron's own attention are not recomputed, because full "
-        "recomputation has been taken over"
     )
