@@ -22,7 +22,8 @@ def by_document(
         values: (..., local tokens) such as `TokenScores.logprobs`, one row of tokens in the order of `shard_sequence`.
         cu_seqlens: int32 (documents + 1), offsets into the whole row; None is one document.
         group: the ranks that share the row.
-        layout: as for `shard_sequence`; data in Megatron's layouts `boundary` and `zigzag` are "zigzag".
+        layout: as for `shard_sequence`; rows in Megatron's layouts `boundary` and `zigzag` are "zigzag". Documents that
+            were padded and cut one by one are in neither.
 
     Returns:
         For each document (..., tokens). With the labels of next tokens, its last number is that of an ignored label.
