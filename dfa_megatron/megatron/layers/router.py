@@ -28,79 +28,82 @@ _RUNNING = _Running()
 """The router of `router_class` that this thread runs."""
 
 
-@functools.cache
-def router_class(base: Any) -> Any:
-    """Return the subclass of Megatron's router whose losses are of all tokens of the micro-batch.
+class GroupedRouter:
+    """Make the losses of Megatron's router those of all tokens of the micro-batch; the first base of `router_class`.
 
     They are aux_loss, seq_aux_loss, global_aux_loss and the z-loss.
     """
 
-    class GroupedRouter(base):  # type: ignore[misc]
-        dfa_pack: PlacedPack | None = None
-        """The documents of the micro-batch; the layer sets it before every forward."""
+    config: Any
+    dfa_pack: PlacedPack | None = None
+    """The documents of the micro-batch; the layer sets it before every forward."""
 
-        @property
-        def tp_cp_group(self) -> Any:
-            """Return the ranks that share the micro-batch."""
-            own = None if self.dfa_pack is None else self.dfa_pack.group
-            return self.__dict__["tp_cp_group"] if own is None else own
+    @property
+    def tp_cp_group(self) -> Any:
+        """Return the ranks that share the micro-batch."""
+        own = None if self.dfa_pack is None else self.dfa_pack.group
+        return self.__dict__["tp_cp_group"] if own is None else own
 
-        @tp_cp_group.setter
-        def tp_cp_group(self, group: Any) -> None:
-            self.__dict__["tp_cp_group"] = group  # the layer refuses to run on another
+    @tp_cp_group.setter
+    def tp_cp_group(self, group: Any) -> None:
+        self.__dict__["tp_cp_group"] = group  # the layer refuses to run on another
 
-        def routing(self, *args: Any, **kwargs: Any) -> Any:
-            """Choose experts like TopKRouter, and attach the losses of all ranks."""
-            # Releases of Megatron weigh a loss per token in different ways; here its gradient is weighted already.
-            _RUNNING.router, self.calculate_per_token_loss = self, False
-            try:
-                return super().routing(*args, **kwargs)
-            finally:
-                _RUNNING.router, self.calculate_per_token_loss = None, self.config.calculate_per_token_loss
+    def routing(self, *args: Any, **kwargs: Any) -> Any:
+        """Choose experts like TopKRouter, and attach the losses of all ranks."""
+        # Releases of Megatron weigh a loss per token in different ways; here its gradient is weighted already.
+        _RUNNING.router, self.calculate_per_token_loss = self, False
+        try:
+            return super().routing(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            _RUNNING.router, self.calculate_per_token_loss = None, self.config.calculate_per_token_loss
 
-        def attach_and_log_load_balancing_loss(
-            self, activation: torch.Tensor, coefficient: float, loss: torch.Tensor, name: str, group: Any, **others: Any
-        ) -> torch.Tensor:
-            """Attach a loss like TopKRouter; the log gets its mean over the ranks.
+    def attach_and_log_load_balancing_loss(
+        self, activation: torch.Tensor, coefficient: float, loss: torch.Tensor, name: str, group: Any, **others: Any
+    ) -> torch.Tensor:
+        """Attach a loss like TopKRouter; the log gets its mean over the ranks.
 
-            Megatron sums logged losses once a step over one group, so that must be the model's.
-            """
-            models, value = self.__dict__["tp_cp_group"], loss.detach()
-            if group is not models and group is self.tp_cp_group:
-                logged = value.clone()
-                dist.all_reduce(logged, group=group)
-                group, value = models, logged / models.size()
-            counted = others.get("valid_token_count")
-            every = self._dfa_every(activation.shape[0] if counted is None else counted)
-            loss = value + self._dfa_gradient(loss, every)
-            attach = super().attach_and_log_load_balancing_loss
-            attached: torch.Tensor = attach(activation, coefficient, loss, name, group, **others)
-            return attached
+        Megatron sums logged losses once a step over one group, so that must be the model's.
+        """
+        models, value = self.__dict__["tp_cp_group"], loss.detach()
+        if group is not models and group is self.tp_cp_group:
+            logged = value.clone()
+            dist.all_reduce(logged, group=group)
+            group, value = models, logged / models.size()
+        counted = others.get("valid_token_count")
+        every = self._dfa_every(activation.shape[0] if counted is None else counted)
+        loss = value + self._dfa_gradient(loss, every)
+        attach = super().attach_and_log_load_balancing_loss  # type: ignore[misc]
+        attached: torch.Tensor = attach(activation, coefficient, loss, name, group, **others)
+        return attached
 
-        def dfa_z_loss(self, loss: torch.Tensor, tokens: Any) -> torch.Tensor:
-            """Return a z-loss that is divided by the ranks' mean count, given one divided by this rank's `tokens`."""
-            every = self._dfa_every(tokens)
-            loss = loss * (tokens * self.tp_cp_group.size() / every)
-            return loss.detach() + self._dfa_gradient(loss, every)
+    def dfa_z_loss(self, loss: torch.Tensor, tokens: Any) -> torch.Tensor:
+        """Return a z-loss that is divided by the ranks' mean count, given one divided by this rank's `tokens`."""
+        every = self._dfa_every(tokens)
+        loss = loss * (tokens * self.tp_cp_group.size() / every)
+        return loss.detach() + self._dfa_gradient(loss, every)
 
-        def _dfa_every(self, tokens: Any) -> Any:
-            """Return the tokens of all ranks that count, at least 1; without padding every rank has as many."""
-            if not isinstance(tokens, torch.Tensor):
-                return tokens * self.tp_cp_group.size()
-            every = tokens.detach().float().clone()
-            dist.all_reduce(every, group=self.tp_cp_group)
-            return every.clamp(min=1)
+    def _dfa_every(self, tokens: Any) -> Any:
+        """Return the tokens of all ranks that count, at least 1; without padding every rank has as many."""
+        if not isinstance(tokens, torch.Tensor):
+            return tokens * self.tp_cp_group.size()
+        every = tokens.detach().float().clone()
+        dist.all_reduce(every, group=self.tp_cp_group)
+        return every.clamp(min=1)
 
-        def _dfa_gradient(self, loss: torch.Tensor, every: Any) -> torch.Tensor:
-            """Return 0 with the gradient that a loss shall have.
+    def _dfa_gradient(self, loss: torch.Tensor, every: Any) -> torch.Tensor:
+        """Return 0 with the gradient that a loss shall have.
 
-            With calculate_per_token_loss Megatron divides all gradients by the tokens of the batch, so that of a mean
-            is multiplied by the tokens of the micro-batch, `every`.
-            """
-            change = loss - loss.detach()
-            return change * every if self.config.calculate_per_token_loss else change
+        With calculate_per_token_loss Megatron divides all gradients by the tokens of the batch, so that of a mean
+        is multiplied by the tokens of the micro-batch, `every`.
+        """
+        change = loss - loss.detach()
+        return change * every if self.config.calculate_per_token_loss else change
 
-    return GroupedRouter
+
+@functools.cache
+def router_class(base: type) -> type:
+    """Return the subclass of Megatron's router with `GroupedRouter` mixed in, made once per base."""
+    return type(f"Grouped{base.__name__}", (GroupedRouter, base), {"__module__": __name__})
 
 
 def grouped_router(layer: Any) -> list[Any]:
@@ -110,7 +113,7 @@ def grouped_router(layer: Any) -> list[Any]:
     router: Any = getattr(getattr(layer, "mlp", None), "router", None)
     if not isinstance(router, TopKRouter):
         return []
-    if not hasattr(router, "dfa_pack"):
+    if not isinstance(router, GroupedRouter):
         base: Any = type(router)
         router.__class__ = router_class(base)
         _replace("z_loss_func", _mean_over_ranks)
