@@ -22,10 +22,11 @@ _MARK = "_dfa_megatron"
 
 class _Running(threading.local):
     router: Any = None
+    per_token = False
 
 
 _RUNNING = _Running()
-"""The router of `router_class` that this thread runs."""
+"""The router of `router_class` that this thread runs, and whether gradients are divided by all tokens of the batch."""
 
 
 class GroupedRouter:
@@ -34,7 +35,8 @@ class GroupedRouter:
     They are aux_loss, seq_aux_loss, global_aux_loss and the z-loss.
     """
 
-    config: Any
+    __slots__ = ()  # an object of Megatron's class, whose first base has none either, gets this class
+
     dfa_pack: PlacedPack | None = None
     """The documents of the micro-batch; the layer sets it before every forward."""
 
@@ -51,11 +53,13 @@ class GroupedRouter:
     def routing(self, *args: Any, **kwargs: Any) -> Any:
         """Choose experts like TopKRouter, and attach the losses of all ranks."""
         # Releases of Megatron weigh a loss per token in different ways; here its gradient is weighted already.
-        _RUNNING.router, self.calculate_per_token_loss = self, False
+        router: Any = self
+        _RUNNING.router, _RUNNING.per_token = self, router.calculate_per_token_loss
+        router.calculate_per_token_loss = False
         try:
             return super().routing(*args, **kwargs)  # type: ignore[misc]
         finally:
-            _RUNNING.router, self.calculate_per_token_loss = None, self.config.calculate_per_token_loss
+            router.calculate_per_token_loss, _RUNNING.router, _RUNNING.per_token = _RUNNING.per_token, None, False
 
     def attach_and_log_load_balancing_loss(
         self, activation: torch.Tensor, coefficient: float, loss: torch.Tensor, name: str, group: Any, **others: Any
@@ -69,9 +73,7 @@ class GroupedRouter:
             logged = value.clone()
             dist.all_reduce(logged, group=group)
             group, value = models, logged / models.size()
-        counted = others.get("valid_token_count")
-        every = self._dfa_every(activation.shape[0] if counted is None else counted)
-        loss = value + self._dfa_gradient(loss, every)
+        loss = value + self._dfa_gradient(loss, others.get("valid_token_count"))
         attach = super().attach_and_log_load_balancing_loss  # type: ignore[misc]
         attached: torch.Tensor = attach(activation, coefficient, loss, name, group, **others)
         return attached
@@ -80,7 +82,7 @@ class GroupedRouter:
         """Return a z-loss that is divided by the ranks' mean count, given one divided by this rank's `tokens`."""
         every = self._dfa_every(tokens)
         loss = loss * (tokens * self.tp_cp_group.size() / every)
-        return loss.detach() + self._dfa_gradient(loss, every)
+        return loss.detach() + self._dfa_gradient(loss, tokens)
 
     def _dfa_every(self, tokens: Any) -> Any:
         """Return the tokens of all ranks that count, at least 1; without padding every rank has as many."""
@@ -90,14 +92,14 @@ class GroupedRouter:
         dist.all_reduce(every, group=self.tp_cp_group)
         return every.clamp(min=1)
 
-    def _dfa_gradient(self, loss: torch.Tensor, every: Any) -> torch.Tensor:
-        """Return 0 with the gradient that a loss shall have.
+    def _dfa_gradient(self, loss: torch.Tensor, tokens: Any) -> torch.Tensor:
+        """Return 0 with the gradient that a loss shall have, given the tokens of this rank that count.
 
-        With calculate_per_token_loss Megatron divides all gradients by the tokens of the batch, so that of a mean
-        is multiplied by the tokens of the micro-batch, `every`.
+        With calculate_per_token_loss Megatron divides all gradients by the tokens of the batch, so that of a mean is
+        multiplied by the tokens of the micro-batch.
         """
         change = loss - loss.detach()
-        return change * every if self.config.calculate_per_token_loss else change
+        return change * self._dfa_every(tokens) if _RUNNING.per_token else change
 
 
 @functools.cache
