@@ -29,83 +29,76 @@ _RUNNING = _Running()
 """The router of `router_class` that this thread runs, and whether gradients are divided by all tokens of the batch."""
 
 
-class GroupedRouter:
-    """Make the losses of Megatron's router those of all tokens of the micro-batch; the first base of `router_class`.
+@functools.cache
+def router_class(base: Any) -> Any:
+    """Return the subclass of Megatron's router whose losses are of all tokens of the micro-batch.
 
     They are aux_loss, seq_aux_loss, global_aux_loss and the z-loss.
     """
 
-    __slots__ = ()  # an object of Megatron's class, whose first base has none either, gets this class
+    class GroupedRouter(base):  # type: ignore[misc]
+        calculate_per_token_loss: bool
+        dfa_pack: PlacedPack | None = None
+        """The documents of the micro-batch; the layer sets it before every forward."""
 
-    dfa_pack: PlacedPack | None = None
-    """The documents of the micro-batch; the layer sets it before every forward."""
+        @property
+        def tp_cp_group(self) -> Any:
+            """Return the ranks that share the micro-batch."""
+            own = None if self.dfa_pack is None else self.dfa_pack.group
+            return self.__dict__["tp_cp_group"] if own is None else own
 
-    @property
-    def tp_cp_group(self) -> Any:
-        """Return the ranks that share the micro-batch."""
-        own = None if self.dfa_pack is None else self.dfa_pack.group
-        return self.__dict__["tp_cp_group"] if own is None else own
+        @tp_cp_group.setter
+        def tp_cp_group(self, group: Any) -> None:
+            self.__dict__["tp_cp_group"] = group  # the layer refuses to run on another
 
-    @tp_cp_group.setter
-    def tp_cp_group(self, group: Any) -> None:
-        self.__dict__["tp_cp_group"] = group  # the layer refuses to run on another
+        def routing(self, *args: Any, **kwargs: Any) -> Any:
+            """Choose experts like TopKRouter, and attach the losses of all ranks."""
+            # Releases of Megatron weigh a loss per token in different ways; here its gradient is weighted already.
+            per_token, self.calculate_per_token_loss = self.calculate_per_token_loss, False
+            _RUNNING.router, _RUNNING.per_token = self, per_token
+            try:
+                return super().routing(*args, **kwargs)
+            finally:
+                _RUNNING.router, _RUNNING.per_token = None, False
+                self.calculate_per_token_loss = per_token
 
-    def routing(self, *args: Any, **kwargs: Any) -> Any:
-        """Choose experts like TopKRouter, and attach the losses of all ranks."""
-        # Releases of Megatron weigh a loss per token in different ways; here its gradient is weighted already.
-        router: Any = self
-        _RUNNING.router, _RUNNING.per_token = self, router.calculate_per_token_loss
-        router.calculate_per_token_loss = False
-        try:
-            return super().routing(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            router.calculate_per_token_loss, _RUNNING.router, _RUNNING.per_token = _RUNNING.per_token, None, False
+        def attach_and_log_load_balancing_loss(
+            self, activation: torch.Tensor, coefficient: float, loss: torch.Tensor, name: str, group: Any, **others: Any
+        ) -> torch.Tensor:
+            """Attach a loss like TopKRouter; the log gets its mean over the ranks.
 
-    def attach_and_log_load_balancing_loss(
-        self, activation: torch.Tensor, coefficient: float, loss: torch.Tensor, name: str, group: Any, **others: Any
-    ) -> torch.Tensor:
-        """Attach a loss like TopKRouter; the log gets its mean over the ranks.
+            Megatron sums logged losses once a step over one group, so that must be the model's.
+            """
+            models, value = self.__dict__["tp_cp_group"], loss.detach()
+            if group is not models and group is self.tp_cp_group:
+                logged = value.clone()
+                dist.all_reduce(logged, group=group)
+                group, value = models, logged / models.size()
+            loss = value + _gradient(loss, others.get("valid_token_count"), self.tp_cp_group)
+            attach = super().attach_and_log_load_balancing_loss
+            attached: torch.Tensor = attach(activation, coefficient, loss, name, group, **others)
+            return attached
 
-        Megatron sums logged losses once a step over one group, so that must be the model's.
-        """
-        models, value = self.__dict__["tp_cp_group"], loss.detach()
-        if group is not models and group is self.tp_cp_group:
-            logged = value.clone()
-            dist.all_reduce(logged, group=group)
-            group, value = models, logged / models.size()
-        loss = value + self._dfa_gradient(loss, others.get("valid_token_count"))
-        attach = super().attach_and_log_load_balancing_loss  # type: ignore[misc]
-        attached: torch.Tensor = attach(activation, coefficient, loss, name, group, **others)
-        return attached
-
-    def dfa_z_loss(self, loss: torch.Tensor, tokens: Any) -> torch.Tensor:
-        """Return a z-loss that is divided by the ranks' mean count, given one divided by this rank's `tokens`."""
-        every = self._dfa_every(tokens)
-        loss = loss * (tokens * self.tp_cp_group.size() / every)
-        return loss.detach() + self._dfa_gradient(loss, tokens)
-
-    def _dfa_every(self, tokens: Any) -> Any:
-        """Return the tokens of all ranks that count, at least 1; without padding every rank has as many."""
-        if not isinstance(tokens, torch.Tensor):
-            return tokens * self.tp_cp_group.size()
-        every = tokens.detach().float().clone()
-        dist.all_reduce(every, group=self.tp_cp_group)
-        return every.clamp(min=1)
-
-    def _dfa_gradient(self, loss: torch.Tensor, tokens: Any) -> torch.Tensor:
-        """Return 0 with the gradient that a loss shall have, given the tokens of this rank that count.
-
-        With calculate_per_token_loss Megatron divides all gradients by the tokens of the batch, so that of a mean is
-        multiplied by the tokens of the micro-batch.
-        """
-        change = loss - loss.detach()
-        return change * self._dfa_every(tokens) if _RUNNING.per_token else change
+    return GroupedRouter
 
 
-@functools.cache
-def router_class(base: type) -> type:
-    """Return the subclass of Megatron's router with `GroupedRouter` mixed in, made once per base."""
-    return type(f"Grouped{base.__name__}", (GroupedRouter, base), {"__module__": __name__})
+def _every(tokens: Any, group: Any) -> Any:
+    """Return the tokens of all ranks that count, at least 1; without padding every rank has as many."""
+    if not isinstance(tokens, torch.Tensor):
+        return tokens * group.size()
+    every = tokens.detach().float().clone()
+    dist.all_reduce(every, group=group)
+    return every.clamp(min=1)
+
+
+def _gradient(loss: torch.Tensor, tokens: Any, group: Any) -> torch.Tensor:
+    """Return 0 with the gradient that a loss shall have, given the tokens of this rank that count.
+
+    With calculate_per_token_loss Megatron divides all gradients by the tokens of the batch, so that of a mean is
+    multiplied by the tokens of the micro-batch.
+    """
+    change = loss - loss.detach()
+    return change * _every(tokens, group) if _RUNNING.per_token else change
 
 
 def grouped_router(layer: Any) -> list[Any]:
@@ -115,7 +108,7 @@ def grouped_router(layer: Any) -> list[Any]:
     router: Any = getattr(getattr(layer, "mlp", None), "router", None)
     if not isinstance(router, TopKRouter):
         return []
-    if not isinstance(router, GroupedRouter):
+    if not hasattr(router, "dfa_pack"):
         base: Any = type(router)
         router.__class__ = router_class(base)
         _replace("z_loss_func", _mean_over_ranks)
@@ -133,12 +126,16 @@ def _replace(name: str, replacing: Callable[[Callable[..., Any]], Callable[..., 
 
 
 def _mean_over_ranks(megatrons: Callable[..., Any]) -> Callable[..., Any]:
-    """The z-loss, which Megatron divides by the tokens of one rank."""
+    """The z-loss, which Megatron divides by the tokens of one rank; their mean count makes it that of all ranks."""
 
     def z_loss_func(logits: torch.Tensor, *args: Any, padding_mask: Any = None, **others: Any) -> Any:
         loss = megatrons(logits, *args, padding_mask=padding_mask, **others)
+        if _RUNNING.router is None:
+            return loss
+        group = _RUNNING.router.tp_cp_group
         tokens = logits.shape[0] if padding_mask is None else (~padding_mask).sum()
-        return loss if _RUNNING.router is None else _RUNNING.router.dfa_z_loss(loss, tokens)
+        loss = loss * (tokens * group.size() / _every(tokens, group))
+        return loss.detach() + _gradient(loss, tokens, group)
 
     return z_loss_func
 
