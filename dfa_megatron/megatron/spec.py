@@ -16,13 +16,13 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.hybrid.in_order import in_order_class, is_delta
 from dfa_megatron.megatron.hybrid.recomputed import ATTENTION_SLOTS, MIXERS, recomputed_class
 from dfa_megatron.megatron.hybrid.stack import default_stack_spec, follow_stack, is_stack
-from dfa_megatron.megatron.layers.context import AttentionContext
+from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.layers.layer import layer_class
 from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
 from dfa_megatron.megatron.layers.prediction import follow_batches
-from dfa_megatron.megatron.layers.recompute import take_over
-from dfa_megatron.megatron.output import follow_outputs, want_tiles
+from dfa_megatron.megatron.layers.recompute import asked_of
+from dfa_megatron.megatron.output import follow_outputs
 from dfa_megatron.megatron.refusals import ARGS, SPEC, check_config
 from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
 from dfa_megatron.megatron.start.dfa_flags import global_args, options_of
@@ -81,15 +81,15 @@ def distribute_attention(
     options.refuse_outside("megatron", "remat='on'")
     follow_batches()
     follow_outputs()
-    want_tiles(transformer_config, options)
     check_config(transformer_config, options)
     if is_stack(spec):
         return _stack(spec, transformer_config, AttentionContext(options, hybrid=True))
     context = AttentionContext(options)
     if getattr(transformer_config, "heterogeneous_block_specs", False):
-        context.recompute = take_over(transformer_config, context)
+        context.recompute = asked_of(transformer_config, context)
     if isinstance(spec, TransformerBlockSubmodules):
         block = copy.copy(spec)
+        setattr(block, CONTEXT, context)
         block.layer_specs = [_layer(layer, transformer_config, context) for layer in spec.layer_specs or []]
         block.layer_norm = _norm(spec.layer_norm, transformer_config)
         return block
@@ -98,7 +98,9 @@ def distribute_attention(
     if _norm(final_norm, transformer_config) is final_norm:
         return layer
     layers = get_num_layers_to_build(transformer_config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=_norm(final_norm, transformer_config))
+    block = TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=_norm(final_norm, transformer_config))
+    setattr(block, CONTEXT, context)
+    return block
 
 
 def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:

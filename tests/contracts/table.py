@@ -88,8 +88,10 @@ MEGATRON = (
     # The model's end: losses by tiles.
     on(f"{CORE}.models.common.language_module.language_module:LanguageModule", "megatron/output.py",
        attributes="setup_embeddings_and_output_layer compute_language_model_loss"),
-    on(f"{CORE}.models.gpt.gpt_model:GPTModel.forward", "megatron/output.py", passes="labels"),
-    on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/output.py", attributes="output_layer post_process"),
+    on(f"{CORE}.models.gpt.gpt_model:GPTModel.forward", "megatron/output.py",
+       passes="labels input_ids position_ids packed_seq_params"),
+    on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/output.py",
+       attributes="output_layer pre_process post_process transformer_layer_spec"),
     on(f"{CORE}.tensor_parallel.layers:ColumnParallelLinear", "megatron/output.py",
        attributes="gather_output weight bias skip_bias_add sequence_parallel tp_group"),
     on(f"{CORE}.tensor_parallel.layers:ColumnParallelLinear.forward", "megatron/output.py",
@@ -97,6 +99,9 @@ MEGATRON = (
     # Multi-token prediction.
     on(f"{CORE}.transformer.multi_token_prediction:roll_tensor", "megatron/layers/prediction.py",
        replaced="tensor shifts dims cp_group packed_seq_params return_sum"),
+    on(f"{CORE}.transformer.multi_token_prediction:process_mtp_loss "  # from 0.17 on
+       f"{CORE}.transformer.multi_token_prediction:roll_tensor", "megatron/layers/prediction.py",
+       passes="cp_group packed_seq_params"),
     on(f"{CORE}.transformer.multi_token_prediction:MultiTokenPredictionLayer", "megatron/layers/prediction.py",
        attributes="forward cp_group config"),
     # Recomputation.
@@ -107,8 +112,15 @@ MEGATRON = (
     on(f"{CORE}.transformer.mlp:MLP.forward", "megatron/layers/recompute.py"),
     # Experts.
     on(f"{CORE}.transformer.moe.router:TopKRouter", "megatron/layers/router.py megatron/tokens/outside.py",
-       attributes="tp_cp_group router_replay"),
-    on(f"{CORE}.transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss", "megatron/layers/router.py"),
+       attributes="tp_cp_group router_replay routing calculate_per_token_loss config"),
+    on(f"{CORE}.transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss", "megatron/layers/router.py",
+       passes="valid_token_count"),
+    on(f"{CORE}.transformer.moe.router:z_loss_func", "megatron/layers/router.py",
+       replaced="logits z_loss_coeff padding_mask"),
+    on(f"{CORE}.transformer.moe.router:get_tokens_per_expert_and_token_count", "megatron/layers/router.py",
+       replaced="routing_map reduce_group topk with_padding_mask"),
+    # The groups that a layer was built with.
+    on(f"{CORE}.parallel_state:_CONTEXT_PARALLEL_GROUP", "megatron/layers/sharing.py"),
     # Extracted states: 0.19 and later have the argument.
     on(f"{CORE}.transformer.transformer_block:TransformerBlock", "megatron/tokens/outside.py", attributes="layers"),
     # Latent attention's rotary tables.

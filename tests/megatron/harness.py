@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.selfcheck import model as small_model
 from dfa_megatron.megatron.selfcheck.model import Parallel, config_of, global_name, megatrons_spec, places_of
-from dfa_megatron.megatron.selfcheck.train import loss_function, mean_loss
+from dfa_megatron.megatron.selfcheck.train import mean_loss
 from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import padded_packs
@@ -57,6 +57,8 @@ class Case:
     """DDP reduces gradients, and the distributed optimizer gathers parameters, beside the computation."""
     packed: bool = False
     """Every row is packed documents of random lengths; None as options then runs them one by one."""
+    masked: bool = False
+    """Experts get a padding_mask: other lengths in every row."""
     padded: bool = False
     """Those are padded and cut zigzag one by one, as Transformer Engine wants them."""
     optimizer: str = "torch"
@@ -106,9 +108,26 @@ def micro_batch(step: int, micro: int) -> dict[str, torch.Tensor]:
     return {
         "tokens": rows[:, :-1].contiguous(),
         "labels": rows[:, 1:].contiguous(),
-        "loss_mask": torch.ones(BATCH, SEQUENCE),
+        "loss_mask": loss_mask(1000 * step + micro),
         "position_ids": torch.arange(SEQUENCE).expand(BATCH, -1).contiguous(),
     }
+
+
+def loss_mask(seed: int, length: int = SEQUENCE, rows: int = BATCH) -> torch.Tensor:
+    """What each token of a batch counts, (rows, length): tokens with holes, and none on one rank or on several.
+
+    By turns a prompt fills the first rank of tokens in order, padding the last, a single token of a row counts, or
+    the ends are left out, which the first rank of zigzag tokens holds.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    counts = torch.rand(rows, length, generator=draw) < 0.6
+    cut = length // 2 + 3  # more than a rank of two
+    single = int(torch.randint(2, length, (), generator=draw))
+    windows = ((cut, length), (0, length - cut), (single, single + 1), (length // 4, 3 * length // 4))
+    lo, hi = windows[(seed // 1000 + 2 * seed) % 4]
+    counts[:, hi - 1] = True
+    counts[:, :lo] = counts[:, hi:] = False
+    return counts.float()
 
 
 def documents(step: int, micro: int) -> torch.Tensor:
@@ -316,11 +335,11 @@ def batches(wanted: Case, step: int) -> Iterator[dict[str, torch.Tensor | None]]
     data_rank, data_ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     for micro in range(data_rank, MICRO_BATCHES, data_ranks):
         whole = micro_batch(step, micro)
-        if "mtp_num_layers" in dict(wanted.config):
-            # Megatron divides this loss by a rank's own tokens: as many on each.
-            whole["loss_mask"].view(BATCH, -1, 4)[..., :2] = 0
         if wanted.packed:
             whole["cu_seqlens"] = documents(step, micro)
+        if wanted.masked:
+            lengths = torch.tensor([[SEQUENCE // 4 + micro], [SEQUENCE * 2 // 3]])
+            whole["padding_mask"] = torch.arange(SEQUENCE) >= lengths
         if wanted.options is None:
             yield dict(whole)
         elif wanted.padded:
@@ -347,12 +366,31 @@ def forward_step(wanted: Case) -> Any:
         else:
             params = batch.get("params") or packed_seq_params(batch)
             more = {"packed_seq_params": params} if wanted.packed else {}
-            more["loss_mask"] = batch["loss_mask"]
+            more |= {name: batch[name] for name in ("loss_mask", "padding_mask") if name in batch}
             output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **more)
 
-        return output, loss_function(batch)
+        return output, loss_function(batch, per_token="calculate_per_token_loss" in dict(wanted.config))
 
     return step
+
+
+def loss_function(batch: dict[str, torch.Tensor], *, per_token: bool) -> Any:
+    """The mean over the counted tokens of a micro-batch, or with per_token their sum, which Megatron divides.
+
+    Megatron's own scripts divide by the tokens that a rank counts, which gives another loss on several ranks.
+    """
+    from megatron.core import parallel_state
+
+    def loss(output: torch.Tensor, **_: Any) -> Any:
+        total, count = (output.float() * batch["loss_mask"]).sum(), batch["loss_mask"].sum()
+        reported = {"lm loss": torch.stack([total.detach(), count])}
+        if per_token:
+            return total, count.int(), reported
+        every = count.clone()
+        dist.all_reduce(every, group=parallel_state.get_context_parallel_group())
+        return total / every, reported
+
+    return loss
 
 
 def one_by_one(batch: dict[str, torch.Tensor], model: Any) -> torch.Tensor:

@@ -55,8 +55,7 @@ def run(topology: Topology, options: DistAttentionConfig | None) -> tuple[Any, A
     harness.start(topology)
     model, group = model_of(topology, options), parallel_state.get_context_parallel_group()
     rows = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(3))
-    loss_mask = (torch.arange(LENGTH) % 6 > 2).expand(2, -1).float()  # as many on each rank: Megatron divides by them
-    batch: Any = {"tokens": rows[:, :-1], "labels": rows[:, 1:], "loss_mask": loss_mask.contiguous()}
+    batch: Any = {"tokens": rows[:, :-1], "labels": rows[:, 1:], "loss_mask": harness.loss_mask(0, LENGTH)}
     batch = {**batch, "position_ids": torch.arange(LENGTH).expand(2, -1)}
     mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool() if options is None else None
     batch = batch if options is None else shard_batch(batch, group, options)

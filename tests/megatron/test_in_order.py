@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.exchange import positions
 from dfa_megatron.megatron.tokens.others import refuse_other_layers
 from dfa_megatron.runtime.counters import COUNTERS
@@ -195,3 +196,45 @@ def test_a_gpt_with_gated_delta_nets_trains_like_one_rank(tmp_path: Path) -> Non
     run_ranks(1, in_a_gpt, harness.save_reference, path, Case(None, optimizer="megatron", **given))
     spread = case("contiguous", "auto", optimizer="distributed", **given)
     run_ranks(4, in_a_gpt, harness.check_topologies, [(Topology(pp=2, cp=2, ep=2), spread, {}, path)])
+
+
+def named_tokens(rank: int, ranks: int) -> None:
+    """Call the replaced kernels as every release of Megatron does, and with an argument that only the kernel knows."""
+    from types import SimpleNamespace
+
+    from dfa_megatron.megatron.hybrid import in_order
+
+    seen: list[Any] = []
+
+    def kernel(*args: Any, **given: Any) -> Any:
+        seen.append(given.pop("new_argument", None))
+        return state_kernels.chunk_gated_delta_rule(*args, **given)
+
+    rule = in_order._ruling(kernel)
+    draw = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 4 * ranks, 2, 3, generator=draw, dtype=torch.float64) for _ in range(3))
+    g, beta = (-torch.rand(1, 4 * ranks, 2, generator=draw, dtype=torch.float64) for _ in range(2))
+    wanted = kernel(q, k, v, g, beta)[0].chunk(ranks, 1)[rank]
+    q, k, v, g, beta = (x.chunk(ranks, 1)[rank] for x in (q, k, v, g, beta))
+    states = {"initial_state": None, "output_final_state": False, "cu_seqlens": None, "new_argument": 7}
+    group = {"group": dist.group.WORLD, "cu_seqlens": None, "config": DistAttentionConfig()}
+    calls = [((q, k, v), {"g": g, "beta": beta}), ((), {"q": q, "k": k, "v": v, "g": g, "beta": beta})]
+    calls += [((), {"query": q, "key": k, "value": v, "g": g, "beta": beta}), ((q, k, v, g, beta), {})]
+    for args, named in calls:
+        if "query" not in named:  # a mixer that is not ours calls the kernel itself
+            assert torch.equal(rule(*args, **named)[0], kernel(q, k, v, g, beta)[0])
+        seen.clear()
+        in_order._RUNNING.mixer = SimpleNamespace(dfa_where=lambda: group)  # type: ignore[assignment]
+        try:
+            out, state = rule(*args, **named, **states)
+            with pytest.raises(UnsupportedError, match="its states are not kept"):
+                rule(*args, **named, **{**states, "initial_state": q})
+        finally:
+            in_order._RUNNING.mixer = None
+        torch.testing.assert_close(out, wanted)
+        assert state is None
+        assert set(seen) == {7}
+
+
+def test_the_replaced_delta_rule_takes_tokens_by_place_and_by_every_name_of_megatrons() -> None:
+    run_ranks(2, named_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -141,6 +142,73 @@ def test_packs_of_a_trainer_are_not_read_as_rows_that_shard_batch_cut() -> None:
     run_ranks(2, foreign_packs)
 
 
+def whole_batches(rank: int, world_size: int) -> None:
+    """A script that cuts no batch, which only its positions show; and one whose sampler counts every rank."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from dfa_megatron.megatron import declare_batch_layout, shard_batch
+
+    for layout in ("boundary", "zigzag"):
+        start(Topology(cp=world_size))  # new groups: nobody has declared anything
+        model, whole = model_of(DistAttentionConfig(data_layout=layout)), harness.micro_batch(0, 0)
+        more = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
+        loss_of(model, get_batch_on_this_cp_rank(dict(whole), cp_group=dist_group(), **more))
+        for uncut in (whole, {name: x[:, : x.shape[1] // world_size] for name, x in whole.items()}):
+            with pytest.raises(UnsupportedError, match=rf"count from 0 to {uncut['tokens'].shape[1]} on a rank"):
+                loss_of(model, uncut)
+        loss_of(model, {**whole, "position_ids": torch.zeros_like(whole["position_ids"])})
+        declare_batch_layout(dist_group(), "zigzag")
+        loss_of(model, whole)  # own code slices, and is believed
+    for layout in ("contiguous", "boundary"):
+        start(Topology(cp=world_size))
+        options, group = DistAttentionConfig(data_layout=layout), parallel_state.get_context_parallel_group()
+        for name in ("tokens", "loss_mask"):
+            other = {**whole, name: whole[name].roll(rank, 1)}
+            parallel = dist.new_group(list(range(world_size)))
+            with pytest.raises(UnsupportedError, match="different samples on the ranks"):
+                shard_batch(other, parallel, options)
+        shard_batch(whole, group, options)
+
+
+def test_batches_that_nobody_cut_and_samples_of_other_ranks_are_refused() -> None:
+    run_ranks(3, whole_batches)
+
+
+def swapped(rank: int, world_size: int) -> None:
+    """Replace the groups of a model in every way that others do: by module, by collection, in Megatron's state."""
+    import copy
+
+    from megatron.core import parallel_state
+
+    from dfa_megatron.megatron import shard_batch
+
+    start(Topology(cp=world_size))
+    other, same = dist.new_group([rank], use_local_synchronization=True), dist.new_group(list(range(world_size)))
+    for layout in ("boundary", "contiguous"):
+        options = DistAttentionConfig(data_layout=layout)
+        model = model_of(options, num_layers=2)
+        batch = shard_batch(harness.micro_batch(0, 0), dist_group(), options)
+        layer = model.decoder.layers[1]
+        expected = loss_of(model, batch)
+        places = [(layer.pg_collection, "cp"), (layer.self_attention.core_attention, "cp_group")]
+        places += [(parallel_state, "_CONTEXT_PARALLEL_GROUP")]
+        copied = copy.copy(layer.pg_collection)
+        copied.cp = other
+        changes = [(holder, name, group) for holder, name in places for group in (other, same)]
+        for holder, name, group in [*changes, (layer, "pg_collection", copied)]:
+            kept = getattr(holder, name)
+            setattr(holder, name, group)
+            with pytest.raises(UnsupportedError, match=r"groups were replaced after it was built"):
+                loss_of(model, batch)
+            setattr(holder, name, kept)
+        assert torch.equal(loss_of(model, batch), expected)
+
+
+def test_a_model_whose_groups_were_replaced_is_refused() -> None:
+    run_ranks(2, swapped)
+
+
 def slices(rank: int, world_size: int) -> None:
     import inspect
 
@@ -254,3 +322,42 @@ def test_the_cpu_stand_in_is_applied_once_and_never_beside_cuda(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UnsupportedError, match="use_cpu on a machine with CUDA"):
         use_cpu()
+
+
+def one_config(rank: int, world_size: int) -> None:
+    """Build three models from one config object, the last of Megatron's own layers; each recomputes as it was asked."""
+    from megatron.core import tensor_parallel
+
+    start(Topology())
+    config = make_config(Topology(), case(recompute=("uniform", 1)), mtp_num_layers=1)
+    before = dict(vars(config))
+    batch = harness.micro_batch(0, 0)
+    checkpoint, calls = tensor_parallel.checkpoint, []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return checkpoint(*args)
+
+    tensor_parallel.checkpoint = counted
+    try:
+        for remat, forwards in (("auto", 1), ("off", 2), ("auto", 1)):
+            COUNTERS.reset()
+            ours = make_model(config, DistAttentionConfig(remat=remat, loss_tile=8)).train()
+            loss_of(ours, batch).backward()
+            assert COUNTERS.snapshot()["attention_forwards"] == forwards * (harness.LAYERS + 1)
+        del calls[:]
+        mask = torch.ones(1, 1, harness.SEQUENCE, harness.SEQUENCE).triu(1).bool()
+        plain = make_model(config, None).train()
+        plain(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"]).mean().backward()
+        assert len(calls) == harness.LAYERS + 1
+        assert not hasattr(plain.decoder.layers[0], "dfa_check_positions")
+    finally:
+        tensor_parallel.checkpoint = checkpoint
+    assert dict(vars(config)) == before
+    assert type(plain.output_layer) is not type(ours.output_layer)
+    ours.decoder.config.timers = "later"  # of the same fields
+    assert config.timers == "later"
+
+
+def test_the_config_of_a_model_is_not_written_and_other_models_of_it_recompute_as_asked() -> None:
+    run_ranks(1, one_config)

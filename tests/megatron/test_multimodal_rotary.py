@@ -96,6 +96,9 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
         options = DistAttentionConfig(data_layout=layout)
         for name, whole in (("rows", batch), ("pack", pack)):
             local = shard_batch(whole, group, options)
+            cut = local["position_ids"].chunk(ranks, -1)[rank]
+            with pytest.raises(UnsupportedError, match=rf"position_ids of {cut.shape[-1]} tokens in three axes"):
+                run(Topology(cp=ranks), options, {**local, "position_ids": cut})
             assert local["position_ids"].shape[-1] == local["tokens"].shape[1] * ranks
             losses, gradients = run(Topology(cp=ranks), options, local)
             wanted = expected[name][0].reshape(len(losses), -1)

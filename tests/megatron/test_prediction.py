@@ -30,19 +30,26 @@ def counted(topology: Topology, wanted: Case) -> dict[str, int]:
 
 @pytest.mark.support("megatron", "multi-token prediction; every layout, CP 3, TP 2 x CP 2, PP 2 x CP 2")
 def test_prediction_layers_train_like_one_rank_in_every_layout(tmp_path: Path) -> None:
-    path = str(tmp_path / "prediction.pt")
-    run_ranks(1, harness.save_reference, path, Case(options=None, steps=1, config=TWO_AHEAD))
-    whole_rows = (*TWO_AHEAD, ("sequence_parallel", False))  # the norms around the projection are PyTorch's
-    three = [
-        (Topology(cp=3), case(layout, remat, steps=1, config=TWO_AHEAD))
-        for layout, remat in (("contiguous", "auto"), ("boundary", "off"), ("zigzag", "auto"))
+    mean, tokens = str(tmp_path / "mean.pt"), str(tmp_path / "tokens.pt")
+    per_token = (*TWO_AHEAD, ("calculate_per_token_loss", True))
+    references = [(path, Case(options=None, steps=1, config=c)) for path, c in ((mean, TWO_AHEAD), (tokens, per_token))]
+    run_ranks(1, harness.save_references, references)
+    whole_rows = ("sequence_parallel", False)  # the norms around the projection are PyTorch's
+    three: list[Any] = [
+        (Topology(cp=3), case(layout, remat, steps=1, config=config), path)
+        for layout, remat, config, path in (
+            ("contiguous", "auto", TWO_AHEAD, mean),
+            ("boundary", "off", TWO_AHEAD, mean),
+            ("zigzag", "auto", per_token, tokens),
+            ("contiguous", "off", per_token, tokens),
+        )
     ]
-    four = [
-        (Topology(tp=2, cp=2), case("contiguous", "auto", steps=1, config=whole_rows)),
-        (Topology(pp=2, cp=2), case("contiguous", steps=1, config=TWO_AHEAD)),
+    four: list[Any] = [
+        (Topology(tp=2, cp=2), case("contiguous", "auto", steps=1, config=(*TWO_AHEAD, whole_rows)), mean),
+        (Topology(pp=2, cp=2), case("contiguous", steps=1, config=per_token), tokens),
     ]
     for ranks, cases in ((3, three), (4, four)):
-        prepared = [(topology, wanted, counted(topology, wanted), path) for topology, wanted in cases]
+        prepared = [(topology, wanted, counted(topology, wanted), path) for topology, wanted, path in cases]
         run_ranks(ranks, harness.check_topologies, prepared, timeout=170)
 
 
@@ -77,20 +84,39 @@ def test_a_shift_brings_the_next_token_from_whatever_rank_has_it() -> None:
     run_ranks(3, shifts)
 
 
-def even_mask(held: list[torch.Tensor]) -> torch.Tensor:
-    """A loss mask whose shifted forms count as many tokens on every rank, because Megatron divides by those."""
-    masks = torch.rand(20_000, OFFSETS[-1], generator=torch.Generator().manual_seed(4)) < 0.6
-    even, shifted = torch.ones(len(masks), dtype=torch.bool), masks
-    for _ in range(2):
-        shifted = shifted.roll(-1, -1)
-        shifted[:, [offset - 1 for offset in OFFSETS[1:]]] = False
-        counts = [shifted[:, positions].sum(1) for positions in held]
-        for count in counts:
-            even &= count == counts[0]
-    return masks[even][0].float()[None]
+def open_rolls(rank: int, ranks: int) -> None:
+    """Call the replaced roll_tensor as every release does; a newer one asks for no sum, or for what nobody knows."""
+    from dfa_megatron.megatron import declare_batch_layout
+    from dfa_megatron.megatron.layers.prediction import _rolling
+
+    seen: list[Any] = []
+
+    def megatrons(tensor: Any, shifts: int, dims: int, cp_group: Any, packed_seq_params: Any, **others: Any) -> Any:
+        seen.append(others)
+        return tensor, tensor.sum()
+
+    harness.start(Topology(cp=ranks))
+    from megatron.core import parallel_state
+
+    group, roll, tokens = parallel_state.get_context_parallel_group(), _rolling(megatrons), torch.ones(1, 4)
+    for others in ({}, {"return_sum": False}, {"return_sum": True, "new_argument": 7}):
+        roll(tokens, -1, -1, group, None, **others)  # in Megatron's order
+        roll(tokens, **others)
+        assert seen[-2:] == [others, others]
+    declare_batch_layout(group, "contiguous")
+    assert roll(tokens, cp_group=group, return_sum=False)[1] is None
+    assert roll(tokens, cp_group=group, return_sum=True)[1] is not None
+    with pytest.raises(UnsupportedError, match="roll_tensor with new_argument"):
+        roll(tokens, cp_group=group, new_argument=7)
 
 
-def run(topology: Topology, options: DistAttentionConfig | None, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+def test_the_replaced_roll_takes_and_passes_on_arguments_of_newer_releases() -> None:
+    run_ranks(2, open_rolls)
+
+
+def run(
+    topology: Topology, options: DistAttentionConfig | None, batch: dict[str, Any], *, per_token: bool
+) -> tuple[torch.Tensor, Any]:
     """Losses of this rank's tokens, and gradients summed over the ranks that share them."""
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
@@ -98,8 +124,10 @@ def run(topology: Topology, options: DistAttentionConfig | None, batch: dict[str
 
     wanted = MEGATRONS if options is None else case(options.data_layout)
     grouped = {"hybrid_context_parallel": options is not None and topology.cp == 1}
+    grouped["calculate_per_token_loss"] = per_token
     model = harness.make_model(harness.make_config(topology, wanted, **dict(TWO_AHEAD), **grouped), options)
-    MTPLossAutoScaler.set_loss_scale(torch.tensor(1 if options is None else 1 / dist.get_world_size()))
+    # Megatron's DDP divides the gradients by the ranks, unless the loss is per token.
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(1 if options is None or per_token else 1 / dist.get_world_size()))
     document = torch.bucketize(torch.arange(OFFSETS[-1]), torch.tensor(OFFSETS[1:]), right=True)
     apart = (document[:, None] != document) | torch.ones(OFFSETS[-1], OFFSETS[-1]).triu(1).bool()
     mask = apart[None, None] if options is None else None
@@ -112,7 +140,7 @@ def run(topology: Topology, options: DistAttentionConfig | None, batch: dict[str
     return losses.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def alone(ranks: int, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+def alone(ranks: int, batch: dict[str, Any], *, per_token: bool) -> tuple[torch.Tensor, Any]:
     """What one rank comes to, with Megatron's own shift in documents and a mask that keeps them apart."""
     from dfa_megatron.megatron import packed_seq_params
 
@@ -127,7 +155,7 @@ def alone(ranks: int, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:
     for module in modules:
         module.roll_tensor = in_documents
     try:
-        return run(Topology(dp=ranks), None, batch)
+        return run(Topology(dp=ranks), None, batch, per_token=per_token)
     finally:
         for module, function in zip(modules, kept, strict=True):
             module.roll_tensor = function
@@ -143,41 +171,36 @@ def compare_packs(rank: int, ranks: int) -> None:
     rows = {name: x.reshape(1, -1) for name, x in harness.micro_batch(0, 0).items()}
     rows |= {"position_ids": torch.arange(BATCH * SEQUENCE)[None], "cu_seqlens": torch.tensor(OFFSETS).int()}
     total = padded_packs.total_of(rows["tokens"].shape, ranks, 1)
-
-    def padded(whole: dict[str, Any], form: int, rank: int = rank) -> dict[str, Any]:
-        return padded_packs.cut({**whole, "position_ids": rows["position_ids"]}, ranks, rank, total, form)
-
-    def real(local: dict[str, Any]) -> torch.Tensor:
-        return local["position_ids"][0, local["loss_mask"][0].bool()]
-
-    held = {
-        order: [positions(order, OFFSETS[-1], ranks, r) for r in range(ranks)] for order in ("contiguous", "zigzag")
-    }
-    held["padded"] = [real(padded(rows, 0, r)) for r in range(ranks)]
+    full = {**rows, "loss_mask": torch.ones(1, BATCH * SEQUENCE)}
+    is_real = padded_packs.cut(full, ranks, rank, total, 0)["loss_mask"][0].bool()
+    held = {order: positions(order, OFFSETS[-1], ranks, rank) for order in ("contiguous", "zigzag")}
+    held["padded"] = padded_packs.cut(full, ranks, rank, total, 0)["position_ids"][0, is_real]
     harness.start(apart)
-    wholes = {order: {**rows, "loss_mask": even_mask(parts)} for order, parts in held.items()}
-    expected = {order: alone(ranks, whole) for order, whole in wholes.items()}
+    ways = [(mask, per_token) for mask in (0, 1) for per_token in (False, True)]
+    wholes = {mask: {**rows, "loss_mask": harness.loss_mask(mask, OFFSETS[-1], 1)} for mask in (0, 1)}
+    expected = {way: alone(ranks, wholes[way[0]], per_token=way[1]) for way in ways}
 
-    def check(topology: Topology, layout: str, order: str, local: dict[str, Any], here: torch.Tensor) -> None:
-        losses, gradients = run(topology, DistAttentionConfig(data_layout=layout), local)
-        wanted, wanted_gradients = expected[order]
-        torch.testing.assert_close(losses[:, here], wanted[:, held[order][rank]], rtol=1e-5, atol=1e-5)
+    def check(topology: Topology, layout: str, order: str, local: dict[str, Any], way: tuple[int, bool]) -> None:
+        losses, gradients = run(topology, DistAttentionConfig(data_layout=layout), local, per_token=way[1])
+        wanted, wanted_gradients = expected[way]
+        here = is_real if order == "padded" else slice(None)
+        torch.testing.assert_close(losses[:, here], wanted[:, held[order]], rtol=1e-5, atol=1e-5)
         for name, gradient in wanted_gradients.items():
             error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
-            assert error <= 1e-5, f"{layout}, {order}: the gradient of {name} is off by {error:.2e}"
+            assert error <= 1e-5, f"{layout}, {order}, {way}: the gradient of {name} is off by {error:.2e}"
 
-    is_real = padded(rows, 0)["loss_mask"][0].bool()
     own = dist.new_group(list(range(ranks)))
-    for form in (0, 1):
-        grouped = padded(wholes["padded"], form)
+    for form, way in ((0, ways[0]), (1, ways[3])):
+        grouped = padded_packs.cut(wholes[way[0]], ranks, rank, total, form)
         grouped["params"].local_cp_size, grouped["params"].cp_group = ranks, own
-        check(apart, "boundary", "padded", grouped, is_real)
+        check(apart, "boundary", "padded", grouped, way)
     harness.start(together)
-    check(together, "boundary", "padded", padded(wholes["padded"], 0), is_real)
-    every = torch.ones(OFFSETS[-1] // ranks, dtype=torch.bool)
+    for way in ways[1:3]:
+        check(together, "boundary", "padded", padded_packs.cut(wholes[way[0]], ranks, rank, total, 0), way)
     for layout, order in (("contiguous", "contiguous"), ("boundary", "zigzag")):
         options, group = DistAttentionConfig(data_layout=layout), parallel_state.get_context_parallel_group()
-        check(together, layout, order, shard_batch(wholes[order], group, options), every)
+        for way in ways[0:4:3] if layout == "contiguous" else ways[1:3]:
+            check(together, layout, order, shard_batch(wholes[way[0]], group, options), way)
 
 
 @pytest.mark.support("megatron", "multi-token prediction of packs; layouts `contiguous`, `boundary`, CP 3")

@@ -126,13 +126,3 @@ def test_an_entry_that_has_no_tokens_is_named(entry: Any, form: str) -> None:
     group: Any = SimpleNamespace()
     with pytest.raises(UnsupportedError, match=form):
         shard_batch({"tokens": torch.zeros(2, 8), "sample_id": entry}, group, DistAttentionConfig())
-
-
-def test_a_config_forgets_the_tile_of_a_model_that_was_built_with_it_before() -> None:
-    from dfa_megatron.megatron.output import _WANTED, want_tiles
-
-    config = SimpleNamespace()
-    want_tiles(config, DistAttentionConfig(loss_tile=5))
-    assert getattr(config, _WANTED) == 5
-    want_tiles(config, DistAttentionConfig())
-    assert getattr(config, _WANTED) is None

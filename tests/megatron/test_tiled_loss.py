@@ -109,7 +109,8 @@ def scores(rank: int, world_size: int) -> None:
         else:
             with scores_of(model) as seen:
                 losses = model(*given, labels=batch["labels"])
-            logprobs, entropy = seen.logprobs.T, seen.entropy.T
+            logprobs, entropy = seen.logprobs, seen.entropy
+            assert logprobs.shape == entropy.shape == batch["labels"].shape
             assert torch.equal(losses, -logprobs)
             assert model(*given).shape == (BATCH, SEQUENCE // world_size, harness.VOCABULARY)
         (logprobs.sum() - 2 * entropy.sum()).backward()

@@ -25,6 +25,10 @@ from dfa_megatron.recurrence import Convolve, dist_conv, dist_mamba2, dist_scan,
 _MARK = "_dfa_megatron"
 _OURS = ("initial_state", "output_final_state", "cu_seqlens")
 """The arguments of a kernel that say where states come from and go."""
+_TOKENS = ("q", "k", "v", "g", "beta")
+"""The first arguments of FLA's delta rule, which Megatron passes by place or by name."""
+_LONG_NAMES = {"query": "q", "key": "k", "value": "v"}
+"""Those of Megatron's own function."""
 
 
 class _OneRank:
@@ -193,16 +197,27 @@ def _replace_calls() -> None:
 
 def _ruling(kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
-    def rule(query: Any, key: Any, value: Any, g: Any, beta: Any, **given: Any) -> Any:
+    def rule(*args: Any, **given: Any) -> Any:
         mixer = _RUNNING.mixer
         if mixer is None:
-            return kernel(query, key, value, g=g, beta=beta, **given)
-        tokens = {"q": query, "k": key, "v": value, "g": g, "beta": beta}
-        options = {name: option for name, option in given.items() if name not in _OURS}
+            return kernel(*args, **given)
+        given = dict(zip(_TOKENS, args, strict=False)) | {_LONG_NAMES.get(name, name): x for name, x in given.items()}
+        tokens = {name: given.pop(name) for name in _TOKENS}
+        options = _options(given)
         return dist_scan(fla_scan(kernel, **options), tokens, **mixer.dfa_where())[0], None
 
     setattr(rule, _MARK, kernel)
     return rule
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    """Return what a call of Megatron's asks of a kernel beside the states, which this package passes.
+
+    Raises:
+        UnsupportedError: it brings a state, or wants one.
+    """
+    CALLS.check(mixer_cache=given.get("initial_state") is not None or bool(given.get("output_final_state")))
+    return {name: option for name, option in given.items() if name not in _OURS}
 
 
 def _convolving_tokens(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,7 +228,8 @@ def _convolving_tokens(kernel: Callable[..., Any]) -> Callable[..., Any]:
         mixer = _RUNNING.mixer
         if mixer is None:
             return kernel(x=x, weight=weight, bias=bias, activation=activation, **given)
-        return mixer.dfa_convolve(by_fla(kernel, weight, bias, activation), x, weight), None
+        run = by_fla(functools.partial(kernel, **_options(given)), weight, bias, activation)
+        return mixer.dfa_convolve(run, x, weight), None
 
     setattr(convolution, _MARK, kernel)
     return convolution
@@ -222,12 +238,13 @@ def _convolving_tokens(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def _convolving_channels(kernel: Callable[..., Any] | None) -> Callable[..., Any]:
     """causal-conv1d's convolution, over (batch, channels, tokens); None where the package is missing."""
 
-    def convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str) -> Any:
+    def convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str, **given: Any) -> Any:
         mixer = _RUNNING.mixer
+        run = None if kernel is None else functools.partial(kernel, **given)
         if mixer is not None:
-            return mixer.dfa_convolve(by_causal_conv1d(kernel, weight, bias), x.mT, weight).mT
-        if kernel is not None:
-            return kernel(x=x, weight=weight, bias=bias, activation=activation)
+            return mixer.dfa_convolve(by_causal_conv1d(run, weight, bias), x.mT, weight).mT
+        if run is not None:
+            return run(x=x, weight=weight, bias=bias, activation=activation)
         return by_pytorch(weight, bias)(x.mT, ()).mT
 
     setattr(convolution, _MARK, kernel)

@@ -12,12 +12,9 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.megatron.layers.context import AttentionContext
+from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
 from dfa_megatron.megatron.layers.sharing import SharingLayer
 from dfa_megatron.megatron.refusals import CALLS, SPEC
-
-_CONTEXT = "dfa_context"
-"""The attribute of a stack's submodules that holds the model's context."""
 
 _MARK = "_dfa_megatron"
 
@@ -63,7 +60,7 @@ def follow_stack(spec: Any, context: AttentionContext) -> None:
     """
     megatrons = megatrons_stack()
     SPEC.check(other_stack=None if issubclass(spec.module, megatrons) else spec.module.__name__)
-    setattr(spec.submodules, _CONTEXT, context)
+    setattr(spec.submodules, CONTEXT, context)
     built = megatrons.__init__
     if hasattr(built, _MARK):
         return
@@ -72,7 +69,7 @@ def follow_stack(spec: Any, context: AttentionContext) -> None:
     def joined(self: Any, *args: Any, **kwargs: Any) -> None:
         built(self, *args, **kwargs)
         given = inspect.signature(built).bind(self, *args, **kwargs).arguments
-        context = getattr(given["submodules"], _CONTEXT, None)
+        context = getattr(given["submodules"], CONTEXT, None)
         if context is not None:
             base: Any = type(self)
             self.__class__ = _stack_class(base)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dfa_megatron.megatron")
 
+CONTEXT = "dfa_context"
+"""The attribute of a stack's or a block's submodules that holds the model's context."""
+
 _KEPT = 256
 """Packs that a model remembers to have compared."""
 
@@ -43,7 +46,7 @@ class AttentionContext:
         self.options = options
         self.hybrid = hybrid
         self.recompute: Recompute | None = None
-        """The flags that were cleared on the model's config, where each layer has a config of its own."""
+        """The flags on the model's config, where each layer has a config of its own."""
         self.tables = TableCache()
         self._relayouts: dict[tuple[Any, ...], Relayout] = {}
         self._said: set[str] = set()

@@ -15,7 +15,6 @@ from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.latent import order_rotary
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, tile_mlp
 from dfa_megatron.megatron.layers.sharing import SharingLayer
-from dfa_megatron.megatron.output import want_tiles
 from dfa_megatron.megatron.refusals import CALLS, LAYERS, SPEC, check_config
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.outside import exchange_extracted, exchange_routing
@@ -41,7 +40,6 @@ class DistributedAttentionLayer(SharingLayer):
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
         context = distributed_attention
         check_config(config, context.options)
-        want_tiles(config, context.options)
         asked = take_over(config, context)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         layer: Any = self

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
-import logging
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,19 +14,16 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
-from dfa_megatron.megatron.layers.recompute import taken_over
 from dfa_megatron.megatron.refusals import CALLS, LAYERS
 from dfa_megatron.megatron.tokens.batch import slicing_of
+from dfa_megatron.megatron.tokens.own_group import group_of
 from dfa_megatron.megatron.tokens.packed_documents import document_order, place
 from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.runtime.cu_seqlens import Offsets, offsets_of
 from dfa_megatron.sharding import positions_of
 
-logger = logging.getLogger("dfa_megatron.megatron")
-
 _MARK = "_dfa_megatron"
-_HOMES = ("megatron.core.transformer.multi_token_prediction", "megatron.core.models.gpt.gpt_model")
-"""The modules that call Megatron's roll_tensor, by version."""
+_HOME = "megatron.core.transformer.multi_token_prediction"
 
 
 def shift(x: torch.Tensor, whole: Layout, group: dist.ProcessGroup, ends: Offsets = ()) -> torch.Tensor:
@@ -81,40 +80,110 @@ def _order_of(
 
 
 def follow_batches() -> None:
-    """Make Megatron's roll_tensor and its prediction layers follow batches that this package sliced.
+    """Make Megatron's roll_tensor, prediction layers and prediction loss follow the ranks that share a sequence.
 
-    Batches in Megatron's own order stay its own matter. A second call changes nothing.
+    Batches in Megatron's own order are still shifted by Megatron. A second call changes nothing.
     """
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-    for home in _HOMES:
-        module = importlib.import_module(home)
-        megatrons = getattr(module, "roll_tensor", None)
-        if megatrons is not None and not hasattr(megatrons, _MARK):
-            vars(module)["roll_tensor"] = _rolling(megatrons)
+    _replace("roll_tensor", _rolling)
+    _replace("process_mtp_loss", _counting)  # Megatron-Core 0.17 and later
     megatrons = MultiTokenPredictionLayer.forward
     if not hasattr(megatrons, _MARK):
         MultiTokenPredictionLayer.forward = _checking(megatrons)
 
 
+def _replace(name: str, replacing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a function of Megatron's prediction module there and in every module that has imported it."""
+    megatrons = getattr(importlib.import_module(_HOME), name, None)
+    if megatrons is None or hasattr(megatrons, _MARK):
+        return
+    ours = replacing(megatrons)
+    setattr(ours, _MARK, megatrons)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("megatron.") and vars(module).get(name) is megatrons:
+            vars(module)[name] = ours
+
+
 def _rolling(megatrons: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(megatrons)
     def roll_tensor(
-        tensor: Any, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
+        tensor: Any,
+        shifts: int = -1,
+        dims: int = -1,
+        cp_group: Any = None,
+        packed_seq_params: Any = None,
+        **others: Any,
     ) -> Any:
         known = cp_group is not None and tensor is not None
         ours = _order_of(cp_group, packed_seq_params, tensor.shape[-1]) if known else None
         if ours is None:
-            return megatrons(tensor, shifts, dims, cp_group, packed_seq_params)
+            rolled, count = megatrons(tensor, shifts, dims, cp_group, packed_seq_params, **others)
+            return rolled, _of_group(count, _sharing(cp_group, packed_seq_params) if known else None)
+        unknown = {name: value for name, value in others.items() if name != "return_sum"}
         CALLS.check(rolled=None if shifts == -1 and dims in (-1, tensor.dim() - 1) else (shifts, dims))
-        if tensor.dim() == 3:  # multimodal position_ids: they are whole, and prediction layers do not read them
-            return tensor, tensor.sum()
+        CALLS.check(roll_argument=", ".join(unknown))
         group, layout, ends = ours
-        rolled = shift(tensor, layout, group, ends)
-        return rolled, rolled.sum()
+        # Multimodal position_ids have three dimensions: they are whole, and prediction layers do not read them.
+        rolled = tensor if tensor.dim() == 3 else shift(tensor, layout, group, ends)
+        return rolled, _of_group(rolled.sum() if others.get("return_sum", True) else None, group)
 
-    setattr(roll_tensor, _MARK, megatrons)
     return roll_tensor
+
+
+def _sharing(cp_group: dist.ProcessGroup, params: Any) -> dist.ProcessGroup:
+    """Return the ranks that share a micro-batch."""
+    return cp_group if params is None else group_of(params) or cp_group
+
+
+def _of_group(count: Any, group: dist.ProcessGroup | None) -> Any:
+    """Return the mean of a count over the ranks of a group; 1 for 0, by which Megatron-Core 0.16 would divide.
+
+    Megatron divides a prediction's losses by the count of one rank, and the gradients by the ranks. Only the mean count
+    makes of both the mean over all tokens.
+    """
+    if count is None or group is None or group.size() == 1:
+        return count
+    total = count.float()
+    dist.all_reduce(total, group=group)
+    return torch.where(total == 0, 1.0, total / group.size())
+
+
+def _counting(megatrons: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the loss of prediction layers the mean over all counted tokens of the ranks that share the sequence.
+
+    Megatron does not divide by counts under 1, so the mean count of `_of_group` is not enough: here a token weighs as
+    much as there are ranks, and that mean is the count of all of them. With calculate_per_token_loss Megatron
+    multiplies by the tokens that one rank counts before the shift, which may be 0 where it counts some after it. In its
+    place the factor of the loss has those of all ranks.
+    """
+
+    @functools.wraps(megatrons)
+    def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(megatrons).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        cp_group, params, labels, mask = (
+            given[name] for name in ("cp_group", "packed_seq_params", "labels", "loss_mask")
+        )
+        group = None if cp_group is None else _sharing(cp_group, params)
+        if group is None or group.size() == 1 or (labels is None and given.get("input_ids") is None):
+            return megatrons(*args, **kwargs)
+        roll = functools.partial(vars(sys.modules[_HOME])["roll_tensor"], cp_group=cp_group, packed_seq_params=params)
+        tokens = given["input_ids"] if labels is None else labels
+        mask = torch.ones_like(tokens, dtype=torch.float32) if mask is None else mask
+        if labels is None:
+            given["labels"], mask = roll(tokens)[0], roll(mask)[0]
+        given["loss_mask"] = mask * group.size()
+        if given["config"].calculate_per_token_loss:
+            given["config"] = config = copy.copy(given["config"])
+            config.calculate_per_token_loss = False
+            before = mask.sum(dtype=torch.float32)
+            dist.all_reduce(before, group=group)
+            config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * before / group.size()
+        return megatrons(*bound.args, **bound.kwargs)
+
+    return process_mtp_loss
 
 
 def _checking(megatrons: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,8 +192,6 @@ def _checking(megatrons: Callable[..., Any]) -> Callable[..., Any]:
         other = _has_other_attention(self)
         order = slicing_of(self.cp_group, packed=kwargs.get("packed_seq_params") is not None)
         LAYERS.check(other_layer=other and order is not None, context_parallel_size=self.config.context_parallel_size)
-        if other and taken_over(self.config):
-            _say_kept()
         return megatrons(self, *args, **kwargs)
 
     setattr(forward, _MARK, megatrons)
@@ -140,12 +207,4 @@ def _has_other_attention(prediction: torch.nn.Module) -> bool:
         and isinstance(layer.self_attention, Attention)
         and not isinstance(layer, DistributedAttentionLayer)
         for layer in prediction.modules()
-    )
-
-
-@functools.cache
-def _say_kept() -> None:
-    logger.warning(
-        "dfa: multi-token prediction layers with Megatron's own attention are not recomputed, because full "
-        "recomputation has been taken over"
     )

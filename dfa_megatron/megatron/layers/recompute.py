@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +16,8 @@ from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.refusals import LAYERS
 from dfa_megatron.remat.by_tiles import by_tiles
 
-_ATTRIBUTE = "_dfa_recompute"
-"""Where flags that were taken over stay on the TransformerConfig, for model chunks that are built later."""
+_FLAGS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+"""The fields of a TransformerConfig that ask for recomputation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +33,36 @@ class Recompute:
 
 
 def take_over(config: Any, context: AttentionContext) -> Recompute | None:
-    """Clear full recomputation on the config and return the cleared flags; Megatron reads them in every forward.
+    """Return the flags of full recomputation, None if it is off or left to Megatron by remat='off'.
 
-    Return None if full recomputation is off. With remat='off' the flags stay. Every call on the same config returns
-    the same object, so each layer may call it.
+    A layer calls it while it is built, and then the blocks around it, which read the flags in every forward, see none.
+    The config keeps them: other models may be built from it.
 
     Raises:
-        UnsupportedError: a hybrid model does not support the method, or another model already uses the config.
+        UnsupportedError: a hybrid model does not support the method, or layers have configs of their own.
     """
+    asked = asked_of(config, context)
+    if asked is not None:
+        _hide_from_blocks()
+    return asked
+
+
+def asked_of(config: Any, context: AttentionContext) -> Recompute | None:
+    """Return what `take_over` returns; hide nothing."""
     own = getattr(config, "heterogeneous_block_specs", False) and not hasattr(config, "get_config_for_layer")
-    taken = context.recompute if own else taken_over(config)
-    granularity, method = (getattr(config, f"recompute_{name}", None) for name in ("granularity", "method"))
+    granularity, method, layers = (vars(config).get(name) for name in _FLAGS)  # also those that are hidden
+    asked = Recompute(method, layers) if granularity == "full" else None
+    asked = context.recompute if own else asked
     LAYERS.check(
         context.options,
-        config_of_one_layer=own,
-        taken_over=taken is not None,
+        config_of_one_layer=own and asked is None,
         hybrid_stack=context.hybrid,
-        nothing_recomputed=taken is None and granularity != "full",
+        nothing_recomputed=asked is None and granularity != "full",
         recompute_granularity=granularity,
         recompute_method=method,
     )
-    if context.options.remat == "off":
+    if context.options.remat == "off" or asked is None:
         return None
-    if granularity != "full":
-        return taken
-    asked = Recompute(config.recompute_method, config.recompute_num_layers)
     if asked.method == "uniform" and asked.num_layers not in (None, 1):
         context.say_once(
             "uniform",
@@ -64,14 +71,41 @@ def take_over(config: Any, context: AttentionContext) -> Recompute | None:
             asked.num_layers,
             level=logging.WARNING,
         )
-    config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
-    setattr(config, _ATTRIBUTE, asked)
     return asked
 
 
-def taken_over(config: Any) -> Recompute | None:
-    """Return the flags of full recomputation that were cleared on a config, None if there were none."""
-    return getattr(config, _ATTRIBUTE, None)
+def _hide_from_blocks() -> None:
+    """Give every module that builds the layer under construction a view of its config without the flags.
+
+    Megatron gives a layer no reference to its block, so this function searches the call stack. Models keep the config
+    itself, to which scripts add their functions.
+    """
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        built = frame.f_locals.get("self")
+        if isinstance(built, torch.nn.Module) and not isinstance(built, LanguageModule):
+            config = vars(built).get("config")
+            if getattr(config, _FLAGS[0], None) == "full":
+                built.config = _without_flags(config)
+        frame = frame.f_back
+
+
+def _without_flags(config: Any) -> Any:
+    """Return a view of a TransformerConfig: the same fields, later changes included, but no flags of recomputation."""
+    base: Any = type(config)
+    view: Any = object.__new__(_view_class(base))
+    view.__dict__ = vars(config)
+    return view
+
+
+@functools.cache
+def _view_class(base: type) -> type:
+    def hidden(name: str) -> property:
+        return property(lambda view: None, lambda view, value: vars(view).update({name: value}))
+
+    return type(base.__name__, (base,), {"__module__": __name__, **{name: hidden(name) for name in _FLAGS}})
 
 
 def checkpoint_of(config: Any, tp_group: Any) -> Callable[..., Any]:

@@ -9,13 +9,26 @@ import torch
 from dfa_megatron.megatron.hybrid.in_order import InOrder
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.router import grouped_router
-from dfa_megatron.megatron.refusals import OWN_GROUPS, PACKS
-from dfa_megatron.megatron.tokens.batch import check_declared
+from dfa_megatron.megatron.refusals import BATCHES, CALLS, OWN_GROUPS, PACKS
+from dfa_megatron.megatron.tokens.batch import check_declared, check_positions
 from dfa_megatron.megatron.tokens.exchange import LayoutName, Relayout
+from dfa_megatron.megatron.tokens.own_group import group_of
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples, is_ours, place
 
 _OWN_GROUPS = ("hybrid_context_parallel", "dynamic_context_parallel")
 """Fields of Megatron's TransformerConfig with which micro-batches name their own groups."""
+
+
+def _holders(layer: Any) -> list[tuple[Any, str, Any]]:
+    """Return who holds the groups of a layer: its modules, their collections of groups, and Megatron's global state."""
+    from megatron.core import parallel_state
+
+    groups = ("pg_collection", "cp_group", "tp_cp_group")
+    held = [(module, name, vars(module)[name]) for module in layer.modules() for name in groups if name in vars(module)]
+    collections = {id(each): each for _, name, each in held if name == "pg_collection" and each is not None}
+    held += [(each, name, vars(each).get(name)) for each in collections.values() for name in ("cp", "tp_cp")]
+    state = "_CONTEXT_PARALLEL_GROUP"
+    return [*held, (parallel_state, state, vars(parallel_state)[state])]
 
 
 class SharingLayer:
@@ -33,9 +46,12 @@ class SharingLayer:
         self._dfa_exchanges = self._dfa_several and context.options.data_layout == "boundary"
         self._dfa_own: Any = None
         self._dfa_order: LayoutName = "zigzag"
-        self._dfa_heeds: list[Any] = []
+        self._dfa_heeds: list[Any] = grouped_router(self) if self._dfa_several else []
         """Modules that heed the documents of a micro-batch. In a list, their parameters are not this layer's."""
         self._dfa_packable = self._dfa_regroupable = False
+        self._dfa_lengths: set[int] = set()
+        self._dfa_built = _holders(self)
+        """Every object that holds a group of this layer's, the attribute, and what it held when the layer was built."""
 
     def _dfa_placed(self, packed: Any, hidden_states: torch.Tensor) -> PlacedPack | None:
         """Return the documents of a micro-batch, None without.
@@ -44,6 +60,8 @@ class SharingLayer:
             UnsupportedError: the documents, their group or the order of their tokens do not fit the model.
         """
         layer: Any = self
+        swapped = (name for holder, name, group in self._dfa_built if vars(holder).get(name) is not group)
+        CALLS.check(swapped_group=next(swapped, None))
         pack = None
         if packed is None:
             self._dfa.check_unpacked()
@@ -57,6 +75,21 @@ class SharingLayer:
             layout, ours = self._dfa.options.data_layout, packed is not None and is_ours(packed)
             check_declared(self._dfa_group(), layout, tokens, packed=several, ours=ours)
         return pack
+
+    def dfa_check_positions(self, positions: torch.Tensor, tokens: int, packed: Any) -> None:
+        """Refuse the positions of an uncut batch; those on a device once for each length, as the host must wait.
+
+        Args:
+            positions: (batch, tokens), or (3, batch, all tokens) of multimodal rotary embeddings.
+            tokens: of this rank.
+            packed: the PackedSeqParams; a pack counts its positions in documents.
+        """
+        group = self._dfa_groups.cp if packed is None else group_of(packed) or self._dfa_groups.cp
+        if positions.dim() == 3:
+            BATCHES.check(axes_tokens=positions.shape[2], all_tokens=tokens * group.size())
+        elif packed is None and (positions.device.type == "cpu" or tokens not in self._dfa_lengths):
+            self._dfa_lengths.add(tokens)
+            check_positions(group, self._dfa.options.data_layout, positions)
 
     def _dfa_read(self, packed: Any, tokens: int) -> PlacedPack:
         layer: Any = self
@@ -72,7 +105,6 @@ class SharingLayer:
         if pack.group is not None and not self._dfa_regroupable:
             recurs = context.hybrid or isinstance(getattr(layer, "self_attention", None), InOrder)
             OWN_GROUPS.check(layer.config, context.options, recurs=recurs, built_for_one=not self._dfa_several)
-            self._dfa_heeds += grouped_router(layer)
             self._dfa_regroupable = True
         return pack
 

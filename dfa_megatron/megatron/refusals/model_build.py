@@ -132,13 +132,6 @@ LAYERS = Stage(
             {"context_parallel_size": 1, "group_size": 2},
         ),
         Refusal(
-            lambda a: a.dfa_remat == "off" and a.taken_over,
-            "remat='off' on a config whose recomputation another model has taken over",
-            "the flags are cleared on it, and Megatron would recompute nothing",
-            "a config for each model, copied before the first is built",
-            {"dfa_remat": "off", "taken_over": True},
-        ),
-        Refusal(
             lambda a: a.dfa_remat_offload and a.dfa_remat == "auto" and a.nothing_recomputed,
             "remat_offload without --recompute-granularity full",
             "without rematerialization there is nothing to offload",

@@ -134,6 +134,21 @@ CONFIG = Stage(
             "no --overlap-moe-expert-parallel-comm",
         ),
         Refusal(
+            lambda a: a.moe_expert_capacity_factor is not None and several_ranks(a),
+            "moe_expert_capacity_factor with context_parallel_size={context_parallel_size}",
+            "Megatron drops tokens by how many of a rank's own an expert gets, which depends on who holds which",
+            "no --moe-expert-capacity-factor",
+            {"moe_expert_capacity_factor": 1.0, "context_parallel_size": 2},
+        ),
+        Refusal(
+            lambda a: "sinkhorn" in (a.moe_router_load_balancing_type or ()) and several_ranks(a),
+            "moe_router_load_balancing_type={moe_router_load_balancing_type!r} with context_parallel_size="
+            "{context_parallel_size}",
+            "Megatron balances the experts over the tokens of each rank by itself",
+            "--moe-router-load-balancing-type aux_loss",
+            {"moe_router_load_balancing_type": "sinkhorn", "context_parallel_size": 2},
+        ),
+        Refusal(
             lambda a: a.experimental_attention_variant == "dsa",
             "experimental_attention_variant='dsa'",
             "an indexer chooses the keys of every token, and Megatron's own counts on tokens in zigzag order",
@@ -157,6 +172,13 @@ CONFIG = Stage(
             "this attention is softmax over all earlier keys, and the variant may be another function",
             _OWN_ATTENTION,
             {"experimental_attention_variant": "newer"},
+        ),
+        Refusal(
+            lambda a: a.mtp_hsm and several_ranks(a),
+            "mtp_hsm with context_parallel_size={context_parallel_size}",
+            "it shifts hidden states over the ranks, and no gradient returns to the rank that a token came from",
+            "no --mtp-hsm",
+            {"mtp_hsm": True, "context_parallel_size": 2},
         ),
         stated(
             "hierarchical_context_parallel_sizes",

@@ -8,8 +8,8 @@ from dfa_megatron.megatron.refusals.model_config import BOUNDARY
 from dfa_megatron.refusals import Asked, Refusal, Stage, stated
 
 _FIXED = "micro-batches without local_cp_size and cp_group"
-_GROUPED = ("none", "sinkhorn", "aux_loss", "seq_aux_loss")
-"""How a router may balance its experts: by the tokens of a rank, or of the ranks that share a micro-batch."""
+_GROUPED = ("none", "aux_loss", "seq_aux_loss")
+"""How a router may balance its experts: by the tokens of the ranks that share a micro-batch."""
 
 
 def _weighted(a: Asked) -> list[str]:
@@ -54,6 +54,13 @@ OWN_GROUPS = Stage(
             "these layers are Megatron's own, and exchange heads over the model's context-parallel group",
             f"--dfa-data-layout boundary or contiguous, or {_FIXED}",
             {"recurs": True, "dfa_data_layout": "zigzag"},
+        ),
+        Refusal(
+            lambda a: "sinkhorn" in _weighted(a) or a.moe_expert_capacity_factor is not None,
+            "a cp_group of a micro-batch with experts chosen by sinkhorn or moe_expert_capacity_factor",
+            "both count the tokens of one rank, which depends on who holds which",
+            "--moe-router-load-balancing-type aux_loss without --moe-expert-capacity-factor",
+            {"moe_router_load_balancing_type": "sinkhorn"},
         ),
         Refusal(
             lambda a: set(_weighted(a)) - set(_GROUPED),

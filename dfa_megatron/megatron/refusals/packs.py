@@ -66,6 +66,28 @@ BATCHES = Stage(
             "declare_batch_layout(cp_group, 'zigzag') where your own code slices whole rows",
         ),
         stated(
+            "uncut_positions",
+            "position_ids that count from 0 to {uncut_positions} on a rank, in layout {dfa_data_layout!r}",
+            "nobody cut the batch, and each rank would take the whole of it for its own part; or they are not the cut "
+            "positions of the tokens",
+            "get_batch_on_this_cp_rank or shard_batch for every entry of every batch; or declare_batch_layout where "
+            "your own code slices",
+            4096,
+        ),
+        Refusal(
+            lambda a: a.axes_tokens != a.all_tokens,
+            "position_ids of {axes_tokens} tokens in three axes",
+            "Megatron's module slices the table that it makes of all {all_tokens} tokens of the ranks",
+            "position_ids (3, batch, {all_tokens}), as shard_batch leaves them",
+            {"axes_tokens": 16, "all_tokens": 32},
+        ),
+        stated(
+            "other_samples",
+            "different samples on the ranks of a context-parallel group",
+            "each rank would hold a part of another sequence",
+            "the same whole batch on all of them: a sampler that counts data-parallel ranks alone",
+        ),
+        stated(
             "unsliced_documents",
             "packed documents in data_layout={dfa_data_layout!r} that nobody is known to have sliced by rows",
             "Megatron slices them one by one, each in zigzag order, with TransformerEngine's help",
@@ -123,9 +145,10 @@ PACKS = Stage(
         ),
         stated(
             "no_offsets",
-            "packed_seq_params without cu_seqlens_q",
+            "packed_seq_params without {no_offsets}",
             "the ends of the documents are unknown",
             "cu_seqlens_q and cu_seqlens_kv",
+            "cu_seqlens_kv",
         ),
         stated(
             "other_keys",

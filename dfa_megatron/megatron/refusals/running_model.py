@@ -33,6 +33,13 @@ CALLS = Stage(
             "its states are not kept from call to call",
             "--context-parallel-size 1, or evaluation on whole sequences",
         ),
+        stated(
+            "swapped_group",
+            "a model whose groups were replaced after it was built ({swapped_group})",
+            "its layers would follow the new ones in part, and mistake the order of the tokens",
+            "local_cp_size and cp_group in packed_seq_params, a second model, or the groups of its construction",
+            "cp_group",
+        ),
         Refusal(
             lambda a: a.attn_mask_type not in (None, "causal"),
             "attn_mask_type={attn_mask_type!r} at a call",
@@ -53,6 +60,13 @@ CALLS = Stage(
             "tokens move by one to the left, in the last dimension",
             "shifts=-1, dims=-1",
             (-2, -1),
+        ),
+        stated(
+            "roll_argument",
+            "roll_tensor with {roll_argument}",
+            "this package does not know its meaning",
+            "Megatron's own order of the tokens: --dfa-data-layout boundary, without packs",
+            "new_argument",
         ),
         stated(
             "key_cache",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,27 +65,63 @@ def shard_batch(
 
     Raises:
         UnsupportedError: an attention_mask (attention is causal by construction), an entry without tokens, cu_seqlens
-            of other rows, or a length that does not divide among the ranks: packs by CP, other rows by 2 x CP.
+            of other rows, or a length that does not divide among the ranks: packs by CP, other rows by 2 x CP. Or the
+            ranks hold different samples in the first batch of a group.
     """
     BATCHES.check(mask_in_batch=batch.get("attention_mask") is not None)
     for name, x in batch.items():
         if x is not None and name not in _WHOLE and not (isinstance(x, torch.Tensor) and x.dim() >= 2):
             BATCHES.check(odd_entry=name, form=tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__)
     layout = _DATA_LAYOUT[options.data_layout]
-    slicing = _DECLARED.get(cp_group)
+    slicing, ranks = _DECLARED.get(cp_group), dist.get_world_size(cp_group)
+    is_first = slicing is None
     if slicing is None or slicing.order != layout:
         slicing = _DECLARED[cp_group] = _Slicing(layout, set())
     batch = _one_row(batch)
-    ranks = dist.get_world_size(cp_group)
     if ranks == 1:
         return dict(batch)
     rows = {name: x for name, x in batch.items() if x is not None and not _stays(name, x)}
+    if is_first and options.verify == "on" and torch.utils.data.get_worker_info() is None:
+        _compare(rows, cp_group, options)
     for x in rows.values() if batch.get("cu_seqlens") is None else ():
         BATCHES.check(row_tokens=x.shape[1], parts=2 * ranks)
     cut = {name: shard_sequence(x, group=cp_group, layout=layout) for name, x in rows.items()}
     if slicing.tokens is not None:
         slicing.tokens |= {x.shape[1] for x in cut.values()}
     return {**batch, **cut}
+
+
+def _compare(rows: Mapping[str, torch.Tensor], cp_group: dist.ProcessGroup, options: DistAttentionConfig) -> None:
+    """Refuse other samples on other ranks; collective, once a group: a sampler errs in its first batch already."""
+    from dfa_megatron.runtime.comm.registry import channel
+    from dfa_megatron.runtime.request import Request
+
+    digest = hashlib.sha256()
+    for name, x in sorted(rows.items()):
+        digest.update(f"{name} {tuple(x.shape)}".encode())
+        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    guard = Request(softmax_scale=1.0, config=options.within("function")).guard
+    over = channel(cp_group.group_name, guard)
+    with over.calls.preparing():
+        everyone = over.exchange({"batch": digest.hexdigest()}, "compare the first batch")
+    BATCHES.check(other_samples=len({theirs["batch"] for theirs in everyone}) > 1)
+
+
+def check_positions(cp_group: dist.ProcessGroup, layout_option: str, positions: torch.Tensor) -> None:
+    """Refuse positions (batch, tokens) of a whole batch, where a rank's own would be two pieces of them.
+
+    Only where nobody has declared how batches are sliced: `shard_batch` knows their lengths.
+
+    Raises:
+        UnsupportedError: they count from 0 to this rank's tokens.
+    """
+    assumed = layout_option != "contiguous" and dist.get_world_size(cp_group) > 1 and cp_group not in _DECLARED
+    if assumed:
+        whole = torch.arange(positions.shape[1], device=positions.device)
+        BATCHES.check(
+            dfa_data_layout=layout_option,
+            uncut_positions=positions.shape[1] if bool((positions == whole).all()) else None,
+        )
 
 
 def _stays(name: str, x: torch.Tensor) -> bool:

@@ -83,9 +83,10 @@ def place(params: Any, ranks: int = 0) -> PlacedPack:
             (params.cu_seqlens_kv, params.cu_seqlens_kv_padded),
         )
     )
+    PACKS.check(no_offsets="cu_seqlens_q" if queries is None else "cu_seqlens_kv" if keys is None else None)
     offsets = _documents(queries)
     PACKS.check(qkv_format=params.qkv_format or "", one_with_group=group is not None and len(offsets) == 2)
-    PACKS.check(other_keys=keys is not queries and _documents(keys) != offsets)
+    PACKS.check(other_keys=keys is not queries and _without_empty(keys) != offsets)
     order: LayoutName = "zigzag"
     if ranks:
         order = document_order(params, ranks)
@@ -228,8 +229,11 @@ def _row(offsets: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _documents(cu_seqlens: Any) -> Offsets:
-    """Return the offsets without empty documents; Megatron's datasets repeat the last offset as padding."""
-    PACKS.check(no_offsets=cu_seqlens is None)
-    offsets = tuple(offset for offset, _ in groupby(offsets_of(cu_seqlens)))
+    offsets = _without_empty(cu_seqlens)
     check_offsets(offsets)
     return offsets
+
+
+def _without_empty(cu_seqlens: Any) -> Offsets:
+    """Return the offsets without empty documents; Megatron's datasets repeat the last offset as padding."""
+    return tuple(offset for offset, _ in groupby(offsets_of(cu_seqlens)))
