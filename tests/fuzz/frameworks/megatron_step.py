@@ -23,7 +23,12 @@ PRELOADED = (
     "megatron.core.parallel_state",
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.distributed",
-    "dfa_megatron.megatron",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.transformer.multi_latent_attention",
+    "dfa_megatron.megatron.spec",
+    "dfa_megatron.megatron.selfcheck.train",
+    "tests.megatron.hybrids",
+    "tests.megatron.padded_packs",
     "tests.fuzz.frameworks.megatron_step",
 )
 DELTA = {
@@ -54,7 +59,8 @@ def documented(drawn: MegatronDraw) -> str:
 
 def step(drawn: MegatronDraw, rank: int, ranks: int) -> Found:
     """Return the loss and the gradients of this rank's parameters."""
-    with _layers(drawn):
+    # Megatron compiles small functions, which takes seconds.
+    with torch.compiler.set_stance("force_eager"), _layers(drawn):
         return _step(drawn, alone=ranks == 1)
 
 
@@ -72,8 +78,7 @@ def _layers(drawn: MegatronDraw) -> Iterator[None]:
     state_kernels.install()
     model.megatrons_spec = hybrids.with_delta_nets
     try:
-        with torch.compiler.set_stance("force_eager"):  # Megatron compiles small functions, which takes seconds
-            yield
+        yield
     finally:
         model.megatrons_spec = hybrids.MEGATRONS_SPEC
 

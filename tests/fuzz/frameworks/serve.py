@@ -28,7 +28,7 @@ PACKAGES = ("megatron", "transformers", "deepspeed")
 """The frameworks. The module NAME_step of each has `draw`, of (seed, number), `step`, `documented`,
 `REFUSALS`, and `PRELOADED`, modules that take long to import."""
 
-DRAWS_OF_A_GROUP = 50
+DRAWS_OF_A_GROUP = 100
 """Draws that one group of processes runs, unless one of them loses it."""
 
 

@@ -45,7 +45,7 @@ _PLAIN = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}
 _HEADED = {**_PLAIN, "num_attention_heads": 4, "intermediate_size": 48}
 
 
-def _each(kinds: Iterable[str], values: Any) -> dict[str, Any]:
+def _each(kinds: Iterable[str], values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return dict.fromkeys(kinds, values)
 
 
