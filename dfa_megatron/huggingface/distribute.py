@@ -21,7 +21,6 @@ from dfa_megatron.huggingface.layer_context import CONTEXT, Current, LayerContex
 from dfa_megatron.huggingface.own_code import watched_layers
 from dfa_megatron.huggingface.parts.text_part import (
     attention_of,
-    former_attention,
     has_parts,
     is_distributed,
     own_configs,
@@ -86,17 +85,13 @@ def distribute_attention(
         padding_row=accelerate and padding_of(inner.get_decoder()) is not None,
         loaded_parts=accelerate and has_parts(inner),
     )
-    _note_untested(inner.config.model_type)
-    for name in foreign_code(inner):
-        _note_foreign(name)
+    _note_untested(inner)
     attention.register()
     name = group_name(group)
     if options.fixed_degree > 1:  # "auto" takes one that divides
         check_degree(options.fixed_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
-    before = former_attention(inner) if known is None else known.before
-    if known is None:
-        own_configs(model)
+    before = own_configs(model, inner) if known is None else known.before
     set_attention(inner, NAME)
     # Of a model that computes attention in code of its own, transformers only warns.
     MODEL.check(kind=kind_of(inner), own_attention=not is_distributed(inner))
@@ -180,8 +175,14 @@ def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         yield from _outermost(child)
 
 
+def _note_untested(model: Any) -> None:
+    _note_type(model.config.model_type)
+    for name in foreign_code(model):
+        _note_foreign(name)
+
+
 @functools.cache
-def _note_untested(model_type: str) -> None:
+def _note_type(model_type: str) -> None:
     if model_type not in EXACT:
         logger.warning(
             "models of type %r pass the checks of distribute_attention, but their gradients have not been compared "

@@ -49,17 +49,13 @@ def prepare(
         follow_mode(module, args, kwargs)
         context.current.running = False
     if module.config._attn_implementation != NAME:
-        tree_inputs.taken(kwargs, context, distributed=False)
-        context.current.longest, context.current.positions = 0, None
-        kwargs.pop(batch_number.KEY, None)
-        return args, kwargs
+        return args, _of_local(kwargs, context)
     told, context.current.told = context.current.told, {}
     kwargs = kwargs | told if context.parts else told | kwargs  # a model of several parts fills in positions
-    whole_batch = batch_number.KEY in kwargs and not batch_number.is_cut(kwargs[batch_number.KEY])
-    INPUTS.check(whole_batch=whole_batch and not context.parts)
     images = kwargs.pop(IMAGES, None)
-    told_tree, number = kwargs.pop(trees.KEY, None), kwargs.pop(batch_number.KEY, None)
+    told_tree = kwargs.pop(trees.KEY, None)
     _check_arguments(args, kwargs, context)
+    number = kwargs.pop(batch_number.KEY, None)
     if context.parts:
         kwargs = cut(module, args, kwargs, context)
     tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
@@ -96,6 +92,13 @@ def prepare(
     return args, kept
 
 
+def _of_local(kwargs: dict[str, Any], context: LayerContext) -> dict[str, Any]:
+    """Return the arguments of a forward whose attention is local, on one rank also of a part, which is whole there."""
+    tree_inputs.taken(kwargs, context, distributed=False)
+    context.current.longest, context.current.positions = 0, None
+    return {name: value for name, value in kwargs.items() if name != batch_number.KEY}
+
+
 def _note(context: LayerContext, documents: packed.Documents | trees.Tree | None, tokens: torch.Tensor) -> None:
     """Note the facts of this forward for the modules that do not receive them."""
     current = context.current
@@ -121,7 +124,9 @@ def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], context: Lay
     """Refuse arguments that need a whole sequence, and arguments that these checks cannot find."""
     others = [name for name in kwargs if name.endswith(_OTHER_SENSES) and kwargs[name] is not None]
     masks = kwargs.get("attention_mask")
+    whole_batch = batch_number.KEY in kwargs and not batch_number.is_cut(kwargs[batch_number.KEY])
     INPUTS.check(
+        whole_batch=whole_batch and not context.parts,
         positional=len(args) > 1,
         key_cache=kwargs.get("use_cache") or _key_cache(kwargs) is not None,
         output_attentions=kwargs.get("output_attentions"),

@@ -51,7 +51,7 @@ def switch_attention(model: Any, name: str) -> None:
         set_attention(model, name)
 
 
-def former_attention(model: Any) -> str:
+def _former(model: Any) -> str:
     """Return the attention of a model that is not distributed yet; one made from the configuration of one that is has
     transformers' default.
     """
@@ -59,12 +59,14 @@ def former_attention(model: Any) -> str:
     return name if name != NAME else "sdpa" if model._supports_sdpa else "eager"
 
 
-def own_configs(model: Any) -> None:
-    """Give the modules of a model, or around one, copies of their configurations."""
+def own_configs(model: Any, inner: Any) -> str:
+    """Give the modules of a model, and those around it, copies of their configurations; return its attention."""
     from transformers import PretrainedConfig
 
+    before = _former(inner)
     copies: dict[int, Any] = {}
     for module in model.modules():
         for name, value in [*vars(module).items()]:
             if isinstance(value, PretrainedConfig):
                 setattr(module, name, copy.deepcopy(value, copies))
+    return before
