@@ -107,6 +107,12 @@ TRAINER = Stage(
             "DPOTrainer.compute_loss",
         ),
         stated(
+            "tokens_seen",
+            "include_num_input_tokens_seen with this version of transformers",
+            "its loop counts each token once on every rank of its sequence",
+            "transformers 5.23, or include_num_input_tokens_seen='no'",
+        ),
+        stated(
             "rebalanced",
             "train_sampling_strategy='batch_rebalance'",
             "it would give each rank of a sequence another batch",

@@ -42,7 +42,8 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: DistAtt
     trainer._prepare_context_parallel_inputs = lambda model, inputs: (nullcontext, inputs)
     flops = trainer.floating_point_ops
     trainer.floating_point_ops = lambda inputs: flops(inputs) / size
-    trainer._track_num_input_tokens = functools.partial(_track, trainer, size, trainer._track_num_input_tokens)
+    if hasattr(trainer, "_track_num_input_tokens"):
+        trainer._track_num_input_tokens = functools.partial(_track, trainer, size, trainer._track_num_input_tokens)
     if hasattr(trainer, "_tp_size"):  # by which TRL divides the tokens that all ranks count
         trainer._tp_size = size
     shared.count_of_whole = False  # TRL divides its loss itself, and does not hand the model a count
@@ -61,6 +62,8 @@ def _check(trainer: Any, options: DistAttentionConfig) -> None:
         other_loss=None if _name(own) in _LOSSES else getattr(own, "__qualname__", repr(own)),
         rebalanced=getattr(trainer.args, "train_sampling_strategy", None) == "batch_rebalance",
         generates=getattr(trainer.args, "predict_with_generate", False),
+        tokens_seen=trainer.args.include_num_input_tokens_seen not in (False, "no")
+        and not hasattr(trainer, "_track_num_input_tokens"),
         checkpointed=trainer.args.gradient_checkpointing,
     )
 
