@@ -152,3 +152,18 @@ def test_a_tile_of_an_mlp_with_an_adapters_dropout_draws_the_same_numbers_again(
     assert {*out.flatten().tolist()} == {0.0, 2.0}
     assert x.grad is not None
     assert torch.equal(x.grad, out)
+
+
+def refused_stage(rank: int, ranks: int) -> None:
+    """The experts are on the last stage alone."""
+    topology = harness.Topology(pp=ranks)
+    harness.start(topology)
+    config = (("num_layers", 2), ("num_moe_experts", 2), ("moe_layer_freq", [0, 1]), ("moe_ffn_hidden_size", 16))
+    options = DistAttentionConfig(mlp_tile=MLP_TILE)
+    made = harness.make_config(topology, Case(options, config=config))
+    with pytest.raises(UnsupportedError, match="mlp_tile together with num_moe_experts=2"):
+        harness.make_model(made, options)
+
+
+def test_every_stage_of_a_pipeline_refuses_tiles_beside_experts_of_another_stage() -> None:
+    run_ranks(2, refused_stage, timeout=120)

@@ -255,6 +255,14 @@ CONFIG = Stage(
             {"dfa_mlp_tile": 4096, "fp8": "hybrid"},
         ),
         Refusal(
+            # By the config: stages of a pipeline with dense layers alone would wait for those that refuse theirs.
+            lambda a: a.dfa_mlp_tile not in (None, "off") and a.num_moe_experts,
+            "mlp_tile together with num_moe_experts={num_moe_experts}",
+            "only a dense MLP computes each token by itself; experts are chosen and balanced over all tokens",
+            "--dfa-mlp-tile off",
+            {"dfa_mlp_tile": 4096, "num_moe_experts": 8},
+        ),
+        Refusal(
             lambda a: a.dfa_schedule != "auto" and a.dfa_data_layout == "zigzag",
             "schedule={dfa_schedule!r} with zigzag data",
             "zigzag tokens share out the work, and every rank computes its own rows",

@@ -25,7 +25,7 @@ def _degree(draw: Any) -> int:
 MEGATRON: Refusals = (
     (
         "mlp_tile with experts",
-        "mlp_tile with an MLP of class MoELayer",
+        "mlp_tile together with num_moe_experts",
         lambda d: d.options["mlp_tile"] != "off" and "num_moe_experts" in d.config,
     ),
     (
