@@ -61,7 +61,10 @@ def test_packs_in_windows_beside_full_layers() -> None:
 
 
 class Packs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Samples of several documents, as a collator would pack them; every other one begins like a plain sequence."""
+    """Samples of several documents, as a collator would pack them; every other one begins like a plain sequence.
+
+    Each has six labels, as Trainer's loss with DeepSpeed weighs micro-batches alike: the first, the last, or any.
+    """
 
     def __len__(self) -> int:
         return 16
@@ -70,6 +73,10 @@ class Packs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         sample = {name: rows[0] for name, rows in pack(24, seed=index).items()}
         if index % 2:
             sample["position_ids"] = torch.cat((torch.arange(12), torch.arange(12)))
+        inside = sample["position_ids"].nonzero().flatten()
+        mixed = inside[torch.randperm(len(inside), generator=torch.Generator().manual_seed(index))]
+        kept = (inside[:6], inside[-6:], mixed[:6])[index % 3]
+        sample["labels"] = torch.full_like(sample["input_ids"], -100).index_copy(0, kept, sample["input_ids"][kept])
         return sample
 
 
