@@ -374,6 +374,13 @@ def forward_step(wanted: Case) -> Any:
     return step
 
 
+def share_of_loss(losses: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+    """This rank's part of the mean loss that the first step reports, of its losses (batch, tokens) in a micro-batch."""
+    count = sum(micro_batch(0, micro)["loss_mask"].sum() for micro in range(MICRO_BATCHES))
+    share: torch.Tensor = (losses.float() * batch["loss_mask"]).sum() / count
+    return share
+
+
 def loss_function(batch: dict[str, torch.Tensor], *, per_token: bool) -> Any:
     """The mean over the counted tokens of a micro-batch, or with per_token their sum, which Megatron divides.
 

@@ -61,7 +61,8 @@ def train_from_flags(rank: int, world_size: int, flags: str, with_provider: bool
         assert isinstance(layer.self_attention.core_attention, DistributedCoreAttention)
         assert layer.self_attention.core_attention.options == options
     assert args.recompute_granularity == "full"
-    assert model.config.recompute_granularity is None, "full recomputation is taken over"
+    assert model.config.recompute_granularity == "full", "the config is the caller's"
+    assert model.decoder.config.recompute_granularity is None, "full recomputation is taken over"
 
     reference = torch.load(path, weights_only=True)
     harness.set_weights(model)
@@ -69,9 +70,10 @@ def train_from_flags(rank: int, world_size: int, flags: str, with_provider: bool
     total = torch.zeros(())
     for micro in range(harness.MICRO_BATCHES):
         batch = shard_batch(harness.micro_batch(0, micro), parallel_state.get_context_parallel_group(), options)
-        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).mean()
+        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        loss = harness.share_of_loss(losses, batch)
         loss.backward()
-        total += loss.detach() / harness.MICRO_BATCHES / world_size
+        total += loss.detach()
     dist.all_reduce(total)
     assert abs(total.item() - reference["losses"][0]) <= 1e-5
     attentions = harness.LAYERS * harness.MICRO_BATCHES

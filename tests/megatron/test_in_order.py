@@ -199,7 +199,7 @@ def test_a_gpt_with_gated_delta_nets_trains_like_one_rank(tmp_path: Path) -> Non
 
 
 def named_tokens(rank: int, ranks: int) -> None:
-    """Call the replaced kernels as every release of Megatron does, and with an argument that only the kernel knows."""
+    """Call the replaced kernels as every release of Megatron does, and with an option that only the kernel reads."""
     from types import SimpleNamespace
 
     from dfa_megatron.megatron.hybrid import in_order
@@ -207,7 +207,7 @@ def named_tokens(rank: int, ranks: int) -> None:
     seen: list[Any] = []
 
     def kernel(*args: Any, **given: Any) -> Any:
-        seen.append(given.pop("new_argument", None))
+        seen.append(given.pop("chunk_size", None))
         return state_kernels.chunk_gated_delta_rule(*args, **given)
 
     rule = in_order._ruling(kernel)
@@ -216,7 +216,7 @@ def named_tokens(rank: int, ranks: int) -> None:
     g, beta = (-torch.rand(1, 4 * ranks, 2, generator=draw, dtype=torch.float64) for _ in range(2))
     wanted = kernel(q, k, v, g, beta)[0].chunk(ranks, 1)[rank]
     q, k, v, g, beta = (x.chunk(ranks, 1)[rank] for x in (q, k, v, g, beta))
-    states = {"initial_state": None, "output_final_state": False, "cu_seqlens": None, "new_argument": 7}
+    states = {"initial_state": None, "output_final_state": False, "cu_seqlens": None, "chunk_size": 7}
     group = {"group": dist.group.WORLD, "cu_seqlens": None, "config": DistAttentionConfig()}
     calls = [((q, k, v), {"g": g, "beta": beta}), ((), {"q": q, "k": k, "v": v, "g": g, "beta": beta})]
     calls += [((), {"query": q, "key": k, "value": v, "g": g, "beta": beta}), ((q, k, v, g, beta), {})]
@@ -227,6 +227,8 @@ def named_tokens(rank: int, ranks: int) -> None:
         in_order._RUNNING.mixer = SimpleNamespace(dfa_where=lambda: group)  # type: ignore[assignment]
         try:
             out, state = rule(*args, **named, **states)
+            with pytest.raises(UnsupportedError, match="option 'new_argument' of kernel"):
+                rule(*args, **named, **states, new_argument=7)
             with pytest.raises(UnsupportedError, match="its states are not kept"):
                 rule(*args, **named, **{**states, "initial_state": q})
         finally:

@@ -44,9 +44,10 @@ if __name__ == "__main__":
                  "local_cp_size": None, "hybrid_cp_group": None, "attention_mask": None}
         batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=args.hybrid_context_parallel,
                                           cp_group=parallel_state.get_context_parallel_group())
-        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).mean()
+        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        loss = harness.share_of_loss(losses, batch)
         loss.backward()
-        total += loss.detach() / harness.MICRO_BATCHES / parallel_state.get_context_parallel_world_size()
+        total += loss.detach()
     torch.distributed.all_reduce(total)
     tiled = type(model.output_layer).__name__.startswith("Tiled")
     test_launch.SEEN.update(total=total.item(), layout=args.dfa_data_layout, tiled=tiled)

@@ -16,6 +16,7 @@ from dfa_megatron import launch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.start import script
+from dfa_megatron.megatron.tokens.exchange import positions
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology
@@ -29,12 +30,7 @@ def batch_of(micro: int) -> dict[str, torch.Tensor]:
     return {**harness.micro_batch(0, micro), "cu_seqlens": offsets, "max_seqlen": longest}
 
 
-def loss_of(losses: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
-    """This rank's part of the mean loss."""
-    return losses.mean() / harness.MICRO_BATCHES / dist.get_world_size()
-
-
-HERE = SimpleNamespace(batch_of=batch_of, loss_of=loss_of, total=None, model=None)
+HERE = SimpleNamespace(batch_of=batch_of, loss_of=harness.share_of_loss, total=None, model=None)
 """The script's data and loss, and its total loss and model."""
 
 # What pretrain_gpt.py of Megatron-LM 0.19 does with packed data between the loader and the model.
@@ -150,7 +146,8 @@ def forward(options: DistAttentionConfig, params: Any, tokens: int, rows: int = 
     harness.seed()
     model = harness.make_model(harness.make_config(topology, Case(options), **config), options)
     ids = torch.randint(0, harness.VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(0))
-    out: torch.Tensor = model(ids, torch.arange(tokens)[None], None, packed_seq_params=params)
+    held = positions("zigzag", tokens * topology.cp, topology.cp, parallel_state.get_context_parallel_rank())
+    out: torch.Tensor = model(ids, held[None], None, packed_seq_params=params)
     return out
 
 

@@ -27,7 +27,7 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.refusals import BATCHES, LAUNCH
 from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments
-from dfa_megatron.megatron.tokens.batch import shard_batch
+from dfa_megatron.megatron.tokens.batch import shard_batch, slices_scripts
 from dfa_megatron.megatron.tokens.others import refuse_other_layers
 from dfa_megatron.megatron.tokens.packed_documents import packed_seq_params
 from dfa_megatron.megatron.versions import say_if_not_tried, version
@@ -234,6 +234,7 @@ def slice_in_order(options: DistAttentionConfig, signature: inspect.Signature, *
     group = _group_that_slices(batch, asked.arguments)
     if group is not None:
         batch.update(shard_batch(batch, group, options))
+        slices_scripts(group)
     return batch
 
 
