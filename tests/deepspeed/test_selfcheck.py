@@ -45,7 +45,6 @@ def gradients_are_not_reduced() -> None:
 
 
 PLANTED = {
-    plants.attention_is_not_distributed: "what runs: rank 0: ranks of each attention: nothing, asked for: 2",
     plants.the_window_is_dropped: "three steps, output of attention: layer 0 on rank 0, token 10,",
     plants.labels_are_shifted_inside_chunks: "three steps, loss of each token: micro-batch 0 on rank 0, token 15,",
     plants.the_loss_is_scaled_by_the_ranks: "three steps, loss of each micro-batch: micro-batch 0 on rank 0",

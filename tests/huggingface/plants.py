@@ -36,21 +36,6 @@ def _batches_with(change: Any) -> None:
         vars(module)["shard_batch"] = wrong
 
 
-def attention_is_not_distributed() -> None:
-    """The model goes back to attention of its own part after it was prepared."""
-    from dfa_megatron import huggingface
-    from dfa_megatron.deepspeed import engine as prepare
-
-    real = huggingface.distribute_attention
-
-    def wrong(model: Any, **kwargs: Any) -> Any:
-        real(model, **kwargs).set_attn_implementation("eager")
-        return model
-
-    for module in (huggingface, prepare):
-        vars(module)["distribute_attention"] = wrong
-
-
 def the_mask_is_dropped() -> None:
     _calls_with(causal=False, window_size=(-1, -1))
 

@@ -113,7 +113,7 @@ def added(rank: int, world_size: int) -> None:
                 batch |= {"position_ids": torch.cat([torch.arange(4), torch.arange(length - 4)]).expand(2, -1)}
             parts = [{name: x[:, lo:hi] for name, x in batch.items()} for lo, hi in pairwise((0, *starts, length))]
             outputs = [reference(**part) for part in parts]
-            counts = [part["labels"][:, 1:].numel() for part in parts]
+            counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
             total = sum(output.loss * count for output, count in zip(outputs, counts, strict=True))
             if starts:  # the first token of a document is the label of the one before
                 batch["labels"] = batch["labels"].clone()

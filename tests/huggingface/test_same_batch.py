@@ -47,7 +47,7 @@ def other_batches(rank: int, world_size: int) -> None:
         "without labels": ({"input_ids": ids}, {"input_ids": swapped(ids)}),
         "tokens at other places": (same, {"input_ids": swapped(ids), "labels": labels}),
         "rows in another order": (same, {"input_ids": ids.flip(0), "labels": labels.flip(0)}),
-        "labels": (same, {"input_ids": ids, "labels": labels.masked_fill(labels == labels[0, 3], -100)}),
+        "labels": (same, {"input_ids": ids, "labels": labels.masked_fill(labels == labels[labels != -100][0], -100)}),
         "labels there": (same, {"input_ids": ids}),
         "documents": (packs(same), packs({"input_ids": swapped(ids), "labels": labels})),
         "where documents end": (packs(same), packs(same, at=7)),
@@ -74,6 +74,10 @@ def other_batches(rank: int, world_size: int) -> None:
         for one in (model, model.model):
             with pytest.raises(UnsupportedError, match="a batch of shard_batch with local attention"):
                 one(**{name: x for name, x in without_labels(whole).items() if name in ("input_ids", number)})
+    undone = dfa_hf.distribute_attention(build("Llama"))
+    undone.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedError, match="a batch of shard_batch with local attention"):
+        undone(**without_labels(same))
     model.eval()
     model(**without_labels(same))
     model.model(**without_labels(same))

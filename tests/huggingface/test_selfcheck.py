@@ -44,7 +44,6 @@ QWEN3_NEXT: dict[str, Any] = {
 }
 
 PLANTED = {
-    plants.attention_is_not_distributed: "what runs: rank 0: ranks of each attention: nothing, asked for: 2",
     plants.the_mask_is_dropped: "plain, output of attention: layer 0 on rank 0, token 0,",
     plants.the_window_is_dropped: "plain, output of attention: layer 0 on rank 0, token 10,",
     plants.rope_has_no_offset: "plain, q, k, v: layer 0 q on rank 1, token 16,",

@@ -65,6 +65,8 @@ class Case:
     """torch: PyTorch's Adam. megatron: Megatron's around it. distributed: Megatron's, spread over data ranks."""
     wrapper: str = "ddp"
     """ddp, torch_fsdp2, or megatron_fsdp:STRATEGY (see sharded.py)."""
+    slack: float = 1.0
+    """By which rounding exceeds the limits, where Megatron's own layers over data ranks exceed them as well."""
 
 
 MEGATRONS = Case(options=None)
@@ -442,7 +444,7 @@ def check_topologies(rank: int, world_size: int, cases: list[tuple[Topology, Cas
             standing = topology
         reference = torch.load(path, weights_only=True)
         run = train(topology, wanted)
-        compare(run, reference, f"{topology} {wanted} on rank {rank}")
+        compare(run, reference, f"{topology} {wanted} on rank {rank}", wanted.slack)
         for name, count in counts.items():
             assert run.counts[name] == count, f"{topology} {wanted}: {name} is {run.counts[name]}, not {count}"
 
@@ -467,12 +469,12 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def compare(run: Run, reference: dict[str, Any], where: str) -> None:
+def compare(run: Run, reference: dict[str, Any], where: str, slack: float = 1.0) -> None:
     """First loss and every gradient within 1e-5 (of the gradient's largest entry), all losses within 1e-4.
 
     Ten times that on GPUs, whose matrix products sum in another order than the reference's on a CPU.
     """
-    slack = 10 if torch.cuda.is_available() else 1
+    slack *= 10 if torch.cuda.is_available() else 1
     from megatron.core import parallel_state
 
     assert bool(run.losses) == parallel_state.is_pipeline_last_stage(ignore_virtual=True), where

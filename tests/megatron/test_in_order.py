@@ -194,7 +194,8 @@ def test_states_pass_among_the_ranks_that_share_a_micro_batch_while_others_run_a
 def test_a_gpt_with_gated_delta_nets_trains_like_one_rank(tmp_path: Path) -> None:
     path, given = str(tmp_path / "delta.pt"), {"config": (*DELTA, *ALLGATHER), "steps": 1}
     run_ranks(1, in_a_gpt, harness.save_reference, path, Case(None, optimizer="megatron", **given))
-    spread = case("contiguous", "auto", optimizer="distributed", **given)
+    # A token that counts alone gives states of large gradients; Megatron's own over data ranks is as far off.
+    spread = case("contiguous", "auto", optimizer="distributed", slack=2.0, **given)
     run_ranks(4, in_a_gpt, harness.check_topologies, [(Topology(pp=2, cp=2, ep=2), spread, {}, path)])
 
 
