@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -62,7 +63,7 @@ def _around(model: Any, inner: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _reads_tokens(wrapper: torch.nn.Module, holder: str) -> bool:
-    """Return whether a wrapper's forward does more with input_ids than to hand it to the child with the model."""
+    """Return whether a wrapper's forward does more with input_ids than to hand it to the model, or to a part of it."""
     forward = inspect.unwrap(type(wrapper).forward)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
@@ -70,13 +71,16 @@ def _reads_tokens(wrapper: torch.nn.Module, holder: str) -> bool:
         code = getattr(forward, "__code__", None)
         return code is not None and "input_ids" in (*code.co_varnames, *code.co_consts)
     handed = {
-        id(value)
+        id(value.slice if isinstance(value, ast.Subscript) else value)
         for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and ast.unparse(call.func) in (f"self.{holder}", f"self.{holder}.forward")
+        if isinstance(call, ast.Call) and re.fullmatch(rf"self\.{holder}(\.\w+)*", ast.unparse(call.func))
         for value in (*call.args, *(keyword.value for keyword in call.keywords))
     }
     return any(
-        (isinstance(node, ast.Name) and node.id == "input_ids" and id(node) not in handed)
-        or (isinstance(node, ast.Constant) and node.value == "input_ids")
+        id(node) not in handed
+        and (
+            (isinstance(node, ast.Name) and node.id == "input_ids")
+            or (isinstance(node, ast.Constant) and node.value == "input_ids")
+        )
         for node in ast.walk(tree)
     )
