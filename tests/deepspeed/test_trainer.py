@@ -303,9 +303,12 @@ def counted(rank: int, world_size: int, folder: str) -> list[Any]:
         dfa_ds.install()
         more = {"deepspeed": json(1), **parallelism(world_size)}
     own = neftune.neftune_post_forward_hook
-    neftune.neftune_post_forward_hook = lambda module, args, output: sizes.append(
-        module.neftune_noise_alpha / output.shape[1] ** 0.5
-    )
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+        if module.training:  # evaluation draws none
+            sizes.append(module.neftune_noise_alpha / output.shape[1] ** 0.5)
+
+    neftune.neftune_post_forward_hook = hook
     more |= {"include_num_input_tokens_seen": "all", "neftune_noise_alpha": 5.0, "num_train_epochs": 1}
     run = trainer(folder, **{"max_steps": -1, **more})
     run.train()
