@@ -69,7 +69,7 @@ BUDGETS = {
     "plan_run": 182,
     "recurrence": 1_170,
     "remat": 535,
-    "runtime": 6_270,
+    "runtime": 6_276,
     "selfcheck": 891,
     "testing": 487,
     "tests": 40_401,

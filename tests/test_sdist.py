@@ -35,7 +35,8 @@ def words(path: Path) -> Iterator[str]:
 
 def read_at_the_top() -> dict[str, str]:
     """Files and folders beside the package that are named somewhere, with a place that names each."""
-    top = {path.name for path in ROOT.iterdir() if not path.name.endswith("_cache")} - OURS_ALONE
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()}
+    top = {path.name for path in ROOT.iterdir()} - OURS_ALONE - ignored
     readers = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "docs").glob("*.py"), ROOT / "Makefile", *ROOT.glob(".ci/*")]
     found = {}
     for path in sorted(path for path in readers if path.is_file()):

@@ -63,7 +63,10 @@ class Call:
 def needs_gradient(inputs: Inputs) -> bool:
     """Return whether a backward may follow. Ranks must be alike in it: each takes part in the others' gradients."""
     q, k, v, sinks, _ = inputs
-    some = q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    try:
+        some = q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    except AttributeError:  # no tensor, which is refused in words
+        return False
     return some and torch.is_grad_enabled()
 
 

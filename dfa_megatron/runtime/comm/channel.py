@@ -148,14 +148,17 @@ class Channel:
         """
         last = self.calls.last
         mine = torch.tensor([last.number, last.chain], device="cpu")
-        if any(not torch.equal(found, mine) for found in self._gathered(mine)) and self._watch is not None:
-            everyone: list[Shown] = []
-            with contextlib.suppress(DistAttentionError):  # a rank has ended meanwhile, and may have left a note
-                everyone = self._shown()
-            raise self._watch.difference(everyone)
+        theirs, work = (self._collectives.get("cpu") or self.collectives(mine.device)).gather(mine)
+        self.wait(work.wait)
+        for found in theirs:
+            if self._watch is not None and not torch.equal(found, mine):
+                everyone: list[Shown] = []
+                with contextlib.suppress(DistAttentionError):  # a rank has ended meanwhile, and may have left a note
+                    everyone = self._shown()
+                raise self._watch.difference(everyone)
 
     def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        theirs, work = (self._collectives.get("cpu") or self.collectives(mine.device)).gather(mine)
+        theirs, work = self.collectives(mine.device).gather(mine)
         self.wait(work.wait)
         return theirs
 

@@ -32,7 +32,7 @@ class Made:
 def _opened(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[torch.device]]:
     """Return a channel whose connections are stand-ins, and the devices that its calls follow."""
     channel: Any = object.__new__(Channel)
-    channel._collectives, channel._devices, followed = {}, [], []
+    channel._collectives, channel._devices, channel.one_queue, followed = {}, [], False, []
     channel.calls, channel.wait = SimpleNamespace(on_device=followed.append), None
     channel.new_communicator = Made
     channel.transports = Transports(channel)
