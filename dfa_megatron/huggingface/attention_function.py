@@ -100,7 +100,6 @@ def attention(
         "window_size": window,
         "softcap": softcap or 0.0,
         "sinks": s_aux,
-        "alibi_slopes": others.get("alibi_slopes"),
         "config": context.options,
     }
     q, k, v = (x.transpose(1, 2) for x in _autocast(query, key, value))
@@ -111,7 +110,6 @@ def attention(
             counting = {
                 "a window": window != (-1, -1),
                 "chunks": chunk,
-                "ALiBi": asked["alibi_slopes"] is not None,
                 "a temperature": has_temperature(module),
             }
             ATTENTION.check(in_tree=" and ".join(n for n, x in counting.items() if x), layer=type(module).__name__)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.own_code.watched_layers import WATCHED, watched
 from dfa_megatron.huggingface.parts.text_part import has_parts, part_of
 from dfa_megatron.huggingface.positions.own_positions import LOCAL_ROPE, rotaries_of, table_of
 from dfa_megatron.huggingface.recurrent.layers import layers_of
@@ -54,9 +53,7 @@ def check_model(model: Any) -> list[torch.nn.Module]:
     )
     decoder = model.get_decoder()
     within = decoder if has_parts(model) else model
-    own = {*watched(decoder)}
-    takes = {n: x for n, x in within.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
-    named = {n: x for n, x in within.named_modules() if x in own} if own else takes
+    named = {n: x for n, x in within.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
     layers = [module for name, module in named.items() if name.split(".")[-1] not in _AT_ENCODER]
     MODEL.check(
         kind=kind,
@@ -69,7 +66,6 @@ def check_model(model: Any) -> list[torch.nn.Module]:
         other_decoder=not hasattr(decoder, "config"),
         local_rope=_local_rope(config) if not rotaries_of(decoder) else None,
         no_positions=layers
-        and not all(WATCHED.get(type(layer).__name__) for layer in layers)
         and "position_ids" not in inspect.signature(type(decoder).forward).parameters
         and table_of(decoder) is None,
     )

@@ -18,7 +18,6 @@ from dfa_megatron.huggingface.check_model import check_model, foreign_code, kind
 from dfa_megatron.huggingface.checkpointing import check_layers, set_checkpointing
 from dfa_megatron.huggingface.exact_types import EXACT
 from dfa_megatron.huggingface.layer_context import CONTEXT, Current, LayerContext
-from dfa_megatron.huggingface.own_code import watched_layers
 from dfa_megatron.huggingface.parts.text_part import (
     attention_of,
     has_parts,
@@ -129,7 +128,6 @@ def _hook(inner: Any, decoder: Any, layers: list[torch.nn.Module]) -> None:
     decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
     own_positions.hook(decoder)
     recurrent.hook(decoder)
-    watched_layers.hook(decoder)
     for layer in layers:
         layer.register_forward_pre_hook(inputs.check_told, with_kwargs=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +26,18 @@ class Import:
 
 def imports(frameworks: tuple[str, ...]) -> list[Import]:
     """Return the package's imports of these frameworks, in order."""
+    return [each for each in _all() if any(f"{each.module}.".startswith(f"{name}.") for name in frameworks)]
+
+
+@functools.cache
+def _all() -> list[Import]:
     found = set()
     for file in PACKAGE.rglob("*.py"):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         guarded = {id(each) for node in ast.walk(tree) if isinstance(node, ast.Try) for each in ast.walk(node)}
         for node in ast.walk(tree):
             for module, name in _named(node):
-                if any(module == each or module.startswith(f"{each}.") for each in frameworks):
-                    found.add(Import(module, name, str(file.relative_to(PACKAGE)), id(node) in guarded))
+                found.add(Import(module, name, str(file.relative_to(PACKAGE)), id(node) in guarded))
     return sorted(found)
 
 

@@ -74,7 +74,7 @@ def test_the_account_has_the_bytes_of_a_token_that_were_counted(family: str, mon
     from deepspeed_shapes import Shape
 
     shape = Shape(**WIDTHS, family=family)
-    (counted,) = run_ranks(1, peaks, family)
+    (counted,) = run_ranks(1, peaks, family, timeout=150)
     for tiled, bytes_of_token in zip((False, True), counted, strict=True):
         of_layer = max(recomputed(shape, tiled=tiled).values()) + (LAYERS - 1) * kept(shape)
         assert bytes_of_token == pytest.approx(of_layer, rel=0.01)

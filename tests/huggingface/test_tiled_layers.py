@@ -117,7 +117,6 @@ def test_a_tile_draws_the_same_numbers_again_in_the_backward(by_function: bool) 
     ("kind", "changes", "match"),
     [
         ("Mixtral", {"num_local_experts": 2}, "an MLP of class MixtralSparseMoeBlock"),
-        ("Bloom", {"hidden_dropout": 0.0, "attention_dropout": 0.0}, "an MLP of class BloomMLP"),
         ("OPT", {"ffn_dim": 24, "word_embed_proj_dim": 32, "dropout": 0.0}, "no MLP in a module of its own"),
     ],
 )

@@ -11,7 +11,6 @@ from typing import Any
 
 from dfa_megatron.huggingface.attention_function import NAME
 from dfa_megatron.huggingface.layer_context import CONTEXT
-from dfa_megatron.huggingface.own_code.watched_layers import watched
 
 
 def has_parts(model: Any) -> bool:
@@ -38,10 +37,7 @@ def is_distributed(model: Any) -> bool:
 
 def set_attention(model: Any, name: str) -> None:
     """Give a model's text an attention implementation, and leave that of its towers."""
-    if watched(model):  # transformers would not set it
-        model.config._attn_implementation_internal = name
-    else:
-        model.set_attn_implementation({part_of(model): name} if has_parts(model) else name)
+    model.set_attn_implementation({part_of(model): name} if has_parts(model) else name)
 
 
 def switch_attention(model: Any, name: str) -> None:

@@ -220,14 +220,6 @@ ATTENTION = Stage(
             layer="OtherAttention",
         ),
         stated(
-            "own_code",
-            "{own_code} in the attention of a layer of type {layer}",
-            "it computes scores in code of its own, of which products, scales and masks are understood",
-            "a model whose layers take attention implementations",
-            "masked_fill",
-            layer="MptAttention",
-        ),
-        stated(
             "in_tree",
             "a prompt_tree in a layer of type {layer} with {in_tree}",
             "it counts places in the pack, where a token's neighbours may be of another path",

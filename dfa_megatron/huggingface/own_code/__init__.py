@@ -1,1 +1,0 @@
-"""Layers that compute attention in code of their own: product, softmax, product."""
