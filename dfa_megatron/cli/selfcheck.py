@@ -22,7 +22,7 @@ _FRAMEWORKS = {
 """Each module has `case_of(words)`, which makes a `dfa_megatron.selfcheck.case.Case` of the words of a command line."""
 
 _EPILOG = """
-  dfa-megatron selfcheck megatron configs/megatron/qwen3-8b-128k.args
+  dfa-megatron selfcheck megatron configs/megatron/qwen3-8b.args
   dfa-megatron selfcheck megatron @train.args --context-parallel-size 4
   dfa-megatron selfcheck attention --ranks 5 --heads 6 --kv-heads 2 --window-size 40 0 --schedule balanced
   dfa-megatron selfcheck huggingface config.json --ranks 8 --dfa-checkpoint remat

@@ -11,7 +11,8 @@ set -euo pipefail
 MEGATRON=${MEGATRON:?the folder of a Megatron-LM clone}
 IMAGE=${IMAGE:-dfa-megatron}
 GPUS=${GPUS:-8}
-CONFIG=${CONFIG:-/opt/dfa_megatron/configs/megatron/llama-3-8b-128k.args}
+CONFIG=${CONFIG:-/opt/dfa_megatron/configs/megatron/llama-3-8b.args}
+TRAINING=${TRAINING:-/opt/dfa_megatron/configs/megatron/training/mock.args}
 
 exec docker run --rm --gpus all \
   --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 \
@@ -20,5 +21,5 @@ exec docker run --rm --gpus all \
   --volume "$MEGATRON":/workspace/Megatron-LM:ro \
   "$IMAGE" \
   torchrun --standalone --nproc-per-node "$GPUS" \
-  -m dfa_megatron.launch /workspace/Megatron-LM/pretrain_gpt.py "@$CONFIG" \
-  --context-parallel-size "$GPUS" --dfa-data-layout contiguous "$@"
+  -m dfa_megatron.launch /workspace/Megatron-LM/pretrain_gpt.py "@$CONFIG" "@$TRAINING" \
+  --context-parallel-size "$GPUS" "$@"

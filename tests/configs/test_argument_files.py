@@ -13,24 +13,11 @@ from dfa_megatron.cli.main import main
 from dfa_megatron.cli.memory_estimate import GIB, Model, memory, model_of
 from dfa_megatron.errors import UnsupportedError
 
-ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "configs" / "megatron").glob("*.args"))
-BILLIONS = {
-    # What the models' authors say; LLaMA-GQA and those with other heads follow from their shapes.
-    "llama-7b": 6.74,
-    "llama-gqa": 5.93,
-    "llama-33h": 7.02,
-    "llama-16h": 5.53,
-    "llama-8h": 4.93,
-    "llama-4h": 4.63,
-    "llama-2h": 4.48,
-    "llama-3-8b": 8.03,
-    "qwen3-8b": 8.19,
-}
-
-
-def name_of(path: Path) -> str:
-    return re.sub(r"-\d+[km]$", "", path.stem)
+CONFIGS = Path(__file__).parents[2] / "configs" / "megatron"
+FILES = sorted(CONFIGS.glob("*.args"))
+TRAINING = sorted((CONFIGS / "training").glob("*.args"))
+BILLIONS = {"llama-7b": 6.74, "llama-3-8b": 8.03, "qwen3-8b": 8.19}
+"""What the models' authors say."""
 
 
 def sizes(shown: str) -> list[float]:
@@ -39,23 +26,22 @@ def sizes(shown: str) -> list[float]:
     return [float(line.split()[-1]) for line in table.splitlines()[1:]]
 
 
-def test_every_model_of_the_paper_and_two_of_today_are_there() -> None:
-    assert {name_of(path) for path in FILES} == set(BILLIONS)
-    lengths = {path.stem.removeprefix("llama-3-8b-") for path in FILES if path.stem.startswith("llama-3-8b-")}
-    assert lengths == {"32k", "64k", "128k", "256k", "512k"}
+def test_the_models_and_what_trains_them_are_there() -> None:
+    assert {path.stem for path in FILES} == set(BILLIONS)
+    assert {path.stem for path in TRAINING} == {"mock", "pretrain"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
 def test_a_file_is_the_model_that_it_names_and_leads_to_a_plan(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = read_arguments(path)
     model = model_of(flags, path.name)
-    assert round(model.parameters / 1e9, 2) == BILLIONS[name_of(path)]
-    if length := re.search(r"-(\d+)([km])$", path.stem):
-        assert model.seq_length == int(length[1]) * 1024 ** ("km".index(length[2]) + 1)
+    assert round(model.parameters / 1e9, 2) == BILLIONS[path.stem]
     assert model.seq_length % (2 * model.context_parallel_size) == 0
     for said in ("--spec dfa_megatron.megatron get_spec", "--cp-comm-type dfa", "--recompute-granularity full"):
         assert said in " ".join(flags)
-    assert len(names := [word for word in flags if word.startswith("--")]) == len(set(names))
+    for training in TRAINING:
+        names = [word for word in (*flags, *read_arguments(training)) if word.startswith("--")]
+        assert len(names) == len(set(names))
 
     assert main(["plan", "--config", str(path), "--schedule", "balanced_shared", "--phase", "forward"]) == 0
     shown = capsys.readouterr().out
@@ -66,15 +52,19 @@ def test_a_file_is_the_model_that_it_names_and_leads_to_a_plan(path: Path, capsy
     assert together < 0.8 * 141e9 / GIB, "an H200 must have room for what the estimate leaves out"
 
 
-@pytest.mark.parametrize("family", ["llama-3-8b", "qwen3-8b"])
-def test_files_of_one_model_differ_only_in_length_and_ranks(family: str) -> None:
-    varies = re.compile(r"(--(?:seq-length|max-position-embeddings|context-parallel-size)) .*")
-    texts = {varies.sub(r"\1", path.read_text().split("\n", 1)[1]) for path in FILES if name_of(path) == family}
-    assert len(texts) == 1
+@pytest.mark.parametrize(
+    ("name", "billions"), [("GQA", 5.93), ("33H", 7.02), ("16H", 5.53)]
+)  # as follows from their shapes
+def test_the_papers_other_models_are_flags_after_its_first(name: str, billions: float) -> None:
+    path = CONFIGS / "llama-7b.args"
+    stated = re.search(rf"^#   LLaMA-{name} +(--\S.*?)(?:   |$)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert stated is not None
+    model = model_of([*read_arguments(path), *stated[1].split()], path.name)
+    assert round(model.parameters / 1e9, 2) == billions
 
 
 def test_flags_win_over_the_file(capsys: pytest.CaptureFixture[str]) -> None:
-    path = ROOT / "configs" / "megatron" / "llama-3-8b-128k.args"
+    path = CONFIGS / "llama-3-8b.args"
     flags = ["--ranks", "4", "--seq-length", "65536", "--schedule", "ring", "--ulysses-degree", "1"]
     assert main(["plan", "--config", str(path), *flags]) == 0
     shown = capsys.readouterr().out

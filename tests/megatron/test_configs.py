@@ -16,7 +16,8 @@ from dfa_megatron.testing.workers import run_ranks
 
 pytest.importorskip("megatron.training.arguments", reason="this megatron-core has no training package")
 
-FILES = sorted((Path(__file__).parents[2] / "configs" / "megatron").glob("*.args"))
+CONFIGS = Path(__file__).parents[2] / "configs" / "megatron"
+FILES = sorted(CONFIGS.glob("*.args"))
 
 
 def parse_and_validate(rank: int, world_size: int) -> list[str]:
@@ -26,14 +27,14 @@ def parse_and_validate(rank: int, world_size: int) -> list[str]:
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
     taken = []
     for path in FILES:
-        flags = read_arguments(path)
-        ranks = flags[flags.index("--context-parallel-size") + 1]
+        model = read_arguments(path)
+        ranks = model[model.index("--context-parallel-size") + 1]
         os.environ.update(RANK="0", WORLD_SIZE=ranks, CUDA_DEVICE_MAX_CONNECTIONS="1")
-        for more, provider, layout in (
-            ([], None, "boundary"),
-            (["--dfa-data-layout", "contiguous"], add_dfa_arguments, "contiguous"),
+        for training, more, provider, layout in (
+            ("mock", [], None, "boundary"),
+            ("pretrain", ["--dfa-data-layout", "zigzag"], add_dfa_arguments, "zigzag"),
         ):
-            sys.argv = [path.name, *flags, *more]
+            sys.argv = [path.name, *model, *read_arguments(CONFIGS / "training" / f"{training}.args"), *more]
             args = parse_args(provider)
             validate_args(args, {})
             assert args.spec == ["dfa_megatron.megatron", "get_spec"]
