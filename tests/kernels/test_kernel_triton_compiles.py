@@ -47,7 +47,6 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], capa
         (False, 0.0, False, True, 90),
         (True, 0.0, True, True, 90),
         (False, 30.0, True, False, 80),
-        (False, 0.0, False, True, 80),
     ],
 )
 def test_attention_compiles(name: str, packed: bool, cap: float, alibi: bool, bounded: bool, capability: int) -> None:

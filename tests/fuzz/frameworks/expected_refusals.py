@@ -46,6 +46,11 @@ MEGATRON: Refusals = (
 )
 LANGUAGE_MODELS: Refusals = (
     (
+        "layers that transformers does not checkpoint",
+        "transformers does not checkpoint its layers",
+        lambda d: d.options["checkpoint"] != "none" and d.kind == "ctrl",
+    ),
+    (
         "padding on the left",
         "padding that is not on the right",
         lambda d: d.data.padding == "left",
