@@ -54,3 +54,7 @@ class RematError(DistAttentionError, RuntimeError):
 
 class SelfCheckError(DistAttentionError, RuntimeError):
     """A self-check at the start of a run found a difference; the message is its table, the same on every rank."""
+
+
+class ProofError(DistAttentionError, RuntimeError):
+    """Many ranks do not compute what one rank computes; the message is the table of `prove`, the same on every rank."""

@@ -61,19 +61,20 @@ BUDGETS = {
     "cli": 1_067,
     "deepspeed": 1_826,
     "doctor": 1_276,
-    "huggingface": 5_307,
+    "huggingface": 5_462,
     "kernels": 3_742,
     "loss": 800,
     "megatron": 6_474,
     "plan": 5_603,
     "plan_run": 182,
+    "proving": 643,
     "recurrence": 1_170,
     "remat": 535,
     "runtime": 6_276,
     "selfcheck": 891,
     "testing": 487,
-    "tests": 40_401,
-    "top": 1_532,
+    "tests": 40_691,
+    "top": 1_536,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 

@@ -6,6 +6,8 @@ dfa_hf.distribute_attention(model, group=group, config=DistAttentionConfig(check
 batch = dfa_hf.shard_batch({"input_ids": ids, "labels": ids}, group=group)
 model(**batch).loss.backward()              # then average the gradients over all ranks
 
+dfa_hf.prove(model)                         # the ranks compared with one, before training: less than a minute
+
 dfa_hf.distribute_trainer(trainer, size=8)  # or let HF Trainer, TRL's SFTTrainer and the like do it all
 dfa_hf.distribute_accelerator(accelerator, model, size=8)   # or a loop around accelerate
 """
@@ -14,6 +16,7 @@ from dfa_megatron.huggingface.attention_function import NAME
 from dfa_megatron.huggingface.batch import shard_batch
 from dfa_megatron.huggingface.distribute import distribute_attention, local_attention
 from dfa_megatron.huggingface.loss import causal_lm_loss
+from dfa_megatron.huggingface.proof import prove
 from dfa_megatron.huggingface.trainers.distribute_accelerator import distribute_accelerator
 from dfa_megatron.huggingface.trainers.distribute_trainer import distribute_trainer
 
@@ -24,5 +27,6 @@ __all__ = [
     "distribute_attention",
     "distribute_trainer",
     "local_attention",
+    "prove",
     "shard_batch",
 ]

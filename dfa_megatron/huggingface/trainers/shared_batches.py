@@ -57,6 +57,11 @@ def take_whole_batches(model: Any) -> Shared:
     return known
 
 
+def takes_whole_batches(model: Any) -> bool:
+    """Return whether a model cuts its batches itself."""
+    return hasattr(model, _SHARED)
+
+
 def check_parallelism(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse accelerate's own context parallelism, where `distribute_accelerator` did not leave it out."""
     state = sys.modules.get("accelerate.state")

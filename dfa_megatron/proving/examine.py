@@ -1,0 +1,61 @@
+"""Run the texts of a proof over the ranks, alone and with noise, and judge them; alike on every rank."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+
+from dfa_megatron.errors import ProofError, UnsupportedError
+from dfa_megatron.proving.job import Job, texts
+from dfa_megatron.proving.recorder import record
+from dfa_megatron.proving.untouched import untouched
+from dfa_megatron.proving.verdict import Proof, Row, judge, merged
+
+logger = logging.getLogger("dfa_megatron.prove")
+
+
+def examine(job: Job, tokens: int | None = None) -> Proof:
+    """Compare many ranks with one, log the table on rank 0 and return it; a collective call of all ranks.
+
+    Args:
+        job: the model, ready to train.
+        tokens: of a text, at least; see `texts`.
+
+    Raises:
+        ProofError: something differs, on every rank, with the table.
+        UnsupportedError: the model cannot run the texts.
+    """
+    device = next(x.device for model in job.models for x in model.parameters())
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    proof = Proof(job.title, job.ranks)
+    rows: list[Row] = []
+    with untouched(job, device):
+        made = texts(job, device, tokens)
+        for number, text in enumerate(made):
+            try:
+                got = record(job, text)
+            except UnsupportedError as error:
+                job.clear()
+                if number == 0:
+                    raise
+                proof.unseen.append(f"{text.name}: {error}")
+                continue
+            with job.alone():
+                want = record(job, text, alone=True, choices=got.choices)
+                noise = record(job, text, alone=True, choices=got.choices, noise=True)
+            rows += judge(f"{text.name}, {len(text.ids)} tokens", got, want, noise, rank)
+    everyone: list[Any] = [rows]
+    if world > 1:
+        everyone = [None] * world
+        dist.all_gather_object(everyone, rows)
+    proof.rows = merged(everyone)
+    length = len(made[0].ids)
+    proof.unseen += [f"what lies beyond a window of {x} tokens" for x in sorted({*job.windows()}) if x >= length]
+    proof.unseen += ["dropout, which was off, and the optimizer", *job.unseen()]
+    if proof.difference:
+        raise ProofError(str(proof))
+    if rank == 0:
+        logger.info("%s", proof)
+    return proof

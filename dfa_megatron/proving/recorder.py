@@ -1,0 +1,115 @@
+"""Run a text, and record sketches of what every layer gives for each token, and of every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.proving.job import Job, Text
+from dfa_megatron.proving.routing import Choices, routing
+from dfa_megatron.proving.sketches import noisy, sketch
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a run computed; sketches are (rows, 8) in float64.
+
+    loss: the mean of the text, None of pipeline stages without it.
+    hidden: of every watched module, in the order of the forward, all tokens in their order.
+    backward: of its gradient, in the order of the backward.
+    weights: of every parameter's gradient, or this rank's part of it.
+    choices: of every router, for all tokens.
+    holders: the rank that gave each token.
+    """
+
+    loss: float | None = None
+    hidden: dict[str, torch.Tensor] = field(default_factory=dict)
+    backward: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    choices: Choices = field(default_factory=dict)
+    holders: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def record(
+    job: Job, text: Text, *, alone: bool = False, noise: bool = False, choices: Choices | None = None
+) -> Recording:
+    """Run a text over the ranks or alone, and put together what the ranks hold; a collective call.
+
+    Args:
+        job: the model.
+        text: the same on every rank.
+        alone: every rank computes the whole text.
+        noise: add rounding noise to what attention gives.
+        choices: of experts, to be replayed.
+    """
+    found = Recording()
+    places = job.places(text, alone=alone).cpu()
+    share = 1.0 if alone else job.share
+    with _watching(job, found, len(places), share, noise), routing(job.models, places, found.choices, choices):
+        loss = job.step(text, alone=alone)
+    found.loss = None if loss is None else float(loss.detach())
+    found.weights = {name: sketch(gradient) for name, gradient in job.gradients()}
+    job.clear()
+    if job.sums and not alone and job.group is not None:
+        for name, each in found.weights.items():
+            total = each.to(text.ids.device)
+            dist.all_reduce(total, group=job.group)
+            found.weights[name] = total.cpu() / job.ranks
+    _join(job, found, places, len(text.ids))
+    return found
+
+
+@contextmanager
+def _watching(job: Job, found: Recording, rows: int, share: float, noise: bool) -> Iterator[None]:
+    def hook(name: str, attention: bool) -> Callable[..., Any]:
+        def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            out = output[0] if isinstance(output, tuple) else output
+            if not isinstance(out, torch.Tensor) or out.dim() < 2 or out.numel() != rows * out.shape[-1]:
+                return None
+            if noise and attention:
+                out = noisy(out, name)
+            found.hidden[name] = sketch(out.flatten(0, -2))
+            if out.requires_grad:
+
+                def take(gradient: torch.Tensor) -> None:
+                    found.backward[name] = sketch(gradient.flatten(0, -2)) * share
+
+                out.register_hook(take)
+            if noise and attention:
+                return (out, *output[1:]) if isinstance(output, tuple) else out
+            return None
+
+        return after
+
+    hooks = [module.register_forward_hook(hook(name, attention)) for name, module, attention in job.watched()]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def _join(job: Job, found: Recording, places: torch.Tensor, tokens: int) -> None:
+    """Put the rows of all ranks in the order of the tokens."""
+    held: list[Any] = [(places, found.hidden, found.backward, found.choices)]
+    ranks = [0]
+    if job.group is not None and job.group.size() > 1:
+        held = [None] * job.group.size()
+        dist.all_gather_object(held, (places, found.hidden, found.backward, found.choices), group=job.group)
+        ranks = dist.get_process_group_ranks(job.group)
+    found.holders = torch.zeros(tokens, dtype=torch.long)
+    for rank, (at, *_) in zip(ranks, held, strict=True):
+        found.holders[at] = rank
+    for number, into in ((1, found.hidden), (2, found.backward), (3, found.choices)):
+        for key in dict.fromkeys(key for each in held for key in each[number]):
+            first = next(each[number][key] for each in held if key in each[number])
+            whole = torch.full((tokens, *first.shape[1:]), 0, dtype=first.dtype)
+            for at, *each in held:
+                if key in each[number - 1]:
+                    whole[at] = each[number - 1][key]
+            into[key] = whole
