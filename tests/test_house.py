@@ -59,7 +59,7 @@ LONG_FUNCTIONS_FOR_NOW = {
 BUDGETS = {
     "benchmarks": 7_674,
     "cli": 1_067,
-    "deepspeed": 1_826,
+    "deepspeed": 1_935,
     "doctor": 1_276,
     "huggingface": 5_462,
     "kernels": 3_742,
@@ -67,13 +67,13 @@ BUDGETS = {
     "megatron": 6_474,
     "plan": 5_603,
     "plan_run": 182,
-    "proving": 643,
+    "proving": 649,
     "recurrence": 1_170,
     "remat": 535,
     "runtime": 6_276,
     "selfcheck": 891,
     "testing": 487,
-    "tests": 40_691,
+    "tests": 40_772,
     "top": 1_536,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

@@ -15,6 +15,7 @@ from dfa_megatron.deepspeed.engine import before_initialize
 from dfa_megatron.deepspeed.initialize import initialize
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh, mesh_of
+from dfa_megatron.deepspeed.proved_engine import prove
 from dfa_megatron.huggingface.batch import shard_batch
 from dfa_megatron.huggingface.distribute import local_attention
 from dfa_megatron.huggingface.loss import causal_lm_loss as loss
@@ -32,6 +33,7 @@ __all__ = [
     "loss",
     "make_mesh",
     "mesh_of",
+    "prove",
     "shard_batch",
     "tiled_loss",
     "uninstall",

@@ -15,6 +15,7 @@ from dfa_megatron.deepspeed.accelerate import SequenceGroups, publish
 from dfa_megatron.deepspeed.checkpointing import deepspeeds_function
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import ATTRIBUTE, Mesh, make_mesh
+from dfa_megatron.deepspeed.proved_engine import prove
 from dfa_megatron.deepspeed.refusals import CALL, ENGINE, SETTINGS, check_settings
 from dfa_megatron.deepspeed.same_settings import check_same
 from dfa_megatron.deepspeed.selfcheck import at_start
@@ -86,6 +87,7 @@ def prepare(
     _check_batch_sizes(settings, mesh)
     CALL.check(own_tile=_tile(block) if own_attention else None)
     CALL.check(selfcheck_of="a model of your own" if block.selfcheck and own_attention else None)
+    CALL.check(prove_of="a model of your own" if block.prove and own_attention else None)
     at_start.check_if_asked(model, settings, block, mesh)
     _set_group(own_attention, mesh, block)
     if not own_attention:
@@ -95,6 +97,8 @@ def prepare(
         _accept(engine, mesh, settings)
         if groups is not None:
             publish(groups)
+        if block.prove:
+            prove(engine)
 
     return {**_common(settings), "sequence_parallel_size": mesh.size}, finish
 
@@ -118,6 +122,7 @@ def _pipelined(
     module: torch.nn.Module, settings: dict[str, Any], block: DeepSpeedOptions, size: int | None
 ) -> tuple[dict[str, Any], Finish]:
     CALL.check(selfcheck_of="a pipeline" if block.selfcheck else None)
+    CALL.check(prove_of="a pipeline" if block.prove else None)
     CALL.check(own_tile=_tile(block))
     pipeline.check_clipping(module, settings)
     mesh = pipeline.pipeline_mesh(module, size)

@@ -55,6 +55,11 @@ class DeepSpeedOptions:
         "Checkpoint a Hugging Face model's layers with PyTorch's re-entrant form. activation_checkpointing's "
         "cpu_checkpointing, which keeps their inputs on the host, always does.",
     )
+    prove: bool = _key(
+        False,
+        "When the engine is made, compare its ranks with each rank alone on a short random text: loss, outputs of "
+        "layers and gradients; a difference ends the run with a table. Less than a minute.",
+    )
     selfcheck: bool = _key(
         False,
         "Before the engine is made, compare many ranks with one on rank 0's CPU, with a small model of this "

@@ -27,12 +27,11 @@ def examine(job: Job, tokens: int | None = None) -> Proof:
         ProofError: something differs, on every rank, with the table.
         UnsupportedError: the model cannot run the texts.
     """
-    device = next(x.device for model in job.models for x in model.parameters())
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     proof = Proof(job.title, job.ranks)
     rows: list[Row] = []
-    with untouched(job, device):
-        made = texts(job, device, tokens)
+    with untouched(job):
+        made = texts(job, tokens)
         for number, text in enumerate(made):
             try:
                 got = record(job, text)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -118,13 +119,19 @@ class Job(ABC):
         for _, parameter in self.parameters():
             parameter.grad = None
 
+    @cached_property
+    def device(self) -> torch.device:
+        """Where texts go."""
+        device: torch.device = next(x.device for model in self.models for x in model.parameters())
+        return device
+
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Leave what a step changes beside gradients, buffers and random state as it was."""
         yield
 
 
-def texts(job: Job, device: torch.device, tokens: int | None) -> list[Text]:
+def texts(job: Job, tokens: int | None) -> list[Text]:
     """Return a sequence and a pack of as many tokens, the same on every rank.
 
     Args:
@@ -143,5 +150,5 @@ def texts(job: Job, device: torch.device, tokens: int | None) -> list[Text]:
         labels[: TOKENS // 2] = IGNORED  # the first rank counts fewer than the others
         labels.view(2 * job.ranks, -1)[1:, 0] = ids.view(2 * job.ranks, -1)[1:, 0]  # of the next rank
         labels.view(number, -1)[:, 0] = IGNORED
-        made.append(Text(name, ids.to(device), labels.to(device), number))
+        made.append(Text(name, ids.to(job.device), labels.to(job.device), number))
     return made

@@ -11,7 +11,7 @@ from dfa_megatron.proving.job import Job
 
 
 @contextmanager
-def untouched(job: Job, device: torch.device) -> Iterator[None]:
+def untouched(job: Job) -> Iterator[None]:
     """Train without dropout inside, and restore everything on leaving; weights never change, as nothing steps."""
     modules = [module for model in job.models for module in model.modules()]
     modes = [(module, module.training) for module in modules]
@@ -23,7 +23,7 @@ def untouched(job: Job, device: torch.device) -> Iterator[None]:
     ]
     buffers = [(x, x.detach().clone()) for model in job.models for x in model.buffers()]
     gradients = [(x, x.grad) for _, x in job.parameters()]
-    devices = [device] if device.type == "cuda" else []
+    devices = [job.device] if job.device.type == "cuda" else []
     with torch.random.fork_rng(devices), job.kept():
         for module in modules:
             module.training = True

@@ -133,7 +133,7 @@ def test_an_engine_made_without_the_block_has_no_mesh() -> None:
 def test_the_schema_names_every_key_that_is_read() -> None:
     properties = DeepSpeedOptions.json_schema()["properties"][KEY]["properties"]
     shared = set(DistAttentionConfig.json_schema("deepspeed")["properties"])
-    assert set(properties) == {"enabled", "size", "reentrant", "selfcheck"} | shared
+    assert set(properties) == {"enabled", "size", "reentrant", "prove", "selfcheck"} | shared
     for name, entry in properties.items():
         if "default" in entry:
             DeepSpeedOptions.from_mapping({name: entry["default"]})

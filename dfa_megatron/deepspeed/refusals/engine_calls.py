@@ -36,6 +36,13 @@ CALL = Stage(
         ),
         stated("moe_layers", "DeepSpeed's MoE layers", UNTESTED, "a model without them"),
         stated(
+            "prove_of",
+            "dist_flash_attention.prove for {prove_of}",
+            "the reference is a transformers model with its former attention",
+            "a transformers causal language model, or no prove",
+            "a pipeline",
+        ),
+        stated(
             "selfcheck_of",
             "dist_flash_attention.selfcheck for {selfcheck_of}",
             "the check makes the model small, and can do that for transformers models only",
@@ -121,6 +128,14 @@ CALL = Stage(
 ENGINE = Stage(
     "DeepSpeed: when an engine is made, and afterwards",
     (
+        stated(
+            "proved_within",
+            "prove after {proved_within} of a step's {accumulated} micro-batches",
+            "ZeRO holds their gradients, which it would add to those of the proof",
+            "prove before the first step, or between two",
+            1,
+            accumulated=2,
+        ),
         stated(
             "reduced_over",
             "an engine that reduces gradients over {reduced_over} of {ranks} ranks, sequence parallelism of {theirs}",

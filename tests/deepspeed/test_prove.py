@@ -1,0 +1,81 @@
+"""`prove` compares an engine at every ZeRO stage, and training then goes on as if it had not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dfa_megatron import deepspeed as dfa_ds
+from dfa_megatron.errors import ProofError, UnsupportedError
+from dfa_megatron.testing.workers import run_ranks
+from tests.deepspeed import harness
+from tests.huggingface.test_prove import labels_of_chunks, lost_window, made
+from tests.support.models import text
+
+
+def engine_of(stage: int, dtype: str, prove: bool) -> Any:
+    config = harness.settings(stage, 2, prove=prove, checkpoint="remat") | {"gradient_accumulation_steps": 2}
+    config["optimizer"] = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}
+    config |= {"bf16": {"enabled": True}} if dtype == "bfloat16" else {}
+    model = made(dtype=dtype)
+    return dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def trained(engine: Any, steps: int = 2) -> list[float]:
+    losses = []
+    for seed in range(2 * steps):
+        loss = engine(**dfa_ds.shard_batch(text(1, 20, seed=seed), group=dfa_ds.mesh_of(engine).group)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+STAGES = [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16")]
+
+
+def proved(rank: int, world_size: int) -> list[list[str]]:
+    harness.prepare_worker(rank)
+    return [proved_at(*stage) for stage in STAGES]
+
+
+def proved_at(stage: int, dtype: str) -> list[str]:
+    plain, other = engine_of(stage, dtype, False), engine_of(stage, dtype, True)
+    assert trained(other, 1) == trained(plain, 1)
+    said = [str(dfa_ds.prove(other))]
+    for fault in (labels_of_chunks, lost_window):
+        with fault(other.module), pytest.raises(ProofError) as caught:
+            dfa_ds.prove(other)
+        said.append(str(caught.value))
+    assert trained(other, 1) == trained(plain, 1)
+    if stage == 1:
+        batch = dfa_ds.shard_batch(text(1, 20, seed=1), group=dfa_ds.mesh_of(other).group)
+        other.backward(other(**batch).loss)
+        other.step()
+        with pytest.raises(UnsupportedError, match="after 1 of a step's 2 micro-batches"):
+            dfa_ds.prove(other)
+        plain.optimizer.average_tensor = lambda *args, **kwargs: None
+        with pytest.raises(ProofError, match="first difference: a sequence, 96 tokens, gradient of parameters: "):
+            dfa_ds.prove(plain)
+    for engine in (plain, other):
+        engine.destroy()
+    return said
+
+
+def test_an_engine_is_proved_at_every_stage_and_trains_as_before() -> None:
+    one, other = run_ranks(2, proved, timeout=120)
+    assert one == other
+    for (stage, _), (clean, labels, window) in zip(STAGES, one, strict=True):
+        assert f"ZeRO {stage}" in clean
+        assert "2 ranks compute what one rank computes" in clean
+        assert "gradient at layers: model.layers.1 on rank 0, token" in labels.partition("first difference: ")[2]
+        assert "output of layers: model.layers.0.self_attn on rank 0" in window.partition("first difference: ")[2]
+
+
+def test_the_block_asks_for_it_but_not_of_models_of_ones_own() -> None:
+    assert dfa_ds.DeepSpeedOptions.from_mapping({"prove": True}).prove
+    from dfa_megatron.deepspeed.refusals import CALL
+
+    with pytest.raises(UnsupportedError, match=r"dist_flash_attention\.prove for a pipeline"):
+        CALL.check(prove_of="a pipeline")
