@@ -46,7 +46,7 @@ class SharingLayer:
         self._dfa_exchanges = self._dfa_several and context.options.data_layout == "boundary"
         self._dfa_own: Any = None
         self._dfa_order: LayoutName = "zigzag"
-        self._dfa_heeds: list[Any] = grouped_router(self) if self._dfa_several else []
+        self._dfa_heeds: list[Any] = grouped_router(self) if self._dfa_several or config.sequence_parallel else []
         """Modules that heed the documents of a micro-batch. In a list, their parameters are not this layer's."""
         self._dfa_packable = self._dfa_regroupable = False
         self._dfa_lengths: set[int] = set()

@@ -164,10 +164,19 @@ def draw(seed: int, number: int) -> MegatronDraw:
     options = _options(dice, layout, config, cp)
     if pack and "mtp_num_layers" in config and config.get("recompute_granularity") == "full":
         options["remat"] = "auto"  # Megatron's own recomputation of prediction layers takes no packs
+    if sizes.get("pp", 1) > 1 and options["kernel"] == "cpu" and config.get("v_head_dim", 12) != 12:
+        options["kernel"] = "auto"  # the first stage refuses its first call, while the next one waits for hidden states
     kinds = [*uneven.MASKS] if "mtp_num_layers" in config else [*uneven.MASKS, "nothing"]
     experts = "num_moe_experts" in config
     # Megatron's own gradient of learned positions lacks the prediction layers' share where stages share them.
     learned = ["learned_absolute"] if "mtp_num_layers" not in config or sizes.get("pp", 1) == 1 else []
+    model = {
+        "position_embedding_type": dice.choice(["rope", "rope", "none", *learned]),
+        "rotary_percent": dice.choice([1.0, 1.0, 0.5]),
+        "share_embeddings_and_output_weights": dice.random() < 0.4,
+    }
+    # Megatron's overlapped reduction fails at a second step where stages share embeddings with prediction layers.
+    shares = model["share_embeddings_and_output_weights"] and "mtp_num_layers" in config and sizes.get("pp", 1) > 1
     return MegatronDraw(
         seed=seed,
         number=number,
@@ -175,18 +184,14 @@ def draw(seed: int, number: int) -> MegatronDraw:
         layout=layout,
         options=options,
         config=config,
-        model={
-            "position_embedding_type": dice.choice(["rope", "rope", "none", *learned]),
-            "rotary_percent": dice.choice([1.0, 1.0, 0.5]),
-            "share_embeddings_and_output_weights": dice.random() < 0.4,
-        },
+        model=model,
         batch=dice.choice([1, 2, 2, 3]),
         tokens=tokens,
         micro_batches=micro_batches,
         pack=pack,
         masks=tuple(dice.choice(kinds) for _ in range(micro_batches * dp)),
         padding_mask=experts and (pack == "padded" or dice.random() < 0.5),
-        overlap=dice.random() < 0.2,
+        overlap=dice.random() < 0.2 and not shares,
         delta_nets=delta_nets,
         warm=0 if config.get("moe_router_load_balancing_type") == "global_aux_loss" else dice.choice([0, 0, 0, 1, 2]),
     )
@@ -277,7 +282,8 @@ def _recompute(dice: random.Random, layers: int, config: dict[str, Any]) -> dict
         if not modules:
             return {}
         return {"recompute_granularity": "selective", "recompute_modules": modules}
-    many = dice.randint(1, layers)
+    # Megatron's own recomputed prediction layers want 1.
+    many = 1 if "mtp_num_layers" in config else dice.randint(1, layers)
     return {"recompute_granularity": "full", "recompute_method": kind, "recompute_num_layers": many}
 
 
