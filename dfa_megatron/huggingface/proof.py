@@ -29,7 +29,7 @@ def prove(model: torch.nn.Module, *, tokens: int | None = None) -> Proof:
 
     Args:
         model: on which `distribute_attention` was called, or which holds one (PEFT, DDP), or FSDP2 shards.
-        tokens: of the sequence, at least; None is 48 for each rank, or twice the smallest window up to 4096.
+        tokens: of the sequence, at least; None is 48 for each rank, or twice the smallest window up to 2048.
 
     Returns:
         What was compared, as a table: `print(proof)`.

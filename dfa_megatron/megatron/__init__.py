@@ -22,6 +22,7 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("meg
 if TYPE_CHECKING:
     from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
     from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
+    from dfa_megatron.megatron.proved_job import prove
     from dfa_megatron.megatron.spec import distribute_attention, get_spec
     from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments, options_of
     from dfa_megatron.megatron.tokens.batch import declare_batch_layout, shard_batch
@@ -39,6 +40,7 @@ __all__ = [
     "get_spec",
     "options_of",
     "packed_seq_params",
+    "prove",
     "shard_batch",
 ]
 
@@ -50,6 +52,7 @@ _HOME = {
     "distribute_attention": "spec",
     "options_of": "start.dfa_flags",
     "packed_seq_params": "tokens.packed_documents",
+    "prove": "proved_job",
     "shard_batch": "tokens.batch",
 }
 

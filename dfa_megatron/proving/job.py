@@ -18,7 +18,7 @@ IGNORED = -100
 TOKENS = 48
 """The fewest tokens of a rank: few, so that one wrong label at a rank's border shows in every gradient."""
 
-LONGEST = 4096
+LONGEST = 2048
 """The most tokens that a window is worth."""
 
 

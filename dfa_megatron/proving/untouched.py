@@ -21,7 +21,7 @@ def untouched(job: Job) -> Iterator[None]:
         for name, value in vars(module).items()
         if type(value) is float and value and ("drop" in name or (name == "p" and "Dropout" in type(module).__name__))
     ]
-    buffers = [(x, x.detach().clone()) for model in job.models for x in model.buffers()]
+    buffers = [(x, x.detach().clone()) for module in modules for x in module._buffers.values() if x is not None]
     gradients = [(x, x.grad) for _, x in job.parameters()]
     devices = [job.device] if job.device.type == "cuda" else []
     with torch.random.fork_rng(devices), job.kept():

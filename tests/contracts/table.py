@@ -159,6 +159,20 @@ MEGATRON = (
     on(f"{CORE}.utils:get_batch_on_this_cp_rank", "megatron/start/script.py",
        replaced="batch cp_group is_hybrid_cp hybrid_cp_group_func use_per_sequence_balancing"),
     on(f"{CORE}.parallel_state:get_context_parallel_group", "megatron/start/script.py"),
+    # The proof of a job.
+    on(f"{CORE}.distributed.distributed_data_parallel:DistributedDataParallel", "megatron/proved_job.py",
+       attributes="bucket_groups expert_parallel_bucket_groups zero_grad_buffer module"),
+    on(f"{CORE}.distributed.param_and_grad_buffer:_ParamAndGradBucket", "megatron/proved_job.py",
+       attributes="grad_data param_to_index"),
+    on(f"{CORE}.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup", "megatron/proved_job.py",
+       attributes="buckets ddp_config intra_distributed_optimizer_instance_size "
+                  "intra_distributed_optimizer_instance_rank"),
+    on(f"{CORE}.pipeline_parallel.schedules:forward_backward_no_pipelining", "megatron/proved_job.py",
+       passes="forward_step_func data_iterator model num_microbatches seq_length micro_batch_size forward_only"),
+    on(f"{CORE}.transformer.dot_product_attention:DotProductAttention.__init__", "megatron/proved_job.py",
+       passes="config layer_number attn_mask_type attention_type"),
+    on(f"{CORE}.model_parallel_config:ModelParallelConfig", "megatron/proved_job.py",
+       attributes="finalize_model_grads_func grad_scale_func"),
 )  # fmt: skip
 """Of megatron.core."""
 
@@ -166,6 +180,11 @@ MEGATRON_TRAINING = (
     on("megatron.training.arguments:add_megatron_arguments", "megatron/start/script.py", replaced="parser"),
     on("megatron.training:get_args megatron.training.global_vars:get_args", "megatron/start/dfa_flags.py"),
     on("megatron.training.models.gpt:default_layer_spec", "megatron/spec.py"),
+    on(
+        "megatron.training.training:train_step",
+        "megatron/proved_job.py",
+        passes="forward_step_func data_iterator model",
+    ),
     on("megatron.training.datasets.sft_dataset:SFTDataset.__init__", "megatron/start/script.py", passes="config"),
 )
 """Of megatron.training, which the wheels have since 0.19."""
@@ -221,6 +240,14 @@ DEEPSPEED = (
     on("deepspeed.utils.groups:_clone_world_group", "deepspeed/accelerate.py"),
     on("deepspeed.runtime.engine:DeepSpeedEngine", "deepspeed/engine.py",
        attributes="sequence_parallel_size seq_data_parallel_group compile deepspeed_io"),
+    on("deepspeed.runtime.engine:DeepSpeedEngine", "deepspeed/proved_engine.py",
+       attributes="micro_steps gradient_accumulation_steps zero_optimization_stage zero_grad optimizer "
+                  "set_gradient_accumulation_boundary _is_gradient_accumulation_boundary"),
+    on("deepspeed.runtime.engine:DeepSpeedEngine.backward", "deepspeed/proved_engine.py", passes="loss scale_wrt_gas"),
+    on("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "deepspeed/proved_engine.py",
+       attributes="averaged_gradients all_grad_tensors micro_step_id zero_grad"),
+    on("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "deepspeed/proved_engine.py",
+       attributes="averaged_gradients micro_step_id _epilogue_ran_this_backward zero_grad"),
     on("deepspeed.runtime.pipe.module:PipelineModule", "deepspeed/pipeline.py",
        attributes="topology activation_checkpoint_func activation_checkpoint_interval"),
     on("deepspeed.runtime.activation_checkpointing.checkpointing:configure", "deepspeed/checkpointing.py",

@@ -17,6 +17,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import ProofError, UnsupportedError
 from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.test_foreign_code import shifted
+from tests.huggingface.test_trainer import prepare_worker
 from tests.support.models import build, text
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -194,6 +195,7 @@ def test_every_planted_fault_is_found_where_it_is_alike_on_every_rank(dtype: str
 
 
 def nothing_planted(rank: int, world_size: int) -> dict[str, str]:
+    prepare_worker(rank, world_size)
     from torch.distributed.fsdp import fully_shard
 
     cases: dict[str, tuple[str, dict[str, Any]]] = {
@@ -222,7 +224,16 @@ def nothing_planted(rank: int, world_size: int) -> dict[str, str]:
         if name == "ddp":
             model = DistributedDataParallel(model)
         found[name] = str(dfa_hf.prove(model, tokens=10 if "10" in name else None))
-    return found
+    return {**found, "accelerate": str(dfa_hf.prove(of_accelerate()))}
+
+
+def of_accelerate() -> Any:
+    """A model that cuts whole batches itself."""
+    from accelerate import Accelerator
+
+    accelerator, model = Accelerator(cpu=True), made()
+    dfa_hf.distribute_accelerator(accelerator, model)
+    return accelerator.prepare(model)
 
 
 def test_where_nothing_is_wrong_nothing_is_found_in_any_wrapper() -> None:

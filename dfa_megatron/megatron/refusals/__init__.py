@@ -5,10 +5,11 @@ from dfa_megatron.megatron.refusals.model_build import LAYERS, SPEC
 from dfa_megatron.megatron.refusals.model_config import CONFIG, check_config
 from dfa_megatron.megatron.refusals.own_groups import OWN_GROUPS
 from dfa_megatron.megatron.refusals.packs import BATCHES, PACKS
+from dfa_megatron.megatron.refusals.proof_of_job import PROOF
 from dfa_megatron.megatron.refusals.running_model import CALLS
 from dfa_megatron.megatron.refusals.script_flags import ARGS, LAUNCH
 
-STAGES = (LAUNCH, ARGS, SPEC, CONFIG, LAYERS, BATCHES, PACKS, OWN_GROUPS, CALLS, SELFCHECK)
+STAGES = (LAUNCH, ARGS, SPEC, CONFIG, LAYERS, BATCHES, PACKS, OWN_GROUPS, CALLS, PROOF, SELFCHECK)
 
 __all__ = [
     "ARGS",
@@ -19,6 +20,7 @@ __all__ = [
     "LAYERS",
     "OWN_GROUPS",
     "PACKS",
+    "PROOF",
     "SELFCHECK",
     "SPEC",
     "STAGES",

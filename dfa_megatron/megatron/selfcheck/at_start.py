@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dfa_megatron.megatron.proved_job import prove_if_asked
 from dfa_megatron.megatron.refusals import SELFCHECK
 from dfa_megatron.selfcheck.at_start import check_at_start
 
@@ -18,6 +19,7 @@ def check_if_asked(args: Any) -> None:
         SelfCheckError: something differs, on every rank, with the table.
         UnsupportedError: the flags cannot be checked, or there is no process group.
     """
+    prove_if_asked(args)
     if not getattr(args, "dfa_selfcheck", False):
         return
     SELFCHECK.check(no_process_group=not dist.is_initialized())

@@ -18,6 +18,12 @@ def add_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     DistAttentionConfig.add_arguments(parser, "megatron")
     parser.set_defaults(dfa_data_layout="boundary")
     parser.add_argument(
+        "--dfa-prove",
+        action="store_true",
+        help="Before the first step, compare the job's ranks with each rank alone on a short random text: loss, "
+        "outputs of layers and gradients; a difference ends the run with a table. Less than a minute.",
+    )
+    parser.add_argument(
         "--dfa-selfcheck",
         action="store_true",
         help="Before training, compare many ranks with one on rank 0's CPU, with a small model of these flags; a "

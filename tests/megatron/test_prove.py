@@ -1,0 +1,234 @@
+"""`prove` compares a Megatron job in every topology and layout, finds what is planted, and changes nothing."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from dfa_megatron.errors import ProofError, UnsupportedError
+from dfa_megatron.testing.workers import run_ranks
+from tests.megatron import harness, sharded
+from tests.megatron.harness import Topology, case
+from tests.megatron.test_composition import ALLGATHER
+from tests.megatron.test_latent import LATENT
+
+WINDOW = (("window_size", (9, 0)),)
+EXPERTS = (
+    *(*ALLGATHER, ("moe_layer_freq", [0, 1, 0, 1]), ("moe_z_loss_coeff", 0.1)),
+    *(("moe_router_load_balancing_type", "aux_loss"), ("moe_aux_loss_coeff", 0.5)),
+)
+BF16 = (("params_dtype", torch.bfloat16), ("pipeline_dtype", torch.bfloat16), ("bf16", True))
+
+
+def job(topology: Topology, layout: str, config: Any, *, distributed: bool = False) -> list[Any]:
+    """The model's chunks in Megatron's DDP."""
+    wanted = case(layout, "auto", config=config)  # rematerialized
+    harness.seed()
+    made = harness.make_config(topology, wanted)
+    chunks = [harness.make_model(made, wanted.options, v) for v in (range(topology.vp) if topology.vp else [None])]
+    if made.bf16:
+        chunks = [chunk.bfloat16() for chunk in chunks]
+    return [sharded.wrap("ddp", made, chunk, use_distributed_optimizer=distributed) for chunk in chunks]
+
+
+CASES = [
+    (Topology(cp=2), "boundary", WINDOW, False),
+    (Topology(cp=2), "contiguous", BF16, False),
+    (Topology(cp=2), "contiguous", LATENT, False),
+    (Topology(cp=2), "zigzag", (*WINDOW, ("calculate_per_token_loss", True)), True),
+    (Topology(cp=2), "boundary", (*EXPERTS, *BF16), False),
+    (Topology(pp=2), "boundary", WINDOW, False),
+]
+
+
+def each_case(rank: int, world_size: int, cases: list[Any]) -> list[str]:
+    from dfa_megatron.megatron import prove
+
+    said = []
+    for topology, layout, config, distributed in cases:
+        harness.start(topology)
+        said.append(str(prove(job(topology, layout, config, distributed=distributed))))
+    return said
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        CASES,
+        [
+            (Topology(tp=2, cp=2), "zigzag", WINDOW, True),
+            (Topology(pp=2, cp=2, vp=2), "boundary", (), False),
+            (Topology(cp=2, dp=2, ep=2), "boundary", EXPERTS, False),
+        ],
+    ],
+    ids=["2", "4"],
+)
+def test_nothing_is_found_where_nothing_is_wrong(cases: list[Any]) -> None:
+    ranks = cases[0][0].ranks
+    for said in zip(*run_ranks(ranks, each_case, cases, timeout=120), strict=True):
+        for table in said:
+            assert table == said[0]
+            assert "compute what one rank computes" in table
+            assert sum("gradient of parameters" in line for line in table.splitlines()) == 2, table
+
+
+@contextmanager
+def _attention_with(**changed: Any) -> Any:
+    from dfa_megatron import attention
+
+    names = ("dist_flash_attn_func", "dist_flash_attn_varlen_func")
+    real = {name: getattr(attention, name) for name in names}
+
+    def other(name: str) -> Any:
+        return lambda *args, **kwargs: real[name](*args, **{**kwargs, **changed})
+
+    with patch.multiple(attention, **{name: other(name) for name in names}):
+        yield
+
+
+def wrong_scale(models: Any) -> Any:
+    return _attention_with(softmax_scale=0.1)
+
+
+def lost_window(models: Any) -> Any:
+    return _attention_with(window_size=(-1, -1))
+
+
+@contextmanager
+def lost_documents(models: Any) -> Any:
+    from dfa_megatron import attention
+
+    whole = attention.dist_flash_attn_func
+
+    def one(q: Any, k: Any, v: Any, offsets: Any, **kwargs: Any) -> Any:
+        return whole(q[None], k[None], v[None], **kwargs)[0]
+
+    with patch.object(attention, "dist_flash_attn_varlen_func", one):
+        yield
+
+
+@contextmanager
+def local_rope(models: Any) -> Any:
+    from megatron.core.models.common.embeddings import rotary_pos_embedding as rotary
+
+    def wrong(table: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+        return table.chunk(cp_group.size(), seq_dim)[0]
+
+    with patch.object(rotary, "get_pos_emb_on_this_cp_rank", wrong):
+        yield
+
+
+@contextmanager
+def unreduced(models: Any) -> Any:
+    config = models[0].config
+    with patch.object(config, "finalize_model_grads_func", lambda *args, **kwargs: None):
+        yield
+
+
+def mixed_tokens(models: Any) -> Any:
+    mlp = models[0].module.decoder.layers[2].mlp
+    real = mlp.forward
+
+    def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return real(x + 0.5 * torch.nn.functional.pad(x, (0, 0, 0, 0, 1, 0))[:-1], *args, **kwargs)
+
+    return patch.object(mlp, "forward", forward)
+
+
+FOUND = {
+    mixed_tokens: "a sequence, 96 tokens, output of layers: decoder.layers.2.mlp on rank 1, token 48:",
+    local_rope: "a sequence, 96 tokens, output of layers: decoder.layers.0.self_attention on rank",
+    wrong_scale: "a sequence, 96 tokens, output of layers: decoder.layers.0.self_attention on rank 0, token",
+    lost_window: "a sequence, 96 tokens, output of layers: decoder.layers.0.self_attention on rank 0, token 10:",
+    lost_documents: "a pack of 3, 96 tokens, output of layers: decoder.layers.0.self_attention on rank 0, token 32:",
+    unreduced: "a sequence, 96 tokens, gradient of parameters: ",
+}
+
+
+def with_each_fault(rank: int, world_size: int) -> list[str]:
+    from dfa_megatron.megatron import prove
+
+    topology = Topology(cp=2)
+    harness.start(topology)
+    said = []
+    for fault in (*FOUND, lambda models: nullcontext()):
+        models = job(topology, "boundary", WINDOW)
+        with fault(models):
+            try:
+                said.append(str(prove(models)))
+            except ProofError as error:
+                said.append(str(error))
+    with pytest.raises(UnsupportedError, match="prove of a GPTModel without Megatron's DistributedDataParallel"):
+        prove(models[0].module)
+    return said
+
+
+def test_every_planted_fault_is_found_and_nothing_is_left_behind() -> None:
+    one, other = run_ranks(2, with_each_fault, timeout=120)
+    assert one == other
+    for said, expected in zip(one[:-1], FOUND.values(), strict=True):
+        assert expected in said.partition("first difference: ")[2], said
+    assert "2 ranks compute what one rank computes" in one[-1]
+
+
+def trains_on(rank: int, world_size: int) -> None:
+    """The harness's training, with a proof before its first step or without."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from dfa_megatron.megatron import prove
+
+    topology, wanted = Topology(cp=2), case("boundary", steps=2, dropout=0.1)
+    harness.start(topology)
+    plain = harness.train(topology, wanted)
+    real, proofs = schedules.get_forward_backward_func, []
+
+    def proving() -> Any:
+        run = real()
+
+        def first(**given: Any) -> Any:
+            if not proofs:
+                proofs.append(None)
+                proofs.append(prove(given["model"]))
+            return run(**given)
+
+        return first
+
+    with patch.object(schedules, "get_forward_backward_func", proving):
+        proved = harness.train(topology, wanted)
+    assert len(proofs) == 2
+    assert plain.losses == proved.losses
+    assert all(torch.equal(x, proved.gradients[name]) for name, x in plain.gradients.items())
+
+
+def test_training_goes_on_as_if_there_had_been_no_proof() -> None:
+    run_ranks(2, trains_on, timeout=120)
+
+
+def asked_by_a_flag(rank: int, world_size: int) -> list[str]:
+    """Megatron's training calls `train_step`; here a stand-in is what it calls."""
+    from megatron.training import training
+
+    from dfa_megatron.megatron import proved_job
+    from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments
+    from tests.megatron.test_flag_path import FLAGS, OURS, build
+
+    order: list[str] = []
+    training.train_step = lambda forward, data, model, *others, **more: order.append("step")
+    real = proved_job.prove
+    proved_job.prove = lambda models: order.append(str(real(models)))
+    _, model = build(f"{FLAGS} {OURS} --dfa-prove", add_dfa_arguments)
+    model = sharded.wrap("ddp", model.config, model)
+    for _ in range(2):
+        training.train_step(None, None, [model], None)
+    return order
+
+
+def test_the_flag_proves_a_script_before_its_first_step() -> None:
+    pytest.importorskip("megatron.training.models", reason="this megatron-core has no training package")
+    for proof, *steps in run_ranks(2, asked_by_a_flag, timeout=120):
+        assert "2 ranks compute what one rank computes" in proof
+        assert steps == ["step", "step"]
