@@ -13,9 +13,10 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.megatron.door import follow_language_models
 from dfa_megatron.megatron.hybrid.in_order import in_order_class, is_delta
 from dfa_megatron.megatron.hybrid.recomputed import ATTENTION_SLOTS, MIXERS, recomputed_class
-from dfa_megatron.megatron.hybrid.stack import default_stack_spec, follow_stack, is_stack
+from dfa_megatron.megatron.hybrid.stack import default_stack_spec, is_stack
 from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.layers.layer import layer_class
@@ -80,6 +81,7 @@ def distribute_attention(
     options = config or DistAttentionConfig()
     options.refuse_outside("megatron", "remat='on'")
     follow_batches()
+    follow_language_models()
     follow_outputs()
     check_config(transformer_config, options)
     if is_stack(spec):
@@ -172,8 +174,6 @@ def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
                 SPEC.check(no_mixer=None if isinstance(mixer, ModuleSpec) else slot)
                 setattr(made.submodules, MIXERS[slot], _mixer(mixer, config, context))
         setattr(stack.submodules, slot, made)
-    if context.options.data_layout == "boundary":
-        follow_stack(stack, context)
     return stack
 
 

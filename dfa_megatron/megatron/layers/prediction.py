@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
-from dfa_megatron.megatron.refusals import CALLS, LAYERS
+from dfa_megatron.megatron.door import visit_of_thread
+from dfa_megatron.megatron.refusals import CALLS
 from dfa_megatron.megatron.tokens.batch import slicing_of
 from dfa_megatron.megatron.tokens.own_group import group_of
 from dfa_megatron.megatron.tokens.packed_documents import document_order, place
@@ -63,6 +63,9 @@ def _order_of(
 
     It knows neither rows cut across documents, nor padding that is not in cu_seqlens_q, nor a micro-batch's own group.
     """
+    visit = visit_of_thread()
+    if visit is not None:
+        return visit.group, by_name("contiguous", tokens * visit.group.size(), visit.group.size()), visit.offsets
     if params is None:
         order = slicing_of(cp_group, packed=False)
         return None if order is None else (cp_group, by_name(order, tokens * cp_group.size(), cp_group.size()), ())
@@ -80,17 +83,12 @@ def _order_of(
 
 
 def follow_batches() -> None:
-    """Make Megatron's roll_tensor, prediction layers and prediction loss follow the ranks that share a sequence.
+    """Make Megatron's roll_tensor and prediction loss follow the ranks that share a sequence.
 
     Batches in Megatron's own order are still shifted by Megatron. A second call changes nothing.
     """
-    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
-
     _replace("roll_tensor", _rolling)
     _replace("process_mtp_loss", _counting)  # Megatron-Core 0.17 and later
-    megatrons = MultiTokenPredictionLayer.forward
-    if not hasattr(megatrons, _MARK):
-        MultiTokenPredictionLayer.forward = _checking(megatrons)
 
 
 def _replace(name: str, replacing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -181,30 +179,13 @@ def _counting(megatrons: Callable[..., Any]) -> Callable[..., Any]:
             before = mask.sum(dtype=torch.float32)
             dist.all_reduce(before, group=group)
             config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * before / group.size()
-        return megatrons(*bound.args, **bound.kwargs)
+        visit = visit_of_thread()
+        if visit is None:
+            return megatrons(*bound.args, **bound.kwargs)
+        visit.predicting = True
+        try:
+            return megatrons(*bound.args, **bound.kwargs)
+        finally:
+            visit.predicting = False
 
     return process_mtp_loss
-
-
-def _checking(megatrons: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(megatrons)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        other = _has_other_attention(self)
-        order = slicing_of(self.cp_group, packed=kwargs.get("packed_seq_params") is not None)
-        LAYERS.check(other_layer=other and order is not None, context_parallel_size=self.config.context_parallel_size)
-        return megatrons(self, *args, **kwargs)
-
-    setattr(forward, _MARK, megatrons)
-    return forward
-
-
-def _has_other_attention(prediction: torch.nn.Module) -> bool:
-    from megatron.core.transformer.attention import Attention
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    return any(
-        isinstance(layer, TransformerLayer)
-        and isinstance(layer.self_attention, Attention)
-        and not isinstance(layer, DistributedAttentionLayer)
-        for layer in prediction.modules()
-    )
