@@ -141,8 +141,7 @@ def _prepared(model: Any) -> AttentionContext | None:
     if "_dfa_context" not in vars(model):
         context = vars(model)["_dfa_context"] = context_of(model)
         if context is not None:
-            context.has_door = True
-            vars(model)["_dfa_other_layer"] = _has_other_attention(model)
+            vars(model)["_dfa_other_layer"] = _has_other_layers(model, context.options.layout_inside)
             if context.options.data_layout == "boundary":
                 for block in _blocks(model):
                     block.register_forward_pre_hook(_check_extracted, with_kwargs=True)
@@ -155,16 +154,19 @@ def _blocks(model: Any) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, TransformerBlock))
 
 
-def _has_other_attention(model: torch.nn.Module) -> bool:
+def _has_other_layers(model: torch.nn.Module, order: str) -> bool:
+    """Tell the layers of a model that it has a door; return whether one has an attention that knows another order."""
     from megatron.core.transformer.attention import Attention
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    return any(
-        isinstance(layer, TransformerLayer)
-        and isinstance(layer.self_attention, Attention)
-        and not isinstance(layer, SharingLayer)
-        for layer in model.modules()
-    )
+    found = False
+    for layer in model.modules():
+        if isinstance(layer, SharingLayer):
+            layer.dfa_has_door = True
+            found |= layer._dfa.options.layout_inside != order
+        elif isinstance(layer, TransformerLayer):
+            found |= isinstance(layer.self_attention, Attention)
+    return found
 
 
 def _check_extracted(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -177,7 +179,9 @@ def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     context = _prepared(model)
     if context is None:
         return None
-    given = _named(model, args, kwargs)
+    names = _names(model)[: len(args)]
+    CALLS.check(unnamed=type(model).__name__ if len(names) < len(args) else None)
+    given = {**dict(zip(names, args, strict=True)), **kwargs}
     packed = given.get("packed_seq_params")
     group = model.pg_collection.cp if packed is None else group_of(packed) or model.pg_collection.cp
     rows = _rows(model, given)
@@ -202,7 +206,8 @@ def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     check_declared(group, "boundary", rows[1], packed=several, ours=packed is not None and is_ours(packed))
     visit = Visit(model, group, context.relayout(group), order, offsets, rows, given.get("labels") is not None)
     _RUNNING.visits.append(visit)
-    return (), _moved(visit, given)
+    inside = _moved(visit, given)
+    return tuple(inside.pop(name) for name in names), inside
 
 
 def _moved(visit: Visit, given: dict[str, Any]) -> dict[str, Any]:
@@ -224,12 +229,13 @@ def _moved(visit: Visit, given: dict[str, Any]) -> dict[str, Any]:
     return inside
 
 
-def _named(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call by their names."""
-    signature = inspect.signature(model.forward)
-    given = dict(signature.bind(*args, **kwargs).arguments)
-    more = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
-    return {**given, **given.pop(more, {})}
+def _names(model: Any) -> list[str]:
+    """Return the names of the arguments that a model takes by place; of a class above it that says them."""
+    for home, bound in ((vars(model), 0), *((vars(base), 1) for base in type(model).__mro__)):
+        parameters = inspect.signature(home["forward"]).parameters.values() if "forward" in home else ()
+        if parameters and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
+            return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][bound:]
+    return []
 
 
 def _rows(model: Any, given: dict[str, Any]) -> tuple[int, int]:

@@ -211,12 +211,11 @@ def test_packs_shift_in_their_documents() -> None:
 def scripts_predictions(rank: int, ranks: int) -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from dfa_megatron.megatron import DistributedAttentionLayer
-    from dfa_megatron.megatron.start import script
+    from dfa_megatron.megatron import DistributedAttentionLayer, spec
 
     harness.start(Topology(cp=ranks))
     for _ in range(2):  # the second time replaces nothing
-        script._distribute_predictions(DistAttentionConfig())
+        spec._distribute_predictions()
     config = harness.make_config(Topology(cp=ranks), case(), mtp_num_layers=1)
     block = gpt_layer_specs.get_gpt_mtp_block_spec(config, harness.megatrons_spec(config), use_transformer_engine=False)
     parts = vars(block.layer_specs[0].submodules)
@@ -251,7 +250,7 @@ def other_attention(rank: int, ranks: int) -> None:
         mtp_block_spec=get_gpt_mtp_block_spec(config, own, use_transformer_engine=False),
     )
     batch = shard_batch(harness.micro_batch(0, 0), parallel_state.get_context_parallel_group(), options)
-    with pytest.raises(UnsupportedError, match=r"own attention beside --dfa-data-layout contiguous"):
+    with pytest.raises(UnsupportedError, match=r"own attention in a distributed model, in layout 'contiguous'"):
         model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
 
@@ -259,5 +258,5 @@ def test_a_prediction_layer_with_another_attention_is_refused_where_tokens_are_i
     run_ranks(2, other_attention)
 
 
-def test_the_launcher_distributes_the_prediction_layers_that_scripts_make_from_megatrons_default_spec() -> None:
+def test_a_spec_by_flags_distributes_the_prediction_layers_that_scripts_make_from_megatrons_default_spec() -> None:
     run_ranks(2, scripts_predictions)

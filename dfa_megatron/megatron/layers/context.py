@@ -50,8 +50,6 @@ class AttentionContext:
         self.tables = TableCache()
         self.lengths: set[int] = set()
         """The tokens of a rank in batches whose positions were looked at."""
-        self.has_door = False
-        """A language model brings the tokens in order."""
         self._relayouts: dict[dist.ProcessGroup, Relayout] = {}
         self._said: set[str] = set()
         self._agreed: dict[tuple[str, DocumentOrder], None] = {}

@@ -87,13 +87,13 @@ def follow_batches() -> None:
 
     Batches in Megatron's own order are still shifted by Megatron. A second call changes nothing.
     """
-    _replace("roll_tensor", _rolling)
-    _replace("process_mtp_loss", _counting)  # Megatron-Core 0.17 and later
+    replace(_HOME, "roll_tensor", _rolling)
+    replace(_HOME, "process_mtp_loss", _counting)  # Megatron-Core 0.17 and later
 
 
-def _replace(name: str, replacing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a function of Megatron's prediction module there and in every module that has imported it."""
-    megatrons = getattr(importlib.import_module(_HOME), name, None)
+def replace(home: str, name: str, replacing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a function of a Megatron module there and in every module that has imported it. Once; a second does nothing."""
+    megatrons = getattr(importlib.import_module(home), name, None)
     if megatrons is None or hasattr(megatrons, _MARK):
         return
     ours = replacing(megatrons)

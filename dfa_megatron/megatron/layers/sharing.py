@@ -35,6 +35,9 @@ class SharingLayer:
     Hidden states are (tokens of this rank [/ TP under sequence parallelism], batch, hidden).
     """
 
+    dfa_has_door = False
+    """A language model brings the tokens in order (see door.py)."""
+
     def _dfa_join(self, context: AttentionContext, groups: Any) -> None:
         """Join a model; Megatron's constructor has run. groups: its ProcessGroupCollection."""
         config: Any = self.config  # type: ignore[attr-defined]
@@ -64,7 +67,7 @@ class SharingLayer:
             pack = self._dfa_read(packed, self._dfa_tokens(hidden_states))
         self._dfa_follow(pack)
         if self._dfa.options.data_layout == "boundary":
-            CALLS.check(no_door=not self._dfa.has_door and self._dfa_group().size() > 1)
+            CALLS.check(no_door=not self.dfa_has_door and self._dfa_group().size() > 1)
         elif self._dfa.hybrid or layer.layer_number == 1:
             # A micro-batch of one document is cut in the same way by rows and by documents.
             several = pack is not None and (pack.group is None or len(pack.offsets) > 2)
@@ -86,7 +89,7 @@ class SharingLayer:
         check_samples(layer.config, packed, pack)
         if pack.group is not None and not self._dfa_regroupable:
             recurs = context.hybrid or isinstance(getattr(layer, "self_attention", None), InOrder)
-            OWN_GROUPS.check(layer.config, context.options, recurs=recurs, built_for_one=not self._dfa_several)
+            OWN_GROUPS.check(layer.config, context.options, recurs=recurs)
             self._dfa_regroupable = True
         return pack
 

@@ -49,13 +49,6 @@ SPEC = Stage(
             "mamba_layer",
         ),
         stated(
-            "other_stack",
-            "a hybrid stack of class {other_stack} in layout 'boundary'",
-            "it is not Megatron's, and nobody knows where its layers begin and end",
-            "a subclass of Megatron's HybridStack (MambaStack), or data_layout='contiguous' or 'zigzag'",
-            "OwnStack",
-        ),
-        stated(
             "no_script",
             "SPEC outside a Megatron script",
             "it is made from Megatron's global arguments",

@@ -149,6 +149,13 @@ CONFIG = Stage(
             {"moe_router_load_balancing_type": "sinkhorn", "context_parallel_size": 2},
         ),
         Refusal(
+            lambda a: a.moe_enable_routing_replay and several_ranks(a) and a.dfa_data_layout == "boundary",
+            "moe_enable_routing_replay in data_layout='boundary'",
+            "the routers see the tokens in another order than the caller, whose indices they would take for their own",
+            "data_layout='contiguous' with batches of shard_batch, or 'zigzag'",
+            {"moe_enable_routing_replay": True, "context_parallel_size": 2},
+        ),
+        Refusal(
             lambda a: a.experimental_attention_variant == "dsa",
             "experimental_attention_variant='dsa'",
             "an indexer chooses the keys of every token, and Megatron's own counts on tokens in zigzag order",

@@ -109,6 +109,13 @@ CALLS = Stage(
             {0, 1},
         ),
         stated(
+            "unnamed",
+            "arguments by place of {unnamed}.forward",
+            "it does not name them, and those of tokens must change their order",
+            "arguments by name",
+            "GPTModel",
+        ),
+        stated(
             "no_output",
             "a model without labels that did not call its output layer, in data_layout='boundary'",
             "hidden states go back into the caller's order before that layer",
