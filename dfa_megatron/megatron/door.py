@@ -55,7 +55,12 @@ class Visit:
 
     def of_tokens(self, x: Any) -> bool:
         """Return whether a tensor is (batch or 1, tokens, ...)."""
-        return isinstance(x, torch.Tensor) and x.dim() > 1 and x.shape[1] == self.rows[1] and x.shape[0] in (1, self.rows[0])
+        return (
+            isinstance(x, torch.Tensor)
+            and x.dim() > 1
+            and x.shape[1] == self.rows[1]
+            and x.shape[0] in (1, self.rows[0])
+        )
 
     def enter(self, given: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return the tensors of a call that are of tokens, in order."""
@@ -244,8 +249,8 @@ def _rows(model: Any, given: dict[str, Any]) -> tuple[int, int]:
         x = given.get(name)
         if isinstance(x, torch.Tensor) and x.dim() == 2:
             return x.shape[0], x.shape[1]
-    states = given.get("decoder_input")
-    states = getattr(model.decoder, "input_tensor", None) if states is None else states
+    states: Any = given.get("decoder_input")
+    states = model.decoder.input_tensor if states is None else states
     splits = model.pg_collection.tp.size() if model.config.sequence_parallel else 1
     return states.shape[1], states.shape[0] * splits
 
@@ -305,7 +310,9 @@ def _leave(model: Any, args: Any, output: Any) -> Any:
         return None
 
     def back(x: Any) -> Any:
-        CALLS.check(other_result=None if isinstance(x, (torch.Tensor, int, float, str, type(None))) else type(x).__name__)
+        CALLS.check(
+            other_result=None if isinstance(x, (torch.Tensor, int, float, str, type(None))) else type(x).__name__
+        )
         return visit.leave(x) if visit.of_tokens(x) else x
 
     return tree_map(back, output)

@@ -1,4 +1,4 @@
-"""What crosses a language model's door in layout `boundary`: ids in and losses out, or hidden states once; not logits."""
+"""What crosses a model's door in layout `boundary`: ids in and losses out, or hidden states once, and no logits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def step(model: Any, topology: Topology, way: str) -> tuple[torch.Tensor, torch.
     return rows.detach(), given.get("embeddings"), gradients
 
 
-def processed(hidden_states: torch.Tensor, output_layer: Any, labels: Any, input_ids: Any, context: Any, **_: Any) -> Any:
+def processed(
+    hidden_states: torch.Tensor, output_layer: Any, labels: Any, input_ids: Any, context: Any, **_: Any
+) -> Any:
     """A caller's own head, which finds everything in its own order."""
     assert torch.equal(labels, context["labels"])
     assert torch.equal(input_ids, context["tokens"])

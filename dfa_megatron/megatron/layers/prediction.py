@@ -92,7 +92,7 @@ def follow_batches() -> None:
 
 
 def replace(home: str, name: str, replacing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a function of a Megatron module there and in every module that has imported it. Once; a second does nothing."""
+    """Replace a function of a Megatron module and of every module that has imported it; once."""
     megatrons = getattr(importlib.import_module(home), name, None)
     if megatrons is None or hasattr(megatrons, _MARK):
         return

@@ -107,4 +107,3 @@ class SharingLayer:
         """Return the tokens of this context-parallel rank, also where sequence parallelism splits them."""
         layer: Any = self
         return int(hidden_states.shape[0] * (self._dfa_groups.tp.size() if layer.config.sequence_parallel else 1))
-
