@@ -15,9 +15,10 @@ import torch
 
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Scores, Use, say_tiled
 from dfa_megatron.loss.head import Head
-from dfa_megatron.megatron.door import context_of, visit_of_thread
+from dfa_megatron.megatron.door import context_of
 from dfa_megatron.megatron.refusals import LAYERS
 from dfa_megatron.megatron.start.dfa_flags import global_args
+from dfa_megatron.megatron.tokens.visit import current_visit
 
 _MARK = "_dfa_megatron"
 
@@ -112,9 +113,9 @@ def _loss(model: Any, labels: torch.Tensor, logits: Any) -> torch.Tensor:
     losses = logits.losses(by_token, ignore_index=-1).transpose(0, 1).contiguous()
     scores: Scores | None = getattr(model.output_layer, WATCHED)
     if scores is not None and scores.logprobs is not None and scores.entropy is not None:
-        visit = visit_of_thread()
+        visit = current_visit()
         by_row = [x.transpose(0, 1) for x in (scores.logprobs, scores.entropy)]
-        scores.logprobs, scores.entropy = by_row if visit is None else map(visit.leave, by_row)
+        scores.logprobs, scores.entropy = by_row if visit is None or not visit.moves else map(visit.leave, by_row)
     return losses
 
 

@@ -12,6 +12,7 @@ from dfa_megatron.megatron.layers.router import grouped_router
 from dfa_megatron.megatron.refusals import CALLS, OWN_GROUPS, PACKS
 from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples, is_ours, place
+from dfa_megatron.megatron.tokens.visit import current_visit
 
 _OWN_GROUPS = ("hybrid_context_parallel", "dynamic_context_parallel")
 """Fields of Megatron's TransformerConfig with which micro-batches name their own groups."""
@@ -35,9 +36,6 @@ class SharingLayer:
     Hidden states are (tokens of this rank [/ TP under sequence parallelism], batch, hidden).
     """
 
-    dfa_has_door = False
-    """A language model brings the tokens in order (see door.py)."""
-
     def _dfa_join(self, context: AttentionContext, groups: Any) -> None:
         """Join a model; Megatron's constructor has run. groups: its ProcessGroupCollection."""
         config: Any = self.config  # type: ignore[attr-defined]
@@ -57,7 +55,6 @@ class SharingLayer:
         Raises:
             UnsupportedError: the documents, their group or the order of their tokens do not fit the model.
         """
-        layer: Any = self
         swapped = (name for holder, name, group in self._dfa_built if vars(holder).get(name) is not group)
         CALLS.check(swapped_group=next(swapped, None))
         pack = None
@@ -66,13 +63,14 @@ class SharingLayer:
         else:
             pack = self._dfa_read(packed, self._dfa_tokens(hidden_states))
         self._dfa_follow(pack)
-        if self._dfa.options.data_layout == "boundary":
-            CALLS.check(no_door=not self.dfa_has_door and self._dfa_group().size() > 1)
-        elif self._dfa.hybrid or layer.layer_number == 1:
+        # A language model has looked at its tokens; Megatron's own recomputation runs a layer after it returned.
+        if current_visit() is None and torch._C._current_graph_task_id() == -1:
+            layout = self._dfa.options.data_layout
+            CALLS.check(no_door=layout == "boundary" and self._dfa_group().size() > 1)
             # A micro-batch of one document is cut in the same way by rows and by documents.
             several = pack is not None and (pack.group is None or len(pack.offsets) > 2)
             tokens = self._dfa_tokens(hidden_states)
-            layout, ours = self._dfa.options.data_layout, packed is not None and is_ours(packed)
+            ours = packed is not None and is_ours(packed)
             check_declared(self._dfa_group(), layout, tokens, packed=several, ours=ours)
         return pack
 

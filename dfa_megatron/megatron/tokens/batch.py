@@ -162,17 +162,6 @@ def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:
     _DECLARED[cp_group] = _Slicing(layout, None)
 
 
-def slicing_of(cp_group: dist.ProcessGroup, *, packed: bool) -> str | None:
-    """Return "contiguous" or "zigzag" where Megatron's own handling of neighbouring tokens would be wrong, else None.
-
-    It assumes zigzag order of the row, or of every document of a pack. Here a pack is sliced by rows.
-    """
-    order = slicing.order if (slicing := _DECLARED.get(cp_group)) is not None else None
-    if packed:
-        return order or ("zigzag" if packs_of_args() == "rows" else None)
-    return order if order == "contiguous" and dist.get_world_size(cp_group) > 1 else None
-
-
 def cuts_documents(cp_group: dist.ProcessGroup) -> bool:
     """Return whether undeclared packs of a group count as cut zigzag document by document, as by TransformerEngine."""
     return dist.get_world_size(cp_group) > 1 and cp_group not in _DECLARED and packs_of_args() != "rows"
