@@ -58,23 +58,23 @@ def follow_language_models() -> None:
 def _forward_of(base: Any) -> Forward:
     @functools.wraps(base.forward)
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(type(model).forward, model)
+        cls: Any = type(model)
+        run = functools.partial(cls.forward, model)
         if _KNOWN not in vars(model):
             vars(model)[_KNOWN] = _look(model)
         context, has_others = vars(model)[_KNOWN]
         if context is None:
-            return run(*args, **kwargs)
-        names = _names(model)[: len(args)]
-        CALLS.check(unnamed=type(model).__name__ if len(names) < len(args) else None)
+            with running(None):  # not even within the call of a distributed model
+                return run(*args, **kwargs)
+        names = _names(cls, cls.forward)[: len(args)]
+        CALLS.check(unnamed=cls.__name__ if len(names) < len(args) else None)
         given = {**dict(zip(names, args, strict=True)), **kwargs}
         visit = _visit(model, context, given)
         packed = given.get("packed_seq_params") is not None
         ranks = 1 if visit is None else visit.group.size()
         LAYERS.check(context.options, context_parallel_size=ranks, other_layer=has_others, in_pack=packed)
-        if visit is None:
-            return run(*args, **kwargs)
         with running(visit):
-            if not visit.moves:
+            if visit is None or not visit.moves:
                 return run(*args, **kwargs)
             return _moved(visit, run, given, names)
 
@@ -117,9 +117,13 @@ def _check_extracted(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     CALLS.check(extracted=kwargs.get("extract_layer_indices"))
 
 
-def _names(model: Any) -> list[str]:
-    """Return the names of the arguments that a model takes by place, from the first of its classes that says them."""
-    for base in type(model).__mro__:
+@functools.cache
+def _names(model: Any, forward: Forward) -> list[str]:
+    """Return the names of the arguments that a model's class takes by place, from the first class that says them.
+
+    forward: its method, which someone may have replaced since the last call.
+    """
+    for base in model.__mro__:
         parameters = inspect.signature(vars(base)["forward"]).parameters.values() if "forward" in vars(base) else ()
         if parameters and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
             return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][1:]

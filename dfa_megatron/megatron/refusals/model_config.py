@@ -130,7 +130,7 @@ CONFIG = Stage(
         stated(
             "overlap_moe_expert_parallel_comm",
             "overlap_moe_expert_parallel_comm",
-            "it calls the parts of a layer directly, and so skips rematerialization and the exchange of hidden states",
+            "it calls the parts of a layer directly, and so skips rematerialization and the order of the tokens",
             "no --overlap-moe-expert-parallel-comm",
         ),
         Refusal(

@@ -83,15 +83,15 @@ class Visit:
 
 class _Running(threading.local):
     def __init__(self) -> None:
-        self.visits: list[Visit] = []
+        self.visits: list[Visit | None] = []
 
 
 _RUNNING = _Running()
 
 
 @contextlib.contextmanager
-def running(visit: Visit) -> Iterator[None]:
-    """Make a visit the current one."""
+def running(visit: Visit | None) -> Iterator[None]:
+    """Make a visit the current one; None: the model that runs is not distributed."""
     _RUNNING.visits.append(visit)
     try:
         yield
