@@ -18,12 +18,15 @@ from tests.support import state_kernels
 
 MODEL: Any
 try:
-    from megatron.core.models.hybrid.hybrid_model import HybridModel as MODEL
+    from megatron.core.models.hybrid import hybrid_model
+
+    MODEL, AHEAD = hybrid_model.HybridModel, 1
 except ModuleNotFoundError:
-    from megatron.core.models.mamba.mamba_model import MambaModel as MODEL
+    from megatron.core.models.mamba import mamba_model
+
+    MODEL, AHEAD = mamba_model.MambaModel, None
 
 LENGTH, VOCABULARY = 36, 64
-AHEAD = 1 if MODEL.__name__ == "HybridModel" else None
 
 
 def model_of(topology: Topology, options: DistAttentionConfig | None) -> Any:

@@ -135,4 +135,5 @@ LAUNCH = Stage(
             "leaving use_cpu out",
         ),
     ),
+    BOUNDARY,
 )
