@@ -126,7 +126,7 @@ LAUNCH = Stage(
             "{missing_function}",
             "there is no such function",
             "Megatron-Core 0.16 to 0.19; with --dfa-data-layout boundary its scripts also run without the launcher",
-            "megatron.core.utils.get_batch_on_this_cp_rank of Megatron-Core 0.20",
+            "megatron.training.arguments.add_megatron_arguments of Megatron-Core 0.20",
         ),
         stated(
             "cuda",
