@@ -114,7 +114,7 @@ def _look(model: Any) -> tuple[AttentionContext | None, bool]:
 
 def _check_extracted(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse to give back hidden states between layers, whose order the caller would mistake."""
-    CALLS.check(extracted=kwargs.get("extract_layer_indices"))
+    CALLS.check(extracted="extract_layer_indices" if kwargs.get("extract_layer_indices") else None)
 
 
 @functools.cache
@@ -186,7 +186,10 @@ def _check_positions(context: AttentionContext, positions: Any, tokens: int, gro
 def _moved(visit: Visit, run: Forward, given: dict[str, Any], names: list[str]) -> Any:
     """Run a model on tokens in its own order, and return its result in the caller's."""
     model, labelled, hook = visit.model, given.get("labels") is not None, None
-    CALLS.check(extracted=given.get("extra_block_kwargs"))
+    more = given.get("extra_block_kwargs") or {}
+    CALLS.check(
+        extracted=", ".join(name for name, x in more.items() if not isinstance(x, (int, float, str, type(None))))
+    )
     inside = {**given, **visit.enter({name: x for name, x in given.items() if visit.of_tokens(x)})}
     if (embedded := given.get("decoder_input")) is not None:
         inside["decoder_input"] = visit.hidden(embedded, back=False)

@@ -103,10 +103,10 @@ CALLS = Stage(
         ),
         stated(
             "extracted",
-            "extra_block_kwargs or extract_layer_indices={extracted} in data_layout='boundary'",
+            "the block's argument {extracted} in data_layout='boundary'",
             "the tokens between layers are in another order than the caller's",
             "data_layout='contiguous' with batches of shard_batch, or 'zigzag'",
-            {0, 1},
+            "extract_layer_indices",
         ),
         stated(
             "unnamed",
