@@ -11,7 +11,7 @@ several modes:
 
     remat           ours; attention's output and lse are kept, the rest is recomputed
     remat-offload   the same, kept in pinned host memory
-    remat-boundary  as remat, on Megatron's zigzag batches: hidden states travel before layer 1 and after the last
+    remat-boundary  as remat, on Megatron's zigzag batches, whose ids travel to their place (training alone)
     full            ours with Megatron's full recomputation: attention runs twice
     none            ours without recomputation
     remat-te        as remat, among Transformer Engine's modules; -fp8: with its linear layers in 8 bits

@@ -131,7 +131,7 @@ def exchange_method(world: World) -> Method:
 
 def sent_mib(args: argparse.Namespace, pack: DocumentOrder, world: World) -> float:
     """Return what this rank sends in one exchange of hidden states; forward and backward have two each."""
-    plan = plan_exchange(pack, "contiguous", pack.padded[-1], world.size, 1, world.rank)
+    plan = plan_exchange(pack, "contiguous", pack.padded[-1], world.size, world.rank)
     rows = sum(count for rank, count in enumerate(plan.send_counts) if rank != world.rank)
     item = getattr(torch, args.dtype).itemsize
     return world.slowest([rows * args.heads * args.head_dim * item / 2**20])[0]

@@ -75,8 +75,8 @@ class DistAttentionConfig:
     data_layout: str = _option(
         "contiguous",
         "Which tokens a rank holds. contiguous: one slice, in order (this package slices the data). boundary: the "
-        "framework's data stay zigzag, hidden states are exchanged before the first layer and after the last. zigzag: "
-        "the framework's data stay zigzag and attention works on them as they are.",
+        "framework's data stay zigzag, and tokens come in order where they enter the model. zigzag: the framework's "
+        "data stay zigzag and attention works on them as they are.",
         DATA_LAYOUTS,
         ("megatron",),
     )

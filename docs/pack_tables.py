@@ -41,7 +41,6 @@ def packed_zigzag() -> Lines:
     name = "11-25-2xh100-packed-zigzag"
     methods = {
         "ours, inside layout `boundary`": "dfa inside",
-        "the exchange of hidden states, once a model": "exchange",
         "Transformer Engine, p2p": "te p2p",
         "Transformer Engine, a2a": "te a2a",
     }

@@ -74,7 +74,6 @@ LAYERS2, LAYERS4 = "11-22-2xh200-megatron-layers", "11-22-4xh200-megatron-layers
 TRAINING4 = "11-22-4xh200-megatron-training"
 MODES = {
     "ours, rematerialization": "remat",
-    "the same, layout `boundary`": "remat-boundary",
     "the same, among Transformer Engine's modules": "remat-te",
     "the same, its linear layers in fp8": "remat-te-fp8",
     "ours, Megatron's full recomputation": "full",

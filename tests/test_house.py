@@ -58,13 +58,13 @@ LONG_FUNCTIONS_FOR_NOW = {
 
 BUDGETS = {
     "benchmarks": 7_674,
-    "cli": 1_067,
+    "cli": 1_052,
     "deepspeed": 1_935,
     "doctor": 1_276,
     "huggingface": 5_462,
     "kernels": 3_742,
     "loss": 800,
-    "megatron": 6_789,
+    "megatron": 6_600,
     "plan": 5_603,
     "plan_run": 182,
     "proving": 649,
@@ -73,7 +73,7 @@ BUDGETS = {
     "runtime": 6_276,
     "selfcheck": 891,
     "testing": 487,
-    "tests": 40_964,
+    "tests": 41_000,
     "top": 1_536,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

@@ -19,12 +19,11 @@ from dfa_megatron.plan.cost.choose import automatic_degree, candidates, make_pla
 from dfa_megatron.plan.cost.explain import explain
 from dfa_megatron.plan.cost.hardware import PROFILES, Hardware
 from dfa_megatron.plan.cost.profile import profile_named
-from dfa_megatron.plan.cost.simulate import bytes_sent, simulate
+from dfa_megatron.plan.cost.simulate import simulate
 from dfa_megatron.plan.draw import draw
 from dfa_megatron.plan.language import mask as masks
 from dfa_megatron.plan.language.heads import HeadSplit, split_heads, split_tokens
 from dfa_megatron.plan.language.ir import PHASES, AttentionPlan
-from dfa_megatron.plan.language.layout import by_name, leaving
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.shape import AttentionShape, bytes_of
 from dfa_megatron.plan.language.text import to_text
@@ -131,9 +130,6 @@ def run(args: argparse.Namespace) -> int:
         sized = dataclasses.replace(model, seq_length=flags.seq_length, micro_batch_size=flags.batch)
         messages = message_bytes(plan, shape) + heads.landed(whole, tokens)
         print("\n" + models.report(sized, flags.ranks, messages))
-        if model.dfa_data_layout == "boundary" and flags.ranks > 1:
-            sent = max(bytes_sent(plan.phases[0], shape)) + heads.sent(whole, tokens, kept=True)[0]
-            print("\n" + _boundary(sized, flags.ranks, model.num_layers * sent))
     if flags.explain:
         seen: dict[str, Any] = {"layout": flags.layout, "hardware": machine}
         looked_at = candidates(mask, flags.ranks, shape=whole, degrees=True, kept=not flags.remat, **seen)
@@ -205,17 +201,6 @@ def _exchange(heads: HeadSplit, whole: AttentionShape, tokens: int, ranks: int, 
         f"around it, not simulated: {heads.degree} neighbours each of {ranks} ranks exchange heads for tokens\n"
         f"the plan    is of {count} rank{'s' * (count > 1)} with {heads.heads} heads and {heads.kv_heads} kv heads\n"
         f"MB sent     {forward / 1e6:.1f} by every rank around the forward, {backward / 1e6:.1f} around the backward"
-    )
-
-
-def _boundary(model: models.Model, ranks: int, attention: int) -> str:
-    """Describe the exchange of hidden states beside the bytes that a rank sends for attention in all layers."""
-    there = leaving(by_name("zigzag", model.seq_length, ranks), by_name("contiguous", model.seq_length, ranks))
-    exchange = max(there) * model.micro_batch_size * 2 * model.hidden_size
-    return (
-        "layout boundary: a rank sends hidden states twice in a forward and twice in a backward\n"
-        f"MB sent     {2 * exchange / 1e6:.1f} in a forward, beside {attention / 1e6:.1f} by the attention of "
-        f"{model.num_layers} layers: {100 * 2 * exchange / max(1, attention):.1f} %"
     )
 
 

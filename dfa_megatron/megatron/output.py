@@ -15,10 +15,10 @@ import torch
 
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Scores, Use, say_tiled
 from dfa_megatron.loss.head import Head
-from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
-from dfa_megatron.megatron.layers.sharing import SharingLayer
+from dfa_megatron.megatron.door import context_of
 from dfa_megatron.megatron.refusals import LAYERS
 from dfa_megatron.megatron.start.dfa_flags import global_args
+from dfa_megatron.megatron.tokens.visit import current_visit
 
 _MARK = "_dfa_megatron"
 
@@ -82,7 +82,7 @@ def tile_output(model: Any, tile: int) -> None:
 
 
 def follow_outputs() -> None:
-    """Make distributed models look at their positions, and tile their loss where `want_tiles` or the flags ask.
+    """Make models tile their loss where their options or the flags ask.
 
     A second call changes nothing.
     """
@@ -95,40 +95,13 @@ def follow_outputs() -> None:
     @functools.wraps(megatrons)
     def tiled(self: Any) -> None:
         megatrons(self)
-        context = _context_of(self)
+        context = context_of(self)
         tile = getattr(global_args(), "dfa_loss_tile", "off") if context is None else context.options.loss_tile
         if isinstance(tile, int) and getattr(self, "post_process", False):
             tile_output(self, tile)
-        first = (
-            None
-            if context is None
-            else next((layer for layer in self.modules() if isinstance(layer, SharingLayer)), None)
-        )
-        if first is not None and getattr(self, "pre_process", False):
-            self.register_forward_pre_hook(functools.partial(_check_positions, first), with_kwargs=True)
 
     setattr(tiled, _MARK, megatrons)
     LanguageModule.setup_embeddings_and_output_layer = tiled
-
-
-def _context_of(model: Any) -> AttentionContext | None:
-    """Return the context of a distributed model, None of another; from its spec, since a stage may hold no layer."""
-    for spec in vars(model).values():
-        parts = getattr(spec, "submodules", None)
-        for part in (spec, *(getattr(spec, "layer_specs", None) or ()), *(vars(parts) if parts else {}).values()):
-            params = getattr(part, "params", None) or {}
-            found = params.get("distributed_attention") if isinstance(params, dict) else None
-            if found is not None or (found := getattr(part, CONTEXT, None)) is not None:
-                return found  # type: ignore[no-any-return]
-    return None
-
-
-def _check_positions(layer: SharingLayer, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse an uncut batch by its positions."""
-    given = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
-    positions, ids = given.get("position_ids"), given.get("input_ids")
-    if positions is not None and ids is not None:
-        layer.dfa_check_positions(positions, ids.shape[1], given.get("packed_seq_params"))
 
 
 def _loss(model: Any, labels: torch.Tensor, logits: Any) -> torch.Tensor:
@@ -140,7 +113,9 @@ def _loss(model: Any, labels: torch.Tensor, logits: Any) -> torch.Tensor:
     losses = logits.losses(by_token, ignore_index=-1).transpose(0, 1).contiguous()
     scores: Scores | None = getattr(model.output_layer, WATCHED)
     if scores is not None and scores.logprobs is not None and scores.entropy is not None:
-        scores.logprobs, scores.entropy = scores.logprobs.transpose(0, 1), scores.entropy.transpose(0, 1)
+        visit = current_visit()
+        by_row = [x.transpose(0, 1) for x in (scores.logprobs, scores.entropy)]
+        scores.logprobs, scores.entropy = by_row if visit is None or not visit.moves else map(visit.leave, by_row)
     return losses
 
 

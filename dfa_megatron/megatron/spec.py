@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from typing import Any
 
@@ -13,14 +14,15 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.megatron.door import follow_language_models
 from dfa_megatron.megatron.hybrid.in_order import in_order_class, is_delta
 from dfa_megatron.megatron.hybrid.recomputed import ATTENTION_SLOTS, MIXERS, recomputed_class
-from dfa_megatron.megatron.hybrid.stack import default_stack_spec, follow_stack, is_stack
+from dfa_megatron.megatron.hybrid.stack import default_stack_spec, is_stack
 from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.layers.layer import layer_class
 from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
-from dfa_megatron.megatron.layers.prediction import follow_batches
+from dfa_megatron.megatron.layers.prediction import follow_batches, replace
 from dfa_megatron.megatron.layers.recompute import asked_of
 from dfa_megatron.megatron.output import follow_outputs
 from dfa_megatron.megatron.refusals import ARGS, SPEC, check_config
@@ -80,6 +82,7 @@ def distribute_attention(
     options = config or DistAttentionConfig()
     options.refuse_outside("megatron", "remat='on'")
     follow_batches()
+    follow_language_models()
     follow_outputs()
     check_config(transformer_config, options)
     if is_stack(spec):
@@ -172,8 +175,6 @@ def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
                 SPEC.check(no_mixer=None if isinstance(mixer, ModuleSpec) else slot)
                 setattr(made.submodules, MIXERS[slot], _mixer(mixer, config, context))
         setattr(stack.submodules, slot, made)
-    if context.options.data_layout == "boundary":
-        follow_stack(stack, context)
     return stack
 
 
@@ -209,10 +210,27 @@ def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
 
     ARGS.check(attention_backend=getattr(model_cfg, "attention_backend", None))
     check_if_asked(global_args())
+    _distribute_predictions()
     given = [model_cfg, vp_stage] if "vp_stage" in inspect.signature(default_layer_spec).parameters else [model_cfg]
     return distribute_attention(
         default_layer_spec(*given), model_cfg.transformer, config=options_of(), vp_stage=vp_stage
     )
+
+
+def _distribute_predictions() -> None:
+    """Make the layers of multi-token prediction that a script builds distributed; Megatron makes their spec itself."""
+
+    def replacing(megatrons: Any) -> Any:
+        @functools.wraps(megatrons)
+        def distributed(config: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
+            # A block, because Megatron accepts a layer spec only if its class is exactly TransformerLayer.
+            layers = spec.layer_specs[-1:] if isinstance(spec, TransformerBlockSubmodules) else [spec]
+            block = TransformerBlockSubmodules(layer_specs=layers)
+            return megatrons(config, distribute_attention(block, config, config=options_of()), *args, **kwargs)
+
+        return distributed
+
+    replace(gpt_layer_specs.__name__, "get_gpt_mtp_block_spec", replacing)
 
 
 def spec_from_args() -> Any:
@@ -224,6 +242,7 @@ def spec_from_args() -> Any:
     args = global_args()
     SPEC.check(no_script=args is None)
     check_if_asked(args)
+    _distribute_predictions()
     torch_norm = transformer_block.LayerNormImpl is WrappedTorchNorm
     on = [f"--{name.replace('_', '-')}" for name in _NOT_IN_SPEC if getattr(args, name, None) not in (None, False)]
     SPEC.check(args, spec_flags=True, torch_norm=torch_norm, not_in_spec=", ".join(on))

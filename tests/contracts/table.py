@@ -44,7 +44,7 @@ MEGATRON = (
        attributes="layer_number self_attention mlp pg_collection tp_group config"),
     on(f"{LAYER}.forward", "megatron/layers/layer.py",
        passes="context context_mask rotary_pos_emb inference_context packed_seq_params attention_mask"),
-    on(f"{LAYER}.__init__", "megatron/layers/layer.py megatron/tokens/others.py",
+    on(f"{LAYER}.__init__", "megatron/layers/layer.py",
        passes="config submodules layer_number pg_collection"),
     on(ATTENTION, "megatron/layers/prediction.py megatron/layers/layer.py", attributes="core_attention"),
     on(f"{CORE}.transformer.attention:CoreAttentionBuilder.__call__ {CORE}.transformer.attention:Attention.__init__",
@@ -66,7 +66,7 @@ MEGATRON = (
                   "moe_router_load_balancing_type calculate_per_token_loss"),
     on(f"{CORE}.process_groups_config:ProcessGroupCollection",
        "megatron/layers/core_attention.py megatron/layers/context.py",
-       attributes="use_mpu_process_groups tp cp tp_cp"),
+       attributes="use_mpu_process_groups tp cp"),
     on(f"{CORE}.packed_seq_params:PackedSeqParams", "megatron/tokens/packed_documents.py megatron/tokens/own_group.py",
        attributes="qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q "
                   "max_seqlen_kv local_cp_size cp_group"),
@@ -84,12 +84,23 @@ MEGATRON = (
        passes="normalization qk_layernorm multi_latent_attention qk_l2_norm"),
     on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_spec", "megatron/spec.py",
        passes="qk_layernorm multi_latent_attention qk_l2_norm"),
-    on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec", "megatron/start/script.py"),
+    on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec", "megatron/spec.py"),
     # The model's end: losses by tiles.
     on(f"{CORE}.models.common.language_module.language_module:LanguageModule", "megatron/output.py",
        attributes="setup_embeddings_and_output_layer compute_language_model_loss"),
-    on(f"{CORE}.models.gpt.gpt_model:GPTModel.forward", "megatron/output.py",
-       passes="labels input_ids position_ids packed_seq_params"),
+    on(f"{CORE}.models.common.language_module.language_module:LanguageModule", "megatron/door.py",
+       attributes="cp_group pg_collection pp_group vp_stage vp_size"),
+    on(f"{CORE}.models.gpt.gpt_model:GPTModel.forward", "megatron/door.py megatron/output.py",
+       passes="labels input_ids position_ids decoder_input packed_seq_params extra_block_kwargs padding_mask"),
+    on(f"{CORE}.models.hybrid.hybrid_model:HybridModel.forward {CORE}.models.mamba.mamba_model:MambaModel.forward",
+       "megatron/door.py", passes="labels input_ids position_ids decoder_input packed_seq_params padding_mask"),
+    on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/door.py", attributes="set_input_tensor decoder"),
+    *(on(f"{CORE}.pipeline_parallel.utils:is_{each}_stage", "megatron/door.py")
+      for each in ("pp_first", "pp_last", "vp_first", "vp_last")),
+    on(f"{CORE}.tensor_parallel.mappings:gather_from_sequence_parallel_region", "megatron/tokens/visit.py",
+       passes="tensor_parallel_output_grad group"),
+    on(f"{CORE}.tensor_parallel.mappings:scatter_to_sequence_parallel_region", "megatron/tokens/visit.py",
+       passes="group"),
     on(f"{CORE}.models.gpt.gpt_model:GPTModel", "megatron/output.py",
        attributes="output_layer pre_process post_process transformer_layer_spec"),
     on(f"{CORE}.tensor_parallel.layers:ColumnParallelLinear", "megatron/output.py",
@@ -102,8 +113,6 @@ MEGATRON = (
     on(f"{CORE}.transformer.multi_token_prediction:process_mtp_loss "  # from 0.17 on
        f"{CORE}.transformer.multi_token_prediction:roll_tensor", "megatron/layers/prediction.py",
        passes="cp_group packed_seq_params"),
-    on(f"{CORE}.transformer.multi_token_prediction:MultiTokenPredictionLayer", "megatron/layers/prediction.py",
-       attributes="forward cp_group config"),
     # Recomputation.
     on(f"{CORE}.tensor_parallel.random:checkpoint", "megatron/layers/recompute.py",
        replaced="function distribute_saved_activations"),
@@ -111,8 +120,8 @@ MEGATRON = (
     on(f"{CORE}.extensions.transformer_engine:te_checkpoint", "megatron/layers/recompute.py"),
     on(f"{CORE}.transformer.mlp:MLP.forward", "megatron/layers/recompute.py"),
     # Experts.
-    on(f"{CORE}.transformer.moe.router:TopKRouter", "megatron/layers/router.py megatron/tokens/outside.py",
-       attributes="tp_cp_group router_replay routing calculate_per_token_loss config"),
+    on(f"{CORE}.transformer.moe.router:TopKRouter", "megatron/layers/router.py",
+       attributes="tp_cp_group routing calculate_per_token_loss config"),
     on(f"{CORE}.transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss", "megatron/layers/router.py",
        passes="valid_token_count"),
     on(f"{CORE}.transformer.moe.router:z_loss_func", "megatron/layers/router.py",
@@ -121,8 +130,6 @@ MEGATRON = (
        replaced="routing_map reduce_group topk with_padding_mask"),
     # The groups that a layer was built with.
     on(f"{CORE}.parallel_state:_CONTEXT_PARALLEL_GROUP", "megatron/layers/sharing.py"),
-    # Extracted states: 0.19 and later have the argument.
-    on(f"{CORE}.transformer.transformer_block:TransformerBlock", "megatron/tokens/outside.py", attributes="layers"),
     # Latent attention's rotary tables.
     on(f"{CORE}.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding", "megatron/layers/latent.py",
        attributes="get_emb cp_group get_cached_cos_sin"),
@@ -134,9 +141,7 @@ MEGATRON = (
        replaced="max_seq_len offset packed_seq cp_group"),
     # Hybrids.
     on(f"{CORE}.models.hybrid.hybrid_block:HybridStack {CORE}.ssm.mamba_block:MambaStack",
-       "megatron/hybrid/stack.py", attributes="pre_process post_process input_tensor forward"),
-    on(f"{CORE}.models.hybrid.hybrid_block:HybridStack.__init__ {CORE}.ssm.mamba_block:MambaStack.__init__",
-       "megatron/hybrid/stack.py", passes="submodules pg_collection"),
+       "megatron/hybrid/stack.py megatron/door.py", attributes="input_tensor"),
     on(f"{CORE}.models.hybrid.hybrid_layer_specs:hybrid_stack_spec "
        f"{CORE}.models.mamba.mamba_layer_specs:mamba_stack_spec", "megatron/hybrid/stack.py"),
     on(f"{CORE}.ssm.mamba_mixer:MambaMixer", "megatron/hybrid/in_order.py",
@@ -155,10 +160,6 @@ MEGATRON = (
        "megatron/hybrid/in_order.py"),
     on(f"{CORE}.ssm.gated_delta_net.gdn:causal_conv1d {CORE}.ssm.gated_delta_net:causal_conv1d "
        f"{CORE}.ssm.gated_delta_net:causal_conv1d_fn", "megatron/hybrid/in_order.py"),
-    # Batches.
-    on(f"{CORE}.utils:get_batch_on_this_cp_rank", "megatron/start/script.py",
-       replaced="batch cp_group is_hybrid_cp hybrid_cp_group_func use_per_sequence_balancing"),
-    on(f"{CORE}.parallel_state:get_context_parallel_group", "megatron/start/script.py"),
     # The proof of a job.
     on(f"{CORE}.distributed.distributed_data_parallel:DistributedDataParallel", "megatron/proved_job.py",
        attributes="bucket_groups expert_parallel_bucket_groups zero_grad_buffer module"),
@@ -185,7 +186,6 @@ MEGATRON_TRAINING = (
         "megatron/proved_job.py",
         passes="forward_step_func data_iterator model",
     ),
-    on("megatron.training.datasets.sft_dataset:SFTDataset.__init__", "megatron/start/script.py", passes="config"),
 )
 """Of megatron.training, which the wheels have since 0.19."""
 

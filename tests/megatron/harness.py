@@ -369,7 +369,11 @@ def forward_step(wanted: Case) -> Any:
             params = batch.get("params") or packed_seq_params(batch)
             more = {"packed_seq_params": params} if wanted.packed else {}
             more |= {name: batch[name] for name in ("loss_mask", "padding_mask") if name in batch}
-            output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], **more)
+            chunk = getattr(model, "module", model)  # a stage gets what Megatron's scripts give it
+            first, last = (getattr(chunk, name, True) for name in ("pre_process", "post_process"))
+            asks = first or (last and chunk.config.mtp_num_layers)
+            tokens, positions = (batch[name] if asks else None for name in ("tokens", "position_ids"))
+            output = model(tokens, positions, mask, labels=batch["labels"] if last else None, **more)
 
         return output, loss_function(batch, per_token="calculate_per_token_loss" in dict(wanted.config))
 

@@ -83,6 +83,23 @@ def build(spec: Any, config: Any, groups: Any, layers: str = PATTERN) -> Any:
     return build_module(spec, config=config, post_layer_norm=False, pg_collection=groups, **pattern).train()
 
 
+def headless(config: Any, decoder: Any) -> Any:
+    """The layers as a language model without embedding and head: hidden states come in and go out."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    class Headless(LanguageModule):
+        pre_process, post_process, share_embeddings_and_output_weights = True, False, False
+
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.decoder = decoder
+
+        def forward(self, decoder_input: Any, attention_mask: Any, **given: Any) -> Any:
+            return self.decoder(decoder_input, attention_mask, **given)
+
+    return Headless()
+
+
 def make(model: str, topology: Topology, options: DistAttentionConfig | None, tp_rank: int, **more: Any) -> Any:
     """The layers with weights that depend on names and the tensor-parallel rank alone; more: fields of its config."""
     from dfa_megatron.megatron import distribute_attention
@@ -97,7 +114,7 @@ def make(model: str, topology: Topology, options: DistAttentionConfig | None, tp
     for name, parameter in made.named_parameters():
         mine = tp_rank if getattr(parameter, "tensor_model_parallel", False) else ""
         parameter.data.copy_(noise(f"{name} {mine}", tuple(parameter.shape)) * 0.3 + ("norm" in name))
-    return made
+    return headless(config, made).train()
 
 
 def with_delta_nets(config: Any, stage: int | None = None, *, dense: bool = False) -> Any:

@@ -1,10 +1,10 @@
-"""Prediction layers that are hybrid stacks themselves, which Megatron-Core builds from 0.19 on, equal one rank."""
+"""HybridModel and MambaModel equal one rank, with prediction layers that are stacks from Megatron-Core 0.19 on."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -16,11 +16,20 @@ from tests.megatron.harness import MEGATRONS, Topology, case
 from tests.megatron.hybrids import DELTA, MAMBA, stack_spec
 from tests.support import state_kernels
 
+MODEL: Any
+try:
+    from megatron.core.models.hybrid import hybrid_model
+
+    MODEL, AHEAD = hybrid_model.HybridModel, 1
+except ModuleNotFoundError:
+    from megatron.core.models.mamba import mamba_model
+
+    MODEL, AHEAD = mamba_model.MambaModel, None
+
 LENGTH, VOCABULARY = 36, 64
 
 
 def model_of(topology: Topology, options: DistAttentionConfig | None) -> Any:
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer import multi_token_prediction as prediction
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -29,7 +38,7 @@ def model_of(topology: Topology, options: DistAttentionConfig | None) -> Any:
     from dfa_megatron.megatron import distribute_attention
 
     wanted = MEGATRONS if options is None else case(options.data_layout)
-    more = {"mtp_num_layers": 1, "sequence_parallel": False, "calculate_per_token_loss": True}
+    more = {"mtp_num_layers": AHEAD, "sequence_parallel": False, "calculate_per_token_loss": True}
     config = harness.make_config(topology, wanted, num_layers=3, **more, **dict((*MAMBA, *DELTA)))
     norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
     parts = prediction.MultiTokenPredictionLayerSubmodules(**norms, eh_proj=ColumnParallelLinear)
@@ -39,8 +48,8 @@ def model_of(topology: Topology, options: DistAttentionConfig | None) -> Any:
     spec.submodules.mtp_block_spec = ModuleSpec(prediction.MultiTokenPredictionBlock, submodules=block)
     if options is not None:
         spec = distribute_attention(spec, config, config=options)
-    pattern = {"hybrid_layer_pattern": "M*M/M*", "position_embedding_type": "rope"}
-    model = HybridModel(config, spec, VOCABULARY, LENGTH, **pattern)
+    pattern = {"hybrid_layer_pattern": "M*M/M*"} if AHEAD else {"hybrid_override_pattern": "M*M"}
+    model = MODEL(config, spec, VOCABULARY, LENGTH, **pattern, position_embedding_type="rope")
     for name, parameter in model.named_parameters():
         parameter.data.copy_(noise(name, tuple(parameter.shape)) * 0.2 + ("norm" in name))
     return model.train()
@@ -60,7 +69,8 @@ def run(topology: Topology, options: DistAttentionConfig | None) -> tuple[Any, A
     mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool() if options is None else None
     batch = batch if options is None else shard_batch(batch, group, options)
     places = batch["position_ids"]
-    out = model(batch["tokens"], places, mask, labels=batch["labels"], loss_mask=batch["loss_mask"])
+    more = {"loss_mask": batch["loss_mask"]} if AHEAD else {}
+    out = model(batch["tokens"], places, mask, labels=batch["labels"], **more)
     out.sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     for gradient in gradients.values():
@@ -69,11 +79,12 @@ def run(topology: Topology, options: DistAttentionConfig | None) -> tuple[Any, A
 
 
 def compare_with_one_rank(rank: int, ranks: int) -> None:
-    from megatron.core.models.hybrid import hybrid_block
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    from dfa_megatron.megatron.hybrid.stack import megatrons_stack
+
     state_kernels.install()
-    vars(hybrid_block)["TENorm"] = WrappedTorchNorm
+    vars(sys.modules[megatrons_stack().__module__])["TENorm"] = WrappedTorchNorm
     with torch.compiler.set_stance("force_eager"):
         _, whole, wanted = run(Topology(dp=ranks), None)
         places, out, gradients = run(Topology(cp=ranks), DistAttentionConfig(data_layout="boundary", remat="on"))
@@ -82,6 +93,5 @@ def compare_with_one_rank(rank: int, ranks: int) -> None:
         assert (gradients[name] - gradient).abs().max() <= 5e-5 * gradient.abs().max(), name
 
 
-def test_prediction_layers_that_are_stacks_exchange_for_themselves() -> None:
-    pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
+def test_a_hybrid_model_and_its_prediction_layers_train_on_zigzag_batches_like_one_rank() -> None:
     run_ranks(3, compare_with_one_rank)

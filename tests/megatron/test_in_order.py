@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.exchange import positions
-from dfa_megatron.megatron.tokens.others import refuse_other_layers
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness, padded_packs
@@ -139,25 +137,11 @@ def compare_with_one_rank(rank: int, ranks: int, topology: Topology, ways: list[
             _compare(topology, way, references[way.model, way.tokens], groups)
 
 
-@contextlib.contextmanager
-def as_launched() -> Iterator[None]:
-    """Refuse layers that are not ours, as the launcher does for this layout."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    kept = TransformerLayer.__init__
-    refuse_other_layers()
-    try:
-        yield
-    finally:
-        TransformerLayer.__init__ = kept
-
-
 def _compare(topology: Topology, way: Way, reference: Any, groups: Any) -> None:
     wanted, wanted_gradients, keys, _ = reference
     COUNTERS.reset()
     options = DistAttentionConfig(data_layout=way.layout, remat=way.remat)
-    with as_launched() if way.layout == "contiguous" else contextlib.nullcontext():
-        out, gradients, our_keys, part = run(way, topology, options, groups)
+    out, gradients, our_keys, part = run(way, topology, options, groups)
     assert (COUNTERS.state_exchanges > 0) == (part.group.size() > 1)
     assert our_keys == keys
     where, real = f"{topology} {way}", part.here[part.real]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dfa_megatron import launch
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
-from tests.megatron.test_launch import SEEN, check_teacher
+from tests.megatron.test_launch import SEEN
 
 needs_training = pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None, reason="this megatron-core has no training package"
@@ -54,29 +54,24 @@ if __name__ == "__main__":
 """
 
 
-def train_through_a_script(rank: int, world_size: int, script_path: str, layout: str, path: str) -> None:
+def train_through_a_script(rank: int, world_size: int, script_path: str, path: str) -> None:
     from tests.megatron.test_flag_path import FLAGS, FULL, OURS
 
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), CUDA_DEVICE_MAX_CONNECTIONS="1")
     harness.start(harness.Topology(cp=2))
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, name="none")
-    ours = [*OURS.split(), "--dfa-data-layout", layout, *(["--dfa-loss-tile", "7"] if layout == "contiguous" else [])]
-    assert launch.main([script_path, *FLAGS.split(), *ours, *FULL.split()]) == 0
-    assert SEEN["layout"] == layout
-    assert SEEN["tiled"] == (layout == "contiguous")
-    check_teacher(layout)
+    assert launch.main([script_path, *FLAGS.split(), *OURS.split(), "--dfa-loss-tile", "7", *FULL.split()]) == 0
+    assert SEEN["layout"] == "boundary"
+    assert SEEN["tiled"]
     assert abs(SEEN["total"] - torch.load(path, weights_only=True)["losses"][0]) <= 1e-5
 
 
 @pytest.mark.support("megatron", "Megatron's training package through the launcher")
 @needs_training
-@pytest.mark.parametrize("layout", ["contiguous", "boundary"])
-def test_a_script_on_megatrons_own_training_package_trains_like_one_rank(
-    tmp_path: Path, layout: str, reference: str
-) -> None:
+def test_a_script_on_megatrons_own_training_package_trains_like_one_rank(tmp_path: Path, reference: str) -> None:
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
-    run_ranks(2, train_through_a_script, str(tmp_path / "pretrain_gpt.py"), layout, reference)
+    run_ranks(2, train_through_a_script, str(tmp_path / "pretrain_gpt.py"), reference)
 
 
 def help_of_a_script(rank: int, world_size: int, script_path: str) -> str:

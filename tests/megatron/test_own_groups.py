@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from itertools import accumulate
 from types import SimpleNamespace
@@ -176,23 +175,6 @@ def test_sizes_alternate_from_micro_batch_to_micro_batch_while_other_ranks_run_o
     run_ranks(4, compare, cases, timeout=170)
 
 
-def sliced_by_the_launcher(options: DistAttentionConfig, group: dist.ProcessGroup, mine: int) -> None:
-    """Megatron's slicing function, which the launcher replaces, takes the group of each micro-batch's size."""
-    from dfa_megatron.megatron.start.script import slice_in_order
-
-    def megatrons(batch: Any, is_hybrid_cp: bool, cp_group: Any = None, hybrid_cp_group_func: Any = None) -> Any:
-        raise AssertionError("Megatron's own slicing ran")
-
-    found = {2: group}
-    for size in (1, 2):
-        whole = Micro((0, 1), (3, 5)).batch()
-        batch: dict[str, Any] = {**whole, "local_cp_size": torch.tensor(size), "hybrid_cp_group": None}
-        hybrid = {"is_hybrid_cp": True, "hybrid_cp_group_func": lambda group_size: found[group_size]}
-        slice_in_order(options, inspect.signature(megatrons), batch, **hybrid)
-        assert batch["hybrid_cp_group"] is found.get(size)
-        assert torch.equal(batch["tokens"], whole["tokens"].chunk(size, 1)[mine % size])
-
-
 def logged_by_a_router(group: dist.ProcessGroup, mine: int) -> None:
     """The gradient of a rank's part of a loss stays its own; the log gets the whole of a group of the model's size."""
     from dfa_megatron.megatron.layers.router import router_class
@@ -221,12 +203,11 @@ def refused(rank: int, world_size: int) -> None:
     model = model_of(Topology(dp=3), options, ())
     declare_batch_layout(pair if rank < 2 else others, "contiguous")
     if rank < 2:
-        sliced_by_the_launcher(options, pair, rank)
         logged_by_a_router(pair, rank)
     groups = {(0, 1): pair if rank < 2 else others, (): dist.group.WORLD}
     cut = {"tokens": torch.zeros(1, 6, dtype=torch.long), "labels": torch.zeros(1, 6, dtype=torch.long)}
 
-    def forward(lengths: tuple[int, ...], model: Any = model, groups: Groups = groups, **changes: Any) -> None:
+    def forward(lengths: tuple[int, ...], groups: Groups = groups, **changes: Any) -> None:
         params = params_of(Micro((0, 1), lengths).batch(), Micro((0, 1), lengths), groups, "thd")
         vars(params).update(changes)
         model(cut["tokens"], None, None, labels=cut["labels"], packed_seq_params=params)
@@ -241,10 +222,6 @@ def refused(rank: int, world_size: int) -> None:
     if rank != 1:
         with pytest.raises(UnsupportedError, match="does not hold this rank"):
             forward((5, 7), groups={(0, 1): others if rank == 0 else pair})
-    boundary = DistAttentionConfig(data_layout="boundary")
-    alone = model_of(Topology(dp=3), boundary, (("hybrid_context_parallel", False),))
-    with pytest.raises(UnsupportedError, match="built for one rank"):
-        forward((12,), alone)
     dist.barrier()
     if rank < 2:
         with pytest.raises(DisagreementError):

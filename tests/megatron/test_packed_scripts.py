@@ -15,7 +15,6 @@ import torch.distributed as dist
 from dfa_megatron import launch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.start import script
 from dfa_megatron.megatron.tokens.exchange import positions
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
@@ -83,50 +82,12 @@ def train_through_a_script(rank: int, world_size: int, script_path: str, flags: 
 
 @pytest.mark.support("megatron", "packed data of Megatron's scripts and datasets")
 @needs_training
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--dataloader-inter-document-masking", "--dfa-data-layout", "contiguous"],
-        ["--dataloader-inter-document-masking", "--dfa-data-layout", "boundary"],
-        ["--sft", "--dfa-data-layout", "contiguous"],
-    ],
-    ids=lambda flags: " ".join(flags),
-)
-def test_packed_data_of_a_script_train_like_its_documents_on_one_rank(flags: list[str], tmp_path: Path) -> None:
+def test_packed_data_of_a_script_train_like_its_documents_on_one_rank(tmp_path: Path) -> None:
     path = str(tmp_path / "packed.pt")
     run_ranks(1, harness.save_reference, path, Case(options=None, steps=1, packed=True), timeout=120)
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    flags = ["--dataloader-inter-document-masking"]
     run_ranks(2, train_through_a_script, str(tmp_path / "pretrain_gpt.py"), flags, path, timeout=120)
-
-
-def slice_a_pack(rank: int, world_size: int) -> None:
-    harness.start(Topology(cp=2))
-    import megatron.core.utils
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    from dfa_megatron.megatron import distribute_attention
-
-    distribute_attention(get_gpt_layer_local_spec())
-    for _ in range(2):
-        script._slice_in_order(DistAttentionConfig(data_layout="contiguous"))
-    tokens = torch.arange(10)[None]
-    offsets = torch.tensor([[0, 3, 4, 10]], dtype=torch.int32)
-    slicing = megatron.core.utils.get_thd_batch_on_this_cp_rank
-    batch, params = slicing({"tokens": tokens, "attention_mask": None}, offsets, None, torch.tensor([6]))
-    assert batch["tokens"].tolist() == tokens[:, 5 * rank : 5 * rank + 5].tolist()
-    assert list(batch) == ["tokens", "attention_mask"]
-    assert params.cu_seqlens_q.tolist() == [0, 3, 4, 10]
-    assert (params.qkv_format, params.max_seqlen_q, params.max_seqlen_kv) == ("thd", 6, 6)
-    with pytest.raises(UnsupportedError, match="for rank 0 of 4"):
-        slicing({"tokens": tokens}, offsets, None, torch.tensor([6]), cp_size=4, cp_rank=0)
-
-
-def test_packs_of_older_scripts_are_sliced_in_order() -> None:
-    import megatron.core.utils
-
-    if not hasattr(megatron.core.utils, "get_thd_batch_on_this_cp_rank"):
-        pytest.skip("this megatron-core slices packs in get_batch_on_this_cp_rank")
-    run_ranks(2, slice_a_pack)
 
 
 def pack(offsets: list[int], **changes: Any) -> Any:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness, padded_packs
@@ -63,21 +62,18 @@ def shifts(rank: int, ranks: int) -> None:
 def check_shifts(rank: int, ranks: int, group: Any) -> None:
     from dfa_megatron.megatron.layers.prediction import shift
 
-    documents = DocumentOrder.of((0, 3, 4, 4 + 2 * ranks), (0, 2 * ranks, 4 * ranks, 6 * ranks), ranks)
-    ends = (3, 2 * ranks, 2 * ranks + 1, 4 * ranks, 6 * ranks)
     cases = [
         (by_name(name, 4 * ranks, ranks), some)
         for name in ("contiguous", "zigzag")
         for some in ((), (3, 4, 5, 8, 4 * ranks))
     ]
-    for layout, last in (*cases, (documents.layout(ranks), documents.ends())):
+    for layout, last in cases:
         whole = torch.randint(1, 100, (2, layout.length))
         dist.broadcast(whole, 0, group)
         wanted = whole.roll(-1, -1)
         wanted[:, [end - 1 for end in last or (layout.length,)]] = 0
         here = layout.positions(rank)
         assert torch.equal(shift(whole[:, here], layout, group, last), wanted[:, here])
-    assert documents.ends() == ends
 
 
 def test_a_shift_brings_the_next_token_from_whatever_rank_has_it() -> None:
@@ -86,8 +82,9 @@ def test_a_shift_brings_the_next_token_from_whatever_rank_has_it() -> None:
 
 def open_rolls(rank: int, ranks: int) -> None:
     """Call the replaced roll_tensor as every release does; a newer one asks for no sum, or for what nobody knows."""
-    from dfa_megatron.megatron import declare_batch_layout
     from dfa_megatron.megatron.layers.prediction import _rolling
+    from dfa_megatron.megatron.tokens.exchange import Relayout
+    from dfa_megatron.megatron.tokens.visit import Visit, running
 
     seen: list[Any] = []
 
@@ -95,19 +92,16 @@ def open_rolls(rank: int, ranks: int) -> None:
         seen.append(others)
         return tensor, tensor.sum()
 
-    harness.start(Topology(cp=ranks))
-    from megatron.core import parallel_state
-
-    group, roll, tokens = parallel_state.get_context_parallel_group(), _rolling(megatrons), torch.ones(1, 4)
+    group: Any = dist.group.WORLD
+    roll, tokens = _rolling(megatrons), torch.ones(1, 4)
     for others in ({}, {"return_sum": False}, {"return_sum": True, "new_argument": 7}):
-        roll(tokens, -1, -1, group, None, **others)  # in Megatron's order
-        roll(tokens, **others)
-        assert seen[-2:] == [others, others]
-    declare_batch_layout(group, "contiguous")
-    assert roll(tokens, cp_group=group, return_sum=False)[1] is None
-    assert roll(tokens, cp_group=group, return_sum=True)[1] is not None
-    with pytest.raises(UnsupportedError, match="roll_tensor with new_argument"):
-        roll(tokens, cp_group=group, new_argument=7)
+        roll(tokens, -1, -1, group, None, **others)  # outside a distributed model
+        assert seen[-1:] == [others]
+    with running(Visit(None, group, "contiguous", "contiguous", (), (1, 4), Relayout(group))):
+        assert roll(tokens, cp_group=group, return_sum=False)[1] is None
+        assert roll(tokens, cp_group=group, return_sum=True)[1] is not None
+        with pytest.raises(UnsupportedError, match="roll_tensor with new_argument"):
+            roll(tokens, cp_group=group, new_argument=7)
 
 
 def test_the_replaced_roll_takes_and_passes_on_arguments_of_newer_releases() -> None:
@@ -211,12 +205,11 @@ def test_packs_shift_in_their_documents() -> None:
 def scripts_predictions(rank: int, ranks: int) -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from dfa_megatron.megatron import DistributedAttentionLayer
-    from dfa_megatron.megatron.start import script
+    from dfa_megatron.megatron import DistributedAttentionLayer, spec
 
     harness.start(Topology(cp=ranks))
     for _ in range(2):  # the second time replaces nothing
-        script._distribute_predictions(DistAttentionConfig())
+        spec._distribute_predictions()
     config = harness.make_config(Topology(cp=ranks), case(), mtp_num_layers=1)
     block = gpt_layer_specs.get_gpt_mtp_block_spec(config, harness.megatrons_spec(config), use_transformer_engine=False)
     parts = vars(block.layer_specs[0].submodules)
@@ -251,7 +244,7 @@ def other_attention(rank: int, ranks: int) -> None:
         mtp_block_spec=get_gpt_mtp_block_spec(config, own, use_transformer_engine=False),
     )
     batch = shard_batch(harness.micro_batch(0, 0), parallel_state.get_context_parallel_group(), options)
-    with pytest.raises(UnsupportedError, match=r"own attention beside --dfa-data-layout contiguous"):
+    with pytest.raises(UnsupportedError, match=r"own attention in a distributed model, in layout 'contiguous'"):
         model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
 
@@ -259,5 +252,5 @@ def test_a_prediction_layer_with_another_attention_is_refused_where_tokens_are_i
     run_ranks(2, other_attention)
 
 
-def test_the_launcher_distributes_the_prediction_layers_that_scripts_make_from_megatrons_default_spec() -> None:
+def test_a_spec_by_flags_distributes_the_prediction_layers_that_scripts_make_from_megatrons_default_spec() -> None:
     run_ranks(2, scripts_predictions)

@@ -60,7 +60,7 @@ def each_case(rank: int, world_size: int, cases: list[Any]) -> list[str]:
     [
         CASES,
         [
-            (Topology(tp=2, cp=2), "zigzag", WINDOW, True),
+            (Topology(tp=2, cp=2), "boundary", WINDOW, True),
             (Topology(pp=2, cp=2, vp=2), "boundary", (), False),
             (Topology(cp=2, dp=2, ep=2), "boundary", EXPERTS, False),
         ],

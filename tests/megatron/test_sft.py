@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.megatron.start import script
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import BATCH, MEGATRONS, SEQUENCE, Topology
@@ -108,19 +107,3 @@ def train_by_flags(rank: int, ranks: int, script_path: str) -> None:
 def test_sft_by_megatrons_flags_alone_trains_like_its_conversations_on_one_rank(tmp_path: Path) -> None:
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
     run_ranks(2, train_by_flags, str(tmp_path / "pretrain_gpt.py"), timeout=120)
-
-
-def pack_conversations(rank: int, world_size: int) -> None:
-    def documents() -> list[int]:
-        offsets: torch.Tensor = dataset(((5, 3, 7),), 2, 32)[0]["cu_seqlens"]
-        return offsets.unique_consecutive().tolist()
-
-    assert documents() == [0, 8, 12, 32]
-    for _ in range(2):  # the second time replaces nothing
-        script._leave_documents_unpadded()
-    assert documents() == [0, 5, 8, 32]
-
-
-@needs_training
-def test_the_launcher_has_sft_documents_packed_without_padding() -> None:
-    run_ranks(1, pack_conversations)

@@ -1,6 +1,6 @@
 """The layers of hybrid stacks beside attention: their mixers run in order, and each layer is recomputed by itself.
 
-In layouts `contiguous` and `boundary` all layers see tokens in order (see in_order.py and stack.py). In layout `zigzag`
+In layouts `contiguous` and `boundary` all layers see tokens in order (see in_order.py). In layout `zigzag`
 these layers are Megatron's own. Full recomputation is one flag on one config, so this module replaces it for the whole
 stack. The layers are checkpointed one by one, as in Megatron's own full recomputation.
 """
@@ -19,7 +19,6 @@ from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, tile_mlp
 from dfa_megatron.megatron.layers.sharing import SharingLayer
 from dfa_megatron.megatron.refusals import LAYERS
-from dfa_megatron.megatron.tokens.outside import exchange_routing
 
 ATTENTION_SLOTS = ("attention_layer", "mla_layer")
 """The submodules of a hybrid stack that hold TransformerLayers with a core_attention."""
@@ -41,8 +40,6 @@ class RecomputedLayer(SharingLayer):
         self._dfa_mixes = mixer is not None
         self._dfa_heeds += [] if mixer is None else [mixer]
         tile_mlp(self, options)
-        if self._dfa_exchanges:
-            exchange_routing(self)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward, with the same result."""
@@ -50,8 +47,6 @@ class RecomputedLayer(SharingLayer):
         pack = self._dfa_placed(kwargs.get("packed_seq_params"), hidden_states)
         if self._dfa_mixes:
             kwargs.pop("packed_seq_params", None)
-        if "padding_mask" in kwargs:
-            kwargs["padding_mask"] = self._dfa_masked(kwargs["padding_mask"])
 
         def body(hidden_states: torch.Tensor) -> Any:
             self._dfa_follow(pack)

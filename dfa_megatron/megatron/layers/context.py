@@ -48,23 +48,20 @@ class AttentionContext:
         self.recompute: Recompute | None = None
         """The flags on the model's config, where each layer has a config of its own."""
         self.tables = TableCache()
-        self._relayouts: dict[tuple[Any, ...], Relayout] = {}
+        self.lengths: set[int] = set()
+        """The tokens of a rank in batches whose positions were looked at."""
+        self._relayouts: dict[dist.ProcessGroup, Relayout] = {}
         self._said: set[str] = set()
         self._agreed: dict[tuple[str, DocumentOrder], None] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
         return self
 
-    def relayout(self, groups: Any, own: Any = None, *, sequence_parallel: bool) -> Relayout:
-        """Return the exchange over the groups of a ProcessGroupCollection, the same object for the same groups.
-
-        own: the group of a micro-batch, in place of the collection's context-parallel group.
-        """
-        tp, tp_cp = (groups.tp, groups.tp_cp) if sequence_parallel else (None, None)
-        key = (groups.cp if own is None else own, tp, tp_cp)
-        if key not in self._relayouts:
-            self._relayouts[key] = Relayout(*key)
-        return self._relayouts[key]
+    def relayout(self, group: dist.ProcessGroup) -> Relayout:
+        """Return the exchange over the ranks that share a micro-batch, the same object for the same group."""
+        if group not in self._relayouts:
+            self._relayouts[group] = Relayout(group)
+        return self._relayouts[group]
 
     @cached_property
     def _guard(self) -> Guard:

@@ -1,4 +1,4 @@
-"""A mixin over any Megatron TransformerLayer: rematerialization around the layer, and the exchange of hidden states.
+"""A mixin over any Megatron TransformerLayer: rematerialization around the layer, and its rotary table in order.
 
 Shapes: hidden_states (seq / CP [/ TP under sequence parallelism], batch, hidden).
 """
@@ -17,7 +17,6 @@ from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, til
 from dfa_megatron.megatron.layers.sharing import SharingLayer
 from dfa_megatron.megatron.refusals import CALLS, LAYERS, SPEC, check_config
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
-from dfa_megatron.megatron.tokens.outside import exchange_extracted, exchange_routing
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, image_rows, rotary_rows
 
 
@@ -26,15 +25,11 @@ class DistributedAttentionLayer(SharingLayer):
 
     - Rematerialization: the layer runs inside Megatron's own checkpoint. The first pass records attention's output and
       lse, and the recompute replays them, so attention and its messages never run twice.
-    - Layout `boundary`: hidden states go from Megatron's order to contiguous before global layer 1 and back after the
-      last one; before and after each layer of multi-token prediction. A hybrid stack exchanges them itself.
     - Layouts `boundary` and `contiguous`: Megatron's zigzag slice of the rotary table is exchanged once, a multimodal
       one once per micro-batch. In multi-latent attention every layer makes its own table, which is sliced in order.
-    - Layout `boundary`: padding masks, recorded or replayed routing, and hidden states that a caller extracts between
-      layers are in the caller's order; see tokens/outside.py.
     - Packed documents, in every layout: each token gets the rotary row of its position in its document. A multimodal
       table follows `position_ids`. The modules in `_dfa_heeds` get the documents, Megatron's arguments do not.
-    - A micro-batch with a context-parallel group of its own is shared and exchanged by that group.
+    - A micro-batch with a context-parallel group of its own is shared by that group.
     """
 
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
@@ -69,14 +64,6 @@ class DistributedAttentionLayer(SharingLayer):
         if core is not None and getattr(layer.config, "multi_latent_attention", False):
             order_rotary(layer.self_attention, context.options.layout_inside)
             self._dfa_heeds.append(layer.self_attention.rotary_pos_emb)
-        exchanges = self._dfa_exchanges
-        prediction = kwargs.get("is_mtp_layer") or layer.layer_number > config.num_layers
-        if exchanges and not prediction:
-            exchange_routing(self)
-            exchange_extracted()
-        alone = exchanges and not context.hybrid  # a hybrid stack exchanges itself
-        self._dfa_first = alone and (prediction or layer.layer_number == 1)
-        self._dfa_last = alone and (prediction or layer.layer_number == config.num_layers)
 
     def forward(
         self,
@@ -99,14 +86,7 @@ class DistributedAttentionLayer(SharingLayer):
         pack = self._dfa_placed(kwargs.pop("packed_seq_params", None), hidden_states)
         rotary_pos_emb = self._dfa_rotary(rotary_pos_emb, pack, self._dfa_tokens(hidden_states))
         kwargs.update(context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
-        if "padding_mask" in kwargs:
-            kwargs["padding_mask"] = self._dfa_masked(kwargs["padding_mask"])
-        if self._dfa_first:
-            hidden_states = self._dfa_exchange()(hidden_states, self._dfa_order, "contiguous")
-        hidden_states, context = self._dfa_body(hidden_states, context, pack, kwargs)
-        if self._dfa_last:
-            hidden_states = self._dfa_exchange()(hidden_states, "contiguous", self._dfa_order)
-        return hidden_states, context
+        return self._dfa_body(hidden_states, context, pack, kwargs)
 
     def _dfa_rotary(self, table: Any, pack: PlacedPack | None, tokens: int) -> Any:
         """Return the rotary rows of this rank's tokens, of Megatron's table."""
@@ -116,7 +96,7 @@ class DistributedAttentionLayer(SharingLayer):
             return rotary_rows(table, pack, tokens, self._dfa_group(), pack.layout(self._dfa.options.layout_inside))
         if self._dfa.options.data_layout == "zigzag" or not (self._dfa_several or self._dfa_own):
             return table
-        exchange = self._dfa.relayout(layer.pg_collection, self._dfa_own, sequence_parallel=False)
+        exchange = self._dfa.relayout(self._dfa_group())
         if pack is not None and isinstance(pack.order, DocumentOrder):
             own = type(layer.self_attention).__module__.startswith("megatron.core.")
             return image_rows(table, pack, exchange, tokens, row_slice=own)

@@ -1,4 +1,4 @@
-"""Shift tokens and labels for multi-token prediction where Megatron's order does not hold: in order, and in packs."""
+"""Shift tokens and labels for multi-token prediction over the ranks and documents of a distributed model's call."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
-from dfa_megatron.megatron.refusals import CALLS, LAYERS
-from dfa_megatron.megatron.tokens.batch import slicing_of
-from dfa_megatron.megatron.tokens.own_group import group_of
-from dfa_megatron.megatron.tokens.packed_documents import document_order, place
+from dfa_megatron.megatron.refusals import CALLS
+from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.plan.language.layout import Layout, by_name
-from dfa_megatron.runtime.cu_seqlens import Offsets, offsets_of
+from dfa_megatron.runtime.cu_seqlens import Offsets
 from dfa_megatron.sharding import positions_of
 
 _MARK = "_dfa_megatron"
@@ -56,46 +53,18 @@ def shift(x: torch.Tensor, whole: Layout, group: dist.ProcessGroup, ends: Offset
     return shifted
 
 
-def _order_of(
-    cp_group: dist.ProcessGroup, params: Any, tokens: int
-) -> tuple[dist.ProcessGroup, Layout, Offsets] | None:
-    """Return ranks, layout and ends for `shift` where Megatron's own shift would be wrong, else None.
-
-    It knows neither rows cut across documents, nor padding that is not in cu_seqlens_q, nor a micro-batch's own group.
-    """
-    if params is None:
-        order = slicing_of(cp_group, packed=False)
-        return None if order is None else (cp_group, by_name(order, tokens * cp_group.size(), cp_group.size()), ())
-    pack = place(params)
-    group = cp_group if pack.group is None else pack.group
-    ranks, padded = group.size(), params.cu_seqlens_q_padded
-    is_known = pack.group is None and (padded is None or offsets_of(padded) == offsets_of(params.cu_seqlens_q))
-    if pack.is_cut_by_documents(group):
-        documents = document_order(params, ranks)
-        return None if is_known else (group, documents.layout(ranks), documents.ends())
-    order = slicing_of(group, packed=True)
-    if order is None and is_known:
-        return None
-    return group, by_name("contiguous" if ranks == 1 else order or "zigzag", tokens * ranks, ranks), pack.offsets
-
-
 def follow_batches() -> None:
-    """Make Megatron's roll_tensor, prediction layers and prediction loss follow the ranks that share a sequence.
+    """Make Megatron's roll_tensor and prediction loss follow the ranks that share a sequence.
 
-    Batches in Megatron's own order are still shifted by Megatron. A second call changes nothing.
+    Outside a distributed model they stay Megatron's. A second call changes nothing.
     """
-    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
-
-    _replace("roll_tensor", _rolling)
-    _replace("process_mtp_loss", _counting)  # Megatron-Core 0.17 and later
-    megatrons = MultiTokenPredictionLayer.forward
-    if not hasattr(megatrons, _MARK):
-        MultiTokenPredictionLayer.forward = _checking(megatrons)
+    replace(_HOME, "roll_tensor", _rolling)
+    replace(_HOME, "process_mtp_loss", _counting)  # Megatron-Core 0.17 and later
 
 
-def _replace(name: str, replacing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a function of Megatron's prediction module there and in every module that has imported it."""
-    megatrons = getattr(importlib.import_module(_HOME), name, None)
+def replace(home: str, name: str, replacing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a function of a Megatron module and of every module that has imported it; once."""
+    megatrons = getattr(importlib.import_module(home), name, None)
     if megatrons is None or hasattr(megatrons, _MARK):
         return
     ours = replacing(megatrons)
@@ -115,34 +84,28 @@ def _rolling(megatrons: Callable[..., Any]) -> Callable[..., Any]:
         packed_seq_params: Any = None,
         **others: Any,
     ) -> Any:
-        known = cp_group is not None and tensor is not None
-        ours = _order_of(cp_group, packed_seq_params, tensor.shape[-1]) if known else None
-        if ours is None:
-            rolled, count = megatrons(tensor, shifts, dims, cp_group, packed_seq_params, **others)
-            return rolled, _of_group(count, _sharing(cp_group, packed_seq_params) if known else None)
+        visit = current_visit()
+        if visit is None or cp_group is None or tensor is None:
+            return megatrons(tensor, shifts, dims, cp_group, packed_seq_params, **others)
         unknown = {name: value for name, value in others.items() if name != "return_sum"}
         CALLS.check(rolled=None if shifts == -1 and dims in (-1, tensor.dim() - 1) else (shifts, dims))
         CALLS.check(roll_argument=", ".join(unknown))
-        group, layout, ends = ours
+        ranks = visit.group.size()
+        layout = by_name("contiguous" if ranks == 1 else visit.layout, tensor.shape[-1] * ranks, ranks)
         # Multimodal position_ids have three dimensions: they are whole, and prediction layers do not read them.
-        rolled = tensor if tensor.dim() == 3 else shift(tensor, layout, group, ends)
-        return rolled, _of_group(rolled.sum() if others.get("return_sum", True) else None, group)
+        rolled = tensor if tensor.dim() == 3 else shift(tensor, layout, visit.group, visit.offsets)
+        return rolled, _of_group(rolled.sum(), visit.group) if others.get("return_sum", True) else None
 
     return roll_tensor
 
 
-def _sharing(cp_group: dist.ProcessGroup, params: Any) -> dist.ProcessGroup:
-    """Return the ranks that share a micro-batch."""
-    return cp_group if params is None else group_of(params) or cp_group
-
-
-def _of_group(count: Any, group: dist.ProcessGroup | None) -> Any:
+def _of_group(count: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the mean of a count over the ranks of a group; 1 for 0, by which Megatron-Core 0.16 would divide.
 
     Megatron divides a prediction's losses by the count of one rank, and the gradients by the ranks. Only the mean count
     makes of both the mean over all tokens.
     """
-    if count is None or group is None or group.size() == 1:
+    if group.size() == 1:
         return count
     total = count.float()
     dist.all_reduce(total, group=group)
@@ -162,14 +125,12 @@ def _counting(megatrons: Callable[..., Any]) -> Callable[..., Any]:
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(megatrons).bind(*args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
-        cp_group, params, labels, mask = (
-            given[name] for name in ("cp_group", "packed_seq_params", "labels", "loss_mask")
-        )
-        group = None if cp_group is None else _sharing(cp_group, params)
-        if group is None or group.size() == 1 or (labels is None and given.get("input_ids") is None):
+        given, visit = bound.arguments, current_visit()
+        labels, mask = given["labels"], given["loss_mask"]
+        if visit is None or visit.group.size() == 1 or (labels is None and given.get("input_ids") is None):
             return megatrons(*args, **kwargs)
-        roll = functools.partial(vars(sys.modules[_HOME])["roll_tensor"], cp_group=cp_group, packed_seq_params=params)
+        group = visit.group
+        roll = functools.partial(vars(sys.modules[_HOME])["roll_tensor"], cp_group=group)
         tokens = given["input_ids"] if labels is None else labels
         mask = torch.ones_like(tokens, dtype=torch.float32) if mask is None else mask
         if labels is None:
@@ -181,30 +142,10 @@ def _counting(megatrons: Callable[..., Any]) -> Callable[..., Any]:
             before = mask.sum(dtype=torch.float32)
             dist.all_reduce(before, group=group)
             config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * before / group.size()
-        return megatrons(*bound.args, **bound.kwargs)
+        visit.predicting = True
+        try:
+            return megatrons(*bound.args, **bound.kwargs)
+        finally:
+            visit.predicting = False
 
     return process_mtp_loss
-
-
-def _checking(megatrons: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(megatrons)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        other = _has_other_attention(self)
-        order = slicing_of(self.cp_group, packed=kwargs.get("packed_seq_params") is not None)
-        LAYERS.check(other_layer=other and order is not None, context_parallel_size=self.config.context_parallel_size)
-        return megatrons(self, *args, **kwargs)
-
-    setattr(forward, _MARK, megatrons)
-    return forward
-
-
-def _has_other_attention(prediction: torch.nn.Module) -> bool:
-    from megatron.core.transformer.attention import Attention
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    return any(
-        isinstance(layer, TransformerLayer)
-        and isinstance(layer.self_attention, Attention)
-        and not isinstance(layer, DistributedAttentionLayer)
-        for layer in prediction.modules()
-    )

@@ -1,4 +1,4 @@
-"""What every layer of a distributed model does with a micro-batch: find its documents, its ranks and its order."""
+"""What every layer of a distributed model does with a micro-batch: find its documents and its ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 from dfa_megatron.megatron.hybrid.in_order import InOrder
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.router import grouped_router
-from dfa_megatron.megatron.refusals import BATCHES, CALLS, OWN_GROUPS, PACKS
-from dfa_megatron.megatron.tokens.batch import check_declared, check_positions
-from dfa_megatron.megatron.tokens.exchange import LayoutName, Relayout
-from dfa_megatron.megatron.tokens.own_group import group_of
+from dfa_megatron.megatron.refusals import CALLS, OWN_GROUPS, PACKS
+from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples, is_ours, place
+from dfa_megatron.megatron.tokens.visit import current_visit
 
 _OWN_GROUPS = ("hybrid_context_parallel", "dynamic_context_parallel")
 """Fields of Megatron's TransformerConfig with which micro-batches name their own groups."""
@@ -32,7 +31,7 @@ def _holders(layer: Any) -> list[tuple[Any, str, Any]]:
 
 
 class SharingLayer:
-    """Hold what a layer knows of the ranks that share a micro-batch; a base of all layers and stacks of this package.
+    """Hold what a layer knows of the ranks that share a micro-batch; a base of all layers of this package.
 
     Hidden states are (tokens of this rank [/ TP under sequence parallelism], batch, hidden).
     """
@@ -43,13 +42,10 @@ class SharingLayer:
         self._dfa, self._dfa_groups = context, groups
         own = any(getattr(config, name, False) for name in _OWN_GROUPS)
         self._dfa_several = config.context_parallel_size > 1 or own
-        self._dfa_exchanges = self._dfa_several and context.options.data_layout == "boundary"
         self._dfa_own: Any = None
-        self._dfa_order: LayoutName = "zigzag"
         self._dfa_heeds: list[Any] = grouped_router(self) if self._dfa_several or config.sequence_parallel else []
         """Modules that heed the documents of a micro-batch. In a list, their parameters are not this layer's."""
         self._dfa_packable = self._dfa_regroupable = False
-        self._dfa_lengths: set[int] = set()
         self._dfa_built = _holders(self)
         """Every object that holds a group of this layer's, the attribute, and what it held when the layer was built."""
 
@@ -59,7 +55,6 @@ class SharingLayer:
         Raises:
             UnsupportedError: the documents, their group or the order of their tokens do not fit the model.
         """
-        layer: Any = self
         swapped = (name for holder, name, group in self._dfa_built if vars(holder).get(name) is not group)
         CALLS.check(swapped_group=next(swapped, None))
         pack = None
@@ -68,28 +63,16 @@ class SharingLayer:
         else:
             pack = self._dfa_read(packed, self._dfa_tokens(hidden_states))
         self._dfa_follow(pack)
-        if self._dfa.hybrid or layer.layer_number == 1:
+        # A language model has looked at its tokens; Megatron's own recomputation runs a layer after it returned.
+        if current_visit() is None and torch._C._current_graph_task_id() == -1:
+            layout = self._dfa.options.data_layout
+            CALLS.check(no_door=layout == "boundary" and self._dfa_group().size() > 1)
             # A micro-batch of one document is cut in the same way by rows and by documents.
             several = pack is not None and (pack.group is None or len(pack.offsets) > 2)
             tokens = self._dfa_tokens(hidden_states)
-            layout, ours = self._dfa.options.data_layout, packed is not None and is_ours(packed)
+            ours = packed is not None and is_ours(packed)
             check_declared(self._dfa_group(), layout, tokens, packed=several, ours=ours)
         return pack
-
-    def dfa_check_positions(self, positions: torch.Tensor, tokens: int, packed: Any) -> None:
-        """Refuse the positions of an uncut batch; those on a device once for each length, as the host must wait.
-
-        Args:
-            positions: (batch, tokens), or (3, batch, all tokens) of multimodal rotary embeddings.
-            tokens: of this rank.
-            packed: the PackedSeqParams; a pack counts its positions in documents.
-        """
-        group = self._dfa_groups.cp if packed is None else group_of(packed) or self._dfa_groups.cp
-        if positions.dim() == 3:
-            BATCHES.check(axes_tokens=positions.shape[2], all_tokens=tokens * group.size())
-        elif packed is None and (positions.device.type == "cpu" or tokens not in self._dfa_lengths):
-            self._dfa_lengths.add(tokens)
-            check_positions(group, self._dfa.options.data_layout, positions)
 
     def _dfa_read(self, packed: Any, tokens: int) -> PlacedPack:
         layer: Any = self
@@ -99,18 +82,18 @@ class SharingLayer:
             self._dfa_packable = True
         pack = place(packed)
         group = self._dfa_groups.cp if pack.group is None else pack.group
-        if self._dfa_exchanges and pack.is_cut_by_documents(group):
+        if context.options.data_layout == "boundary" and pack.is_cut_by_documents(group):
             pack = context.cut_pack(packed, group, tokens)
         check_samples(layer.config, packed, pack)
         if pack.group is not None and not self._dfa_regroupable:
             recurs = context.hybrid or isinstance(getattr(layer, "self_attention", None), InOrder)
-            OWN_GROUPS.check(layer.config, context.options, recurs=recurs, built_for_one=not self._dfa_several)
+            OWN_GROUPS.check(layer.config, context.options, recurs=recurs)
             self._dfa_regroupable = True
         return pack
 
     def _dfa_follow(self, pack: PlacedPack | None) -> None:
-        """Follow the ranks and the order of a micro-batch, and hand its documents to the modules that heed them."""
-        self._dfa_own, self._dfa_order = (None, "zigzag") if pack is None else (pack.group, pack.order)
+        """Follow the ranks of a micro-batch, and hand its documents to the modules that heed them."""
+        self._dfa_own = None if pack is None else pack.group
         for module in self._dfa_heeds:
             module.dfa_pack = pack
 
@@ -122,16 +105,3 @@ class SharingLayer:
         """Return the tokens of this context-parallel rank, also where sequence parallelism splits them."""
         layer: Any = self
         return int(hidden_states.shape[0] * (self._dfa_groups.tp.size() if layer.config.sequence_parallel else 1))
-
-    def _dfa_exchange(self) -> Relayout:
-        layer: Any = self
-        return self._dfa.relayout(self._dfa_groups, self._dfa_own, sequence_parallel=layer.config.sequence_parallel)
-
-    def _dfa_masked(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the padding mask (batch, tokens) of the tokens inside the layers; only experts read it."""
-        layer: Any = self
-        if mask is None or not self._dfa_exchanges or not hasattr(getattr(layer, "mlp", None), "router"):
-            return mask
-        rows = mask.transpose(0, 1).to(torch.uint8)  # collectives know no truth values
-        moved: torch.Tensor = self._dfa_exchange().move(rows, self._dfa_order, "contiguous")
-        return moved.transpose(0, 1).to(mask.dtype)

@@ -49,13 +49,6 @@ SPEC = Stage(
             "mamba_layer",
         ),
         stated(
-            "other_stack",
-            "a hybrid stack of class {other_stack} in layout 'boundary'",
-            "it is not Megatron's, and nobody knows where its layers begin and end",
-            "a subclass of Megatron's HybridStack (MambaStack), or data_layout='contiguous' or 'zigzag'",
-            "OwnStack",
-        ),
-        stated(
             "no_script",
             "SPEC outside a Megatron script",
             "it is made from Megatron's global arguments",
@@ -215,11 +208,10 @@ LAYERS = Stage(
             "MoELayer",
         ),
         Refusal(
-            lambda a: a.other_layer and several_ranks(a),
-            "a layer with Megatron's own attention beside --dfa-data-layout contiguous",
-            "all batches of the script are sliced in order, and this attention assumes Megatron's zigzag order "
-            "(a second model, such as a teacher, gets the same batches)",
-            "--dfa-data-layout boundary or zigzag, or distribute_attention for the spec of every model",
+            lambda a: a.other_layer and several_ranks(a) and (a.dfa_data_layout != "zigzag" or a.in_pack),
+            "a layer with Megatron's own attention in a distributed model, in layout {dfa_data_layout!r}",
+            "it assumes Megatron's zigzag order of the tokens, of every document in a pack",
+            "distribute_attention for the spec of every layer, those of multi-token prediction too",
             {"other_layer": True, "context_parallel_size": 2},
         ),
     ),

@@ -130,7 +130,7 @@ CONFIG = Stage(
         stated(
             "overlap_moe_expert_parallel_comm",
             "overlap_moe_expert_parallel_comm",
-            "it calls the parts of a layer directly, and so skips rematerialization and the exchange of hidden states",
+            "it calls the parts of a layer directly, and so skips rematerialization and the order of the tokens",
             "no --overlap-moe-expert-parallel-comm",
         ),
         Refusal(
@@ -147,6 +147,13 @@ CONFIG = Stage(
             "Megatron balances the experts over the tokens of each rank by itself",
             "--moe-router-load-balancing-type aux_loss",
             {"moe_router_load_balancing_type": "sinkhorn", "context_parallel_size": 2},
+        ),
+        Refusal(
+            lambda a: a.moe_enable_routing_replay and several_ranks(a) and a.dfa_data_layout == "boundary",
+            "moe_enable_routing_replay in data_layout='boundary'",
+            "the routers see the tokens in another order than the caller, whose indices they would take for their own",
+            "data_layout='contiguous' with batches of shard_batch, or 'zigzag'",
+            {"moe_enable_routing_replay": True, "context_parallel_size": 2},
         ),
         Refusal(
             lambda a: a.experimental_attention_variant == "dsa",

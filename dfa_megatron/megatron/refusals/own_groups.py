@@ -84,20 +84,6 @@ OWN_GROUPS = Stage(
             "--recompute-granularity full",
             {"moe_z_loss_coeff": 0.001, "recompute_granularity": "selective", "recompute_modules": ["moe"]},
         ),
-        Refusal(
-            lambda a: a.sequence_parallel and a.dfa_data_layout == "boundary",
-            "a cp_group of a micro-batch with sequence_parallel in layout 'boundary'",
-            "Megatron has no group of its ranks and their tensor-parallel ranks for the exchange",
-            "--dfa-data-layout zigzag or contiguous",
-            {"sequence_parallel": True},
-        ),
-        Refusal(
-            lambda a: a.built_for_one and a.dfa_data_layout == "boundary",
-            "a cp_group of a micro-batch in layout 'boundary', for a model that was built for one rank",
-            "its layers exchange nothing",
-            "hybrid_context_parallel=True in the model's config, or --dfa-data-layout zigzag or contiguous",
-            {"built_for_one": True},
-        ),
     ),
     BOUNDARY,
 )

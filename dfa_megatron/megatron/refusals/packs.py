@@ -94,26 +94,6 @@ BATCHES = Stage(
             "--dfa-data-layout boundary, dfa_megatron.megatron.shard_batch with the model's options, or "
             "declare_batch_layout(cp_group, 'zigzag') where your own code slices whole rows",
         ),
-        stated(
-            "unknown_slicing",
-            "get_batch_on_this_cp_rank({unknown_slicing}) in layout 'contiguous'",
-            "every sequence is cut into equal parts, in order",
-            "--dfa-data-layout boundary",
-            "new_in_a_later_version=3",
-        ),
-        stated(
-            "no_layers",
-            "layout 'contiguous' for a model without distributed attention",
-            "its attention would assume Megatron's zigzag order",
-            "--spec dfa_megatron.megatron get_spec, or a spec of your own made by distribute_attention",
-        ),
-        stated(
-            "part_of_group",
-            "get_thd_batch_on_this_cp_rank for {part_of_group}",
-            "packs are spread over the whole context-parallel group",
-            "leaving both out",
-            "rank 0 of 4",
-        ),
     ),
     BOUNDARY,
 )

@@ -80,6 +80,13 @@ LAUNCH = Stage(
             {"launched": True},
         ),
         Refusal(
+            lambda a: a.launched and a.dfa_data_layout == "contiguous",
+            "--dfa-data-layout contiguous in a script",
+            "Megatron slices its batches in zigzag order; contiguous is for loops that slice their own by shard_batch",
+            "--dfa-data-layout boundary: tokens come in order where they enter the model",
+            {"launched": True, "spec": ["dfa_megatron.megatron"], "dfa_data_layout": "contiguous"},
+        ),
+        Refusal(
             lambda a: a.spec and a.spec[0] == "local",
             "--spec local",
             "it asks for Megatron's own attention",
@@ -119,14 +126,7 @@ LAUNCH = Stage(
             "{missing_function}",
             "there is no such function",
             "Megatron-Core 0.16 to 0.19; with --dfa-data-layout boundary its scripts also run without the launcher",
-            "megatron.core.utils.get_batch_on_this_cp_rank of Megatron-Core 0.20",
-        ),
-        stated(
-            "unknown_signature",
-            "layout 'contiguous' with {unknown_signature}",
-            "this package does not know these arguments",
-            "--dfa-data-layout boundary",
-            "get_batch_on_this_cp_rank(cp_group, batch) of Megatron-Core 0.20",
+            "megatron.training.arguments.add_megatron_arguments of Megatron-Core 0.20",
         ),
         stated(
             "cuda",
@@ -135,4 +135,5 @@ LAUNCH = Stage(
             "leaving use_cpu out",
         ),
     ),
+    BOUNDARY,
 )

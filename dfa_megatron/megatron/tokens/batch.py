@@ -30,12 +30,10 @@ class _Slicing:
     """How the batches of a context-parallel group are sliced, which a model cannot see in its input.
 
     order: "contiguous" or "zigzag". tokens: of a rank, in batches that `shard_batch` cut; None where own code slices.
-    by_script: the slicing of a Megatron script was replaced, so its own packs are cut by `shard_batch` too.
     """
 
     order: str
     tokens: set[int] | None
-    by_script: bool = False
 
 
 _DECLARED: WeakKeyDictionary[dist.ProcessGroup, _Slicing] = WeakKeyDictionary()
@@ -164,22 +162,6 @@ def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:
     _DECLARED[cp_group] = _Slicing(layout, None)
 
 
-def slices_scripts(cp_group: dist.ProcessGroup) -> None:
-    """Note that every batch of a script over a group goes through `shard_batch`, which has cut one already."""
-    _DECLARED[cp_group].by_script = True
-
-
-def slicing_of(cp_group: dist.ProcessGroup, *, packed: bool) -> str | None:
-    """Return "contiguous" or "zigzag" where Megatron's own handling of neighbouring tokens would be wrong, else None.
-
-    It assumes zigzag order of the row, or of every document of a pack. Here a pack is sliced by rows.
-    """
-    order = slicing.order if (slicing := _DECLARED.get(cp_group)) is not None else None
-    if packed:
-        return order or ("zigzag" if packs_of_args() == "rows" else None)
-    return order if order == "contiguous" and dist.get_world_size(cp_group) > 1 else None
-
-
 def cuts_documents(cp_group: dist.ProcessGroup) -> bool:
     """Return whether undeclared packs of a group count as cut zigzag document by document, as by TransformerEngine."""
     return dist.get_world_size(cp_group) > 1 and cp_group not in _DECLARED and packs_of_args() != "rows"
@@ -208,6 +190,6 @@ def check_declared(
         needed=_DATA_LAYOUT[layout_option],
         sliced=slicing.order,
         uncut=tokens if slicing.tokens and tokens not in slicing.tokens else None,
-        unknown_pack=packed and not (ours or slicing.by_script or slicing.tokens is None) and packs_of_args() != "rows",
+        unknown_pack=packed and not (ours or slicing.tokens is None) and packs_of_args() != "rows",
         unsliced_documents=packed and layout_option != "boundary" and cuts_documents(cp_group),
     )

@@ -14,8 +14,6 @@ from itertools import accumulate, pairwise
 import torch
 
 from dfa_megatron.megatron.refusals import PACKS
-from dfa_megatron.plan.language.geometry import Span
-from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.runtime.cu_seqlens import Offsets, describe
 
 
@@ -67,21 +65,6 @@ class DocumentOrder:
         """Return where a rank's tokens are inside the layers, int64 (tokens / ranks,), in the rank's order."""
         documents = (document.chunk(2 * ranks) for document in self.inside_of_rows().split(_lengths(self.padded)))
         return torch.cat([chunks[at] for chunks in documents for at in (rank, 2 * ranks - 1 - rank)])
-
-    def layout(self, ranks: int) -> Layout:
-        """Return who holds which tokens of the padded row; a rank's chunks are in the rank's order."""
-        chunks = [
-            Span(lo + chunk * (hi - lo) // (2 * ranks), lo + (chunk + 1) * (hi - lo) // (2 * ranks))
-            for lo, hi in pairwise(self.padded)
-            for chunk in range(2 * ranks)
-        ]
-        owners = [min(chunk, 2 * ranks - 1 - chunk) for chunk in range(2 * ranks)]
-        return Layout(tuple(chunks), tuple(owners * (len(self.padded) - 1)))
-
-    def ends(self) -> Offsets:
-        """Return where documents end in the padded row, without padding and with it."""
-        real = (start + length for start, length in zip(self.padded, _lengths(self.real), strict=False))
-        return tuple(sorted({*real, *self.padded[1:]}))
 
     def inside_of_rows(self) -> torch.Tensor:
         """Return where every token of the padded row is inside the layers, int64 (tokens,)."""

@@ -1,7 +1,6 @@
 """Move the rows of a sequence-first tensor between Megatron's orders and contiguous slices, in one all-to-all.
 
-Shapes: a tensor here is (rows, ...). The rows are this rank's tokens: length / CP, or length / (CP * TP) under sequence
-parallelism, where Megatron splits a context-parallel rank's tokens again over its tensor-parallel ranks.
+Shapes: a tensor here is (rows, ...). The rows are this rank's tokens: length / CP.
 """
 
 from __future__ import annotations
@@ -53,24 +52,19 @@ class ExchangePlan:
         return ExchangePlan(send, self.receive_counts, self.send_counts, arrived)
 
 
-def plan_exchange(
-    source: LayoutName, target: LayoutName, length: int, ranks: int, splits: int, member: int
-) -> ExchangePlan:
-    """Return the exchange of member cp_rank * splits + tp_rank; splits is TP under sequence parallelism, else 1."""
-    members = ranks * splits
+def plan_exchange(source: LayoutName, target: LayoutName, length: int, ranks: int, member: int) -> ExchangePlan:
+    """Return the exchange of one of the ranks."""
     held = {
-        layout: torch.stack(
-            [part for rank in range(ranks) for part in positions(layout, length, ranks, rank).chunk(splits)]
-        )
+        layout: torch.stack([positions(layout, length, ranks, rank) for rank in range(ranks)])
         for layout in (source, target)
     }
 
     def order(mine: LayoutName, theirs: LayoutName) -> tuple[torch.Tensor, list[int]]:
         holder = torch.empty(length, dtype=torch.int64)
-        holder[held[theirs].flatten()] = torch.arange(members).repeat_interleave(length // members)
+        holder[held[theirs].flatten()] = torch.arange(ranks).repeat_interleave(length // ranks)
         here = held[mine][member]
         peer = holder[here]
-        return torch.argsort(peer * length + here), torch.bincount(peer, minlength=members).tolist()
+        return torch.argsort(peer * length + here), torch.bincount(peer, minlength=ranks).tolist()
 
     send_rows, send_counts = order(source, target)
     filled, receive_counts = order(target, source)
@@ -78,30 +72,14 @@ def plan_exchange(
 
 
 class Relayout:
-    """Exchange rows between layouts over one context-parallel group; plans are made once per length and pack.
+    """Exchange rows between layouts over one group; plans are made once per length and pack.
 
     Args:
-        cp_group: the context-parallel group.
-        tp_group, tp_cp_group: with sequence parallelism the tensor-parallel group and the combined group, else None.
-
-    Raises:
-        UnsupportedError: the combined group does not have Megatron's order (tensor-parallel rank fastest).
+        group: the ranks that share the sequence.
     """
 
-    def __init__(
-        self,
-        cp_group: dist.ProcessGroup,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_cp_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.ranks = dist.get_world_size(cp_group)
-        self.splits = 1 if tp_group is None else dist.get_world_size(tp_group)
-        self.group = cp_group if self.splits == 1 or tp_cp_group is None else tp_cp_group
-        tp_rank = 0 if tp_group is None else dist.get_rank(tp_group)
-        self.member = dist.get_rank(cp_group) * self.splits + tp_rank
-        here = dist.get_world_size(self.group), dist.get_rank(self.group)
-        wrong = here != (self.ranks * self.splits, self.member) or not _in_blocks(self.group, tp_group)
-        CALLS.check(rank_order=wrong)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.ranks, self.member = group, dist.get_world_size(group), dist.get_rank(group)
         self._plans: dict[tuple[LayoutName, LayoutName, int, torch.device], ExchangePlan] = {}
 
     def move(self, rows: torch.Tensor, source: LayoutName, target: LayoutName) -> torch.Tensor:
@@ -113,8 +91,7 @@ class Relayout:
         if plan is None:
             while len(self._plans) > _KEPT - 2:
                 del self._plans[next(iter(self._plans))]
-            length = count * self.ranks * self.splits
-            plan = plan_exchange(source, target, length, self.ranks, self.splits, self.member).to(device)
+            plan = plan_exchange(source, target, count * self.ranks, self.ranks, self.member).to(device)
             self._plans[source, target, count, device] = plan
             self._plans[target, source, count, device] = plan.back()
         outgoing = rows.index_select(0, plan.send_rows)
@@ -128,15 +105,6 @@ class Relayout:
             return rows
         out: torch.Tensor = _Exchange.apply(rows, self, source, target)  # type: ignore[no-untyped-call]
         return out
-
-
-def _in_blocks(group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None) -> bool:
-    """Return whether the tensor-parallel ranks follow one another in the combined group; alike on all its ranks."""
-    if tp_group is None or tp_group is group:
-        return True
-    whole, ranks = dist.get_process_group_ranks(group), dist.get_process_group_ranks(tp_group)
-    first = whole.index(ranks[0]) if ranks[0] in whole else 0
-    return len(ranks) == 1 or (first % len(ranks) == 0 and whole[first : first + len(ranks)] == ranks)
 
 
 class _Exchange(torch.autograd.Function):

@@ -24,6 +24,11 @@ def _degree(draw: Any) -> int:
 
 MEGATRON: Refusals = (
     (
+        "padding_mask that Megatron's own recomputation loses",
+        "padding_mask beside experts with --recompute-method block",
+        lambda d: d.padding_mask and d.options["remat"] == "off",
+    ),
+    (
         "mlp_tile with experts",
         "mlp_tile together with num_moe_experts",
         lambda d: d.options["mlp_tile"] != "off" and "num_moe_experts" in d.config,

@@ -168,15 +168,7 @@ def draw(seed: int, number: int) -> MegatronDraw:
         options["kernel"] = "auto"  # the first stage refuses its first call, while the next one waits for hidden states
     kinds = [*uneven.MASKS] if "mtp_num_layers" in config else [*uneven.MASKS, "nothing"]
     experts = "num_moe_experts" in config
-    # Megatron's own gradient of learned positions lacks the prediction layers' share where stages share them.
-    learned = ["learned_absolute"] if "mtp_num_layers" not in config or sizes.get("pp", 1) == 1 else []
-    model = {
-        "position_embedding_type": dice.choice(["rope", "rope", "none", *learned]),
-        "rotary_percent": dice.choice([1.0, 1.0, 0.5]),
-        "share_embeddings_and_output_weights": dice.random() < 0.4,
-    }
-    # Megatron's overlapped reduction fails at a second step where stages share embeddings with prediction layers.
-    shares = model["share_embeddings_and_output_weights"] and "mtp_num_layers" in config and sizes.get("pp", 1) > 1
+    model, shares = _model(dice, config, sizes)
     return MegatronDraw(
         seed=seed,
         number=number,
@@ -191,10 +183,24 @@ def draw(seed: int, number: int) -> MegatronDraw:
         pack=pack,
         masks=tuple(dice.choice(kinds) for _ in range(micro_batches * dp)),
         padding_mask=experts and (pack == "padded" or dice.random() < 0.5),
+        # Megatron's overlapped reduction fails at a second step where stages share embeddings so.
         overlap=dice.random() < 0.2 and not shares,
         delta_nets=delta_nets,
         warm=0 if config.get("moe_router_load_balancing_type") == "global_aux_loss" else dice.choice([0, 0, 0, 1, 2]),
     )
+
+
+def _model(dice: random.Random, config: dict[str, Any], sizes: dict[str, int]) -> tuple[dict[str, Any], bool]:
+    """Return arguments of the model, and whether its stages share embeddings with prediction layers."""
+    # Megatron's own gradient of learned positions lacks the prediction layers' share where stages share them.
+    learned = ["learned_absolute"] if "mtp_num_layers" not in config or sizes.get("pp", 1) == 1 else []
+    model = {
+        "position_embedding_type": dice.choice(["rope", "rope", "none", *learned]),
+        "rotary_percent": dice.choice([1.0, 1.0, 0.5]),
+        "share_embeddings_and_output_weights": dice.random() < 0.4,
+    }
+    shares = model["share_embeddings_and_output_weights"] and "mtp_num_layers" in config and sizes.get("pp", 1) > 1
+    return model, bool(shares)
 
 
 def _config(dice: random.Random, sizes: dict[str, int]) -> dict[str, Any]:

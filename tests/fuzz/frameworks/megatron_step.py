@@ -51,9 +51,8 @@ def documented(drawn: MegatronDraw) -> str:
 
     old = Version(megatron.core.__version__).release < (0, 19)
     weighed = drawn.config.get("moe_aux_loss_coeff") or drawn.config.get("moe_z_loss_coeff")
-    parts = drawn.cp * (drawn.tp if drawn.config["sequence_parallel"] else 1)
-    if old and weighed and parts > 1 and drawn.config["calculate_per_token_loss"]:
-        return "documented: experts' losses too weak with a loss per token, by the ranks of a sequence"
+    if old and weighed and drawn.pack == "padded" and "mtp_num_layers" in drawn.config:
+        return "documented: prediction layers get no padding_mask, so padding counts in their experts' losses"
     return ""
 
 

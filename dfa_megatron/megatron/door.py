@@ -1,0 +1,253 @@
+"""The door of a language model: in layout `boundary` its tokens are in the caller's order outside, and in order inside.
+
+What a call gives of every token (ids, positions, labels, masks) comes in by one all-to-all of integers, on each
+pipeline stage that gets it. The losses of tokens go back by one of floats. Without labels hidden states go back, before
+the output layer: logits never travel. So layers, prediction layers, experts and losses know one order.
+
+`follow_language_models` replaces one name in the process, LanguageModule.__init__, which gives each model its door.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
+from dfa_megatron.megatron.layers.sharing import SharingLayer
+from dfa_megatron.megatron.refusals import BATCHES, CALLS, LAYERS
+from dfa_megatron.megatron.tokens.batch import check_declared, check_positions
+from dfa_megatron.megatron.tokens.exchange import LayoutName
+from dfa_megatron.megatron.tokens.own_group import group_of
+from dfa_megatron.megatron.tokens.packed_documents import is_ours, place
+from dfa_megatron.megatron.tokens.visit import Visit, running
+from dfa_megatron.runtime.cu_seqlens import Offsets
+
+_MARK = "_dfa_megatron"
+_KNOWN = "_dfa_door"
+"""The attribute of a model with what its first call found: its context, and whether a layer is not of this package."""
+
+Forward = Callable[..., Any]
+
+
+def follow_language_models() -> None:
+    """Give every language model that is built from now on a door. A second call changes nothing."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    megatrons = LanguageModule.__init__
+    if hasattr(megatrons, _MARK):
+        return
+
+    @functools.wraps(megatrons)
+    def with_door(self: Any, *args: Any, **kwargs: Any) -> None:
+        megatrons(self, *args, **kwargs)
+        # Not by hooks: Megatron's FSDP calls forward itself.
+        base: Any = type(self)
+        self.forward = MethodType(_forward_of(base), self)
+
+    setattr(with_door, _MARK, megatrons)
+    LanguageModule.__init__ = with_door
+
+
+@functools.cache
+def _forward_of(base: Any) -> Forward:
+    @functools.wraps(base.forward)
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        cls: Any = type(model)
+        run = functools.partial(cls.forward, model)
+        if _KNOWN not in vars(model):
+            vars(model)[_KNOWN] = _look(model)
+        context, has_others = vars(model)[_KNOWN]
+        if context is None:
+            with running(None):  # not even within the call of a distributed model
+                return run(*args, **kwargs)
+        names = _names(cls, cls.forward)[: len(args)]
+        CALLS.check(unnamed=cls.__name__ if len(names) < len(args) else None)
+        given = {**dict(zip(names, args, strict=True)), **kwargs}
+        visit = _visit(model, context, given)
+        CALLS.check(lost_mask=given.get("padding_mask") is not None and _loses_masks(model.config, context))
+        packed = given.get("packed_seq_params") is not None
+        ranks = 1 if visit is None else visit.group.size()
+        LAYERS.check(context.options, context_parallel_size=ranks, other_layer=has_others, in_pack=packed)
+        with running(visit):
+            if visit is None or not visit.moves:
+                return run(*args, **kwargs)
+            return _moved(visit, run, given, names)
+
+    return forward
+
+
+def context_of(model: Any) -> AttentionContext | None:
+    """Return the context of a distributed model, None of another; from its spec, since a stage may hold no layer."""
+    for spec in vars(model).values():
+        parts = getattr(spec, "submodules", None)
+        for part in (spec, *(getattr(spec, "layer_specs", None) or ()), *(vars(parts) if parts else {}).values()):
+            params = getattr(part, "params", None) or {}
+            found = params.get("distributed_attention") if isinstance(params, dict) else None
+            if found is not None or (found := getattr(part, CONTEXT, None)) is not None:
+                return found  # type: ignore[no-any-return]
+    return next((layer._dfa for layer in model.modules() if isinstance(layer, SharingLayer)), None)
+
+
+def _look(model: Any) -> tuple[AttentionContext | None, bool]:
+    """Return the context of a model, and whether one of its layers has an attention that assumes another order."""
+    from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    context, has_others = context_of(model), False
+    if context is None:
+        return None, False
+    for module in model.modules():
+        if isinstance(module, SharingLayer):
+            has_others |= module._dfa.options.layout_inside != context.options.layout_inside
+        elif isinstance(module, TransformerLayer):
+            has_others |= isinstance(module.self_attention, Attention)
+        elif isinstance(module, TransformerBlock) and context.options.data_layout == "boundary":
+            module.register_forward_pre_hook(_check_extracted, with_kwargs=True)
+    return context, has_others
+
+
+def _check_extracted(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse to give back hidden states between layers, whose order the caller would mistake."""
+    CALLS.check(extracted="extract_layer_indices" if kwargs.get("extract_layer_indices") else None)
+
+
+def _loses_masks(config: Any, context: AttentionContext) -> bool:
+    """Return whether Megatron recomputes only some layers, itself, and would leave out the padding mask of others."""
+    blocks = config.recompute_granularity == "full" and config.recompute_method == "block"
+    fixed = importlib.util.find_spec("megatron.core.recompute") is not None
+    return blocks and bool(config.num_moe_experts) and context.options.remat == "off" and not fixed
+
+
+@functools.cache
+def _names(model: Any, forward: Forward) -> list[str]:
+    """Return the names of the arguments that a model's class takes by place, from the first class that says them.
+
+    forward: its method, which someone may have replaced since the last call.
+    """
+    for base in model.__mro__:
+        parameters = inspect.signature(vars(base)["forward"]).parameters.values() if "forward" in vars(base) else ()
+        if parameters and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
+            return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
+    return []
+
+
+def _visit(model: Any, context: AttentionContext, given: dict[str, Any]) -> Visit | None:
+    """Return what a call needs to know, None where one rank has a sequence without documents.
+
+    Raises:
+        UnsupportedError: the tokens are in another order than the model's layout believes.
+    """
+    packed, options = given.get("packed_seq_params"), context.options
+    layout: Any = options.layout_inside
+    own = None if packed is None else group_of(packed)
+    group = model.cp_group if own is None else own
+    if packed is None and group.size() == 1:
+        return None
+    rows = _rows(model, given)
+    _check_positions(context, given.get("position_ids"), rows[1], group, packed=packed is not None)
+    pack = None if packed is None else place(packed)
+    # A micro-batch of one document is cut in the same way by rows and by documents.
+    several = pack is not None and (own is None or len(pack.offsets) > 2)
+    ours = packed is not None and is_ours(packed)
+    check_declared(group, options.data_layout, rows[1], packed=several, ours=ours)
+    if pack is not None and options.data_layout == "boundary" and pack.is_cut_by_documents(group):
+        pack = context.cut_pack(packed, group, rows[1])
+    offsets: Offsets = () if pack is None else pack.offsets
+    order: LayoutName = layout
+    if options.data_layout == "boundary":
+        order = "zigzag" if pack is None else pack.order
+    return Visit(model, group, layout, order, offsets, rows, context.relayout(group))
+
+
+def _rows(model: Any, given: dict[str, Any]) -> tuple[int, int]:
+    """Return the batch and the tokens of this rank."""
+    for name in ("input_ids", "labels", "position_ids", "loss_mask", "padding_mask"):
+        x = given.get(name)
+        if isinstance(x, torch.Tensor) and x.dim() == 2:
+            return x.shape[0], x.shape[1]
+    states: Any = given.get("decoder_input")
+    states = model.decoder.input_tensor if states is None else states
+    return states.shape[1], states.shape[0] * (model.pg_collection.tp.size() if model.config.sequence_parallel else 1)
+
+
+def _check_positions(context: AttentionContext, positions: Any, tokens: int, group: Any, *, packed: bool) -> None:
+    """Refuse the positions of an uncut batch; those on a device once for each length, as the host must wait.
+
+    A pack counts its positions in documents. Those of multimodal rotary embeddings, (3, batch, all tokens), stay whole.
+    """
+    if positions is None:
+        return
+    if positions.dim() == 3:
+        BATCHES.check(axes_tokens=positions.shape[2], all_tokens=tokens * group.size())
+    elif not packed and (positions.device.type == "cpu" or tokens not in context.lengths):
+        context.lengths.add(tokens)
+        check_positions(group, context.options.data_layout, positions)
+
+
+def _moved(visit: Visit, run: Forward, given: dict[str, Any], names: list[str]) -> Any:
+    """Run a model on tokens in its own order, and return its result in the caller's."""
+    model, labelled, hook = visit.model, given.get("labels") is not None, None
+    more = given.get("extra_block_kwargs") or {}
+    CALLS.check(
+        extracted=", ".join(name for name, x in more.items() if not isinstance(x, (int, float, str, type(None))))
+    )
+    inside = {**given, **visit.enter({name: x for name, x in given.items() if visit.of_tokens(x)})}
+    if (embedded := given.get("decoder_input")) is not None:
+        inside["decoder_input"] = visit.hidden(embedded, back=False)
+    elif not model.pre_process and _at_end(model, "first"):
+        model.set_input_tensor(visit.hidden(model.decoder.input_tensor, back=False))
+    if (processor := given.get("output_processor")) is not None:
+        inside["output_processor"] = functools.partial(_process, visit, processor, given)
+    elif model.post_process and not labelled:
+        hook = model.output_layer.register_forward_pre_hook(functools.partial(_output, visit), with_kwargs=True)
+    try:
+        output = run(*[inside.pop(name) for name in names], **inside)
+    finally:
+        if hook is not None:
+            hook.remove()
+    if not model.post_process:
+        return visit.hidden(output, back=True) if _at_end(model, "last") else output
+    if processor is not None or not labelled:
+        CALLS.check(no_output=hook is not None and not visit.outputs)
+        return output
+    return tree_map(functools.partial(_result, visit), output)
+
+
+def _at_end(model: Any, end: str) -> bool:
+    """Return whether a model is the "first", or the "last", stage of its pipeline."""
+    from megatron.core.pipeline_parallel import utils
+
+    virtual = getattr(utils, f"is_vp_{end}_stage")(model.vp_stage, model.vp_size)
+    return virtual and getattr(utils, f"is_pp_{end}_stage")(model.pp_group)  # type: ignore[no-any-return]
+
+
+def _output(visit: Visit, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give the output layer of a call without labels hidden states in the caller's order."""
+    if visit.predicting:
+        return None
+    visit.outputs += 1
+    if args:
+        return (visit.hidden(args[0], back=True), *args[1:]), kwargs
+    return args, {**kwargs, "input_": visit.hidden(kwargs["input_"], back=True)}
+
+
+def _process(visit: Visit, processor: Forward, outside: dict[str, Any], *, hidden_states: Any, **asked: Any) -> Any:
+    """Call the caller's own output processor with everything in the caller's order."""
+    known = {name: x for name, x in outside.items() if name in asked and x is not None}
+    if "decoder_input" not in known and asked.get("decoder_input") is not None:
+        known["decoder_input"] = visit.hidden(asked["decoder_input"], back=True)
+    return processor(hidden_states=visit.hidden(hidden_states, back=True), **{**asked, **known})
+
+
+def _result(visit: Visit, x: Any) -> Any:
+    """Return a part of what a model returns in the caller's order."""
+    CALLS.check(other_result=None if isinstance(x, (torch.Tensor, float, str, type(None))) else type(x).__name__)
+    return visit.leave(x) if visit.of_tokens(x) else x

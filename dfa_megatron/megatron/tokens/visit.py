@@ -1,0 +1,104 @@
+"""One call of a language model: who shares its tokens, in which order they are, and how they change it at the door."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.megatron.tokens.exchange import LayoutName, Relayout
+from dfa_megatron.runtime.cu_seqlens import Offsets
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element: integers that hold any of them."""
+
+
+@dataclass
+class Visit:
+    """Hold what the call of a model needs until it returns."""
+
+    model: Any
+    group: dist.ProcessGroup
+    """The ranks that share the tokens."""
+    layout: Literal["contiguous", "zigzag"]
+    """Their order inside the model: contiguous or zigzag."""
+    order: LayoutName
+    """The caller's; another one than `layout` in layout `boundary` alone."""
+    offsets: Offsets
+    """Of the documents inside; () without."""
+    rows: tuple[int, int]
+    """Batch and tokens of this rank."""
+    exchange: Relayout
+    predicting: bool = False
+    """The output layer is called for prediction layers, whose labels are inside."""
+    outputs: int = 0
+    """How often hidden states went back before the output layer."""
+
+    @property
+    def moves(self) -> bool:
+        """Return whether tokens change their order."""
+        return self.order != self.layout and self.group.size() > 1
+
+    def of_tokens(self, x: Any) -> bool:
+        """Return whether a tensor is (batch or 1, tokens, ...)."""
+        is_tensor = isinstance(x, torch.Tensor) and x.dim() > 1
+        return is_tensor and x.shape[1] == self.rows[1] and x.shape[0] in (1, self.rows[0])
+
+    def enter(self, tokens: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors (batch, tokens, ...) in the model's order: all of two dimensions by one all-to-all."""
+        flat = {name: x for name, x in tokens.items() if x.dim() == 2 and not x.requires_grad}
+        moved = {name: self._by_token(x, self.order, self.layout) for name, x in tokens.items() if name not in flat}
+        if not flat:
+            return moved
+        bits = [x.contiguous().view(_INTEGERS[x.element_size()]).long() for x in flat.values()]
+        rows = self.exchange.move(torch.cat(bits).mT, self.order, self.layout).mT
+        for (name, x), part in zip(flat.items(), rows.split([len(x) for x in bits]), strict=True):
+            moved[name] = part.to(_INTEGERS[x.element_size()]).contiguous().view(x.dtype)
+        return moved
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (batch, tokens, ...) in the caller's order; gradients go the other way."""
+        return self._by_token(x, self.layout, self.order)
+
+    def _by_token(self, x: torch.Tensor, source: LayoutName, target: LayoutName) -> torch.Tensor:
+        return self.exchange(x.transpose(0, 1).contiguous(), source, target).transpose(0, 1).contiguous()
+
+    def hidden(self, x: torch.Tensor, *, back: bool) -> torch.Tensor:
+        """Return hidden states (tokens [/ TP under sequence parallelism], batch, hidden) in the other order."""
+        from megatron.core.tensor_parallel import mappings
+
+        way = (self.layout, self.order) if back else (self.order, self.layout)
+        if not self.model.config.sequence_parallel:
+            return self.exchange(x, *way)
+        tp = self.model.pg_collection.tp
+        whole = mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=tp)
+        split: torch.Tensor = mappings.scatter_to_sequence_parallel_region(self.exchange(whole, *way), group=tp)
+        return split
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.visits: list[Visit | None] = []
+
+
+_RUNNING = _Running()
+
+
+@contextlib.contextmanager
+def running(visit: Visit | None) -> Iterator[None]:
+    """Make a visit the current one; None: the model that runs is not distributed."""
+    _RUNNING.visits.append(visit)
+    try:
+        yield
+    finally:
+        _RUNNING.visits.pop()
+
+
+def current_visit() -> Visit | None:
+    """Return the visit of the innermost distributed model that this thread runs; none in a recomputation."""
+    return _RUNNING.visits[-1] if _RUNNING.visits else None

@@ -1,0 +1,183 @@
+"""What crosses a model's door in layout `boundary`: ids in and losses out, or hidden states once, and no logits."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.testing.workers import run_ranks
+from tests.megatron import harness
+from tests.megatron.harness import BATCH, HIDDEN, MEGATRONS, SEQUENCE, VOCABULARY, Topology, case
+
+BOUNDARY = DistAttentionConfig(data_layout="boundary")
+ROWS = SEQUENCE // 2 * BATCH
+
+
+def model_of(topology: Topology, options: DistAttentionConfig | None, **changes: Any) -> Any:
+    wanted = MEGATRONS if options is None else case(options.data_layout)
+    return harness.make_model(harness.make_config(topology, wanted, **changes), options).train()
+
+
+def cut(whole: torch.Tensor, dim: int) -> torch.Tensor:
+    """This rank's rows, as Megatron cuts them over the context-parallel ranks."""
+    from megatron.core import parallel_state
+
+    from dfa_megatron.megatron.tokens.exchange import positions
+
+    ranks, rank = (getattr(parallel_state, f"get_context_parallel_{n}")() for n in ("world_size", "rank"))
+    return whole.index_select(dim, positions("zigzag", whole.shape[dim], ranks, rank))
+
+
+def split(rows: torch.Tensor, model: Any) -> torch.Tensor:
+    """This rank's part of them under sequence parallelism."""
+    if not model.config.sequence_parallel:
+        return rows
+    return rows.chunk(model.pg_collection.tp.size())[model.pg_collection.tp.rank()]
+
+
+def step(model: Any, topology: Topology, way: str) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Result of this rank's tokens; gradients of its embeddings, and of parameters, summed over the sequence."""
+    from megatron.core import parallel_state
+
+    batch = {name: cut(x, 1) for name, x in harness.micro_batch(0, 0).items()}
+    ones = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool() if topology.ranks == topology.dp else None
+    given: dict[str, Any] = {"labels": batch["labels"]} if way in ("labels", "embeddings") else {}
+    if way == "embeddings":
+        whole = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(5))
+        given["decoder_input"] = split(cut(whole, 0), model).clone().requires_grad_()
+    if way == "processor":
+        given |= {"labels": batch["labels"], "output_processor": processed, "output_processor_context": batch}
+    model.post_process = way != "states"
+    out = model(batch["tokens"], batch["position_ids"], ones, **given)
+    weight = torch.randn(SEQUENCE, BATCH, VOCABULARY, generator=torch.Generator().manual_seed(7))
+    rows = out if way == "states" else out.transpose(0, 1)
+    weights = cut(weight[..., : out.shape[-1]] if rows.dim() == 3 else weight[..., 0], 0)
+    (rows * (split(weights, model) if way == "states" else weights)).sum().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        gradients[name] = parameter.grad.clone()
+        dist.all_reduce(gradients[name], group=parallel_state.get_context_parallel_group())
+    given = {} if "decoder_input" not in given else {"embeddings": given["decoder_input"].grad}
+    return rows.detach(), given.get("embeddings"), gradients
+
+
+def processed(
+    hidden_states: torch.Tensor, output_layer: Any, labels: Any, input_ids: Any, context: Any, **_: Any
+) -> Any:
+    """A caller's own head, which finds everything in its own order."""
+    assert torch.equal(labels, context["labels"])
+    assert torch.equal(input_ids, context["tokens"])
+    return output_layer(hidden_states)[0].transpose(0, 1)
+
+
+def in_order(rank: int, ranks: int, topology: Topology) -> None:
+    """Compare what a caller sees of every way with Megatron's own model on one rank."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    ways = ["logits", "embeddings", "states", "labels"]
+    ways += ["processor"] if "output_processor" in inspect.signature(GPTModel.forward).parameters else []
+    alone = Topology(tp=topology.tp, dp=ranks // topology.tp)
+    harness.start(alone)
+    wanted = {way: step(model_of(alone, None, sequence_parallel=False), alone, way) for way in ways}
+    harness.start(topology)
+    for way in ways:
+        rows, embeddings, gradients = step(model_of(topology, BOUNDARY), topology, way)
+        whole, whole_embeddings, whole_gradients = wanted[way]
+        for mine, theirs in ((rows, whole), (embeddings, whole_embeddings)):
+            if mine is None or theirs is None:
+                continue
+            expected = cut(theirs, 0)
+            if len(mine) < len(expected):
+                expected = expected.chunk(topology.tp)[dist.get_rank() % topology.tp]
+            error = (mine - expected).abs().max() / expected.abs().max()
+            assert error <= 1e-5, f"{topology} {way}: {tuple(mine.shape)} is off by {error:.2e}"
+        assert gradients.keys() == whole_gradients.keys()
+        for name, gradient in gradients.items() if topology.tp == 1 else ():
+            error = (gradient - whole_gradients[name]).abs().max() / whole_gradients[name].abs().max()
+            assert error <= 1e-5, f"{topology} {way}: the gradient of {name} is off by {error:.2e}"
+
+
+@pytest.mark.support("megatron", "logits, given embeddings, hidden states and losses in the caller's order, CP 2, TP 2")
+@pytest.mark.parametrize("topology", [Topology(cp=2), Topology(tp=2, cp=2)], ids=["cp2", "tp2-cp2-sequence-parallel"])
+def test_a_caller_finds_its_own_order_in_all_that_a_model_returns(topology: Topology) -> None:
+    run_ranks(topology.ranks, in_order, topology)
+
+
+def sent(rank: int, ranks: int) -> None:
+    """Count the elements of every all-to-all: three integers of a token in, one float out, one back."""
+    harness.start(Topology(cp=ranks))
+    model, moved = model_of(Topology(cp=ranks), BOUNDARY), []
+    real = dist.all_to_all_single
+
+    def counting(out: Any, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        moved.append((rows.numel(), rows.dtype))
+        return real(out, rows, *args, **kwargs)
+
+    step(model, Topology(cp=ranks), "labels")  # rotary tables are exchanged once
+    dist.all_to_all_single = counting
+    try:
+        step(model, Topology(cp=ranks), "labels")
+        assert moved == [(3 * ROWS, torch.int64), (ROWS, torch.float32), (ROWS, torch.float32)]
+        moved.clear()
+        with torch.no_grad():
+            tokens = cut(harness.micro_batch(0, 0)["tokens"], 1)
+            assert model(tokens, None, None).shape == (BATCH, SEQUENCE // 2, VOCABULARY)
+        assert moved == [(ROWS, torch.int64), (ROWS * HIDDEN, torch.float32)]
+    finally:
+        dist.all_to_all_single = real
+
+
+def refused(rank: int, ranks: int) -> None:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    sent(rank, ranks)
+    topology = Topology(cp=ranks)
+    model = model_of(topology, BOUNDARY)
+    bare = model_of(topology, BOUNDARY).decoder
+    rows = torch.randn(SEQUENCE // ranks, BATCH, HIDDEN)
+    with pytest.raises(UnsupportedError, match=r"layers outside a language model.*LanguageModule"):
+        bare(rows, None)
+    batch = {name: cut(x, 1) for name, x in harness.micro_batch(0, 0).items()}
+
+    def call(**more: Any) -> Any:
+        return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **more)
+
+    with pytest.raises(UnsupportedError, match="the block's argument extract_layer_indices"):
+        call(extra_block_kwargs={"extract_layer_indices": {0}})
+    with pytest.raises(UnsupportedError, match="moe_enable_routing_replay in data_layout='boundary'"):
+        model_of(topology, BOUNDARY, num_moe_experts=2, moe_enable_routing_replay=True)
+    losses = call()
+
+    class Wrapped(GPTModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return {"loss": super().forward(*args, **kwargs), "mean": torch.ones(())}
+
+    class Other(GPTModel):
+        def forward(self, input_ids: Any, labels: Any = None) -> Any:
+            return object()
+
+    model.__class__ = Wrapped
+    assert torch.equal(call()["loss"], losses)
+    model.__class__ = Other
+    with pytest.raises(UnsupportedError, match="a language model that returns object"):
+        model(batch["tokens"], labels=batch["labels"])
+    with pytest.raises(UnsupportedError, match="did not call its output layer"):
+        model(batch["tokens"])
+    with pytest.raises(UnsupportedError, match=r"by place of Other\.forward"):
+        model(batch["tokens"], None, None)
+    model.__class__ = GPTModel
+    with pytest.raises(TypeError, match="no_such_argument"):
+        call(no_such_argument=1)
+    assert torch.equal(losses, call()), "a call that failed leaves nothing behind"
+
+
+def test_what_crosses_the_door_is_counted_and_what_cannot_is_refused() -> None:
+    run_ranks(2, refused)
