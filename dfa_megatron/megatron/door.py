@@ -151,6 +151,7 @@ def _visit(model: Any, context: AttentionContext, given: dict[str, Any]) -> Visi
     group = model.cp_group if own is None else own
     if packed is None and group.size() == 1:
         return None
+    CALLS.check(inference_context=given.get("inference_context") is not None and group.size() > 1)
     rows = _rows(model, given)
     _check_positions(context, given.get("position_ids"), rows[1], group, packed=packed is not None)
     pack = None if packed is None else place(packed)

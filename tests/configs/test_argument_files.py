@@ -68,9 +68,6 @@ def test_flags_win_over_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--ranks", "4", "--seq-length", "65536", "--schedule", "ring", "--ulysses-degree", "1"]
     assert main(["plan", "--config", str(path), *flags]) == 0
     shown = capsys.readouterr().out
-    # Of 8 chunks only rank 0's first is in place; a ring's rank sends the keys and values of 3 ranks, of 8 heads.
-    exchange, attention = 2 * 16384 * 2 * 4096 / 1e6, 32 * 3 * 16384 * 2 * 2 * 8 * 128 / 1e6
-    assert f"{exchange:.1f} in a forward, beside {attention:.1f} by the attention of 32 layers" in shown
     assert "ring of causal over 65536 tokens on 4 ranks" in shown
     expected = memory(model_of([*read_arguments(path), "--seq-length", "65536"], path.name), 4, messages=0)
     assert sizes(shown)[:4] == [round(size, 2) for _, size in expected[:4]]
