@@ -64,7 +64,7 @@ BUDGETS = {
     "huggingface": 5_462,
     "kernels": 3_742,
     "loss": 800,
-    "megatron": 6_600,
+    "megatron": 6_516,
     "plan": 5_603,
     "plan_run": 182,
     "proving": 649,
@@ -73,7 +73,7 @@ BUDGETS = {
     "runtime": 6_276,
     "selfcheck": 891,
     "testing": 487,
-    "tests": 41_000,
+    "tests": 40_756,
     "top": 1_536,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
