@@ -226,6 +226,7 @@ def _config(dice: random.Random, sizes: dict[str, int]) -> dict[str, Any]:
     }
     if tp == 1 and dice.random() < 0.1:
         config |= _latent(dice, heads)
+        config["qk_layernorm"] &= config["q_lora_rank"] is not None  # Megatron 0.19 refuses the norm without
     elif dice.random() < 0.2:
         config |= {"window_size": (dice.choice([1, 3, 9]), 0), "window_attn_skip_freq": dice.choice([None, 2])}
     if "kv_lora_rank" not in config and dice.random() < 0.2:
