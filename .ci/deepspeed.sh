@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # tests/huggingface and tests/deepspeed with both packages installed; `make test` skips them, because it installs neither.
 #   .ci/deepspeed.sh [FOLDER]      FOLDER keeps the virtual environment (default: .venv/deepspeed), which adds to the first one
-# ONLY_SET_UP=1 makes that folder and runs nothing.
+# ONLY_SET_UP=1 makes that folder and runs nothing. At the end every refusal of both must have been met by a test.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,4 +23,8 @@ fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
 "$folder/bin/python" -W ignore -c \
   "import deepspeed, transformers; print(f'DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}')"
+DFA_REACHED=$(mktemp -d)
+export DFA_REACHED
+trap 'rm -r "$DFA_REACHED"' EXIT
 "$folder/bin/python" -m pytest -q -n 3 --dist loadgroup tests/huggingface tests/deepspeed tests/contracts
+"$folder/bin/python" -m tests.support.reached "$DFA_REACHED"

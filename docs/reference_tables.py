@@ -1,14 +1,12 @@
-"""The tables of options.md and refusals.md: every option, and every refusal with the error of its example."""
+"""The table of options.md: every option."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.names import SCOPES
-from dfa_megatron.refusals import Asked, Stage
 
 
 def options(whole: bool = True) -> list[str]:
@@ -25,18 +23,3 @@ def options(whole: bool = True) -> list[str]:
         meaning = about["help"] if whole else about["help"].partition(". ")[0].partition(":")[0].rstrip(".") + "."
         lines.append(f"| `{spec.name}` | {shown} | {where} | {meaning} |")
     return lines
-
-
-def refusals(framework: str) -> list[str]:
-    """Return a framework's refusals: a heading and a table for each stage. Megatron's need Megatron-Core."""
-    stages = importlib.import_module(f"dfa_megatron.{framework}.refusals").STAGES
-    return [line for stage in stages for line in _lines(stage)]
-
-
-def _lines(stage: Stage) -> Iterator[str]:
-    yield from (f"### {stage.title}", "", "| refused | because | what works |", "|---|---|---|")
-    for row in stage.rows:
-        error = row.error(Asked(stage.options, row.example))
-        cells = (text.replace("|", "\\|") for text in (error.what, error.why, error.instead))
-        yield f"| {' | '.join(cells)} |"
-    yield ""

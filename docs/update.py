@@ -25,6 +25,7 @@ from docs import (
     paper_tables,
     performance_tables,
     reference_tables,
+    refusal_tables,
     scale_tables,
     schedule_tables,
     support_tables,
@@ -60,7 +61,10 @@ PAGES: dict[str, Tables] = {
 """The tables of each page, a path from the repository's root, by the name between its marks."""
 
 SITE: dict[str, Tables] = {
-    "refusals": {name: partial(reference_tables.refusals, name) for name in ("megatron", "deepspeed", "huggingface")},
+    "refusals": {
+        **{name: partial(refusal_tables.of_stages, name) for name in ("megatron", "huggingface")},
+        "deepspeed": partial(refusal_tables.of_statements, "deepspeed"),
+    },
     "performance": {**automatic_tables.SITE, **MEASURED_ON_SITE},
     "schedules": {**scale_tables.SITE, **SIMULATED_ON_SITE},
     "support": support_tables.TABLES,

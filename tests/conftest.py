@@ -22,7 +22,7 @@ import torch
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.testing import nan_memory as memory
 from dfa_megatron.testing import workers
-from tests.support import support_rows
+from tests.support import reached, support_rows
 from tests.support.report import SupportReport, as_collected, on_gpu
 
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
@@ -49,7 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     megatron = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
     # pytest is half of what a rank of a short test would import: its test's module needs it.
-    workers.preload("pytest", "dfa_megatron.attention", *(("megatron.core.parallel_state",) if megatron else ()))
+    noting = (reached.__name__,) if reached.VARIABLE in os.environ else ()
+    workers.preload(
+        "pytest", "dfa_megatron.attention", *noting, *(("megatron.core.parallel_state",) if megatron else ())
+    )
     config.addinivalue_line(
         "markers", "support(table, row, column): a cell of docs/support.md: see tests/support/support_rows.py"
     )

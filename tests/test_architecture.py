@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "proving": set(),
     "megatron": FUNCTIONS | {"selfcheck", "proving", "refusals"},
     "huggingface": FUNCTIONS | {"selfcheck", "proving", "refusals"},
-    "deepspeed": FUNCTIONS | {"selfcheck", "proving", "huggingface", "refusals"},
+    "deepspeed": FUNCTIONS | {"selfcheck", "proving", "huggingface"},
     "argument_file": set(),
     "launch": {"megatron", "argument_file"},
     "doctor": FUNCTIONS,

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from dfa_megatron.deepspeed import group_counts
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh
-from dfa_megatron.deepspeed.refusals import CALL, check_sizes
 from dfa_megatron.deepspeed.same_settings import check_same
+from dfa_megatron.deepspeed.tested_keys import check_sizes
+from dfa_megatron.errors import UnsupportedError
 
 _MARK = "_dfa_original"
 """The attribute of our function that holds the function of DeepSpeed that it replaces."""
@@ -102,7 +103,12 @@ def _in_place_of(ulysses: Any) -> Any:
         deepspeed.init_distributed()
         mesh = make_mesh(size)
         over_gloo = "gloo" in str(dist.get_backend()) and size > 1 and mesh.data_size > 1
-        CALL.check(gloo_groups=mesh.data_size if over_gloo and _by_trainer() else None)
+        if over_gloo and _by_trainer():
+            raise UnsupportedError(
+                f"HF Trainer with {mesh.data_size} sequences at a time over gloo",
+                "in the backward of its loss PyTorch looks for the first ranks of all in every group",
+                "nccl; sp_size of all ranks; or a loop of your own around accelerate, with dfa_megatron.deepspeed.loss",
+            )
         return SequenceGroups(mesh)
 
     replacement: Any = classmethod(register)

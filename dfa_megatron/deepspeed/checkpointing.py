@@ -7,7 +7,7 @@ from typing import Any
 
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.deepspeed.refusals import SETTINGS
+from dfa_megatron.errors import UnsupportedError
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,22 @@ def deepspeeds_function(settings: Mapping[str, Any], options: DistAttentionConfi
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
-    SETTINGS.check(options, cpu_checkpointing=True, on_cpu=get_accelerator().device_name() == "cpu")
+    if options.checkpoint == "none":
+        raise UnsupportedError(
+            "activation_checkpointing.cpu_checkpointing with dist_flash_attention.checkpoint 'none'",
+            "no layer is checkpointed, so there is nothing to keep on the host",
+            "checkpoint 'remat' or 'full'",
+        )
+    if options.remat_offload:
+        raise UnsupportedError(
+            "activation_checkpointing.cpu_checkpointing with dist_flash_attention.remat_offload",
+            "both keep a layer's input in host memory",
+            "remat_offload alone",
+        )
+    if get_accelerator().device_name() == "cpu":
+        raise UnsupportedError(
+            "activation_checkpointing.cpu_checkpointing on a CPU", "inputs are on the host already", "false"
+        )
     checkpointing.configure(None, checkpoint_in_cpu=True, synchronize=section.get("synchronize_checkpoint_boundary"))
     own: Callable[..., Any] = checkpointing.checkpoint
     return own

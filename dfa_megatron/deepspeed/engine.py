@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from dfa_megatron.deepspeed.checkpointing import deepspeeds_function
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import ATTRIBUTE, Mesh, make_mesh
 from dfa_megatron.deepspeed.proved_engine import prove
-from dfa_megatron.deepspeed.refusals import CALL, ENGINE, SETTINGS, check_settings
 from dfa_megatron.deepspeed.same_settings import check_same
 from dfa_megatron.deepspeed.selfcheck import at_start
+from dfa_megatron.deepspeed.tested_keys import NO_MESH, UNTESTED, check_filled_in, check_settings
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
 from dfa_megatron.runtime.comm.groups import group_name, resolve
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 OLDEST = (0, 19, 6)
 """The oldest version of DeepSpeed that was compared with one process and found right."""
+
+OTHER_SAMPLES = "DeepSpeed's loader would give the ranks of one sequence different samples"
 
 Finish = Callable[[Any], None]
 """A function to call with the engine."""
@@ -73,21 +76,22 @@ def prepare(
     groups = mpu if isinstance(mpu, SequenceGroups) else None
     size = block.size if groups is None else groups.mesh.size
     check_settings(settings, size)
-    SETTINGS.check(automatic=next(_automatic(settings), None))
+    check_filled_in(settings)
     size = size or settings.get("sequence_parallel_size")
     if isinstance(model, PipelineModule):
         return _pipelined(model, settings, block, size)
     own_attention = _own_attention(model)
-    if groups is None:
-        unknown_layers = block.options.checkpoint != "none" and own_attention
-        CALL.check(own_checkpoint=block.options.checkpoint if unknown_layers else None)
-        mesh = make_mesh(size)
-    else:
-        mesh = groups.mesh
+    checkpoint = block.options.checkpoint
+    if groups is None and own_attention and checkpoint != "none":
+        raise UnsupportedError(
+            f"dist_flash_attention.checkpoint={checkpoint!r} for a model of your own",
+            "its layers are not known",
+            "checkpoint 'none', and dfa_megatron.deepspeed.checkpoint or dfa_megatron.remat.context_fn in the model",
+        )
+    mesh = make_mesh(size) if groups is None else groups.mesh
     _check_batch_sizes(settings, mesh)
-    CALL.check(own_tile=_tile(block) if own_attention else None)
-    CALL.check(selfcheck_of="a model of your own" if block.selfcheck and own_attention else None)
-    CALL.check(prove_of="a model of your own" if block.prove and own_attention else None)
+    if own_attention:
+        check_known(block, "a model of your own")
     at_start.check_if_asked(model, settings, block, mesh)
     _set_group(own_attention, mesh, block)
     if not own_attention:
@@ -103,27 +107,38 @@ def prepare(
     return {**_common(settings), "sequence_parallel_size": mesh.size}, finish
 
 
-def _automatic(settings: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    """Yield the paths of values "auto" outside DeepSpeed's typed sections, which read it as their default."""
-    for key, value in settings.items():
-        if value == "auto":
-            yield before + key
-        elif isinstance(value, Mapping) and (before or key in ("optimizer", "scheduler")):
-            yield from _automatic(value, f"{before}{key}.")
+def check_known(block: DeepSpeedOptions, model: str) -> None:
+    """Refuse options that need the parts of a transformers model, for another one.
 
-
-def _tile(block: DeepSpeedOptions) -> str | None:
-    """Return the option of tiles that is set, None for none."""
-    tiles = {"loss_tile": block.options.loss_tile, "mlp_tile": block.options.mlp_tile}
-    return next((f"{name}={tile}" for name, tile in tiles.items() if tile != "off"), None)
+    Raises:
+        UnsupportedError: names the option.
+    """
+    for name in ("loss_tile", "mlp_tile"):
+        tile = getattr(block.options, name)
+        if tile != "off":
+            raise UnsupportedError(
+                f"dist_flash_attention.{name}={tile} for a model of your own or a pipeline",
+                "its head and its layers are not known",
+                "'off', and dfa_megatron.deepspeed.tiled_loss or dfa_megatron.remat.by_tiles in the model",
+            )
+    if block.selfcheck:
+        raise UnsupportedError(
+            f"dist_flash_attention.selfcheck for {model}",
+            "the check makes the model small, and can do that for transformers models only",
+            "a transformers causal language model, or no selfcheck",
+        )
+    if block.prove:
+        raise UnsupportedError(
+            f"dist_flash_attention.prove for {model}",
+            "the reference is a transformers model with its former attention",
+            "a transformers causal language model, or no prove",
+        )
 
 
 def _pipelined(
     module: torch.nn.Module, settings: dict[str, Any], block: DeepSpeedOptions, size: int | None
 ) -> tuple[dict[str, Any], Finish]:
-    CALL.check(selfcheck_of="a pipeline" if block.selfcheck else None)
-    CALL.check(prove_of="a pipeline" if block.prove else None)
-    CALL.check(own_tile=_tile(block))
+    check_known(block, "a pipeline")
     pipeline.check_clipping(module, settings)
     mesh = pipeline.pipeline_mesh(module, size)
     _set_group(_own_attention(module), mesh, block)  # a stage may have none
@@ -152,9 +167,7 @@ def _common(settings: dict[str, Any]) -> dict[str, Any]:
 def _accept(engine: Any, mesh: Mesh, settings: Mapping[str, Any]) -> None:
     """Check the engine, store its mesh on it, and refuse its methods that distributed attention does not support."""
     _check_engine(engine, mesh.size * mesh.data_size)
-    engine.compile = lambda *args, **kwargs: ENGINE.check(compile=True)
-    # DeepSpeed itself calls it only for `training_data`.
-    engine.deepspeed_io = lambda *args, **kwargs: ENGINE.check(deepspeed_io=True)
+    engine.compile, engine.deepspeed_io = _compile, _deepspeed_io
     setattr(engine, ATTRIBUTE, mesh)
     if dist.get_rank() == 0:
         micro, accumulated = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
@@ -168,6 +181,23 @@ def _accept(engine: Any, mesh: Mesh, settings: Mapping[str, Any]) -> None:
         )
 
 
+def _compile(*_args: Any, **_kwargs: Any) -> None:
+    raise UnsupportedError(
+        "engine.compile with distributed attention",
+        "transformers then asks for masks that are not planned, and no test compares ZeRO's gathers in it",
+        "the engine without compile",
+    )
+
+
+def _deepspeed_io(*_args: Any, **_kwargs: Any) -> None:
+    """Stand for a method that DeepSpeed itself calls only for `training_data`."""
+    raise UnsupportedError(
+        "engine.deepspeed_io with distributed attention",
+        OTHER_SAMPLES,
+        "a DataLoader of your own whose sampler takes data_rank and data_size of mesh_of(engine), and shard_batch",
+    )
+
+
 def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: DeepSpeedOptions) -> None:
     """Give attention modules the group of their sequence and the block's options; their own settings stay.
 
@@ -178,7 +208,12 @@ def _set_group(attention: list[DistFlashAttention], mesh: Mesh, block: DeepSpeed
     for module in attention:
         if module.group_name:
             found = dist.get_process_group_ranks(resolve(module.group_name))
-            CALL.check(other_ranks=None if found == wanted else found, wanted=wanted)
+            if found != wanted:
+                raise UnsupportedError(
+                    f"a DistFlashAttention over ranks {found}",
+                    f"the sequences of this engine are on ranks {wanted}",
+                    "DistFlashAttention without a group, or the block's size for its group",
+                )
         elif module.group_name is None:
             module.group_name = group_name(mesh.group)
         if module.config is None:
@@ -215,14 +250,32 @@ def check_call(model: Any, *, mpu: Any, mesh_param: Any, training_data: Any) -> 
     import deepspeed
     from deepspeed.moe.layer import MoE
 
-    found = deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__
-    CALL.check(
-        old_version=deepspeed.__version__ if found < OLDEST else None,
-        mpu=mpu is not None and not isinstance(mpu, SequenceGroups),
-        mesh_param=mesh_param is not None,
-        training_data=training_data is not None,
-        moe_layers=any(isinstance(module, MoE) for module in model.modules()),
-    )
+    version = deepspeed.__version__
+    if (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__) < OLDEST:
+        raise UnsupportedError(
+            f"DeepSpeed {version}",
+            "up to 0.19.4 it accumulates the gradients of micro-batches wrong at ZeRO 0 and 1 in float32, on one "
+            "process already",
+            "DeepSpeed 0.19.6 or later",
+        )
+    if mpu is not None and not isinstance(mpu, SequenceGroups):
+        raise UnsupportedError(
+            "mpu with dist_flash_attention",
+            "with an mpu that knows of sequences DeepSpeed scales gradients by ZeRO stage: summed at 0, 1 and 2, "
+            "averaged at 3",
+            "no mpu (nor UlyssesSPAttentionHF.register_with_transformers, which makes one); the groups are made from "
+            "dist_flash_attention.size",
+        )
+    if mesh_param is not None:
+        raise UnsupportedError("mesh_param with dist_flash_attention", NO_MESH, "no mesh_param")
+    if training_data is not None:
+        raise UnsupportedError(
+            "training_data with dist_flash_attention",
+            OTHER_SAMPLES,
+            "a loader of your own for rank mesh_of(engine).data_rank of .data_size, and shard_batch",
+        )
+    if any(isinstance(module, MoE) for module in model.modules()):
+        raise UnsupportedError("DeepSpeed's MoE layers", UNTESTED, "a model without them")
 
 
 def _check_batch_sizes(settings: dict[str, Any], mesh: Mesh) -> None:
@@ -233,17 +286,23 @@ def _check_batch_sizes(settings: dict[str, Any], mesh: Mesh) -> None:
         return
     whole, micro, accumulated = (int(count or 0) for count in counts)
     ranks = mesh.size * mesh.data_size
-    SETTINGS.check(
-        counts_all_ranks=whole if whole == micro * accumulated * ranks else None,
-        data_size=mesh.data_size,
-        ranks=ranks,
-        size=mesh.size,
-        right=whole // mesh.size,
-    )
+    size, data_size, right = mesh.size, mesh.data_size, whole // mesh.size
+    if whole == micro * accumulated * ranks:
+        raise UnsupportedError(
+            f"train_batch_size={whole} for {data_size} sequences at a time",
+            f"it counts all {ranks} ranks, but {size} of them share a sequence",
+            f"train_batch_size {right}; under HF Trainer and accelerate, ParallelismConfig(sp_size={size}, "
+            f"dp_replicate_size={data_size}, sp_backend='deepspeed')",
+        )
 
 
 def _check_engine(engine: Any, ranks: int) -> None:
     """Check that this version of DeepSpeed averages gradients over all ranks, which the loss is scaled for."""
     theirs, group = engine.sequence_parallel_size, engine.seq_data_parallel_group
     reduced = ranks if group is None else group.size()
-    ENGINE.check(reduced_over=None if theirs == 1 and reduced == ranks else str(reduced), ranks=ranks, theirs=theirs)
+    if theirs != 1 or reduced != ranks:
+        raise UnsupportedError(
+            f"an engine that reduces gradients over {reduced} of {ranks} ranks, sequence parallelism of {theirs}",
+            "groups for sequence parallelism were made in this process before, or this version of DeepSpeed differs",
+            "one framework for sequence parallelism in a process; DeepSpeed 0.19.6 to 0.19.8",
+        )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from dfa_megatron.deepspeed.refusals import CALL
+from dfa_megatron.errors import UnsupportedError
 
 _BY_RANKS: ContextVar[bool] = ContextVar("a loader is being prepared", default=False)
 
@@ -45,7 +45,12 @@ def install(shared_by: Callable[[Any], int]) -> None:
     @functools.wraps(own)
     def prepare_data_loader(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
         size = shared_by(accelerator.state)
-        CALL.check(split_batches=size if size > 1 and accelerator.split_batches else None)
+        if size > 1 and accelerator.split_batches:
+            raise UnsupportedError(
+                f"split_batches with ParallelismConfig(sp_size={size})",
+                "a step would take the sequences of a batch divided by sp_size, and schedules would end too early",
+                "split_batches=False",
+            )
         token = _BY_RANKS.set(True)
         try:
             return own(accelerator, *args, **kwargs)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from dfa_megatron.deepspeed.accelerate import unpublished
 from dfa_megatron.deepspeed.engine import check_call, prepare
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
-from dfa_megatron.deepspeed.refusals import check_settings
 from dfa_megatron.deepspeed.same_settings import check_same
+from dfa_megatron.deepspeed.tested_keys import check_settings
 
 _PORT = 29500
 _IN_ARGS = ("deepspeed_config", "deepscale_config")

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.deepspeed.refusals import BLOCK
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.names import nearest
 
@@ -70,10 +70,13 @@ class DeepSpeedOptions:
     def __post_init__(self) -> None:
         for name, about in self._own().items():
             value = getattr(self, name)
-            wrong = about["type"] == "boolean" and type(value) is not bool
-            BLOCK.check(no_bool=f"{name}={value!r}" if wrong else None)
-        no_number = self.size is not None and (type(self.size) is not int or self.size < 1)
-        BLOCK.check(wrong_size=repr(self.size) if no_number else None)
+            if about["type"] == "boolean" and type(value) is not bool:
+                asked = f"dist_flash_attention.{name}={value!r}"
+                raise UnsupportedError(asked, "it must be of type bool", "true or false")
+        size = self.size
+        if size is not None and (type(size) is not int or size < 1):
+            asked = f"dist_flash_attention.size={size!r}"
+            raise UnsupportedError(asked, "it must be a number of ranks", "for example 8")
         MODEL.check(self.options, reentrant=self.reentrant)
         self.options.refuse_outside("deepspeed", "leaving it out")
 
@@ -89,12 +92,15 @@ class DeepSpeedOptions:
         Raises:
             UnsupportedError: a key is unknown (the nearest known one is named), or of another framework.
         """
-        BLOCK.check(no_block=None if isinstance(values, Mapping) else repr(values))
+        if not isinstance(values, Mapping):
+            asked = f"dist_flash_attention={values!r}"
+            raise UnsupportedError(asked, "it must be a block", '{"enabled": true, "size": 8}')
         known = (*cls._own(), *_OPTIONS)
         everywhere = DistAttentionConfig.__dataclass_fields__
         for key in values:
-            there = key in known or key in everywhere
-            BLOCK.check(unknown_key=None if there else str(key), nearest=nearest(key, known))
+            if key not in known and key not in everywhere:
+                asked = f"the key dist_flash_attention.{key}"
+                raise UnsupportedError(asked, "no option has that name", nearest(key, known))
         own = {key: value for key, value in values.items() if key not in everywhere}
         shared = {key: value for key, value in values.items() if key in everywhere}
         return cls(**own, options=DistAttentionConfig.from_mapping(shared, "deepspeed"))
@@ -107,7 +113,13 @@ class DeepSpeedOptions:
             UnsupportedError: the block is wrong, or a key is misspelled so that DeepSpeed would ignore it, also one
                 beside a right block.
         """
-        BLOCK.check(misspelled=next((key for key in keys_like_ours(settings) if key != KEY), None))
+        for misspelled in keys_like_ours(settings):
+            if misspelled != KEY:
+                raise UnsupportedError(
+                    f"the key {misspelled} in DeepSpeed's JSON",
+                    "DeepSpeed would ignore it, and what it asks for",
+                    "dist_flash_attention, once",
+                )
         block = cls.from_mapping(settings[KEY]) if KEY in settings else None
         return block if block is not None and block.enabled else None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dfa_megatron.deepspeed.refusals import CALL, ENGINE
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.comm.groups import timeout_of
 
 ATTRIBUTE = "_dfa_mesh"
@@ -44,11 +44,15 @@ def make_mesh(size: int | None = None, *, stages: int = 1) -> Mesh:
         UnsupportedError: size does not divide the number of ranks of a stage.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
-    CALL.check(uneven_stages=str(stages) if stages < 1 or world % stages else None, ranks=world)
+    if stages < 1 or world % stages:
+        asked = f"{stages} stages on {world} ranks"
+        raise UnsupportedError(asked, "every stage has the same number of ranks", "a number that divides the ranks")
     ranks = world // stages
     size = ranks if size is None else size
-    divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-    CALL.check(uneven_size=str(size) if size < 1 or ranks % size else None, ranks=ranks, divisors=divisors)
+    if size < 1 or ranks % size:
+        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        asked = f"a sequence on {size} of {ranks} ranks"
+        raise UnsupportedError(asked, "every rank belongs to one group of that size", f"size {divisors}")
     place = rank % ranks
     return Mesh(_group(size), size, place % size, place // size, ranks // size)
 
@@ -74,6 +78,10 @@ def mesh_of(engine: Any) -> Mesh:
         UnsupportedError: the engine was made without the block.
     """
     mesh: Mesh | None = getattr(engine, ATTRIBUTE, None)
-    ENGINE.check(no_mesh=mesh is None)
-    assert mesh is not None
+    if mesh is None:
+        raise UnsupportedError(
+            "mesh_of an engine without distributed attention",
+            "the block dist_flash_attention was missing or not enabled",
+            "dfa_megatron.deepspeed.initialize with the block",
+        )
     return mesh

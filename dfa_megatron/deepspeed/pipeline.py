@@ -16,7 +16,7 @@ from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.deepspeed.json_block import DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import Mesh, make_mesh
-from dfa_megatron.deepspeed.refusals import CALL
+from dfa_megatron.errors import UnsupportedError
 
 
 def pipeline_mesh(module: Any, size: int | None) -> Mesh:
@@ -26,8 +26,13 @@ def pipeline_mesh(module: Any, size: int | None) -> Mesh:
         UnsupportedError: the topology has other axes or another order of ranks.
     """
     topology = module.topology()
-    axes = topology.get_axis_names()
-    CALL.check(axes=None if axes == ["pipe", "data"] else ", ".join(axes))
+    axes = ", ".join(topology.get_axis_names())
+    if axes != "pipe, data":
+        raise UnsupportedError(
+            f"a pipeline with the axes {axes}",
+            "sequences lie across the data-parallel ranks of a stage, which must be consecutive",
+            "PipelineModule(num_stages=...), or a topology with the axes pipe, data",
+        )
     return make_mesh(size, stages=topology.get_dim("pipe"))
 
 
@@ -40,8 +45,13 @@ def check_clipping(module: Any, settings: Mapping[str, Any]) -> None:
     from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 
     sharded = (settings.get("zero_optimization") or {}).get("stage", 0) > 0
-    several = module.topology().get_dim("pipe") > 1
-    CALL.check(clipped_stages=settings.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT) * (several and not sharded))
+    clipping = settings.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
+    if clipping and not sharded and module.topology().get_dim("pipe") > 1:
+        raise UnsupportedError(
+            f"gradient_clipping={clipping} for a pipeline at ZeRO 0 (1.0 where the key is missing)",
+            "DeepSpeed scales the gradients of all stages by the norm of the first one's",
+            "zero_optimization.stage 1, or gradient_clipping 0",
+        )
 
 
 def settings_for(settings: dict[str, Any], module: Any, block: DeepSpeedOptions) -> dict[str, Any]:
@@ -54,7 +64,12 @@ def settings_for(settings: dict[str, Any], module: Any, block: DeepSpeedOptions)
         UnsupportedError: activation_checkpointing.cpu_checkpointing.
     """
     settings = {key: value for key, value in settings.items() if key != "sequence_parallel_size"}
-    CALL.check(pipeline_on_host=(settings.get("activation_checkpointing") or {}).get("cpu_checkpointing"))
+    if (settings.get("activation_checkpointing") or {}).get("cpu_checkpointing"):
+        raise UnsupportedError(
+            "activation_checkpointing.cpu_checkpointing for a pipeline",
+            "no test compares it with one process",
+            "dist_flash_attention.remat_offload, which keeps attention's output and lse on the host",
+        )
     if block.options.checkpoint != "none":
         given = settings.get("pipeline") or {}
         interval = given.get("activation_checkpoint_interval") or module.activation_checkpoint_interval or 1

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.deepspeed.mesh import mesh_of
-from dfa_megatron.deepspeed.refusals import ENGINE
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.proof import ModelJob
 from dfa_megatron.proving import Proof, examine
 
@@ -35,8 +35,14 @@ class EngineJob(ModelJob):
     """An engine around a transformers model."""
 
     def __init__(self, engine: Any) -> None:
-        within = engine.micro_steps % engine.gradient_accumulation_steps()
-        ENGINE.check(proved_within=within, accumulated=engine.gradient_accumulation_steps())
+        accumulated = engine.gradient_accumulation_steps()
+        within = engine.micro_steps % accumulated
+        if within:
+            raise UnsupportedError(
+                f"prove after {within} of a step's {accumulated} micro-batches",
+                "ZeRO holds their gradients, which it would add to those of the proof",
+                "prove before the first step, or between two",
+            )
         super().__init__(engine)
         self.engine, self.sums, self.device = engine, False, engine.device
         self.title += f", ZeRO {engine.zero_optimization_stage()}"

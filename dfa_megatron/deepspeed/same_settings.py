@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.deepspeed.json_block import KEY, keys_like_ours
-from dfa_megatron.deepspeed.refusals import BLOCK
+from dfa_megatron.errors import UnsupportedError
 
 _COUNTS = (
     *("sequence_parallel_size", "train_batch_size", "train_micro_batch_size_per_gpu"),
@@ -32,9 +32,13 @@ def check_same(settings: Mapping[str, Any]) -> None:
     asked = {key: settings[key] for key in settings if key in _COUNTS or key in keys_like_ours(settings)}
     asked["zero_optimization.stage"] = (settings.get("zero_optimization") or {}).get("stage", 0)
     found = [json.loads(text) for text in _gathered(json.dumps(asked, sort_keys=True, default=str))]
-    if any(keys_like_ours(each) for each in found):
-        BLOCK.check(
-            differing=next((_difference(found, rank) for rank in range(len(found)) if found[rank] != found[0]), None)
+    other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+    if other is not None and any(keys_like_ours(each) for each in found):
+        difference = _difference(found, other)
+        raise UnsupportedError(
+            difference,
+            "every rank must ask for the same groups and steps, or it would wait for others for ever",
+            "one JSON for all ranks",
         )
 
 

@@ -24,6 +24,15 @@ def prepare_worker(rank: int) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+BUCKETS = {
+    **dict.fromkeys(("contiguous_gradients", "reduce_scatter", "allgather_partitions"), False),
+    **dict.fromkeys(("overlap_comm", "enable_sanity_checks", "log_trace_cache_warnings"), True),
+    **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "stage3_max_live_parameters"), 3_000),
+    **dict.fromkeys(("sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_reuse_distance"), 2_000),
+}
+"""Keys of ZeRO that change how gradients and parameters travel, and no gradient."""
+
+
 def settings(stage: int, size: int | None = None, **block: Any) -> dict[str, Any]:
     """A configuration whose gradients can be compared: no clipping, and parameters that do not move."""
     if size is not None:

@@ -14,9 +14,11 @@ import torch
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.deepspeed.engine import check_call, check_known
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
-from dfa_megatron.deepspeed.refusals import check_settings
+from dfa_megatron.deepspeed.tested_keys import TESTED, check_settings
 from dfa_megatron.errors import UnsupportedError
+from tests.deepspeed import harness
 
 FOLDER = Path(__file__).parents[2] / "configs" / "deepspeed"
 CONFIGS = sorted(path for path in FOLDER.glob("*.json") if not path.name.endswith("schema.json"))
@@ -80,6 +82,13 @@ def test_a_wrong_block_is_refused_with_what_would_be_right(values: Any, message:
         {"zero_optimization": {"mics_shard_size": 2}},
         {"zero_optimization": {"zero_quantized_gradients": True}},
         {"activation_checkpointing": {"partition_activations": True}},
+        {"fp16": {"enabled": True}},
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        {"communication_data_type": "bf16"},
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        {"expert_parallel": {"enabled": True}},
+        {"a_parallelism_of_next_year": 2},
     ],
     ids=lambda settings: next(iter(settings)),
 )
@@ -99,10 +108,30 @@ def test_defaults_spelled_out_are_no_contradiction() -> None:
             "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1, "mics_shard_size": -1},
             "activation_checkpointing": {"partition_activations": False},
             "torch_autocast": {"enabled": False},
-            "compile": {"deepcompile": False},
+            "compile": {"deepcompile": False, "double_buffer": True},
+            "tensor_parallel": {"autotp_size": 0, "tp_grain_size": 64},
+            "fp16": {"enabled": "auto", "loss_scale_window": 1000},
+            "tensorboard": {"enabled": True},
+            "$schema": "https://example.com",
         },
         size=2,
     )
+
+
+def test_the_keys_of_zero_that_pass_are_those_that_tests_set() -> None:
+    files = {"stage3_gather_16bit_weights_on_model_save", "offload_param", "offload_optimizer"}
+    several = {key for key, values in TESTED["zero_optimization"].items() if not isinstance(values, tuple)}
+    here = harness.BUCKETS.keys() | harness.settings(0)["zero_optimization"].keys()
+    assert several == here | files | {"round_robin_gradients"}
+
+
+def test_what_needs_the_parts_of_a_transformers_model_is_refused_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for values in ({"prove": True}, {"selfcheck": True}, {"loss_tile": 64}):
+        with pytest.raises(UnsupportedError, match=rf"dist_flash_attention\.{next(iter(values))}.* a pipeline"):
+            check_known(DeepSpeedOptions.from_mapping(values), "a pipeline")
+    monkeypatch.setattr("deepspeed.moe.layer.MoE", torch.nn.Linear)
+    with pytest.raises(UnsupportedError, match="MoE layers"):
+        check_call(torch.nn.Linear(1, 1), mpu=None, mesh_param=None, training_data=None)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +152,6 @@ def test_initialize_has_deepspeeds_signature() -> None:
 
     ours, theirs = (inspect.signature(f).parameters for f in (dfa_ds.initialize, deepspeed.initialize))
     assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
-
-
-def test_an_engine_made_without_the_block_has_no_mesh() -> None:
-    with pytest.raises(UnsupportedError, match="missing or not enabled"):
-        dfa_ds.mesh_of(object())
 
 
 def test_the_schema_names_every_key_that_is_read() -> None:

@@ -124,6 +124,7 @@ def refusals(rank: int, world_size: int) -> None:
     for block, section, message in (
         ({}, {"cpu_checkpointing": True}, "no layer is checkpointed"),
         ({"checkpoint": "remat"}, {"cpu_checkpointing": True}, "on a CPU"),
+        ({"checkpoint": "remat", "remat_offload": True}, {"cpu_checkpointing": True}, "both keep"),
         ({"reentrant": True}, {}, "reentrant with checkpoint='none'"),
         ({"remat_offload": True}, {}, "remat_offload with checkpoint='none'"),
         ({"checkpoint": "remat"}, {"partition_activations": True}, "partition_activations"),
@@ -132,23 +133,13 @@ def refusals(rank: int, world_size: int) -> None:
         config = harness.settings(1, 2, **block) | {"activation_checkpointing": section}
         with pytest.raises(UnsupportedError, match=message):
             dfa_ds.initialize(model=build("Llama"), config=config)
-
-
-def methods(rank: int, world_size: int) -> None:
-    harness.prepare_worker(rank)
     model = build("Llama")
-    engine, *_ = dfa_ds.initialize(
-        model=model, model_parameters=list(model.parameters()), config=harness.settings(1, 2)
-    )
+    engine, *_ = dfa_ds.initialize(model=model, model_parameters=list(model.parameters()), config=harness.settings(1))
     with pytest.raises(UnsupportedError, match=r"engine\.compile"):
         engine.compile()
     with pytest.raises(UnsupportedError, match=r"engine\.deepspeed_io.*data_rank and data_size"):
         engine.deepspeed_io([0, 1])
 
 
-def test_compiling_an_engine_and_its_loader_are_refused() -> None:
-    run_ranks(2, methods, timeout=120)
-
-
-def test_what_would_do_nothing_is_refused() -> None:
+def test_what_would_do_nothing_and_two_methods_of_engines_are_refused() -> None:
     run_ranks(2, refusals, timeout=120)

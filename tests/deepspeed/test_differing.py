@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
+from dfa_megatron.deepspeed.tested_keys import check_filled_in
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
@@ -73,20 +74,12 @@ def test_keys_of_deepspeed_are_not_taken_for_the_block() -> None:
     "path", ["train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping", "optimizer.params.lr"]
 )
 def test_auto_without_trainer_is_refused_by_its_key(path: str) -> None:
-    run_ranks(1, automatic, path)
-
-
-def automatic(rank: int, world_size: int, path: str) -> None:
-    harness.prepare_worker(rank)
-    settings: Any = harness.settings(1, 1)
     *outer, last = path.split(".")
-    inner = settings
-    for name in outer:
-        inner = inner[name]
-    inner[last] = "auto"
-    model = build("Llama")
+    settings: Any = {last: "auto"}
+    for name in reversed(outer):
+        settings = {name: settings}
     with pytest.raises(UnsupportedError, match=f"{path}='auto'"):
-        dfa_ds.initialize(model=model, model_parameters=model.parameters(), config=settings)
+        check_filled_in(settings)
 
 
 def first_line(rank: int, world_size: int) -> list[Any]:

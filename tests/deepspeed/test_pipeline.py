@@ -151,6 +151,8 @@ def refusals(rank: int, world_size: int) -> None:
     module = PipelineModule(layers(), num_stages=2, loss_fn=F.cross_entropy, partition_method="uniform")
     with pytest.raises(UnsupportedError, match="a sequence on 2 of 1 ranks"):
         dfa_ds.initialize(model=module, config=harness.settings(0, 2))
+    with pytest.raises(UnsupportedError, match="3 stages on 2 ranks"):
+        dfa_ds.make_mesh(stages=3)
     config: dict[str, Any] = harness.settings(0, 1, checkpoint="remat")
     with pytest.raises(UnsupportedError, match="cpu_checkpointing for a pipeline"):
         dfa_ds.initialize(model=module, config=config | {"activation_checkpointing": {"cpu_checkpointing": True}})

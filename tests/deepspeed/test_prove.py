@@ -71,11 +71,3 @@ def test_an_engine_is_proved_at_every_stage_and_trains_as_before() -> None:
         assert "2 ranks compute what one rank computes" in clean
         assert "gradient at layers: model.layers.1 on rank 0, token" in labels.partition("first difference: ")[2]
         assert "output of layers: model.layers.0.self_attn on rank 0" in window.partition("first difference: ")[2]
-
-
-def test_the_block_asks_for_it_but_not_of_models_of_ones_own() -> None:
-    assert dfa_ds.DeepSpeedOptions.from_mapping({"prove": True}).prove
-    from dfa_megatron.deepspeed.refusals import CALL
-
-    with pytest.raises(UnsupportedError, match=r"dist_flash_attention\.prove for a pipeline"):
-        CALL.check(prove_of="a pipeline")

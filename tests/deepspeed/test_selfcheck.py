@@ -115,6 +115,8 @@ def test_what_cannot_be_checked_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError, match=wanted):
             case_of([*files(tmp_path, settings), *words])
     assert case_of([*files(tmp_path, unsized), "--ranks", "3"]).ranks == 6
+    with pytest.raises(UnsupportedError, match="it is no JSON"):
+        case_of([__file__, "--model", "config.json"])
 
 
 def start_runs(rank: int, world_size: int) -> list[str]:
@@ -150,9 +152,3 @@ def test_the_blocks_key_checks_once_at_start_and_tells_every_rank() -> None:
     first, second = run_ranks(2, start_runs, timeout=150)
     assert first == second
     assert "first difference: three steps, loss: planted" in first[0]
-
-
-def test_the_key_is_a_boolean() -> None:
-    assert DeepSpeedOptions.from_mapping({"selfcheck": True}).selfcheck
-    with pytest.raises(UnsupportedError, match=r"selfcheck='yes'"):
-        DeepSpeedOptions.from_mapping({"selfcheck": "yes"})

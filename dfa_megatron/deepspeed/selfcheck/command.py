@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
-from dfa_megatron.deepspeed.refusals import SELFCHECK, check_settings, check_sizes
-from dfa_megatron.deepspeed.selfcheck.shrink import engine_settings, unseen_keys
+from dfa_megatron.deepspeed.selfcheck.shrink import engine_settings
+from dfa_megatron.deepspeed.tested_keys import check_settings, check_sizes
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.refusals import SELFCHECK as MODEL
 from dfa_megatron.huggingface.selfcheck.command import UNSEEN, Words, class_of, read_config
 from dfa_megatron.huggingface.selfcheck.shrink import shrink
@@ -30,17 +31,24 @@ def case_of(words: Sequence[str]) -> Case:
     parser.add_argument("--ranks", type=int, help="that share a sequence, if the JSON does not say it")
     parser.add_argument("--tokens", type=int, help="of your sequences, which a window is a part of")
     args = parser.parse_args(list(words))
+    path = args.settings
     try:
-        settings = json.loads(Path(args.settings).read_text(encoding="utf-8"))
+        settings = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        SELFCHECK.check(no_json=error, path=args.settings)
+        raise UnsupportedError(path, f"it is no JSON: {error}", "DeepSpeed's configuration") from None
     block = DeepSpeedOptions.enabled_in(settings) if isinstance(settings, dict) else None
-    SELFCHECK.check(no_block=args.settings if block is None else None)
-    assert block is not None
+    if block is None:
+        raise UnsupportedError(
+            f"{path} in a self-check",
+            "it has no enabled block dist_flash_attention",
+            '"dist_flash_attention": {"enabled": true, ...}',
+        )
     said = block.size or settings.get("sequence_parallel_size")
     check_sizes("--ranks", args.ranks, said)
     size = said or args.ranks
-    SELFCHECK.check(no_size=args.settings if size is None else None)
+    if size is None:
+        asked = f"{path} without dist_flash_attention.size"
+        raise UnsupportedError(asked, "the number of ranks that share a sequence is unknown", "--ranks")
     return make_case(settings, block, read_config(Path(args.model)), size, 2, args.tokens)
 
 
@@ -86,7 +94,7 @@ def make_case(
         settings={"config": small, "engine": engine, "optimizer": optimizer, "size": size, "data_size": data_size},
         sections=sections,
         reduced=reduced,
-        unseen=(*unseen(block.options), *UNSEEN, *unseen_keys(settings)),
+        unseen=(*unseen(block.options), *UNSEEN),
         facts={"ranks of each attention": str(size)},
         imports=(model.__module__,),
         tolerance=tolerance_of(config),

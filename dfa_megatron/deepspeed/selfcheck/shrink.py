@@ -7,7 +7,7 @@ from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
-from dfa_megatron.deepspeed.refusals import SELFCHECK
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.selfcheck.case import Reductions
 from dfa_megatron.selfcheck.options import on_cpu
 from dfa_megatron.selfcheck.train import ADAM_EPS
@@ -19,17 +19,6 @@ _NAMES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
 _OF_OPTIMIZERS = ("betas", "weight_decay", "adam_w_mode", "momentum", "nesterov")
 _BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "sub_group_size")
 _BUCKET = 100_000
-_READ = (
-    KEY, "activation_checkpointing", "bf16", "bfloat16", "fp16", "gradient_accumulation_steps", "gradient_clipping",
-    "gradient_predivide_factor", "optimizer", "prescale_gradients", "sequence_parallel_size",
-    "train_micro_batch_size_per_gpu", "zero_optimization",
-)  # fmt: skip
-_NO_PART = (
-    "$schema", "aio", "checkpoint", "comms_logger", "comet", "communication_data_type", "csv_monitor", "data_types",
-    "dump_state", "flops_profiler", "gradient_allreduce_op", "memory_breakdown", "scheduler", "steps_per_print",
-    "tensorboard", "train_batch_size", "wall_clock_breakdown", "wandb", "zero_allow_untested_optimizer",
-)  # fmt: skip
-"""Keys of logs, storage and the dtype of gradients, and keys whose values follow from others."""
 
 
 def engine_settings(
@@ -66,12 +55,6 @@ def engine_settings(
     return made | ({"activation_checkpointing": section} if section else {}), arguments
 
 
-def unseen_keys(settings: Mapping[str, Any]) -> list[str]:
-    """Return a line that names the keys that have no part in the check, if there are any."""
-    others = sorted(set(settings) - {*_READ, *_NO_PART})
-    return ["keys without a part in the check: " + ", ".join(others)] if others else []
-
-
 def _number(settings: Mapping[str, Any], name: str, missing: Any, auto: Any) -> Any:
     """Return a number of the JSON; `auto`, which HF Trainer fills in, becomes one."""
     value = settings.get(name, missing)
@@ -103,7 +86,8 @@ def _optimizer(settings: Mapping[str, Any], reduced: Reductions) -> tuple[dict[s
     if given is None:
         reduced.note("optimizer", "of your script", "AdamW")
     kind = str((given or {}).get("type", "AdamW")).lower()
-    SELFCHECK.check(optimizer=None if kind in _NAMES else kind)
+    if kind not in _NAMES:
+        raise UnsupportedError(f"optimizer.type {kind!r} in a self-check", "it was not tried", "Adam, AdamW or SGD")
     params = (given or {}).get("params") or {}
     numbers = {name: params[name] for name in _OF_OPTIMIZERS if params.get(name, "auto") != "auto"}
     asked = f"{params.get('lr', 'the default')}" + (", its schedule" if "scheduler" in settings else "")
