@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 
 from dfa_megatron.config import DistAttentionConfig
 from tests.fuzz.frameworks.expected_refusals import MEGATRON as REFUSALS
@@ -46,13 +45,10 @@ _STANDING: list[tuple[int, ...]] = []
 
 
 def documented(drawn: MegatronDraw) -> str:
-    """Return what the pages say of a draw that this version of Megatron-Core computes otherwise, or ""."""
-    import megatron.core
-
-    old = Version(megatron.core.__version__).release < (0, 19)
+    """Return what the pages say of a draw that Megatron-Core computes otherwise than one rank without padding, or ""."""
     weighed = drawn.config.get("moe_aux_loss_coeff") or drawn.config.get("moe_z_loss_coeff")
-    if old and weighed and drawn.pack == "padded" and "mtp_num_layers" in drawn.config:
-        return "documented: prediction layers get no padding_mask, so padding counts in their experts' losses"
+    if weighed and drawn.pack == "padded" and "mtp_num_layers" in drawn.config:
+        return "documented: padding counts in the losses of the experts of prediction layers"
     return ""
 
 
