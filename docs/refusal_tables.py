@@ -90,10 +90,10 @@ def _everywhere() -> dict[str, ast.expr]:
     return found
 
 
-def of_stages(framework: str) -> list[str]:
-    """Return a framework's refusals: a heading and a table for each stage. Megatron's need Megatron-Core."""
+def of_megatron() -> list[str]:
+    """Return Megatron's refusals, which need Megatron-Core: a heading and a table for each stage."""
     lines = []
-    for stage in importlib.import_module(f"dfa_megatron.{framework}.refusals").STAGES:
+    for stage in importlib.import_module("dfa_megatron.megatron.refusals").STAGES:
         errors = (row.error(Asked(stage.options, row.example)) for row in stage.rows)
         lines += [f"### {stage.title}", *_HEAD, *(_row([e.what, e.why, e.instead]) for e in errors), ""]
     return lines

@@ -62,8 +62,8 @@ PAGES: dict[str, Tables] = {
 
 SITE: dict[str, Tables] = {
     "refusals": {
-        **{name: partial(refusal_tables.of_stages, name) for name in ("megatron", "huggingface")},
-        "deepspeed": partial(refusal_tables.of_statements, "deepspeed"),
+        "megatron": refusal_tables.of_megatron,
+        **{name: partial(refusal_tables.of_statements, name) for name in ("deepspeed", "huggingface")},
     },
     "performance": {**automatic_tables.SITE, **MEASURED_ON_SITE},
     "schedules": {**scale_tables.SITE, **SIMULATED_ON_SITE},

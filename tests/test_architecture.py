@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "selfcheck": set(),
     "proving": set(),
     "megatron": FUNCTIONS | {"selfcheck", "proving", "refusals"},
-    "huggingface": FUNCTIONS | {"selfcheck", "proving", "refusals"},
+    "huggingface": FUNCTIONS | {"selfcheck", "proving"},
     "deepspeed": FUNCTIONS | {"selfcheck", "proving", "huggingface"},
     "argument_file": set(),
     "launch": {"megatron", "argument_file"},

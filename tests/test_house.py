@@ -59,9 +59,9 @@ LONG_FUNCTIONS_FOR_NOW = {
 BUDGETS = {
     "benchmarks": 7_674,
     "cli": 1_052,
-    "deepspeed": 1_796,
+    "deepspeed": 1_795,
     "doctor": 1_276,
-    "huggingface": 5_177,
+    "huggingface": 4_946,
     "kernels": 3_742,
     "loss": 800,
     "megatron": 6_516,
@@ -73,7 +73,7 @@ BUDGETS = {
     "runtime": 6_276,
     "selfcheck": 891,
     "testing": 487,
-    "tests": 40_840,
+    "tests": 40_827,
     "top": 1_536,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

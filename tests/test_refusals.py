@@ -16,20 +16,10 @@ from docs import refusal_tables, update
 pytest.importorskip("megatron.core")
 
 from dfa_megatron.deepspeed.tested_keys import REFUSED
-from dfa_megatron.huggingface import refusals as of_huggingface
-from dfa_megatron.megatron import refusals as of_megatron
+from dfa_megatron.megatron.refusals import STAGES
 
 ROOT = Path(__file__).parents[1]
-FRAMEWORKS = {
-    "Megatron-Core": of_megatron.STAGES,
-    "Hugging Face": of_huggingface.STAGES,
-}
-ROWS = [
-    pytest.param(stage, row, id=f"{stage.title}-{number}")
-    for stages in FRAMEWORKS.values()
-    for stage in stages
-    for number, row in enumerate(stage.rows)
-]
+ROWS = [pytest.param(stage, row, id=f"{stage.title}-{n}") for stage in STAGES for n, row in enumerate(stage.rows)]
 
 
 def asked_of(stage: Stage, facts: Any) -> tuple[Any, ...]:
@@ -57,27 +47,20 @@ def test_the_example_of_a_row_is_refused_by_it_and_every_fact_of_it_is_needed(st
         assert first_error(stage, {other: fact for other, fact in row.example.items() if other != name}) != said
 
 
-@pytest.mark.parametrize("stage", [stage for stages in FRAMEWORKS.values() for stage in stages], ids=lambda s: s.title)
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.title)
 def test_a_request_for_nothing_special_passes_every_stage(stage: Stage) -> None:
     stage.check(stage.options)
 
 
-def test_the_page_of_the_site_has_every_row() -> None:
+def test_the_page_of_the_site_has_every_row_and_every_statement_with_the_names_of_what_it_tells() -> None:
     page = update.for_site("refusals", (ROOT / "docs" / "refusals.md").read_text(encoding="utf-8"))
-    for name, stages in FRAMEWORKS.items():
-        section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
-        for stage in stages:
-            lines = section.split(f"### {stage.title}\n")[1].split("\n### ")[0]
-            for row in stage.rows:
-                error = row.error(Asked(stage.options, row.example))
-                cells = (text.replace("|", "\\|") for text in (error.what, error.why, error.instead))
-                assert f"| {' | '.join(cells)} |" in lines
-
-
-def test_the_page_has_the_statements_of_code_with_the_names_of_what_they_tell() -> None:
-    page = "\n".join(refusal_tables.of_statements("deepspeed"))
-    calls = sum(len(calls) for *_, calls in refusal_tables.statements("deepspeed"))
-    assert page.count("\n| ") - page.count("### ") == calls - 1 + len(REFUSED)
+    tables = {"\n".join(refusal_tables.of_megatron()): len(ROWS)}
+    for framework, more in (("deepspeed", len(REFUSED) - 1), ("huggingface", 0)):
+        calls = sum(len(calls) for *_, calls in refusal_tables.statements(framework))
+        tables["\n".join(refusal_tables.of_statements(framework))] = calls + more
+    for table, rows in tables.items():
+        assert table in page
+        assert table.count("\n| ") - table.count("### ") == rows
     assert "{asked}" not in page
     for row in (
         "| mesh_param with dist_flash_attention | DeepSpeed's mesh does not reduce",  # a constant of the package
@@ -87,11 +70,10 @@ def test_the_page_has_the_statements_of_code_with_the_names_of_what_they_tell() 
         assert row in page
 
 
-@pytest.mark.parametrize("folder", ["megatron", "huggingface"])
-def test_an_integration_refuses_nothing_outside_its_tables(folder: str) -> None:
+def test_the_integration_with_megatron_refuses_nothing_outside_its_tables() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in sorted((ROOT / "dfa_megatron" / folder).rglob("*.py"))
+        for path in sorted((ROOT / "dfa_megatron/megatron").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Name) and node.id == "UnsupportedError"
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.refusals import MODEL
+from dfa_megatron.huggingface.checkpointing import check_options
 from dfa_megatron.names import nearest
 
 KEY = "dist_flash_attention"
@@ -77,7 +77,7 @@ class DeepSpeedOptions:
         if size is not None and (type(size) is not int or size < 1):
             asked = f"dist_flash_attention.size={size!r}"
             raise UnsupportedError(asked, "it must be a number of ranks", "for example 8")
-        MODEL.check(self.options, reentrant=self.reentrant)
+        check_options(self.options, reentrant=self.reentrant)
         self.options.refuse_outside("deepspeed", "leaving it out")
 
     @classmethod

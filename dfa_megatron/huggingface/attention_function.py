@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext, run_of
+from dfa_megatron.huggingface.padding import CAUSAL, refuse_ready_mask
 from dfa_megatron.huggingface.parts.image_masks import ImageMask, Images, mask_of
 from dfa_megatron.huggingface.positions.document_starts import KEYWORD, Documents, in_chunks
-from dfa_megatron.huggingface.positions.prompt_trees import Tree
+from dfa_megatron.huggingface.positions.prompt_trees import Tree, refuse_in_layer
 from dfa_megatron.huggingface.positions.temperature import has_temperature, tempered
-from dfa_megatron.huggingface.refusals import ATTENTION, INPUTS
 from dfa_megatron.huggingface.windows import OtherMask, WindowMask, chunk_of, window_of
 from dfa_megatron.runtime.agreement.calls import at_layer
 
@@ -68,21 +69,21 @@ def attention(
         UnsupportedError: this function would not honour the layer's request.
     """
     context: LayerContext | None = getattr(module, CONTEXT, None)
-    given = {"attn_logit_softcapping": softcap, "sinks": s_aux}
-    ATTENTION.check(
-        layer=type(module).__name__,
-        unprepared=context is None,
-        dropout=dropout,
-        not_causal=is_causal is False or getattr(module, "is_causal", True) is False,
-        key_cache=None if query.shape[2] == key.shape[2] else (query.shape[2], key.shape[2]),
-        position_bias=others.get("position_bias") is not None,
-        head_mask=others.get("head_mask") is not None,
-        # A layer that has one of these and keeps it applies it in a way that would be lost here.
-        not_passed=", ".join(n for n, x in given.items() if x is None and getattr(module, n, None) is not None),
-    )
-    assert context is not None
-    INPUTS.check(other_mask=isinstance(attention_mask, OtherMask))
-    ATTENTION.check(ready_mask=isinstance(attention_mask, torch.Tensor))
+    if context is None:
+        raise UnsupportedError(
+            "attention implementation 'dfa' on a model that was not prepared",
+            "the layer does not know the process group",
+            "dfa_megatron.huggingface.distribute_attention(model, group=...)",
+        )
+    if dropout:
+        raise UnsupportedError(
+            f"attention dropout {dropout}", "the block kernels have no dropout", "config.attention_dropout=0.0"
+        )
+    if is_causal is False:
+        _refuse_not_causal()
+    _check_layer(module, {"attn_logit_softcapping": softcap, "sinks": s_aux}, others)
+    _check_tokens(query.shape[2], key.shape[2], attention_mask)
+    assert not isinstance(attention_mask, torch.Tensor | OtherMask)
     images = attention_mask.images if isinstance(attention_mask, ImageMask) else None
     attention_mask = attention_mask.window if isinstance(attention_mask, ImageMask) else attention_mask
     windowed = attention_mask if isinstance(attention_mask, WindowMask) else None
@@ -112,11 +113,60 @@ def attention(
                 "chunks": chunk,
                 "a temperature": has_temperature(module),
             }
-            ATTENTION.check(in_tree=" and ".join(n for n, x in counting.items() if x), layer=type(module).__name__)
+            if any(counting.values()):
+                refuse_in_layer(module, " and ".join(name for name, there in counting.items() if there))
             return _run_tree(q, k, v, tree, asked), None
         if images is not None:
             return _run_with_images((q, k, v), documents or ((0, whole),) * batch, images, asked), None
         return _run(q, k, v, documents, asked), None
+
+
+def _refuse_not_causal() -> NoReturn:
+    raise UnsupportedError("attention that is not causal", "models are distributed with a causal mask", CAUSAL)
+
+
+def _check_layer(module: torch.nn.Module, passed: dict[str, Any], others: dict[str, Any]) -> None:
+    """Refuse a layer that is not causal, or whose scores the kernels would not make.
+
+    Args:
+        passed: what a layer may have as an attribute and must hand over.
+        others: the layer's other keywords.
+    """
+    layer = type(module).__name__
+    if getattr(module, "is_causal", True) is False:
+        _refuse_not_causal()
+    if others.get("position_bias") is not None:
+        asked = f"position_bias in a layer of type {layer}"
+        raise UnsupportedError(asked, "the block kernels take no bias", CAUSAL)
+    if others.get("head_mask") is not None:
+        raise UnsupportedError(f"head_mask in a layer of type {layer}", "the block kernels mask no heads", CAUSAL)
+    for name, value in passed.items():
+        # A layer that has one of these and keeps it applies it in a way that would be lost here.
+        if value is None and getattr(module, name, None) is not None:
+            raise UnsupportedError(
+                f"{name} in a layer of type {layer}",
+                "the layer does not hand it to its attention implementation",
+                "a layer that passes softcap and s_aux, as those of Gemma 2 and GPT-OSS do",
+            )
+
+
+def _check_tokens(queries: int, keys: int, mask: Any) -> None:
+    """Refuse a key cache, and masks that the plan does not hold."""
+    if queries != keys:
+        raise UnsupportedError(
+            f"attention of {queries} tokens over {keys}",
+            "there is no key cache: every rank holds as many queries as keys",
+            "with dfa_megatron.huggingface.local_attention(model), on whole sequences",
+        )
+    if isinstance(mask, OtherMask):
+        raise UnsupportedError(
+            "a mask beyond causal and sliding window",
+            "prefixes and blocks are not planned, and verify='off' does not see packed documents; under torch.compile "
+            "transformers asks for such a mask whatever the batch",
+            f"{CAUSAL}, in a model that is not compiled",
+        )
+    if isinstance(mask, torch.Tensor):
+        refuse_ready_mask()
 
 
 def _run_with_images(
@@ -191,7 +241,12 @@ def mask(
     from transformers.masking_utils import causal_mask_function
 
     hides = attention_mask is not None and not hasattr(attention_mask, _CHECKED) and not bool(attention_mask.all())
-    INPUTS.check(hidden_tokens=hides)
+    if hides:
+        raise UnsupportedError(
+            "an attention_mask with padding",
+            "padded tokens would be attended to",
+            "padding on the right, which is checked and removed before the layers see it",
+        )
     if not allow_is_causal_skip and mask_function is not causal_mask_function:
         return OtherMask()
     if local_size is None and getattr(config, "model_type", None) in _CASTS:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.padding import IGNORED, check_right, check_unlabelled
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions import prompt_trees as trees
-from dfa_megatron.huggingface.refusals import BATCHES
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.sharding import local_positions, shard_sequence
 
@@ -60,8 +60,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
             or a length that does not divide.
     """
     unknown = sorted(set(batch) - {*KNOWN, *OTHER_SENSES})
-    known = not unknown and "input_ids" in batch
-    BATCHES.check(unknown_batch=None if known else ", ".join(batch) or "nothing")
+    if unknown or "input_ids" not in batch:
+        refuse_batch(batch)
     tokens = batch["input_ids"]
     if (mask := batch.get("attention_mask")) is not None:
         check_right(mask)
@@ -72,7 +72,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
     positions = batch.get("position_ids")
     if axes := bool(others) and positions is not None and positions.dim() == 3:
         assert positions is not None
-        BATCHES.check(wrong_documents=positions.shape[0] != 4)
+        if positions.shape[0] != 4:
+            _refuse_positions()
         positions = positions[0]
     documents = _documents(batch, positions, tokens)
     if trees.KEY in batch:
@@ -100,6 +101,26 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
     return local
 
 
+def refuse_batch(batch: Iterable[str]) -> NoReturn:
+    """Refuse a batch with these keys.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    keys = ", ".join(batch) or "nothing"
+    raise UnsupportedError(
+        f"a batch of {keys}", "it is not known how to cut it", "input_ids and labels; others by hand"
+    )
+
+
+def _refuse_positions() -> NoReturn:
+    raise UnsupportedError(
+        "position_ids that are not those of documents",
+        "each document, and so each row, must begin at 0 and go up by 1",
+        "as DataCollatorWithFlattening of transformers makes them, or none for one document a sequence",
+    )
+
+
 def _cut(tokens: torch.Tensor, documents: packed.Documents | None, group: Group) -> dict[str, Any]:
     """Return this rank's tokens, their positions, and the documents."""
     local = {
@@ -119,9 +140,11 @@ def _documents(
     rows, length = tokens.shape[:2]
     told = packed.of_offsets(dict(batch), rows, length) if {"cu_seq_lens_q", "cu_seq_lens_k"} & set(batch) else None
     seen = None if positions is None else packed.of_positions(positions.expand(rows, -1))
-    BATCHES.check(
-        wrong_documents=positions is not None and seen is None,
-        two_answers=told is not None and seen is not None and told != seen,
-    )
+    if positions is not None and seen is None:
+        _refuse_positions()
+    if told is not None and seen is not None and told != seen:
+        raise UnsupportedError(
+            "cu_seq_lens_q that disagree with position_ids", "they say where documents begin in two ways", "one of them"
+        )
     documents = seen if told is None else told
     return None if documents is None or packed.single(documents) else documents

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.parts.text_part import has_parts, part_of
 from dfa_megatron.huggingface.positions.own_positions import LOCAL_ROPE, rotaries_of, table_of
 from dfa_megatron.huggingface.recurrent.layers import layers_of
-from dfa_megatron.huggingface.refusals import MODEL
 
 _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
 _STATES = {"linear_attention", "conv"}
@@ -35,41 +35,138 @@ def check_model(model: Any) -> list[torch.nn.Module]:
     Raises:
         UnsupportedError: the model computes something that distributed attention would not; it is named.
     """
-    config, kind = model.config.get_text_config(), kind_of(model)
-    MODEL.check(
-        kind=kind,
-        several_parts=has_parts(model) and (part_of(model) is None or model.get_decoder().config is not config),
-        encoder_decoder=getattr(config, "is_encoder_decoder", False),
-        several_stacks=not hasattr(config, "num_hidden_layers"),
-    )
-    MODEL.check(
-        kind=kind,
-        pooling_head=_pooling_head(model),
-        other_layers=_other_layers(config),
-        own_masks=config.model_type in _OWN_MASKS,
-        ngrams=bool(getattr(config, "ple_layer_ids", None)),
-        router_loss=getattr(config, "output_router_logits", False),
-        dropout=getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0),
-    )
+    _check_stack(model)
+    _check_config(model)
     decoder = model.get_decoder()
     within = decoder if has_parts(model) else model
     named = {n: x for n, x in within.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
     layers = [module for name, module in named.items() if name.split(".")[-1] not in _AT_ENCODER]
-    MODEL.check(
-        kind=kind,
-        not_causal=sum(not getattr(layer, "is_causal", True) for layer in layers),
-        attentions=len(layers),
-        layers=_count(config, _STATES | _EACH_TOKEN),
-        recurrent=len(layers_of(decoder)),
-        states=layers_with_states(config),
-        chooses_keys=next((type(x).__name__ for x in decoder.modules() if _CHOOSES.search(type(x).__name__)), None),
-        other_decoder=not hasattr(decoder, "config"),
-        local_rope=_local_rope(config) if not rotaries_of(decoder) else None,
-        no_positions=layers
-        and "position_ids" not in inspect.signature(type(decoder).forward).parameters
-        and table_of(decoder) is None,
-    )
+    _check_layers(model, decoder, layers)
+    _check_positions(model, decoder, layers)
     return list(named.values())
+
+
+def _check_stack(model: Any) -> None:
+    """Refuse a model that is no single stack of decoder layers with a head of a language model."""
+    config, kind = model.config.get_text_config(), kind_of(model)
+    if has_parts(model) and (part_of(model) is None or model.get_decoder().config is not config):
+        raise UnsupportedError(
+            f"{kind} with several parts",
+            "its decoder was not found by its configuration of the text",
+            "its language model and causal_lm_loss",
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(kind, "cross-attention is not planned", "a decoder-only model")
+    if not hasattr(config, "num_hidden_layers"):
+        raise UnsupportedError(
+            kind, "its config names no number of layers, because it has several stacks", "a model of one stack"
+        )
+    head = _pooling_head(model)
+    if head:
+        raise UnsupportedError(
+            f"a model of type {head}",
+            "its head or its loss reads across tokens of the whole sequence, and a rank has a part of them",
+            "a causal language model, or the bare decoder with a head of your own that treats each token alone",
+        )
+
+
+def _check_config(model: Any) -> None:
+    """Refuse what a configuration asks for."""
+    config, kind = model.config.get_text_config(), kind_of(model)
+    others = _other_layers(config)
+    if others:
+        raise UnsupportedError(
+            f"{kind} with layers of type {others}",
+            "it is not known how to distribute them",
+            "layers of type full_attention, sliding_attention, chunked_attention, linear_attention and conv",
+        )
+    if config.model_type in _OWN_MASKS:
+        raise UnsupportedError(
+            kind, "its layers mask tokens by their values", "a model whose layers pass their mask on unchanged"
+        )
+    if getattr(config, "ple_layer_ids", None):
+        raise UnsupportedError(
+            f"{kind} with embeddings of n-grams (ple_layer_ids)",
+            "they read tokens before this rank's part",
+            "no ple_layer_ids",
+        )
+    if getattr(config, "output_router_logits", False):
+        refuse_router_loss(kind)
+    dropout = getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0)
+    if dropout:
+        raise UnsupportedError(
+            f"{kind} with attention dropout {dropout}", "the block kernels have no dropout", "attention_dropout=0.0"
+        )
+
+
+def refuse_router_loss(kind: str) -> NoReturn:
+    """Refuse the loss of a router, for a type of model or a call.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        f"{kind} with a loss of its router (output_router_logits)",
+        "it would balance the experts over this rank's part of a sequence",
+        "output_router_logits=False",
+    )
+
+
+def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
+    """Refuse a decoder whose layers mix tokens in other ways than causal attention and states."""
+    config, kind = model.config.get_text_config(), kind_of(model)
+    indexer = next((type(x).__name__ for x in decoder.modules() if _CHOOSES.search(type(x).__name__)), None)
+    if indexer:
+        raise UnsupportedError(
+            f"{kind} with {indexer} in its layers",
+            "it chooses the keys of each token among those of this rank, whatever the layers' type is called",
+            "a model whose layers attend to all keys, or to a window of them",
+        )
+    others, count = sum(not getattr(layer, "is_causal", True) for layer in attentions), len(attentions)
+    if others:
+        raise UnsupportedError(
+            f"{kind} with {count} attentions, {others} of them not causal",
+            "the plan is causal, and a decoder's attention at an encoder is not planned",
+            "a decoder-only model with causal layers",
+        )
+    layers = _count(config, _STATES | _EACH_TOKEN)
+    if count != layers:
+        raise UnsupportedError(
+            f"{kind} with attention in {count} of {layers} layers",
+            "other layers mix tokens in ways that are not distributed, or do not take attention implementations",
+            "a model with causal self-attention in every layer",
+        )
+    recurrent, states = len(layers_of(decoder)), layers_with_states(config)
+    if recurrent < states:
+        raise UnsupportedError(
+            f"{kind} with {recurrent} layers whose state is distributed, of {states} that have one",
+            "the others do not call the functions of convolutions, delta rules and state spaces that are replaced",
+            "a model of transformers 5.23 whose layers do",
+        )
+
+
+def _check_positions(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
+    """Refuse a decoder that cannot be told where this rank's part of a sequence begins."""
+    kind, rope = kind_of(model), _local_rope(model.config.get_text_config())
+    if not hasattr(decoder, "config"):
+        raise UnsupportedError(
+            kind,
+            "its get_decoder() is not its stack of layers, whose inputs are checked",
+            "a model whose get_decoder() is its stack",
+        )
+    if rope and not rotaries_of(decoder):
+        raise UnsupportedError(
+            f"{kind} with rope_type={rope!r}",
+            "its frequencies depend on the longest position in the batch, and its layers embed positions themselves",
+            "rope_type 'default', 'linear', 'yarn' or 'llama3'",
+        )
+    takes = "position_ids" in inspect.signature(type(decoder).forward).parameters
+    if attentions and not takes and table_of(decoder) is None:
+        raise UnsupportedError(
+            kind,
+            "it takes no position_ids, and counts positions in this rank's part",
+            "a model that takes position_ids",
+        )
 
 
 def foreign_code(model: torch.nn.Module) -> list[str]:

@@ -10,10 +10,10 @@ import torch
 
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.check_model import kind_of
 from dfa_megatron.huggingface.layer_context import CONTEXT, TOLD, Current, Run
 from dfa_megatron.huggingface.parts.text_part import attention_of, switch_attention
-from dfa_megatron.huggingface.refusals import MODEL
 
 _FUNCTION = "_gradient_checkpointing_func"
 """The attribute in which transformers keeps the checkpoint function of a layer."""
@@ -68,13 +68,33 @@ def check_layers(model: Any, options: DistAttentionConfig, *, reentrant: bool) -
         UnsupportedError: transformers does not checkpoint these layers, or would lose gradients.
     """
     able = model.supports_gradient_checkpointing and any(hasattr(x, "gradient_checkpointing") for x in model.modules())
-    MODEL.check(
-        options,
-        kind=kind_of(model),
-        reentrant=reentrant,
-        not_checkpointed=not able,
-        shared_keys=getattr(model.config.get_text_config(), "num_kv_shared_layers", False),
-    )
+    kind, checkpoint = kind_of(model), options.checkpoint
+    if not able and checkpoint != "none":
+        raise UnsupportedError(
+            f"checkpoint={checkpoint!r} for {kind}", "transformers does not checkpoint its layers", "checkpoint='none'"
+        )
+    if reentrant and getattr(model.config.get_text_config(), "num_kv_shared_layers", False):
+        raise UnsupportedError(
+            f"re-entrant checkpointing of {kind} whose layers share keys",
+            "the gradients of keys and values would stay in the layers that reuse them",
+            "checkpointing that is not re-entrant",
+        )
+
+
+def check_options(options: DistAttentionConfig, *, reentrant: bool) -> None:
+    """Refuse options of checkpoints that nothing makes.
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    if options.checkpoint != "none":
+        return
+    if reentrant:
+        raise UnsupportedError("reentrant with checkpoint='none'", "nothing is checkpointed", "'remat' or 'full'")
+    if options.remat_offload:
+        raise UnsupportedError(
+            "remat_offload with checkpoint='none'", "nothing is saved for a recompute", "checkpoint 'remat' or 'full'"
+        )
 
 
 def telling(checkpoint: Callable[..., Any], model: torch.nn.Module) -> Callable[..., Any]:

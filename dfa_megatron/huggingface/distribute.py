@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention_function as attention
 from dfa_megatron.huggingface import model_inputs as inputs
 from dfa_megatron.huggingface.attention_function import NAME
 from dfa_megatron.huggingface.check_model import check_model, foreign_code, kind_of
-from dfa_megatron.huggingface.checkpointing import check_layers, set_checkpointing
+from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
 from dfa_megatron.huggingface.exact_types import EXACT
 from dfa_megatron.huggingface.layer_context import CONTEXT, Current, LayerContext
 from dfa_megatron.huggingface.parts.text_part import (
@@ -32,7 +33,6 @@ from dfa_megatron.huggingface.positions import own_positions
 from dfa_megatron.huggingface.positions.embedded_positions import padding_of
 from dfa_megatron.huggingface.positions.tree_inputs import take_added
 from dfa_megatron.huggingface.recurrent import layers as recurrent
-from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.huggingface.tiles.tiled_head import set_tile
 from dfa_megatron.huggingface.tiles.tiled_layers import tile_layers
 from dfa_megatron.huggingface.trainers.shared_batches import check_parallelism
@@ -74,16 +74,13 @@ def distribute_attention(
     """
     options = config or DistAttentionConfig()
     options.refuse_outside("huggingface", "leaving it out: batches are cut into one slice a rank")
-    MODEL.check(options, reentrant=reentrant)
+    check_options(options, reentrant=reentrant)
     inner = transformers_model(model)
     check_wrappers(model, inner)
     layers = check_model(inner)
     check_layers(inner, options, reentrant=reentrant)
-    MODEL.check(
-        kind=kind_of(inner),
-        padding_row=accelerate and padding_of(inner.get_decoder()) is not None,
-        loaded_parts=accelerate and has_parts(inner),
-    )
+    if accelerate:
+        _check_loaded(inner)
     _note_untested(inner)
     attention.register()
     name = group_name(group)
@@ -92,8 +89,12 @@ def distribute_attention(
     known: LayerContext | None = getattr(inner, CONTEXT, None)
     before = own_configs(model, inner) if known is None else known.before
     set_attention(inner, NAME)
-    # Of a model that computes attention in code of its own, transformers only warns.
-    MODEL.check(kind=kind_of(inner), own_attention=not is_distributed(inner))
+    if not is_distributed(inner):  # transformers only warns
+        raise UnsupportedError(
+            kind_of(inner),
+            "its layers compute attention in code of their own, whatever implementation is set",
+            "a model whose layers take attention implementations",
+        )
     context = LayerContext(
         group=name,
         size=group_size(name),
@@ -113,6 +114,24 @@ def distribute_attention(
     tile_layers(inner, options, kind_of(inner))
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
+
+
+def _check_loaded(model: Any) -> None:
+    """Refuse a model to which accelerate's loaders do not give what it needs."""
+    kind = kind_of(model)
+    if has_parts(model):
+        raise UnsupportedError(
+            f"{kind} with several parts under accelerate",
+            "its loader cuts tokens, but images are embedded in whole sequences",
+            "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch",
+        )
+    if padding_of(model.get_decoder()) is not None:
+        raise UnsupportedError(
+            f"{kind} under accelerate",
+            "its positions begin behind that of padding, but evaluation is local there and would use those of the "
+            "batches, which begin at 0",
+            "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch",
+        )
 
 
 def _hook(inner: Any, decoder: Any, layers: list[torch.nn.Module]) -> None:
@@ -157,8 +176,19 @@ def transformers_model(model: torch.nn.Module) -> Any:
         UnsupportedError: there is none, or more than one.
     """
     found = list(dict.fromkeys(_outermost(model)))
-    kinds = f"a {type(model).__name__} with {', '.join(type(each).__name__ for each in found)}"
-    MODEL.check(no_model=None if found else type(model).__name__, several_models=kinds if len(found) > 1 else None)
+    kind, kinds = type(model).__name__, ", ".join(type(each).__name__ for each in found)
+    if not found:
+        raise UnsupportedError(
+            f"a model of type {kind}",
+            "no transformers model was found in it",
+            "a transformers causal language model; elsewhere, dfa_megatron.DistFlashAttention",
+        )
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"several transformers models in one module, a {kind} with {kinds}",
+            "only one would have distributed attention, and the others would mistake a part of a sequence for a whole",
+            "an engine for each, or all but one of them outside the module that is given",
+        )
     return found[0]
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.positions.document_starts import Documents
 from dfa_megatron.huggingface.positions.prompt_trees import Tree
-from dfa_megatron.huggingface.refusals import ATTENTION
 
 CONTEXT = "_dfa_attention"
 """The attribute of a module that holds its `LayerContext`."""
@@ -90,8 +90,13 @@ def run_of(module: torch.nn.Module, *, needed: bool = False) -> Run:
         return told
     context: LayerContext = getattr(module, CONTEXT)
     current = context.current
-    lost = runs_again() and (needed or current.packed or current.switched)
-    ATTENTION.check(lost_in_recompute=lost, layer=type(module).__name__)
+    if runs_again() and (needed or current.packed or current.switched):
+        layer = type(module).__name__
+        raise UnsupportedError(
+            f"a layer of type {layer} that runs again in the backward",
+            "the function that checkpoints it does not tell it the documents, or whether its attention was local",
+            "checkpoint='full' or 'remat' of DistAttentionConfig, which does",
+        )
     return current.documents, current.longest
 
 

@@ -8,25 +8,28 @@ from __future__ import annotations
 import functools
 import inspect
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.attention_function import NAME, nothing_hidden
+from dfa_megatron.huggingface.check_model import refuse_router_loss
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext, run_of
 from dfa_megatron.huggingface.padding import check_right, check_unlabelled
 from dfa_megatron.huggingface.parts.image_masks import IMAGES, with_images
 from dfa_megatron.huggingface.parts.text_part import is_distributed, switch_attention
-from dfa_megatron.huggingface.parts.whole_inputs import cut
+from dfa_megatron.huggingface.parts.whole_inputs import check_by_name, cut
 from dfa_megatron.huggingface.parts.wrappers import check_adapters
 from dfa_megatron.huggingface.positions import batch_number, tree_inputs
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions import prompt_trees as trees
 from dfa_megatron.huggingface.positions.embedded_positions import after_padding, padding_of, places
-from dfa_megatron.huggingface.refusals import INPUTS
 from dfa_megatron.huggingface.trainers.embedding_noise import scale_noise
 from dfa_megatron.huggingface.windows import WindowMask
 from dfa_megatron.sharding import local_positions, shard_sequence
+
+_LOSS = "dfa_megatron.huggingface.shard_batch, or no labels and causal_lm_loss on the logits"
 
 _OTHER_SENSES = ("pixel_values", "pixel_values_videos", "input_features")
 """Endings of the names of arguments for images and sound."""
@@ -59,8 +62,7 @@ def prepare(
     if context.parts:
         kwargs = cut(module, args, kwargs, context)
     tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
-    given = places(module, kwargs)
-    INPUTS.check(no_positions=context.size if given is None and context.size > 1 else None)
+    given = _places(module, kwargs, context)
     documents: packed.Documents | trees.Tree | None
     if told_tree is None:
         documents, positions = _documents(kwargs, given, tokens, context, number)
@@ -90,6 +92,18 @@ def prepare(
     elif (documents is not None or context.current.added) and not isinstance(mask, dict):
         kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
     return args, kept
+
+
+def _places(module: Any, kwargs: dict[str, Any], context: LayerContext) -> torch.Tensor | None:
+    """Return the places of this rank's tokens; only a single rank may have none."""
+    given = places(module, kwargs)
+    if given is None and context.size > 1:
+        raise UnsupportedError(
+            f"a batch without position_ids on {context.size} ranks",
+            "each rank takes its part of a sequence, and the batch does not show that it is a part",
+            "dfa_megatron.huggingface.shard_batch, which brings them",
+        )
+    return given
 
 
 def _of_local(kwargs: dict[str, Any], context: LayerContext) -> dict[str, Any]:
@@ -122,18 +136,35 @@ def _within_longest(module: Any, positions: torch.Tensor) -> torch.Tensor:
 
 def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerContext) -> None:
     """Refuse arguments that need a whole sequence, and arguments that these checks cannot find."""
-    others = [name for name in kwargs if name.endswith(_OTHER_SENSES) and kwargs[name] is not None]
+    check_by_name(args[1:])
+    if kwargs.get("use_cache") or _key_cache(kwargs) is not None:
+        raise UnsupportedError(
+            "a key cache",
+            "ranks hold parts of the sequence",
+            "use_cache=False, or generation within dfa_megatron.huggingface.local_attention(model)",
+        )
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError("output_attentions", "attention weights are never in memory", "output_attentions=False")
     masks = kwargs.get("attention_mask")
-    whole_batch = batch_number.KEY in kwargs and not batch_number.is_cut(kwargs[batch_number.KEY])
-    INPUTS.check(
-        whole_batch=whole_batch and not context.parts,
-        positional=len(args) > 1,
-        key_cache=kwargs.get("use_cache") or _key_cache(kwargs) is not None,
-        output_attentions=kwargs.get("output_attentions"),
-        outer_masks=isinstance(masks, dict) and not (context.parts and all(map(_plain, masks.values()))),
-        other_senses=", ".join(others) if context.size > 1 else None,
-        ranks=context.size,
-    )
+    if isinstance(masks, dict) and not (context.parts and all(map(_plain, masks.values()))):
+        raise UnsupportedError(
+            "masks made by the model around this one",
+            "they may let tokens see others in ways of their own",
+            "distribute_attention of the whole model, if its masks are causal but for the images of Gemma 3 and 4",
+        )
+    others = ", ".join(name for name in kwargs if name.endswith(_OTHER_SENSES) and kwargs[name] is not None)
+    if others and context.size > 1:
+        raise UnsupportedError(
+            f"{others} on {context.size} ranks",
+            "images and sound belong to the whole sequence, and this rank holds a part of its tokens",
+            "distribute_attention of the whole model, which embeds whole sequences and then cuts them",
+        )
+    if not context.parts and batch_number.KEY in kwargs and not batch_number.is_cut(kwargs[batch_number.KEY]):
+        raise UnsupportedError(
+            "a batch with images or sound for a model of text",
+            "shard_batch leaves the tokens of such a batch whole, for a model of several parts",
+            "a batch of text alone, or distribute_attention of the whole model of several parts",
+        )
 
 
 def _key_cache(given: dict[str, Any]) -> Any:
@@ -192,7 +223,6 @@ def _documents(
         known = packed.of_ranks(given, plain, local, context.group, number)
         if known is None:
             _refuse_positions(given, context, local)
-        assert known is not None
         found = known * batch if len(known) == 1 else known
     return (None if packed.single(found) else found), plain if given is None else given
 
@@ -226,7 +256,15 @@ def _check_whole(given: dict[str, Any]) -> None:
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # generation gives padding on the left any position
         later = later & mask[:, 0].bool()
-    INPUTS.check(part_in_evaluation=_ends(positions) if bool(later.any()) else None)
+    if bool(later.any()):
+        ends = _ends(positions)
+        raise UnsupportedError(
+            f"position_ids {ends} in evaluation",
+            "attention is local there under accelerate, and this is a part of a sequence that was cut over the ranks, "
+            "as by loaders that are prepared together with the model",
+            "the evaluation loader prepared alone, accelerator.prepare(loader), which leaves sequences whole; or "
+            "model.train() within torch.no_grad(), for a model without dropout",
+        )
 
 
 def arguments_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -273,9 +311,8 @@ def check_loss(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         name: given[name] for name in ("position_ids", *packed.FLASH_KEYS) if given.get(name) is not None
     }
     asked = given.get("output_router_logits")
-    INPUTS.check(
-        kind="a call", router_loss=getattr(module.config, "output_router_logits", False) if asked is None else asked
-    )
+    if getattr(module.config, "output_router_logits", False) if asked is None else asked:
+        refuse_router_loss("a call")
     if given.get("labels") is None:
         return
     if (mask := given.get("attention_mask")) is not None and mask.dim() == 2:
@@ -285,11 +322,24 @@ def check_loss(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         check_unlabelled(mask, given["labels"] if shifted is None else shifted)
     if context.size == 1:
         return
-    INPUTS.check(
-        own_loss=None if computes_loss(module) else type(module).__name__,
-        no_shift_labels=given.get("shift_labels") is None,
-        no_item_count=given.get("num_items_in_batch") is None and not context.accelerate,
-    )
+    if not computes_loss(module):
+        raise UnsupportedError(
+            f"labels for a model of type {type(module).__name__}",
+            "its loss is a mean over the tokens of this rank, not of all",
+            "no labels, and causal_lm_loss on its logits",
+        )
+    if given.get("shift_labels") is None:
+        raise UnsupportedError(
+            "labels without shift_labels",
+            "the model would shift them and lose a token at every boundary between ranks",
+            _LOSS,
+        )
+    if given.get("num_items_in_batch") is None and not context.accelerate:
+        raise UnsupportedError(
+            "labels without num_items_in_batch",
+            "the model would take the mean over the tokens of this rank, not of all",
+            _LOSS,
+        )
 
 
 def computes_loss(model: Any) -> bool:
@@ -301,10 +351,15 @@ def _equal(given: torch.Tensor, expected: torch.Tensor) -> bool:
     return given.dim() == 2 and given.shape[1] == expected.shape[1] and bool((given == expected).all())
 
 
-def _refuse_positions(given: torch.Tensor, context: LayerContext, local: int) -> None:
-    first = int(local_positions(local * context.size, group=context.group)[0])
-    said = f"{_ends(given)} of shape {tuple(given.shape)}"
-    INPUTS.check(wrong_positions=said, first=first, last=first + local - 1)
+def _refuse_positions(given: torch.Tensor, context: LayerContext, local: int) -> NoReturn:
+    first, shape, ends = int(local_positions(local * context.size, group=context.group)[0]), given.shape, _ends(given)
+    last = first + local - 1
+    raise UnsupportedError(
+        f"position_ids {ends} of shape {tuple(shape)}",
+        f"this rank holds the tokens {first} to {last} of each sequence, and every sequence, or every document in it, "
+        "must begin at position 0 and go up by 1, across the ranks",
+        "the position_ids of dfa_megatron.huggingface.shard_batch, or of dfa_megatron.local_positions",
+    )
 
 
 def _ends(positions: torch.Tensor) -> str:

@@ -6,11 +6,15 @@ loss. The outputs of padded tokens differ from those of an attention that masks 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.huggingface.refusals import ATTENTION, BATCHES
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.comm.groups import resolve
+
+CAUSAL = "causal self-attention over whole, unpadded sequences"
 
 IGNORED = -100
 """The label of a token that has no loss, as everywhere in transformers."""
@@ -26,6 +30,15 @@ def gathered(mine: torch.Tensor, group: str) -> list[torch.Tensor]:
     return parts
 
 
+def refuse_ready_mask() -> NoReturn:
+    """Refuse a mask of pairs.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError("a ready-made attention mask", "attention is causal by construction", CAUSAL)
+
+
 def check_right(mask: torch.Tensor, group: str = "") -> None:
     """Check that a mask hides only the ends of the sequences; in a group this is collective, with one small message.
 
@@ -37,17 +50,29 @@ def check_right(mask: torch.Tensor, group: str = "") -> None:
         UnsupportedError: a padded token comes before a token that is not padding, a mask holds other numbers than 0 and
             1, or it has other dimensions. All ranks raise it.
     """
-    ATTENTION.check(ready_mask=mask.dim() != 2)
+    if mask.dim() != 2:
+        refuse_ready_mask()
     real = mask.bool()
     contiguous = (real[:, 1:] <= real[:, :-1]).all()
     other = (mask != real.to(mask.dtype)).any()
     facts = torch.cat((real.sum(1), other.long()[None], contiguous.long()[None]))
     whole = gathered(facts, group)
-    BATCHES.check(mask_values=any(bool(part[-2]) for part in whole))
+    if any(bool(part[-2]) for part in whole):
+        raise UnsupportedError(
+            "an attention_mask with other values than 0 and 1",
+            "transformers takes each of them for a token to attend to: numbered documents would see each other, and "
+            "what is added to scores would not be",
+            "1 for tokens and 0 for padding; position_ids that begin at 0 in each document, or cu_seq_lens_q",
+        )
     counts = torch.stack([part[:-2] for part in whole])  # (ranks, batch)
     full = counts == mask.shape[1]
     in_order = ((counts[1:] == 0) | full[:-1]).all()
-    BATCHES.check(left_padding=not bool(in_order & torch.stack([part[-1] for part in whole]).all()))
+    if not bool(in_order & torch.stack([part[-1] for part in whole]).all()):
+        raise UnsupportedError(
+            "an attention_mask with padding that is not on the right",
+            "padded tokens would be attended to",
+            "tokenizer.padding_side='right', or sequences without padding",
+        )
 
 
 def check_unlabelled(mask: torch.Tensor, labels: torch.Tensor) -> None:
@@ -60,4 +85,9 @@ def check_unlabelled(mask: torch.Tensor, labels: torch.Tensor) -> None:
     Raises:
         UnsupportedError: a padded token has a label.
     """
-    BATCHES.check(padded_labels=bool(((labels != IGNORED) & ~mask.bool()).any()))
+    if bool(((labels != IGNORED) & ~mask.bool()).any()):
+        raise UnsupportedError(
+            "labels of padded tokens",
+            "an attention that masks padding would give them another output",
+            "the label -100 for padding, as transformers' collators write it",
+        )

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import shard_batch
 from dfa_megatron.huggingface.distribute import local_attention, transformers_model
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
-from dfa_megatron.huggingface.refusals import PROOF
 from dfa_megatron.huggingface.trainers.shared_batches import takes_whole_batches
 from dfa_megatron.proving import Job, Proof, Text, examine
 from dfa_megatron.runtime.comm.groups import resolve
@@ -49,13 +49,24 @@ class ModelJob(Job):
         self.inner = transformers_model(model)
         context: LayerContext | None = getattr(self.inner, CONTEXT, None)
         kind = type(self.inner).__name__
-        PROOF.check(
-            kind=kind,
-            no_attention=context is None,
-            parts=context is not None and context.parts,
-            no_head=self.inner.get_output_embeddings() is None,
-        )
-        assert context is not None
+        if context is None:
+            raise UnsupportedError(
+                f"prove of a {kind}",
+                "its attention is not distributed, so there is nothing to compare",
+                "distribute_attention before it",
+            )
+        if context.parts:
+            raise UnsupportedError(
+                f"prove of a {kind}, a model of several parts",
+                "its texts have no images or sound",
+                "prove of a model that has its language model alone",
+            )
+        if self.inner.get_output_embeddings() is None:
+            raise UnsupportedError(
+                f"prove of a {kind}",
+                "it has no head, and so no loss to start a backward from",
+                "prove of the model with its head, such as LlamaForCausalLM",
+            )
         config = self.inner.config.get_text_config()
         self.words, self.padding = config.vocab_size, config.pad_token_id
         self.name = context.group

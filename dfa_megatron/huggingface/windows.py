@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.refusals import ATTENTION
+from dfa_megatron.errors import UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,12 @@ class WindowMask:
         Raises:
             UnsupportedError: a slice of some rows.
         """
-        ATTENTION.check(some_rows=any(part not in (slice(None), slice(0, None)) for part in index))
+        if any(part not in (slice(None), slice(0, None)) for part in index):
+            raise UnsupportedError(
+                "logits_to_keep in a model whose layers share keys",
+                "the layers that share them would have fewer queries than keys",
+                "logits_to_keep=0",
+            )
         return self
 
     def to(self, *_: Any) -> WindowMask:
@@ -65,8 +70,12 @@ def window_of(module: torch.nn.Module, mask: WindowMask | None, named: int | Non
     if mask is None and named is None:
         named = _of_its_type(module)
     if size < 1 or (named is not None and min(named, whole) != size):
-        mask_window = "no window" if mask is None else f"one of {mask.size}"
-        ATTENTION.check(window=str(named), layer=type(module).__name__, mask_window=mask_window)
+        layer, mask_window = type(module).__name__, "no window" if mask is None else f"one of {mask.size}"
+        raise UnsupportedError(
+            f"sliding_window={named} in a layer of type {layer} whose mask has {mask_window}",
+            "attention implementations would differ in which tokens are visible",
+            "a window of one token or more that the layer's mask has, or no sliding_window",
+        )
     return (-1, -1) if size == whole else (size - 1, 0)
 
 
@@ -81,8 +90,12 @@ def chunk_of(module: torch.nn.Module, mask: WindowMask | None) -> int | None:
     config: Any = module.config
     size: int = config.attention_chunk_size
     if mask is None or mask.size != size:
-        mask_window = "none" if mask is None else f"those of {mask.size}"
-        ATTENTION.check(chunk=size, layer=type(module).__name__, mask_window=mask_window)
+        layer, mask_window = type(module).__name__, "none" if mask is None else f"those of {mask.size}"
+        raise UnsupportedError(
+            f"chunks of {size} tokens in a layer of type {layer} whose mask has {mask_window}",
+            "attention implementations would differ in which tokens are visible",
+            "attention_chunk_size as in the model's masks",
+        )
     return size
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +13,11 @@ import torch.distributed as dist
 
 from dfa_megatron import deepspeed as dfa_ds
 from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
+from dfa_megatron.deepspeed.pipeline import check_clipping
 from dfa_megatron.deepspeed.tested_keys import check_filled_in
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.testing.workers import run_ranks
 from tests.deepspeed import harness
-from tests.deepspeed.test_pipeline import layers
 from tests.support.models import build
 
 DIFFERING: dict[str, Any] = {  # what the last rank's JSON has of its own; None takes a key away
@@ -110,20 +112,14 @@ def test_the_first_line_says_sequences_ranks_and_steps() -> None:
     assert "a step takes 6 sequences: 2 on each of 1 groups of ranks, 3 times" in stated[1]
 
 
-def clipped(rank: int, world_size: int) -> None:
-    import deepspeed
-    from deepspeed.pipe import PipelineModule
-
-    harness.prepare_worker(rank)
-    deepspeed.init_distributed()
-    for stage, clipping in ((0, {"gradient_clipping": 0.5}), (0, {})):
-        settings = {key: value for key, value in harness.settings(stage, 1).items() if key != "gradient_clipping"}
-        with pytest.raises(UnsupportedError, match=r"gradient_clipping=.* for a pipeline at ZeRO 0"):
-            dfa_ds.initialize(model=PipelineModule(layers(), num_stages=2), config=settings | clipping)
-    for stage, clipping, stages in ((0, 0.0, 2), (1, 0.5, 2), (0, 0.5, 1)):
-        settings = harness.settings(stage, 1) | {"gradient_clipping": clipping}
-        dfa_ds.initialize(model=PipelineModule(layers(), num_stages=stages), config=settings)
-
-
-def test_clipping_the_stages_of_a_pipeline_by_the_norm_of_the_first_is_refused() -> None:
-    run_ranks(2, clipped, timeout=120)
+@pytest.mark.parametrize(
+    ("stage", "clipping", "stages", "refused"),
+    [(0, 0.5, 2, True), (0, None, 2, True), (0, 0.0, 2, False), (1, 0.5, 2, False), (0, 0.5, 1, False)],
+)
+def test_clipping_the_stages_of_a_pipeline_by_the_norm_of_the_first_is_refused(
+    stage: int, clipping: float | None, stages: int, refused: bool
+) -> None:
+    module = SimpleNamespace(topology=lambda: SimpleNamespace(get_dim=lambda axis: stages))
+    settings = {} if clipping is None else {"gradient_clipping": clipping}
+    with pytest.raises(UnsupportedError, match="for a pipeline at ZeRO 0") if refused else nullcontext():
+        check_clipping(module, settings | {"zero_optimization": {"stage": stage}})

@@ -16,8 +16,9 @@ from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.models import build, text
 
+pytestmark = pytest.mark.support("models", "models that are not supported are refused")
 
-@pytest.mark.support("models", "models that are not supported are refused")
+
 def test_a_loss_of_the_router_is_refused_at_the_call() -> None:
     model = dfa_hf.distribute_attention(build("Mixtral", num_local_experts=2))
     tokens = text(1, 8, seed=0)["input_ids"]
@@ -31,7 +32,6 @@ def test_a_loss_of_the_router_is_refused_at_the_call() -> None:
         assert model(input_ids=tokens).aux_loss is not None
 
 
-@pytest.mark.support("models", "models that are not supported are refused")
 def test_a_model_that_was_only_switched_by_name_says_what_is_missing() -> None:
     dfa_hf.distribute_attention(build("Llama"))  # transformers knows the name now
     model = build("Llama")
@@ -46,7 +46,6 @@ def _padding(right: bool) -> torch.Tensor:
     return mask
 
 
-@pytest.mark.support("models", "models that are not supported are refused")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -80,7 +79,6 @@ ODD_MASKS = (
 )
 
 
-@pytest.mark.support("models", "models that are not supported are refused")
 @pytest.mark.parametrize("mask", ODD_MASKS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_mask_of_other_values_than_0_and_1_is_refused_in_every_way_in(mask: torch.Tensor, packed: bool) -> None:
@@ -104,34 +102,9 @@ def test_a_mask_of_other_values_than_0_and_1_is_refused_in_every_way_in(mask: to
         model(**batch | {"attention_mask": same})
 
 
-@pytest.mark.support("models", "models that are not supported are refused")
-def test_generation_says_how_it_would_work() -> None:
-    model = dfa_hf.distribute_attention(build("Llama"))
-    with pytest.raises(UnsupportedError, match="local_attention"):
-        model.eval().generate(text(1, 8, seed=0)["input_ids"], max_new_tokens=2)
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
-def test_dropout_set_after_preparation_is_refused_at_the_call() -> None:
-    model = dfa_hf.distribute_attention(build("Llama"))
-    model.model.layers[0].self_attn.attention_dropout = 0.1
-    with pytest.raises(UnsupportedError, match=r"dropout 0\.1"):
-        model(input_ids=text(1, 8, seed=0)["input_ids"])
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
-@pytest.mark.parametrize("name", ["sinks", "attn_logit_softcapping"])
-def test_what_a_layer_has_and_does_not_hand_over_is_refused(name: str) -> None:
-    model = dfa_hf.distribute_attention(build("Llama"))
-    setattr(model.model.layers[1].self_attn, name, torch.ones(4))
-    with pytest.raises(UnsupportedError, match=f"{name} in a layer of type LlamaAttention"):
-        model(input_ids=text(1, 8, seed=0)["input_ids"])
-
-
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
 
 
-@pytest.mark.support("models", "models that are not supported are refused")
 def test_a_layer_that_names_another_window_than_its_mask_is_refused() -> None:
     model = dfa_hf.distribute_attention(build("Qwen2", **_WINDOWS))
     layers = model.model.layers
@@ -149,7 +122,6 @@ def test_a_layer_that_names_another_window_than_its_mask_is_refused() -> None:
     model(input_ids=tokens[:, :5])  # a window that hides nothing
 
 
-@pytest.mark.support("models", "models that are not supported are refused")
 def test_a_sliding_layer_that_is_not_told_its_window_is_refused() -> None:
     model = dfa_hf.distribute_attention(build("Qwen2", **_WINDOWS))
     layer = model.model.layers[1].self_attn
@@ -162,14 +134,6 @@ def test_a_sliding_layer_that_is_not_told_its_window_is_refused() -> None:
         model(input_ids=tokens)
 
 
-@pytest.mark.support("models", "models that are not supported are refused")
-def test_a_window_of_no_token_is_refused() -> None:
-    model = dfa_hf.distribute_attention(build("Mistral", sliding_window=0))
-    with pytest.raises(UnsupportedError, match="sliding_window=0"):
-        model(input_ids=text(1, 8, seed=0)["input_ids"])
-
-
-@pytest.mark.support("models", "models that are not supported are refused")
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -251,11 +215,9 @@ def evaluate_on_two_ranks(rank: int, world_size: int) -> None:
         model.train()(input_ids=tokens)
 
 
-@pytest.mark.support("models", "models that are not supported are refused")
 def test_a_part_of_a_sequence_in_local_evaluation_is_refused_and_generation_is_not() -> None:
     run_ranks(2, evaluate_on_two_ranks, timeout=120)
 
 
-@pytest.mark.support("models", "models that are not supported are refused")
 def test_on_two_ranks_labels_and_positions_of_a_whole_sequence_are_refused() -> None:
     run_ranks(2, call_on_two_ranks, timeout=120)

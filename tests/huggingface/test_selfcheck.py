@@ -142,6 +142,7 @@ def test_a_model_is_made_small_and_keeps_its_heads_windows_pattern_rope_and_cap(
         ({}, ["--dfa-data-layout", "zigzag"], "layout"),
         ({}, ["--rank", "2"], "unrecognized arguments: --rank 2"),
         ({}, ["--dfa-remat-offload"], "remat_offload"),
+        ({"num_attention_heads": None}, [], "a config without num_attention_heads"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(
@@ -149,6 +150,8 @@ def test_what_cannot_be_checked_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedError, match=said):
         case_of([written(tmp_path, MISTRAL | changes), *words])
+    with pytest.raises(UnsupportedError, match="it is no JSON object"):
+        case_of([__file__])
 
 
 def test_dropout_of_attention_is_left_to_be_refused(tmp_path: Path) -> None:

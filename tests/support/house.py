@@ -114,18 +114,6 @@ def words_of_markdown(tree: Path) -> int:
     return sum(len(GENERATED.sub("", page.read_text(encoding="utf-8")).split()) for page in pages(tree))
 
 
-def refusals(tree: Path, folder: str = f"{PACKAGE}/megatron") -> tuple[int, int]:
-    """Rows of tables (objects of a class named ...Refusal), and errors that are raised one by one."""
-    rows = alone = 0
-    for path in files(tree, folder):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call):
-                name = ast.unparse(node.func).rpartition(".")[2]
-                rows += name.endswith("Refusal")
-                alone += name == "UnsupportedError"
-    return rows, alone
-
-
 COUNT_CALLS = """
 import json, os, sys, tempfile
 import torch, torch.distributed as dist
@@ -178,7 +166,6 @@ def figures(tree: Path) -> list[tuple[str, str]]:
     long = [f for f in written if f.lines > 50 and not f.triton]
     widest = max(f.parameters for f in written if "attention.py:dist_flash_attn" in f.where)
     entered = calls(tree)
-    rows, alone = refusals(tree)
     folders = sorted(modules_by_folder(tree).items(), key=lambda item: -item[1])[:3]
     return [
         ("lines, files of the package", f"{sum(lines.values()):,}, {len(lines)}"),
@@ -194,7 +181,6 @@ def figures(tree: Path) -> list[tuple[str, str]]:
         ("largest folders", ", ".join(f"{name.removeprefix(PACKAGE + '/')} {count}" for name, count in folders)),
         ("changes of sys.path beside the package", str(len(path_hacks(tree)))),
         ("words of Markdown", f"{words_of_markdown(tree):,}"),
-        ("refusals of Megatron: rows of tables, raised one by one", f"{rows}, {alone}"),
     ]
 
 

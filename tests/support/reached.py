@@ -15,7 +15,7 @@ from dfa_megatron.errors import UnsupportedError
 from docs.refusal_tables import PACKAGE, statements
 
 VARIABLE = "DFA_REACHED"
-FRAMEWORKS = ("deepspeed",)
+FRAMEWORKS = ("deepspeed", "huggingface")
 
 
 def note(folder: str) -> None:

@@ -11,8 +11,7 @@ from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.selfcheck.shrink import engine_settings
 from dfa_megatron.deepspeed.tested_keys import check_settings, check_sizes
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.refusals import SELFCHECK as MODEL
-from dfa_megatron.huggingface.selfcheck.command import UNSEEN, Words, class_of, read_config
+from dfa_megatron.huggingface.selfcheck.command import UNSEEN, Words, check_ranks, class_of, read_config
 from dfa_megatron.huggingface.selfcheck.shrink import shrink
 from dfa_megatron.huggingface.selfcheck.states import tolerance_of
 from dfa_megatron.selfcheck.case import Case, Reductions
@@ -75,7 +74,7 @@ def make_case(
     import deepspeed
 
     check_settings(settings, size)
-    MODEL.check(ranks=size, source=f"{KEY}.size")
+    check_ranks(f"{KEY}.size", size)
     model = class_of(config)
     reduced = Reductions()
     small = shrink(config, size, block.options.fixed_degree, tokens, reduced)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import TYPE_IDS
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
 from dfa_megatron.huggingface.padding import check_right, gathered
@@ -17,7 +18,6 @@ from dfa_megatron.huggingface.parts.image_masks import IMAGES, take_images
 from dfa_megatron.huggingface.parts.text_part import is_distributed
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions.embedded_positions import has_axes, refuse_axes
-from dfa_megatron.huggingface.refusals import BATCHES, INPUTS
 from dfa_megatron.sharding import local_positions, shard_sequence
 
 _ALONG = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
@@ -44,8 +44,13 @@ def take_whole(
     if not is_distributed(module):
         return None
     tokens: torch.Tensor | None = kwargs.get("input_ids", args[0] if args else None)
-    INPUTS.check(positional=len(args) > 1, embedded=tokens is None or kwargs.get("inputs_embeds") is not None)
-    assert tokens is not None
+    check_by_name(args[1:])
+    if tokens is None or kwargs.get("inputs_embeds") is not None:
+        raise UnsupportedError(
+            "inputs_embeds, or no input_ids, for a model of several parts",
+            "the ranks compare their tokens, so that each is known to have the whole sequences",
+            "input_ids",
+        )
     kept = dict(kwargs)
     number: torch.Tensor | None = context.current.told.get(batch_number.KEY)
     if batch_number.is_cut(number):
@@ -85,9 +90,15 @@ def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Lay
     Raises:
         UnsupportedError: an argument that may have tokens of the whole sequence is not known.
     """
-    INPUTS.check(positional=bool(args))
-    others = [name for name, x in kwargs.items() if _has_tensors(x) and name not in (*_ALONG, *_OF_LOSS, _OF_IMAGES)]
-    INPUTS.check(uncut=", ".join(others))
+    check_by_name(args)
+    known = (*_ALONG, *_OF_LOSS, _OF_IMAGES)
+    uncut = ", ".join(name for name, x in kwargs.items() if _has_tensors(x) and name not in known)
+    if uncut:
+        raise UnsupportedError(
+            f"{uncut} for the decoder of a model of several parts",
+            "it is not known whether they have the tokens of the whole sequence",
+            "a model that hands on inputs_embeds, position_ids and the features of images alone",
+        )
     group = context.group
     tokens = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     rows, length = tokens.shape[:2]
@@ -110,6 +121,18 @@ def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Lay
     return kept
 
 
+def check_by_name(args: tuple[Any, ...]) -> None:
+    """Refuse positional arguments, in which nothing is looked for.
+
+    Raises:
+        UnsupportedError: there are some.
+    """
+    if args:
+        raise UnsupportedError(
+            "positional arguments after input_ids", "positions and caches are looked for by name", "keyword arguments"
+        )
+
+
 def _has_tensors(value: Any) -> bool:
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(x, torch.Tensor) for x in values)
@@ -121,5 +144,12 @@ def _check_same(tokens: torch.Tensor, number: torch.Tensor | None, context: Laye
         return
     own = batch_number.number_of({"input_ids": tokens}, cut=False)
     _, tokens_differ, differs = batch_number.compare(own, number, group=context.group, device=tokens.device)
-    INPUTS.check(other_tokens=tokens_differ, ranks=context.size)
-    BATCHES.check(different_batches=differs)
+    if tokens_differ:
+        raise UnsupportedError(
+            f"other input_ids than those of another of {context.size} ranks",
+            "a model of several parts embeds whole sequences on every rank, and its decoder's are cut",
+            "dfa_megatron.huggingface.shard_batch of a batch with pixel_values, mm_token_type_ids or the like, the "
+            "same on every rank",
+        )
+    if differs:
+        batch_number.refuse_different_batches()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.refusals import MODEL
+from dfa_megatron.errors import UnsupportedError
 
 _PASS_ON = ("torch", "deepspeed", "accelerate", "peft", "dfa_megatron")
 """Packages whose wrappers hand tokens on as they are; PEFT's are known by their adapters."""
@@ -32,8 +32,13 @@ def check_wrappers(model: Any, inner: Any) -> None:
     """
     for wrapper, holder in _around(model, inner):
         check_adapters(wrapper)
-        known = type(wrapper).__module__.split(".")[0] in _PASS_ON
-        MODEL.check(wrapper=None if known or not _reads_tokens(wrapper, holder) else type(wrapper).__name__)
+        kind = type(wrapper).__name__
+        if type(wrapper).__module__.split(".")[0] not in _PASS_ON and _reads_tokens(wrapper, holder):
+            raise UnsupportedError(
+                f"a {kind} around a transformers model, which computes from input_ids by itself",
+                "it is given this rank's part of the tokens",
+                "the transformers model alone, if what is around it treats each token by itself",
+            )
     check_adapters(inner)
 
 
@@ -51,7 +56,9 @@ def check_adapters(model: Any) -> None:
             why = "it adds tokens in front of this rank's part, on every rank"
         elif getattr(config, "alora_invocation_tokens", None) is not None:
             kind, why = "activated LoRA", "it looks for its invocation in this rank's part of the tokens"
-        MODEL.check(adapter=kind if why else None, adapter_why=why)
+        if why:
+            asked = f"PEFT's adapter of type {kind}"
+            raise UnsupportedError(asked, why, "adapters that treat each token alone, such as LoRA and IA3")
 
 
 def _around(model: Any, inner: Any) -> Iterator[tuple[Any, str]]:

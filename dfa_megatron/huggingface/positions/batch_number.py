@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.huggingface.refusals import BATCHES
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.comm.groups import resolve
 
 KEY = "dfa_batch_number"
@@ -78,5 +78,20 @@ def check_same(number: torch.Tensor | None, group: str, device: torch.device, ki
         UnsupportedError: they had other batches; all raise it.
     """
     worst, differs = compare(number, group=group, device=device, kind=kind)
-    BATCHES.check(different_batches=differs)
+    if differs:
+        refuse_different_batches()
     return worst
+
+
+def refuse_different_batches() -> NoReturn:
+    """Refuse the batches of ranks.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "batches that differ between the ranks of a sequence",
+        "each rank takes its part of the same batch",
+        "the same samples on every rank of a group: a DistributedSampler with num_replicas and rank of the groups, "
+        "not of all ranks; loaders prepared after distribute_accelerator; the same data set, collator and seed",
+    )

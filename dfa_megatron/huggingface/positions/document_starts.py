@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.padding import gathered
 from dfa_megatron.huggingface.positions.batch_number import check_same
-from dfa_megatron.huggingface.refusals import BATCHES
 from dfa_megatron.runtime.comm.groups import group_size
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
@@ -59,12 +59,19 @@ def of_offsets(given: dict[str, Any], batch: int, length: int) -> Documents:
     queries, keys = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
     offsets = _numbers(keys if queries is None else queries)
     both = keys is not None and queries is not None and keys is not queries
-    BATCHES.check(other_keys=both and _numbers(keys) != offsets)
+    if both and _numbers(keys) != offsets:
+        raise UnsupportedError(
+            "cu_seq_lens_k other than cu_seq_lens_q", "queries and keys must be of the same documents", "the same"
+        )
     ends = [row * length for row in range(batch + 1)]
     increasing = all(lo < hi for lo, hi in pairwise(offsets))
     if not offsets or offsets[0] or offsets[-1] != ends[-1] or not increasing or not {*ends} <= {*offsets}:
         ends_of = f"from {offsets[0]} to {offsets[-1]}" if offsets else "without any"
-        BATCHES.check(offsets=ends_of, rows=batch, length=length)
+        raise UnsupportedError(
+            f"cu_seq_lens_q {ends_of}",
+            f"it must hold the offsets of documents in {batch} rows of {length} tokens, those of all ranks",
+            "the batches of dfa_megatron.huggingface.shard_batch, which makes it of position_ids",
+        )
     return tuple(tuple(offset - lo for offset in offsets if lo <= offset <= hi) for lo, hi in pairwise(ends))
 
 

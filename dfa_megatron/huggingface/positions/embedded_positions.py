@@ -6,13 +6,13 @@ position follows the row of the padding token. Language models for images count 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.padding import gathered
 from dfa_megatron.huggingface.positions import document_starts as packed
-from dfa_megatron.huggingface.refusals import INPUTS
 from dfa_megatron.sharding import shard_sequence
 
 _SECTIONS = "mrope_section"
@@ -66,10 +66,20 @@ def places(decoder: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
     return given
 
 
-def refuse_axes(decoder: Any, given: torch.Tensor, *, embedded: bool) -> None:
-    """Refuse position_ids without places or axes."""
-    of = "inputs_embeds in " if embedded else ""
-    INPUTS.check(axes=f"{tuple(given.shape)} for {of}a {decoder.config.model_type} model")
+def refuse_axes(decoder: Any, given: torch.Tensor, *, embedded: bool) -> NoReturn:
+    """Refuse position_ids without places or axes.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    shape, of, kind = tuple(given.shape), "inputs_embeds in " if embedded else "", decoder.config.model_type
+    raise UnsupportedError(
+        f"position_ids of shape {shape} for {of}a {kind} model",
+        "the tokens of images have positions along several axes, and beside them a token's place in the sequence must "
+        "be known",
+        "position_ids (4, batch, seq): the places, as shard_batch cuts them, and the axes, cut alike; or input_ids of "
+        "text",
+    )
 
 
 def has_axes(decoder: Any) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
-from dfa_megatron.huggingface.refusals import INPUTS
 
 _OF_ONE_ROW = "RoFormerSinusoidalPositionalEmbedding"
 """The class of a table whose embeddings have no dimension for rows."""
@@ -98,6 +98,11 @@ def _of_rows(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.
     if positions is None:
         return None
     if type(module).__name__ == _OF_ONE_ROW:
-        INPUTS.check(rows_apart=len(positions) > 1 and not bool((positions == positions[:1]).all()))
+        if len(positions) > 1 and not bool((positions == positions[:1]).all()):
+            raise UnsupportedError(
+                "rows with documents of other lengths in a roformer model",
+                "its table of positions is of one row",
+                "one row a batch, or documents that begin at the same places in each",
+            )
         return output[0]
     return output.view(*positions.shape, -1)

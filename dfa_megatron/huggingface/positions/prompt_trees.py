@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from dfa_megatron.huggingface.refusals import BATCHES
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.mask import Mask, prompt_tree
 from dfa_megatron.sharding import tree_positions
 
@@ -46,7 +46,13 @@ def tree_of(given: Any, length: int, beside: list[str]) -> Tree:
     Raises:
         UnsupportedError: there are such keys, or the segments are no trees of that many tokens.
     """
-    BATCHES.check(beside_tree=", ".join(beside))
+    if beside:
+        others = ", ".join(beside)
+        raise UnsupportedError(
+            f"a prompt_tree beside {others}",
+            "it says by itself which tokens attend to which, and where they are; images are not planned in it",
+            "the tree alone",
+        )
     lengths, parents = (tuple(int(number) for number in numbers) for numbers in given)
     tree, wrong = Tree(lengths, parents), ""
     try:
@@ -54,5 +60,24 @@ def tree_of(given: Any, length: int, beside: list[str]) -> Tree:
             wrong = f"they have {tree.mask.length} tokens, and a row has {length}"
     except ValueError as error:
         wrong = str(error)
-    BATCHES.check(wrong_tree=wrong)
+    if wrong:
+        raise UnsupportedError(
+            "a prompt_tree whose segments do not fit",
+            wrong,
+            "(lengths, parents) of a whole row, as dfa_megatron.masks.prompt_tree takes them",
+        )
     return tree
+
+
+def refuse_in_layer(module: object, why: str) -> NoReturn:
+    """Refuse a tree in a layer that counts places.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    layer = type(module).__name__
+    raise UnsupportedError(
+        f"a prompt_tree in a layer of type {layer} with {why}",
+        "it counts places in the pack, where a token's neighbours may be of another path",
+        "layers of full attention and rotary embeddings; or every path as a document of its own",
+    )

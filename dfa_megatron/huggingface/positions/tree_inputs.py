@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
 from dfa_megatron.huggingface.parts.text_part import is_distributed
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions.document_starts import FLASH_KEYS
 from dfa_megatron.huggingface.positions.embedded_positions import padding_of
 from dfa_megatron.huggingface.positions.prompt_trees import KEY, Tree, tree_of
-from dfa_megatron.huggingface.refusals import INPUTS
 from dfa_megatron.sharding import shard_sequence
 
 
@@ -35,11 +35,16 @@ def taken(kwargs: dict[str, Any], context: LayerContext, *, distributed: bool) -
     Raises:
         UnsupportedError: attention is local.
     """
-    part = batch_number.KEY in kwargs and context.size > 1 and not distributed
-    INPUTS.check(
-        no_tree="a model with its own attention" if KEY in kwargs and not distributed else None,
-        local_part=context.size if part else None,
-    )
+    if KEY in kwargs and not distributed:
+        _refuse_for("a model with its own attention")
+    if batch_number.KEY in kwargs and context.size > 1 and not distributed:
+        raise UnsupportedError(
+            "a batch of shard_batch with local attention",
+            f"it is this rank's part of sequences that {context.size} ranks share, and attention would end with the "
+            "part",
+            "whole sequences within local_attention, and in evaluation under accelerate; or distributed attention, in "
+            "model.train() within torch.no_grad() under accelerate",
+        )
     return {name: kwargs[name] for name in (KEY, batch_number.KEY) if name in kwargs}
 
 
@@ -50,8 +55,18 @@ def segments(told: Any, decoder: Any, kwargs: dict[str, Any], tokens: torch.Tens
         UnsupportedError: they do not fit the tokens, or the decoder would count other positions.
     """
     context: LayerContext = getattr(decoder, CONTEXT)
-    others = {"a model of several parts": context.parts, "a table behind its padding": padding_of(decoder) is not None}
-    INPUTS.check(no_tree=" and ".join(name for name, there in others.items() if there))
+    if context.parts:
+        _refuse_for("a model of several parts")
+    if padding_of(decoder) is not None:
+        _refuse_for("a table behind its padding")
     beside = [name for name in FLASH_KEYS if kwargs.get(name) is not None]
     tree = tree_of(told, tokens.shape[1] * context.size, beside)
     return tree, shard_sequence(tree.positions(tokens.device), group=context.group)
+
+
+def _refuse_for(model: str) -> NoReturn:
+    raise UnsupportedError(
+        f"a prompt_tree for {model}",
+        "tokens of one path would be taken for those of another",
+        "a distributed model of text whose positions are counted from 0",
+    )

@@ -13,10 +13,9 @@ import torch
 
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext, run_of
 from dfa_megatron.huggingface.positions.document_starts import KEYWORD
-from dfa_megatron.huggingface.positions.prompt_trees import Tree
+from dfa_megatron.huggingface.positions.prompt_trees import Tree, refuse_in_layer
 from dfa_megatron.huggingface.recurrent.lightning import lightning
 from dfa_megatron.huggingface.recurrent.stand_ins import FUSED, STANDS_IN, Sequence
-from dfa_megatron.huggingface.refusals import ATTENTION
 from dfa_megatron.runtime.agreement.calls import at_layer
 
 _RUNNING: ContextVar[tuple[Sequence | None, ...]] = ContextVar("recurrent layers", default=())
@@ -102,8 +101,8 @@ def _enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     told = KEYWORD in kwargs
     if told or over is None:
         documents, longest = (kwargs[KEYWORD], 1) if told else run_of(module, needed=True)
-        ATTENTION.check(in_tree="a state" if isinstance(documents, Tree) else None, layer=type(module).__name__)
-        assert not isinstance(documents, Tree)
+        if isinstance(documents, Tree):
+            refuse_in_layer(module, "a state")
         number = int(getattr(module, "layer_idx", None) or 0) + 1
         over = Sequence(number, context.group, context.options, documents) if longest else None
     _RUNNING.set((*running, over))

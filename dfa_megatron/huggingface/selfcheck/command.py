@@ -6,14 +6,15 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.huggingface.refusals import MODEL, SELFCHECK
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checkpointing import check_options
 from dfa_megatron.huggingface.selfcheck.shrink import shrink
 from dfa_megatron.huggingface.selfcheck.states import tolerance_of
 from dfa_megatron.selfcheck.case import Case, Reductions
-from dfa_megatron.selfcheck.options import on_cpu, unseen
+from dfa_megatron.selfcheck.options import MOST_SEQUENCE_RANKS, on_cpu, unseen
 
 UNSEEN = ("packed documents, padding and adapters: each row is one document",)
 
@@ -21,13 +22,14 @@ UNSEEN = ("packed documents, padding and adapters: each row is one document",)
 class Words(argparse.ArgumentParser):
     """A parser whose errors are refusals, as everywhere in this package."""
 
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         """Refuse.
 
         Raises:
             UnsupportedError: always.
         """
-        SELFCHECK.check(command_error=message, usage=self.format_usage().strip())
+        usage = self.format_usage().strip()
+        raise UnsupportedError("this command line", message, usage)
 
 
 def case_of(words: Sequence[str]) -> Case:
@@ -43,8 +45,8 @@ def case_of(words: Sequence[str]) -> Case:
     parser.add_argument("--reentrant", action="store_true", help="as in distribute_attention")
     args = DistAttentionConfig.add_arguments(parser, "huggingface").parse_args(list(words))
     options = DistAttentionConfig.from_args(args)
-    MODEL.check(options, reentrant=args.reentrant)
-    SELFCHECK.check(ranks=args.ranks, source="--ranks")
+    check_options(options, reentrant=args.reentrant)
+    check_ranks("--ranks", args.ranks)
     config = read_config(Path(args.config))
     reduced = Reductions()
     small = shrink(config, args.ranks, options.fixed_degree, args.tokens, reduced)
@@ -73,6 +75,20 @@ def case_of(words: Sequence[str]) -> Case:
     )
 
 
+def check_ranks(source: str, ranks: int) -> None:
+    """Refuse more processes than a self-check starts.
+
+    Raises:
+        UnsupportedError: names the source of the number.
+    """
+    if not 1 <= ranks <= MOST_SEQUENCE_RANKS:
+        raise UnsupportedError(
+            f"{source} {ranks} in a self-check",
+            f"it runs at most {MOST_SEQUENCE_RANKS} processes, and the ranks of a sequence are never reduced",
+            f"a number from 1 to {MOST_SEQUENCE_RANKS}",
+        )
+
+
 def versions() -> str:
     """Return the name and version of transformers."""
     import transformers
@@ -94,8 +110,11 @@ def read_config(path: Path) -> Any:
         values = json.loads(path.read_text(encoding="utf-8"))
         kind = values.get("model_type")
     except (ValueError, AttributeError) as error:
-        SELFCHECK.check(no_json=error, path=path)
-    SELFCHECK.check(unknown_type=None if kind in CONFIG_MAPPING else str(kind), path=path, version=versions())
+        raise UnsupportedError(str(path), f"it is no JSON object: {error}", "a config.json of transformers") from None
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"{path} with model_type {str(kind)!r}", f"{versions()} has no such type", "a config of a type that it has"
+        )
     return CONFIG_MAPPING[kind].from_json_file(path)
 
 
@@ -108,6 +127,8 @@ def class_of(config: Any) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = f"a {config.model_type} model"
-    several = config.get_text_config() is not config
-    SELFCHECK.check(kind=kind, several_parts=several, no_language_model=type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING)
+    if config.get_text_config() is not config:
+        raise UnsupportedError(f"{kind} with several parts", "only text is distributed", "its text_config in a file")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedError(kind, "transformers has no causal language model of it", "a decoder-only model")
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.check_model import layers_with_states
-from dfa_megatron.huggingface.refusals import SELFCHECK
 from dfa_megatron.huggingface.selfcheck.states import shrink_states
 from dfa_megatron.selfcheck.case import Reductions
 from dfa_megatron.selfcheck.small import (
@@ -75,7 +75,10 @@ def shrink(config: Any, ranks: int, degree: int, tokens: int | None, reduced: Re
 def _heads(small: Small, degree: int) -> None:
     """Take as few key/value heads as the ranks need, at the ratio of the user's."""
     heads = small.get("num_attention_heads")
-    SELFCHECK.check(no_heads=type(heads) is not int)
+    if type(heads) is not int:
+        raise UnsupportedError(
+            "a config without num_attention_heads", "the number of heads is unknown", "the config of a decoder"
+        )
     groups = small.get("num_key_value_heads") or heads
     ratio = heads // groups
     few = fewest_groups(groups, ratio, degree)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.model_inputs import arguments_of
 from dfa_megatron.huggingface.padding import IGNORED
-from dfa_megatron.huggingface.refusals import MODEL
 from dfa_megatron.huggingface.tiles.tiled_class import tiled_class
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
@@ -70,7 +70,13 @@ def tiled_head(head: Any) -> Any:
     """
     if not isinstance(head, TiledLinear):
         plain = isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward
-        MODEL.check(other_head=None if plain else f"{type(head).__module__}.{type(head).__qualname__}")
+        if not plain:
+            kind = f"{type(head).__module__}.{type(head).__qualname__}"
+            raise UnsupportedError(
+                f"a loss by tiles with a head of type {kind}",
+                "only the product of PyTorch's linear layer is known to be made by tiles",
+                "loss_tile='off' and causal_lm_loss, or a head without an adapter",
+            )
         base: Any = type(head)
         head.__class__ = tiled_class(TiledLinear, base)
         setattr(head, WATCHED, None)
@@ -90,7 +96,13 @@ def set_tile(model: Any, options: DistAttentionConfig) -> None:
             setattr(model, _TILE, None)
         return
     own = getattr(model, "loss_function", None)
-    MODEL.check(own_loss_function=None if own in (ForCausalLMLoss, loss_by_tiles) else getattr(own, "__name__", own))
+    if own not in (ForCausalLMLoss, loss_by_tiles):
+        name = getattr(own, "__name__", own)
+        raise UnsupportedError(
+            f"loss_tile with the loss function {name}",
+            "only transformers' ForCausalLMLoss is known to be made by tiles",
+            "loss_tile='off', or dfa_megatron.loss.cross_entropy on hidden states",
+        )
     tiled_head(model.get_output_embeddings())
     known = hasattr(model, _TILE)
     setattr(model, _TILE, options.loss_tile)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.huggingface.refusals import MODEL
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.tiles.tiled_class import tiled_class
 from dfa_megatron.remat.by_tiles import by_tiles
 
@@ -56,7 +56,16 @@ def tile_layers(model: Any, options: DistAttentionConfig, kind: str) -> None:
         return
     mlps = list(_mlps(decoder))
     other = next((type(mlp).__name__ for mlp in mlps if not _treats_each_token_alone(mlp)), None)
-    MODEL.check(kind=kind, other_mlp=other, no_mlp=not mlps)
+    if other:
+        raise UnsupportedError(
+            f"mlp_tile for {kind} with an MLP of class {other}",
+            "only a dense MLP of hidden states computes each token by itself; experts are chosen over all tokens",
+            "mlp_tile='off'",
+        )
+    if not mlps:
+        raise UnsupportedError(
+            f"mlp_tile for {kind}", "its layers have no MLP in a module of its own", "mlp_tile='off'"
+        )
     norms = [module for module in decoder.modules() if _NORM.search(type(module).__name__)]
     for module in (*norms, *mlps):
         if not isinstance(module, TiledTokens):

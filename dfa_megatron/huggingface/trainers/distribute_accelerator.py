@@ -12,8 +12,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.distribute import distribute_attention, transformers_model
-from dfa_megatron.huggingface.refusals import ACCELERATOR
 from dfa_megatron.huggingface.trainers.group_accelerator import Sharing, with_shared_sequences
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 
@@ -53,21 +53,29 @@ def share_sequences(
     theirs = 1 if parallel is None else parallel.cp_size
     size = (theirs if theirs > 1 else world) if size is None else size
     known: Sharing | None = getattr(accelerator, "_dfa_sharing", None)
-    others = [name for name in ("sp_size", "tp_size") if getattr(parallel, name, 1) > 1]
-    dynamo = accelerator.state.dynamo_plugin.backend
-    ACCELERATOR.check(
-        uneven_size=str(size) if size < 1 or world % size else None,
-        ranks=world,
-        two_sizes=size if theirs not in (1, size) else None,
-        cp_size=theirs,
-        other_size=size if known is not None and size != known.size else None,
-        known_size=0 if known is None else known.size,
-        other_parallelism=f"{others[0]}={getattr(parallel, others[0])}" if others else None,
-        deepspeed=accelerator.distributed_type == "DEEPSPEED",
-        dispatched=accelerator.dispatch_batches,
-        compiled=None if dynamo == "NO" else dynamo.value.lower(),
-        prepared=loop and known is None and world > 1 and bool(accelerator._schedulers or accelerator._dataloaders),
-    )
+    if size < 1 or world % size:
+        raise UnsupportedError(
+            f"size={size} on {world} ranks", "groups of that many ranks do not use all of them", f"a divisor of {world}"
+        )
+    if theirs not in (1, size):
+        raise UnsupportedError(
+            f"size={size} beside ParallelismConfig(cp_size={theirs})",
+            "the ranks of cp share each sequence",
+            "one of them",
+        )
+    if known is not None and size != known.size:
+        raise UnsupportedError(
+            f"size={size} for a second model",
+            f"the accelerator's loaders give one batch to {known.size} ranks",
+            "the same size for all models of an accelerator",
+        )
+    if loop and known is None and world > 1 and (accelerator._schedulers or accelerator._dataloaders):
+        raise UnsupportedError(
+            "distribute_accelerator behind accelerator.prepare",
+            "its loaders would give the ranks of a sequence different batches, and schedulers step once for each rank",
+            "the call before prepare",
+        )
+    _check(accelerator)
     if world == 1:
         distribute_attention(model, config=config)
         return 1
@@ -83,3 +91,35 @@ def share_sequences(
         accelerator.__class__ = with_shared_sequences(type(accelerator))
     known.models.add(model)
     return size
+
+
+def _check(accelerator: Any) -> None:
+    """Refuse what an accelerator was told to do with batches or models."""
+    for name in ("sp_size", "tp_size"):
+        theirs = getattr(accelerator.parallelism_config, name, 1)
+        if theirs > 1:
+            raise UnsupportedError(
+                f"ParallelismConfig({name}={theirs}) without DeepSpeed",
+                "accelerate would cut the batches or the model too",
+                "a ParallelismConfig of cp_size and dp sizes, or none",
+            )
+    if accelerator.distributed_type == "DEEPSPEED":
+        raise UnsupportedError(
+            "distribute_accelerator or distribute_trainer with DeepSpeed",
+            "its engine finds the ranks of a sequence in the JSON",
+            "dfa_megatron.deepspeed.install() and ParallelismConfig(sp_size=..., sp_backend='deepspeed')",
+        )
+    if accelerator.dispatch_batches:
+        raise UnsupportedError(
+            "dispatch_batches=True",
+            "the first rank would hand the ranks of a sequence different batches",
+            "dispatch_batches=False, or None",
+        )
+    dynamo = accelerator.state.dynamo_plugin.backend
+    if dynamo != "NO":
+        backend = dynamo.value.lower()
+        raise UnsupportedError(
+            f"torch_compile, or the dynamo backend {backend!r} of accelerate",
+            "transformers then asks for masks that are not planned",
+            "no dynamo_backend, torch_compile=False",
+        )

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.distribute import transformers_model
 from dfa_megatron.huggingface.padding import IGNORED
-from dfa_megatron.huggingface.refusals import ACCELERATOR, TRAINER
 from dfa_megatron.huggingface.trainers.distribute_accelerator import share_sequences
+from dfa_megatron.huggingface.trainers.group_accelerator import refuse_objects
 from dfa_megatron.huggingface.trainers.shared_batches import Shared, take_whole_batches
 
 
@@ -53,23 +54,59 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: DistAtt
 
 
 def _check(trainer: Any, options: DistAttentionConfig) -> None:
+    """Refuse what a Trainer was told to do with models, losses or batches."""
+    arguments, checkpoint = trainer.args, options.checkpoint
+    _check_loss(trainer)
+    if arguments.eval_use_gather_object:
+        refuse_objects()
+    if trainer.model_init is not None:
+        raise UnsupportedError(
+            "model_init",
+            "the Trainer makes another model when it trains, which would not be distributed",
+            "Trainer(model=...)",
+        )
+    if arguments.include_num_input_tokens_seen not in (False, "no") and not hasattr(trainer, "_track_num_input_tokens"):
+        raise UnsupportedError(
+            "include_num_input_tokens_seen with this version of transformers",
+            "its loop counts each token once on every rank of its sequence",
+            "transformers 5.23, or include_num_input_tokens_seen='no'",
+        )
+    if getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance":
+        raise UnsupportedError(
+            "train_sampling_strategy='batch_rebalance'",
+            "it would give each rank of a sequence another batch",
+            "'random', 'sequential' or 'group_by_length'",
+        )
+    if getattr(arguments, "predict_with_generate", False):
+        raise UnsupportedError(
+            "predict_with_generate",
+            "generation needs the keys of whole sequences on one rank",
+            "evaluation without it, or model.generate within dfa_megatron.huggingface.local_attention(model)",
+        )
+    if arguments.gradient_checkpointing and checkpoint != "none":
+        raise UnsupportedError(
+            f"gradient_checkpointing=True with checkpoint={checkpoint!r}",
+            "the Trainer would replace one by the other when it trains",
+            "gradient_checkpointing=False",
+        )
+
+
+def _check_loss(trainer: Any) -> None:
+    """Refuse losses that do not add up over the ranks."""
+    if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+        raise UnsupportedError(
+            "label_smoothing_factor or compute_loss_func",
+            "they would compare the labels of all tokens with the logits of this rank's",
+            "the model's own loss",
+        )
     own = trainer.compute_loss
-    ACCELERATOR.check(objects=trainer.args.eval_use_gather_object)
-    TRAINER.check(
-        options,
-        new_models=trainer.model_init is not None,
-        own_loss=trainer.label_smoother is not None or trainer.compute_loss_func is not None,
-        other_loss=None if _name(own) in _LOSSES else getattr(own, "__qualname__", repr(own)),
-        rebalanced=getattr(trainer.args, "train_sampling_strategy", None) == "batch_rebalance",
-        generates=getattr(trainer.args, "predict_with_generate", False),
-        tokens_seen=trainer.args.include_num_input_tokens_seen not in (False, "no")
-        and not hasattr(trainer, "_track_num_input_tokens"),
-        checkpointed=trainer.args.gradient_checkpointing,
-    )
-
-
-def _name(method: Any) -> str:
-    return f"{getattr(method, '__module__', '')}.{getattr(method, '__qualname__', '')}"
+    name = getattr(own, "__qualname__", repr(own))
+    if f"{getattr(own, '__module__', '')}.{name}" not in _LOSSES:
+        raise UnsupportedError(
+            name,
+            "what it makes of logits or log-probabilities would be of this rank's tokens alone, and training wrong",
+            "Trainer or SFTTrainer, or distribute_accelerator and a loop of your own over the model's loss",
+        )
 
 
 _LOSSES = ("transformers.trainer.Trainer.compute_loss", "trl.trainer.sft_trainer.SFTTrainer.compute_loss")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dfa_megatron.huggingface.refusals import ACCELERATOR
+from dfa_megatron.errors import UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,19 @@ class Sharing:
     mesh: Any
     loop: bool
     models: set[torch.nn.Module] = field(default_factory=set)
+
+
+def refuse_objects() -> NoReturn:
+    """Refuse to gather what is no tensor.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "gather_for_metrics of objects (use_gather_object, eval_use_gather_object)",
+        "what the ranks of a sequence hold in common could not be told apart",
+        "tensors",
+    )
 
 
 def with_shared_sequences(kind: type) -> type:
@@ -61,9 +74,17 @@ class _SharesSequences:
         """Leave accelerate's own context parallelism out."""
         return nullcontext()
 
-    def split_between_processes(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to give the ranks of a group different inputs."""
-        ACCELERATOR.check(split=True)
+    def split_between_processes(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to give the ranks of a group different inputs.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "split_between_processes of an accelerator whose ranks share sequences",
+            "the ranks of a sequence would get different inputs",
+            "a loader of accelerator.prepare",
+        )
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler that steps once for each group."""
@@ -90,8 +111,8 @@ class _SharesSequences:
 
         For a Trainer whose model trains, from all ranks: TRL gathers counts and sums over this rank's part.
         """
-        tensors = all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(input_data))
-        ACCELERATOR.check(objects=use_gather_object or not tensors)
+        if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(input_data)):
+            refuse_objects()
         whole = super().gather(input_data)  # type: ignore[misc]
         sharing = self._dfa_sharing
         if not sharing.loop and any(model.training for model in sharing.models):
@@ -100,7 +121,12 @@ class _SharesSequences:
         data = getattr(state.active_dataloader, "dataset", None)
         streamed = isinstance(data, torch.utils.data.IterableDataset) and state.remainder < 0
         ranks = self.state.num_processes  # type: ignore[attr-defined]
-        ACCELERATOR.check(streamed=streamed and sharing.size < ranks)
+        if streamed and sharing.size < ranks:
+            raise UnsupportedError(
+                "evaluation on data without a length, by several groups of ranks",
+                "what repeats to fill the last batch could not be told apart",
+                "a data set with a length, or size of all ranks",
+            )
         rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
         return tree_map_only(torch.Tensor, lambda value: value[:rows], self._once(whole))
 

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from dfa_megatron.huggingface.batch import KNOWN, OTHER_SENSES, TYPE_IDS, shard_batch
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.batch import KNOWN, OTHER_SENSES, TYPE_IDS, refuse_batch, shard_batch
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
 from dfa_megatron.huggingface.model_inputs import arguments_of
 from dfa_megatron.huggingface.padding import IGNORED, gathered
 from dfa_megatron.huggingface.parts.text_part import is_distributed
+from dfa_megatron.huggingface.positions.batch_number import refuse_different_batches
 from dfa_megatron.huggingface.positions.document_starts import FLASH_KEYS, of_offsets, positions_of
-from dfa_megatron.huggingface.refusals import BATCHES, INPUTS
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import unshard_sequence
 
@@ -69,7 +70,12 @@ def check_parallelism(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     config = state.AcceleratorState._shared_state.get("parallelism_config")
     size = getattr(config, "cp_size", 1)
-    INPUTS.check(own_parallelism=size if size > 1 else None)
+    if size > 1:
+        raise UnsupportedError(
+            f"distribute_attention beside ParallelismConfig(cp_size={size}) of accelerate",
+            "accelerate would drop the masks of layers, and cut batches a second time",
+            "distribute_accelerator(accelerator, model), or distribute_trainer(trainer)",
+        )
 
 
 def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -80,10 +86,14 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     given = {name: value for name, value in arguments_of(model, args, kwargs).items() if value is not None}
     batch = {name: given.pop(name) for name in (*KNOWN, *OTHER_SENSES) if name in given}
     kept = given.get("logits_to_keep")
-    BATCHES.check(
-        unknown_batch=None if "input_ids" in batch else ", ".join((*batch, *given)) or "nothing",
-        some_rows=isinstance(kept, torch.Tensor) or kept,
-    )
+    if "input_ids" not in batch:
+        refuse_batch((*batch, *given))
+    if isinstance(kept, torch.Tensor) or kept:
+        raise UnsupportedError(
+            "logits_to_keep of shared batches, which generate() asks for too",
+            "each rank would keep its own part's, and generation needs the keys of whole sequences on one rank",
+            "logits_to_keep=0; or model.generate within dfa_megatron.huggingface.local_attention(model)",
+        )
     if context.options.verify != "off":
         _check_same(batch, context.group)
     shared: Shared = getattr(model, _SHARED)
@@ -94,8 +104,13 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     context.current.added = whole["input_ids"].shape[1] - shared.length
     part = shard_batch(whole, group=context.group or None)
     made = part.keys() - {"num_items_in_batch"}
-    others = [name for name, x in given.items() if name in made or _has_tokens(x, shared.length)]
-    BATCHES.check(per_token=", ".join(others))
+    others = ", ".join(name for name, x in given.items() if name in made or _has_tokens(x, shared.length))
+    if others:
+        raise UnsupportedError(
+            f"{others} beside the tokens of a shared batch",
+            "they would stay whole, or take the place of what is made for this rank's part",
+            "input_ids and labels, of which shift_labels are made",
+        )
     if shared.count_of_whole and (count := given.get("num_items_in_batch")) is not None:
         given["num_items_in_batch"] = count / context.size
     return (), part | given
@@ -186,4 +201,5 @@ def _check_same(batch: Mapping[str, torch.Tensor], group: str) -> None:
             facts[3 * place : 3 * place + 2] = torch.tensor(value.shape)
             facts[3 * place + 2] = (value.flatten() * weights).sum()
     found = torch.stack(gathered(facts, group))
-    BATCHES.check(different_batches=bool((found != found[0]).any()))
+    if bool((found != found[0]).any()):
+        refuse_different_batches()
