@@ -45,7 +45,7 @@ _STANDING: list[tuple[int, ...]] = []
 
 
 def documented(drawn: MegatronDraw) -> str:
-    """Return what the pages say of a draw that Megatron-Core computes otherwise than one rank without padding, or ""."""
+    """Return what the pages say of a draw that Megatron-Core computes otherwise where packs have padding, or ""."""
     weighed = drawn.config.get("moe_aux_loss_coeff") or drawn.config.get("moe_z_loss_coeff")
     if weighed and drawn.pack == "padded" and "mtp_num_layers" in drawn.config:
         return "documented: padding counts in the losses of the experts of prediction layers"
