@@ -71,7 +71,7 @@ def _forward_of(base: Any) -> Forward:
         CALLS.check(unnamed=cls.__name__ if len(names) < len(args) else None)
         given = {**dict(zip(names, args, strict=True)), **kwargs}
         visit = _visit(model, context, given)
-        CALLS.check(lost_mask=given.get("padding_mask") is not None and _loses_masks(model.config, context))
+        CALLS.check(lost_mask=given.get("padding_mask") is not None and _loses_masks(model, context))
         packed = given.get("packed_seq_params") is not None
         ranks = 1 if visit is None else visit.group.size()
         LAYERS.check(context.options, context_parallel_size=ranks, other_layer=has_others, in_pack=packed)
@@ -119,11 +119,13 @@ def _check_extracted(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     CALLS.check(extracted="extract_layer_indices" if kwargs.get("extract_layer_indices") else None)
 
 
-def _loses_masks(config: Any, context: AttentionContext) -> bool:
+def _loses_masks(model: Any, context: AttentionContext) -> bool:
     """Return whether Megatron recomputes only some layers, itself, and would leave out the padding mask of others."""
-    blocks = config.recompute_granularity == "full" and config.recompute_method == "block"
-    fixed = importlib.util.find_spec("megatron.core.recompute") is not None
-    return blocks and bool(config.num_moe_experts) and context.options.remat == "off" and not fixed
+    config = model.config
+    if context.options.remat != "off" or not config.num_moe_experts or config.recompute_granularity != "full":
+        return False
+    some = config.recompute_method == "block" and config.recompute_num_layers < len(model.decoder.layers)
+    return some and importlib.util.find_spec("megatron.core.recompute") is None  # 0.19 keeps it
 
 
 @functools.cache

@@ -166,6 +166,8 @@ def draw(seed: int, number: int) -> MegatronDraw:
         options["remat"] = "auto"  # Megatron's own recomputation of prediction layers takes no packs
     if sizes.get("pp", 1) > 1 and options["kernel"] == "cpu" and config.get("v_head_dim", 12) != 12:
         options["kernel"] = "auto"  # the first stage refuses its first call, while the next one waits for hidden states
+    if sizes.get("pp", 1) > 1 and config.get("recompute_method") == "block" and "num_moe_experts" in config:
+        options["remat"] = "auto"  # as for a padding_mask that Megatron would lose
     kinds = [*uneven.MASKS] if "mtp_num_layers" in config else [*uneven.MASKS, "nothing"]
     experts = "num_moe_experts" in config
     model, shares = _model(dice, config, sizes)
