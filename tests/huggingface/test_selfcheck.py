@@ -142,7 +142,6 @@ def test_a_model_is_made_small_and_keeps_its_heads_windows_pattern_rope_and_cap(
         ({}, ["--dfa-data-layout", "zigzag"], "layout"),
         ({}, ["--rank", "2"], "unrecognized arguments: --rank 2"),
         ({}, ["--dfa-remat-offload"], "remat_offload"),
-        ({"num_attention_heads": None}, [], "a config without num_attention_heads"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(
