@@ -69,10 +69,8 @@ def attend(keys: int = 8, mask: Any = None, sinks: Any = None, **more: Any) -> N
 
 REMAT = DistAttentionConfig(checkpoint="remat")
 CHUNKED: Any = Stub(config=Stub(layer_types=["chunked_attention"], attention_chunk_size=8), layer_idx=0)
-
 PACK = type(own_positions._OF_ONE_ROW, (Stub,), {CONTEXT: Stub(current=Stub(positions=torch.eye(2)))})
 ALONE = Stub(state=Stub(num_processes=2), parallelism_config=None)
-VIT = Stub(model_type="vit", get_text_config=lambda: VIT)
 CASES: list[tuple[str, Callable[[], Any]]] = [
     ("head_mask in a layer of type LlamaAttention", lambda: attend(head_mask=torch.ones(1))),
     ("attention dropout 0.2", lambda: attend(dropout=0.2)),
