@@ -52,9 +52,5 @@ class RematError(DistAttentionError, RuntimeError):
     """A recompute cannot use what the first pass of its region kept; the message says why and what to do."""
 
 
-class SelfCheckError(DistAttentionError, RuntimeError):
-    """A self-check at the start of a run found a difference; the message is its table, the same on every rank."""
-
-
 class ProofError(DistAttentionError, RuntimeError):
     """Many ranks do not compute what one rank computes; the message is the table of `prove`, the same on every rank."""

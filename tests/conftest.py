@@ -36,7 +36,6 @@ TOGETHER = {
     "tests/megatron/test_latent.py",
     "tests/megatron/test_packed.py",
     "tests/megatron/test_softmax_offset.py",
-    "tests/selfcheck/test_megatron.py",
 }
 """Files whose fixtures train: one worker of pytest-xdist makes them, for all tests of the file."""
 

@@ -56,16 +56,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recurrence": RUNTIME | {"remat", "sharding"},
     "loss": RUNTIME | {"sharding"},
     "pack_planner": RUNTIME,
-    "selfcheck": set(),
     "proving": set(),
-    "megatron": FUNCTIONS | {"selfcheck", "proving", "refusals"},
-    "huggingface": FUNCTIONS | {"selfcheck", "proving"},
-    "deepspeed": FUNCTIONS | {"selfcheck", "proving", "huggingface"},
+    "megatron": FUNCTIONS | {"proving", "refusals"},
+    "huggingface": FUNCTIONS | {"proving"},
+    "deepspeed": FUNCTIONS | {"proving", "huggingface"},
     "argument_file": set(),
     "launch": {"megatron", "argument_file"},
     "doctor": FUNCTIONS,
     "plan_run": FUNCTIONS | {"naive", "doctor"},
-    "cli": FUNCTIONS | FRAMEWORKS | {"argument_file", "selfcheck", "doctor", "plan_run"},
+    "cli": FUNCTIONS | FRAMEWORKS | {"argument_file", "doctor", "plan_run"},
 }
 """What each part may import of this package, beside itself, the ground and the package's own lazy names."""
 
@@ -85,7 +84,6 @@ OUTSIDE: dict[str, set[str]] = {
     "recurrence": {"torch"},
     "loss": {"torch"},
     "pack_planner": {"torch"},
-    "selfcheck": {"torch"},
     "proving": {"torch"},
     "doctor": {"torch"},
     "megatron": {"torch", "megatron", "packaging", "transformer_engine"},

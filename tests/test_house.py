@@ -24,16 +24,10 @@ FRAMEWORKS_OWN = {
 """Signatures that a framework calls: theirs are ours."""
 
 SAME_ROLE = {
-    "at_start.py": "selfcheck",
     "batch.py": "the batch of a framework",
     "checkpointing.py": "rematerialization in a framework",
-    "command.py": "selfcheck",
     "merge.py": "the kernels' merge, as PyTorch and as Triton",
-    "model.py": "selfcheck",
     "refusals.py": "the table of a framework",
-    "shrink.py": "selfcheck",
-    "train.py": "selfcheck",
-    "watch.py": "selfcheck",
 }
 """File names that may stand in several folders, because each is the same thing there."""
 
@@ -58,23 +52,22 @@ LONG_FUNCTIONS_FOR_NOW = {
 
 BUDGETS = {
     "benchmarks": 7_674,
-    "cli": 1_052,
-    "deepspeed": 1_795,
+    "cli": 1_115,
+    "deepspeed": 1_454,
     "doctor": 1_276,
-    "huggingface": 4_946,
+    "huggingface": 4_576,
     "kernels": 3_742,
     "loss": 800,
-    "megatron": 6_516,
+    "megatron": 5_436,
     "plan": 5_603,
     "plan_run": 182,
-    "proving": 649,
+    "proving": 764,
     "recurrence": 1_170,
     "remat": 535,
     "runtime": 6_276,
-    "selfcheck": 891,
     "testing": 487,
-    "tests": 40_827,
-    "top": 1_536,
+    "tests": 40_231,
+    "top": 1_532,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 

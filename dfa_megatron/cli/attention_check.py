@@ -1,30 +1,30 @@
-"""`dfa-megatron selfcheck attention`: the functions alone, over gloo ranks, against dense attention in float64."""
+"""`dfa-megatron doctor attention`: the functions alone, over gloo ranks, against dense attention in float64."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import logging
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.names import LAYOUTS
-from dfa_megatron.selfcheck.case import Case
-
-if TYPE_CHECKING:
-    from dfa_megatron.selfcheck.record import Recorder
 
 Tensor = Any
 """torch.Tensor; the command line loads torch only where it is needed."""
 
 MOST_RANKS = 32
+TOLERANCE = 1e-4
+"""Largest |difference| over the largest entry of the whole tensor; attention computes in float32."""
 
 
 @dataclass(frozen=True)
 class AttentionFlags:
-    """The flags of the self-check beside the options of distributed attention."""
+    """The flags of the check beside the options of distributed attention."""
 
     ranks: int = flag(4)
     tokens: int | None = flag(None, "of the whole sequence; 16 a rank by default")
@@ -39,15 +39,47 @@ class AttentionFlags:
     layout: str = flag("contiguous", "tokens of a rank; load_balanced is for packs", choices=LAYOUTS)
 
 
-def case_of(words: Sequence[str]) -> Case:
-    """The self-check of one attention, of the shapes and options on a command line.
+def add_parser(subparsers: Any) -> None:
+    """Add `doctor attention`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "attention",
+        help="one distributed attention of any shape and options against dense attention, on the CPU; --help has them",
+        description=__doc__,
+        epilog="Exit status: 0 where it is right, 1 where something differs, 2 for what is refused.",
+    )
+    add_flags(parser, AttentionFlags)
+    DistAttentionConfig.add_arguments(parser, "function", prefix="--").set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the ranks, or be one; return the exit status."""
+    flags, settings = settings_of(args)
+    from dfa_megatron.doctor import start_ranks, world
+
+    if "RANK" not in os.environ:
+        return start_ranks.start(["-m", "dfa_megatron.cli.main", *args.argv], flags.ranks)
+    logging.disable(logging.WARNING)
+    here = world.join("cpu")
+    rows = compared(settings, here.rank, here.size)
+    status = int(any(error > TOLERANCE for _, error, _ in rows))
+    if here.rank == 0:
+        print(
+            f"attention on {flags.ranks} ranks, {settings['tokens']} tokens, {flags.heads} heads of {flags.head_dim} "
+            f"over {flags.kv_heads}, layout {flags.layout}, schedule {settings['config']['schedule']}"
+        )
+        for name, error, where in rows:
+            print(f"  {name:<4}{error:.1e}" + (f"  differs: {where}" if error > TOLERANCE else ""))
+        print("wrong" if status else "right: the largest differences are rounding")
+    here.leave()
+    return status
+
+
+def settings_of(args: argparse.Namespace) -> tuple[AttentionFlags, dict[str, Any]]:
+    """Return the flags, and what `compared` takes.
 
     Raises:
         UnsupportedError: too many ranks, or an option with a value that it cannot have.
     """
-    parser = argparse.ArgumentParser(prog="dfa-megatron selfcheck attention", description=__doc__, allow_abbrev=False)
-    add_flags(parser, AttentionFlags)
-    args = DistAttentionConfig.add_arguments(parser, "function", prefix="--").parse_args(list(words))
     flags, config = from_flags(AttentionFlags, args), DistAttentionConfig.from_args(args, prefix="")
     if not 1 <= flags.ranks <= MOST_RANKS:
         raise UnsupportedError(f"--ranks {flags.ranks}", "each is a process here", f"1 to {MOST_RANKS}")
@@ -63,25 +95,16 @@ def case_of(words: Sequence[str]) -> Case:
     tokens = offsets[-1] if offsets else flags.tokens or 16 * flags.ranks
     if tokens < 1 or tokens % flags.ranks:
         raise UnsupportedError(f"{tokens} tokens", f"they must divide among {flags.ranks} ranks", f"{16 * flags.ranks}")
-    shapes = f"{tokens} tokens, {flags.heads} heads of {flags.head_dim} over {flags.kv_heads}"
-    return Case(
-        title=f"attention, {shapes}, layout {flags.layout}, schedule {config.schedule}",
-        ranks=flags.ranks,
-        measure=f"{__name__}:measure",
-        settings=asdict(flags) | {"tokens": tokens, "cu_seqlens": offsets, "config": asdict(config)},
-        sections={"attention": "attention"},
-        unseen=("GPU kernels and transports: `dfa-megatron doctor` compares kernels on the GPUs themselves",),
-    )
+    return flags, asdict(flags) | {"tokens": tokens, "cu_seqlens": offsets, "config": asdict(config)}
 
 
-def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, recorder: Recorder) -> None:
-    """Run in a rank process; see `dfa_megatron.selfcheck.case.Case`."""
+def compared(settings: Mapping[str, Any], rank: int, ranks: int) -> list[tuple[str, float, str]]:
+    """Return of out, lse and the gradients: the largest error over all ranks, and the first place; collective."""
     import torch
     import torch.distributed as dist
 
     from dfa_megatron.sharding import layout_of_tokens, positions_of
 
-    recorder.section = sections[0]
     batch, tokens, heads, kv_heads, width = (
         settings[name] for name in ("batch", "tokens", "heads", "kv_heads", "head_dim")
     )
@@ -89,21 +112,28 @@ def measure(settings: Mapping[str, Any], sections: Sequence[str], whole: bool, r
     q, k, v, dout = (
         torch.randn(batch, tokens, h, width, generator=generator) for h in (heads, kv_heads, kv_heads, heads)
     )
-    offsets, here = settings["cu_seqlens"], torch.arange(tokens)
-    if whole:
-        q, k, v, dout = (x.double() for x in (q, k, v, dout))
-    else:
-        held = layout_of_tokens(settings["layout"], tokens, dist.get_world_size(), offsets)
-        here = positions_of(held, dist.get_rank())
-    q, k, v = (x[:, here].requires_grad_() for x in (q, k, v))
-    out, lse = _dense(q, k, v, settings) if whole else _distributed(q, k, v, settings)
-    out.backward(dout[:, here])
-    rows = ("sample", "token", "head", "channel")
-    recorder.add("out", "out", out, rows, {1: here})
-    recorder.add("lse", "lse", lse, ("sample", "head", "token"), {2: here})
-    for name, x in (("dq", q), ("dk", k), ("dv", v)):
-        assert x.grad is not None
-        recorder.add(name, name, x.grad, rows, {1: here})
+    here = positions_of(layout_of_tokens(settings["layout"], tokens, ranks, settings["cu_seqlens"]), rank)
+    ours: list[Any] = []
+    theirs: list[Any] = []
+    for into, attention, at, dtype in (
+        (ours, _distributed, here, torch.float32),
+        (theirs, _dense, torch.arange(tokens), torch.float64),
+    ):
+        given = [x[:, at].to(dtype).requires_grad_() for x in (q, k, v)]
+        out, lse = attention(given[0], given[1], given[2], settings)
+        out.backward(dout[:, at].to(dtype))
+        into += [out.detach(), lse.detach().transpose(1, 2), *(x.grad for x in given)]
+    rows = []
+    for name, part, whole in zip(("out", "lse", "dq", "dk", "dv"), ours, theirs, strict=True):
+        error = (part.double() - whole[:, here]).abs().nan_to_num(torch.inf, torch.inf)
+        error[part == whole[:, here]] = 0  # both are infinite for a row that sees nothing
+        error /= whole[whole.isfinite()].abs().max().clamp_min(1e-30)
+        wrong = (error > TOLERANCE).flatten(2).any(-1).any(0).nonzero().flatten()
+        rows.append((name, float(error.max()), f"rank {rank}, token {int(here[wrong[0]])}" if len(wrong) else ""))
+    held: list[Any] = [None] * ranks
+    dist.all_gather_object(held, rows)
+    columns = zip(*held, strict=True)
+    return [(of[0][0], max(error for _, error, _ in of), next((w for _, _, w in of if w), "")) for of in columns]
 
 
 def _distributed(q: Tensor, k: Tensor, v: Tensor, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dfa_megatron.cli import attention_check
 from dfa_megatron.flags import add_flags, flag, from_flags
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_flags(parser, DoctorFlags)
     parser.set_defaults(run=run)
+    attention_check.add_parser(parser.add_subparsers(dest="kind", metavar="attention"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ _COMMANDS = {
     "plan": "dfa_megatron.cli.plan",
     "run": "dfa_megatron.cli.run_plan",
     "doctor": "dfa_megatron.cli.doctor",
-    "selfcheck": "dfa_megatron.cli.selfcheck",
+    "prove": "dfa_megatron.cli.prove",
     "trace": "dfa_megatron.cli.trace",
 }
 """Each module has `add_parser(subparsers)`, which sets `run`, a function of the parsed arguments, as a default."""

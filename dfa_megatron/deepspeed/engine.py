@@ -17,7 +17,6 @@ from dfa_megatron.deepspeed.json_block import KEY, DeepSpeedOptions
 from dfa_megatron.deepspeed.mesh import ATTRIBUTE, Mesh, make_mesh
 from dfa_megatron.deepspeed.proved_engine import prove
 from dfa_megatron.deepspeed.same_settings import check_same
-from dfa_megatron.deepspeed.selfcheck import at_start
 from dfa_megatron.deepspeed.tested_keys import NO_MESH, UNTESTED, check_filled_in, check_settings
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checkpointing import set_checkpointing
@@ -92,7 +91,6 @@ def prepare(
     _check_batch_sizes(settings, mesh)
     if own_attention:
         check_known(block, "a model of your own")
-    at_start.check_if_asked(model, settings, block, mesh)
     _set_group(own_attention, mesh, block)
     if not own_attention:
         _distribute(model, settings, mesh, block, accelerate=groups is not None)
@@ -121,12 +119,6 @@ def check_known(block: DeepSpeedOptions, model: str) -> None:
                 "its head and its layers are not known",
                 "'off', and dfa_megatron.deepspeed.tiled_loss or dfa_megatron.remat.by_tiles in the model",
             )
-    if block.selfcheck:
-        raise UnsupportedError(
-            f"dist_flash_attention.selfcheck for {model}",
-            "the check makes the model small, and can do that for transformers models only",
-            "a transformers causal language model, or no selfcheck",
-        )
     if block.prove:
         raise UnsupportedError(
             f"dist_flash_attention.prove for {model}",

@@ -60,11 +60,6 @@ class DeepSpeedOptions:
         "When the engine is made, compare its ranks with each rank alone on a short random text: loss, outputs of "
         "layers and gradients; a difference ends the run with a table. Less than a minute.",
     )
-    selfcheck: bool = _key(
-        False,
-        "Before the engine is made, compare many ranks with one on rank 0's CPU, with a small model of this "
-        "configuration; a difference ends the run with a table.",
-    )
     options: DistAttentionConfig = field(default_factory=DistAttentionConfig)
 
     def __post_init__(self) -> None:

@@ -214,7 +214,7 @@ def _note_type(model_type: str) -> None:
     if model_type not in EXACT:
         logger.warning(
             "models of type %r pass the checks of distribute_attention, but their gradients have not been compared "
-            "with eager attention; `dfa-megatron selfcheck huggingface CONFIG` compares them",
+            "with eager attention; `dfa-megatron prove huggingface CONFIG` compares them",
             model_type,
         )
 
@@ -223,8 +223,7 @@ def _note_type(model_type: str) -> None:
 def _note_foreign(name: str) -> None:
     logger.warning(
         "%s is not of transformers itself, so it was never compared with one rank: what it computes from several "
-        "tokens at once would see those of one rank alone. Compare loss and gradients of a step with one rank and "
-        "with two (torchrun --nproc-per-node 1 and 2); `dfa-megatron selfcheck huggingface` builds transformers' own "
-        "classes",
+        "tokens at once would see those of one rank alone. dfa_megatron.huggingface.prove(model) compares them "
+        "with one rank",
         name,
     )

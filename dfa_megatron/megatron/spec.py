@@ -25,8 +25,8 @@ from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
 from dfa_megatron.megatron.layers.prediction import follow_batches, replace
 from dfa_megatron.megatron.layers.recompute import asked_of
 from dfa_megatron.megatron.output import follow_outputs
+from dfa_megatron.megatron.proved_job import prove_if_asked
 from dfa_megatron.megatron.refusals import ARGS, SPEC, check_config
-from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
 from dfa_megatron.megatron.start.dfa_flags import global_args, options_of
 
 _NORMS = (
@@ -180,7 +180,7 @@ def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
 
 def hybrid_stack_spec() -> Any:
     """Return Megatron's hybrid stack spec, distributed, for `--spec dfa_megatron.megatron hybrid_stack_spec`."""
-    check_if_asked(global_args())
+    prove_if_asked(global_args())
     return distribute_attention(default_stack_spec(), config=options_of())
 
 
@@ -209,7 +209,7 @@ def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
     from megatron.training.models.gpt import default_layer_spec
 
     ARGS.check(attention_backend=getattr(model_cfg, "attention_backend", None))
-    check_if_asked(global_args())
+    prove_if_asked(global_args())
     _distribute_predictions()
     given = [model_cfg, vp_stage] if "vp_stage" in inspect.signature(default_layer_spec).parameters else [model_cfg]
     return distribute_attention(
@@ -241,7 +241,7 @@ def spec_from_args() -> Any:
     """
     args = global_args()
     SPEC.check(no_script=args is None)
-    check_if_asked(args)
+    prove_if_asked(args)
     _distribute_predictions()
     torch_norm = transformer_block.LayerNormImpl is WrappedTorchNorm
     on = [f"--{name.replace('_', '-')}" for name in _NOT_IN_SPEC if getattr(args, name, None) not in (None, False)]

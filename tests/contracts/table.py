@@ -186,7 +186,15 @@ MEGATRON_TRAINING = (
         "megatron/proved_job.py",
         passes="forward_step_func data_iterator model",
     ),
-)
+    on("megatron.training.arguments:parse_args", "megatron/small_script.py"),
+    on("megatron.training.arguments:validate_args", "megatron/small_script.py"),
+    on("megatron.training.global_vars:set_args", "megatron/small_script.py"),
+    on("megatron.training.argument_utils:gpt_config_from_args", "megatron/small_script.py"),
+    on("megatron.training.argument_utils:hybrid_config_from_args", "megatron/small_script.py"),
+    on("megatron.training.training:get_megatron_ddp_config", "megatron/small_script.py"),
+    on("megatron.training.models.gpt:GPTModelBuilder.build_distributed_models", "megatron/small_script.py",
+       passes="pg_collection ddp_config data_parallel_random_init mixed_precision_wrapper"),
+)  # fmt: skip
 """Of megatron.training, which the wheels have since 0.19."""
 
 TRANSFORMERS = (

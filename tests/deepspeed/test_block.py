@@ -121,7 +121,7 @@ def test_the_keys_of_zero_that_pass_are_those_that_tests_set() -> None:
 
 
 def test_what_needs_the_parts_of_a_transformers_model_is_refused_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    for values in ({"prove": True}, {"selfcheck": True}, {"loss_tile": 64}):
+    for values in ({"prove": True}, {"loss_tile": 64}):
         with pytest.raises(UnsupportedError, match=rf"dist_flash_attention\.{next(iter(values))}.* a pipeline"):
             check_known(DeepSpeedOptions.from_mapping(values), "a pipeline")
     monkeypatch.setattr("deepspeed.moe.layer.MoE", torch.nn.Linear)
@@ -152,7 +152,7 @@ def test_initialize_has_deepspeeds_signature() -> None:
 def test_the_schema_names_every_key_that_is_read() -> None:
     properties = DeepSpeedOptions.json_schema()["properties"][KEY]["properties"]
     shared = set(DistAttentionConfig.json_schema("deepspeed")["properties"])
-    assert set(properties) == {"enabled", "size", "reentrant", "prove", "selfcheck"} | shared
+    assert set(properties) == {"enabled", "size", "reentrant", "prove"} | shared
     for name, entry in properties.items():
         if "default" in entry:
             DeepSpeedOptions.from_mapping({name: entry["default"]})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,8 +15,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dfa_megatron import huggingface as dfa_hf
+from dfa_megatron.cli.main import main
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import ProofError, UnsupportedError
+from dfa_megatron.huggingface.small.small_model import small_job
 from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.test_foreign_code import shifted
 from tests.huggingface.test_trainer import prepare_worker
@@ -301,3 +305,61 @@ def test_odd_ranks_and_several_groups_are_proved(ranks: int) -> None:
     for clean, faulty in run_ranks(ranks, on_three, timeout=120):
         assert "ranks compute what one rank computes" in clean
         assert "gradient at layers: model.layers.1 on rank" in faulty.partition("first difference: ")[2]
+
+
+MISTRAL = {
+    "model_type": "mistral",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+    "sliding_window": 10240,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+}
+
+
+def written(folder: Path, values: dict[str, Any]) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    return str(path)
+
+
+def small(rank: int, world_size: int, path: str) -> str:
+    return str(small_job([path, "--dfa-checkpoint", "remat"]).prove())
+
+
+def test_a_config_is_proved_with_a_small_model(tmp_path: Path) -> None:
+    path = written(tmp_path, MISTRAL)
+    for said in run_ranks(2, small, path, timeout=120):
+        assert "MistralForCausalLM in float32, 2 ranks" in said
+        assert "2 ranks compute what one rank computes" in said
+    table = [" ".join(line.split()) for line in str(small_job([path, "--ranks", "16"])).splitlines()]
+    assert {"num_attention_heads 32 8", "num_key_value_heads 8 2", "sliding_window 10240 120"} <= {*table}
+    assert "ranks that share a sequence 16 8" in table
+
+
+def test_the_command_starts_ranks_and_what_it_cannot_prove_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prove", "huggingface", written(tmp_path, MISTRAL), "--ranks", "2"]) == 0
+    assert "2 ranks compute what one rank computes" in capfd.readouterr().out
+    assert main(["prove", "huggingface", "vit"]) == 2
+    assert capfd.readouterr().err.startswith("dfa-megatron prove: a vit model")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["vit"], "a vit model.*no causal language model"),
+        ([__file__], "it is no JSON"),
+        ([{"model_type": "no-such-type"}], "no-such-type"),
+        ([{"num_attention_heads": None}], "a config without num_attention_heads"),
+    ],
+)
+def test_what_is_no_config_of_a_decoder_is_refused(words: list[Any], said: str, tmp_path: Path) -> None:
+    given = [written(tmp_path, MISTRAL | word) if isinstance(word, dict) else word for word in words]
+    with pytest.raises(UnsupportedError, match=said):
+        small_job(given)

@@ -18,7 +18,6 @@ from dfa_megatron.huggingface.check_model import check_model
 from dfa_megatron.huggingface.layer_context import CONTEXT
 from dfa_megatron.huggingface.parts.whole_inputs import check_by_name
 from dfa_megatron.huggingface.positions import own_positions
-from dfa_megatron.huggingface.selfcheck.command import class_of
 from dfa_megatron.huggingface.trainers import distribute_accelerator, distribute_trainer
 from tests.support.models import build
 
@@ -87,8 +86,6 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("chunks of 8 tokens in a layer", lambda: windows.chunk_of(CHUNKED, windows.WindowMask(4))),
     ("cross-attention is not planned", lambda: check_model(with_config(is_encoder_decoder=True))),
     ("a llama model with several parts", lambda: check_model(with_config(get_text_config=dict))),
-    ("only text is distributed", lambda: class_of(Stub(model_type="gemma3", get_text_config=dict))),
-    ("no causal language model of it", lambda: class_of(VIT)),
     ("positional arguments", lambda: check_by_name((1,))),
     ("1 attentions, 1 of them not causal", lambda: check_model(with_config(causal=False))),
     ("attention dropout 0.1", lambda: check_model(with_config(attention_dropout=0.1))),

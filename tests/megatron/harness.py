@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.megatron.selfcheck import model as small_model
-from dfa_megatron.megatron.selfcheck.model import Parallel, config_of, global_name, megatrons_spec, places_of
-from dfa_megatron.megatron.selfcheck.train import mean_loss
 from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import padded_packs
+from tests.support import megatron_model as small_model
+from tests.support.megatron_model import Parallel, config_of, global_name, mean_loss, megatrons_spec, places_of
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 64, 4, 2, 128
 SEQUENCE, BATCH, MICRO_BATCHES, STEPS, VOCABULARY = 48, 2, 2, 6, 256

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.megatron.selfcheck import mamba_stacks
-from dfa_megatron.megatron.selfcheck import model as small_model
-from dfa_megatron.megatron.selfcheck.delta_nets import delta_net
-from dfa_megatron.selfcheck.train import noise
+from dfa_megatron.megatron.start import cpu_mamba
+from dfa_megatron.megatron.start.cpu_delta_nets import delta_net
 from tests.megatron import harness
 from tests.megatron.harness import MEGATRONS, Topology, case
+from tests.support import megatron_model as small_model
 from tests.support import state_kernels
+from tests.support.models import noise
 
 PATTERN = "M*-M*"
 MAMBA = (("mamba_state_dim", 8), ("mamba_head_dim", 16), ("mamba_num_groups", 2), ("mamba_num_heads", 8))
@@ -38,7 +38,7 @@ def delta_spec() -> Any:
 def stack_spec() -> Any:
     """A stack with Megatron's Mamba mixer and, where this version has a slot for it, its gated delta net."""
     plain = {"normalization": "RMSNorm", "qk_layernorm": False, "qk_l2_norm": False, "num_moe_experts": None}
-    return mamba_stacks.stack_spec(SimpleNamespace(**plain))
+    return cpu_mamba.stack_spec(SimpleNamespace(**plain))
 
 
 def build_stack(spec: Any, config: Any) -> Any:

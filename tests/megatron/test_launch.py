@@ -142,7 +142,6 @@ def test_a_missing_script_and_no_script_are_refused(capsys: pytest.CaptureFixtur
         ("--spec local", ["--spec", "local"]),
         ("--yaml-cfg", [*SPEC, "--yaml-cfg", "a.yaml"]),
         ("--use-legacy-models", [*SPEC, "--use-legacy-models"]),
-        ("--dfa-selfcheck with --spec mine", ["--spec", "mine", "--dfa-selfcheck"]),
     ],
 )
 def test_flags_that_would_be_silently_wrong_are_refused_before_the_script_runs(message: str, flags: list[str]) -> None:

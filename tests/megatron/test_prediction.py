@@ -223,8 +223,8 @@ def other_attention(rank: int, ranks: int) -> None:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from dfa_megatron.megatron import shard_batch
-    from dfa_megatron.megatron.selfcheck import model as small_model
-    from dfa_megatron.megatron.selfcheck.model import DenseAttention
+    from tests.support import megatron_model as small_model
+    from tests.support.megatron_model import DenseAttention
 
     harness.start(Topology(cp=ranks))
     options = DistAttentionConfig()

@@ -123,7 +123,7 @@ def scores(rank: int, world_size: int) -> None:
 
 
 def tied(config: Any, options: DistAttentionConfig) -> Any:
-    from dfa_megatron.megatron.selfcheck import model as small_model
+    from tests.support import megatron_model as small_model
 
     sizes = {"vocab_size": harness.VOCABULARY, "max_sequence_length": SEQUENCE, "position_embedding_type": "rope"}
     return small_model.build_chunk(config, options, None, 0.05, share_embeddings_and_output_weights=True, **sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from typing import Any
 
 import torch
@@ -61,3 +62,24 @@ def text(batch: int, length: int, seed: int, unlabelled: int = 0) -> dict[str, t
 def gradients(model: Any) -> dict[str, torch.Tensor]:
     """The gradient of every parameter that is trained, by name."""
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def noise(name: str, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+    """Return random numbers that depend on a parameter's name alone, so that every rank can make the same ones."""
+    seed = int(hashlib.sha256(name.encode()).hexdigest()[:12], 16)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_noise(model: Any) -> Any:
+    """Return the model with random weights that depend on their names alone, so that every rank makes the same ones."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            random = noise(name, parameter.shape)
+            if name.endswith("A_log"):  # states that last for several tokens, so that what comes in matters
+                parameter.copy_(0.5 * random - 2)
+            # Larger than at the start of a training, so that attention matters.
+            elif parameter.dim() > 1:
+                parameter.copy_(random / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(0.1 * random)
+    return model

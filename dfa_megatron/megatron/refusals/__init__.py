@@ -1,6 +1,5 @@
 """Every request that the Megatron integration refuses, in one table for each moment at which it looks."""
 
-from dfa_megatron.megatron.refusals.checked_flags import SELFCHECK
 from dfa_megatron.megatron.refusals.model_build import LAYERS, SPEC
 from dfa_megatron.megatron.refusals.model_config import CONFIG, check_config
 from dfa_megatron.megatron.refusals.own_groups import OWN_GROUPS
@@ -9,7 +8,7 @@ from dfa_megatron.megatron.refusals.proof_of_job import PROOF
 from dfa_megatron.megatron.refusals.running_model import CALLS
 from dfa_megatron.megatron.refusals.script_flags import ARGS, LAUNCH
 
-STAGES = (LAUNCH, ARGS, SPEC, CONFIG, LAYERS, BATCHES, PACKS, OWN_GROUPS, CALLS, PROOF, SELFCHECK)
+STAGES = (LAUNCH, ARGS, SPEC, CONFIG, LAYERS, BATCHES, PACKS, OWN_GROUPS, CALLS, PROOF)
 
 __all__ = [
     "ARGS",
@@ -21,7 +20,6 @@ __all__ = [
     "OWN_GROUPS",
     "PACKS",
     "PROOF",
-    "SELFCHECK",
     "SPEC",
     "STAGES",
     "check_config",

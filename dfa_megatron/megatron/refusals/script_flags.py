@@ -106,13 +106,6 @@ LAUNCH = Stage(
             "those models have no layer specs",
             "Megatron-Core models, the default",
         ),
-        Refusal(
-            lambda a: a.dfa_selfcheck and a.spec and a.spec[0] != "dfa_megatron.megatron",
-            "--dfa-selfcheck with --spec {spec[0]}",
-            "that spec would be made without a check",
-            f"{_GET_SPEC}, or no --dfa-selfcheck",
-            {"dfa_selfcheck": True, "spec": ["my_model", "get_spec"]},
-        ),
         stated(
             "missing_module",
             "{missing_module[0]}",
@@ -127,6 +120,19 @@ LAUNCH = Stage(
             "there is no such function",
             "Megatron-Core 0.16 to 0.19; with --dfa-data-layout boundary its scripts also run without the launcher",
             "megatron.training.arguments.add_megatron_arguments of Megatron-Core 0.20",
+        ),
+        stated(
+            "no_builder",
+            "prove megatron without Megatron's own parser and builders",
+            "{no_builder}",
+            "a wheel of megatron-core from 0.19 on, or a clone on PYTHONPATH",
+            "No module named 'megatron.training.argument_utils'",
+        ),
+        stated(
+            "no_layers",
+            "prove megatron without --num-layers or --hybrid-layer-pattern",
+            "other layers cannot be made small",
+            "--dfa-prove in the job itself",
         ),
         stated(
             "cuda",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dfa_megatron.megatron.selfcheck.at_start import check_if_asked
+from dfa_megatron.megatron.proved_job import prove_if_asked
 from dfa_megatron.megatron.spec import distribute_attention
 from dfa_megatron.megatron.start.dfa_flags import global_args, options_of
 
@@ -23,7 +23,7 @@ def layer_spec(spec: Any, config: Any, vp_stage: int | None = None) -> Any:
     """Return the decoder spec that Megatron chose, with distributed attention if the config requests it."""
     if not asked_for(config):
         return spec
-    check_if_asked(global_args())
+    prove_if_asked(global_args())
     return distribute_attention(spec, config, config=options_of(), vp_stage=vp_stage)
 
 

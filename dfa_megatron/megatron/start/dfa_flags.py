@@ -23,12 +23,6 @@ def add_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="Before the first step, compare the job's ranks with each rank alone on a short random text: loss, "
         "outputs of layers and gradients; a difference ends the run with a table. Less than a minute.",
     )
-    parser.add_argument(
-        "--dfa-selfcheck",
-        action="store_true",
-        help="Before training, compare many ranks with one on rank 0's CPU, with a small model of these flags; a "
-        "difference ends the run with a table. As `dfa-megatron selfcheck megatron` with the same flags.",
-    )
     return parser
 
 

@@ -25,7 +25,7 @@ PRELOADED = (
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.transformer.multi_latent_attention",
     "dfa_megatron.megatron.spec",
-    "dfa_megatron.megatron.selfcheck.train",
+    "tests.support.megatron_model",
     "tests.megatron.hybrids",
     "tests.megatron.padded_packs",
     "tests.fuzz.frameworks.megatron_step",
@@ -62,7 +62,7 @@ def step(drawn: MegatronDraw, rank: int, ranks: int) -> Found:
 @contextlib.contextmanager
 def _layers(drawn: MegatronDraw) -> Iterator[None]:
     """Have models built with the layers of the draw."""
-    from dfa_megatron.megatron.selfcheck import model
+    from tests.support import megatron_model as model
 
     if not drawn.delta_nets:
         yield
@@ -81,8 +81,7 @@ def _layers(drawn: MegatronDraw) -> Iterator[None]:
 def _step(drawn: MegatronDraw, *, alone: bool) -> Found:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-    from dfa_megatron.megatron.selfcheck.model import global_name, places_of
-    from dfa_megatron.megatron.selfcheck.train import mean_loss
+    from tests.support.megatron_model import global_name, mean_loss, places_of
 
     _start(drawn, alone)
     config = _config(drawn, alone)
@@ -164,7 +163,7 @@ def _forget_logs() -> None:
 
 
 def _config(drawn: MegatronDraw, alone: bool) -> Any:
-    from dfa_megatron.megatron.selfcheck.model import Parallel, config_of
+    from tests.support.megatron_model import Parallel, config_of
 
     options = _options(drawn, alone)
     sizes = (
@@ -181,7 +180,7 @@ def _options(drawn: MegatronDraw, alone: bool) -> DistAttentionConfig | None:
 
 
 def _chunk(drawn: MegatronDraw, config: Any, alone: bool, stage: int | None) -> Any:
-    from dfa_megatron.megatron.selfcheck.model import build_chunk
+    from tests.support.megatron_model import build_chunk
 
     options = _options(drawn, alone)
     more = {"mtp_block_spec": _predictions(config, options, stage)} if config.mtp_num_layers else {}
@@ -196,7 +195,7 @@ def _predictions(config: Any, options: DistAttentionConfig | None, stage: int | 
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from dfa_megatron.megatron import distribute_attention
-    from dfa_megatron.megatron.selfcheck.model import megatrons_spec
+    from tests.support.megatron_model import megatrons_spec
 
     spec = megatrons_spec(config, stage, dense=options is None)
     layer = spec.layer_specs[-1] if hasattr(spec, "layer_specs") else spec

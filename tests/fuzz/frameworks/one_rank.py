@@ -27,7 +27,7 @@ def apart() -> Iterator[None]:
     """Heed `ENDS` where a mask does not reach: in windows, latent attention, and predicted tokens."""
     from megatron.core.fusions import fused_softmax
 
-    from dfa_megatron.megatron.selfcheck.model import DenseAttention
+    from tests.support.megatron_model import DenseAttention
 
     windows = fused_softmax.get_sliding_window_causal_mask
     changes: list[tuple[Any, str, Any]] = [

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dfa_megatron.huggingface.padding import IGNORED
-from dfa_megatron.huggingface.selfcheck.model import with_noise
+from tests.support.models import with_noise
 
 TOKEN, TOKENS = 90, 4
 """The id of an image's tokens, and how many an image has."""

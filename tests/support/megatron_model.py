@@ -1,18 +1,16 @@
-"""Build a small GPTModel on a rank, with weights that depend on their names alone, and locate each part.
-
-The self-check and the tests of this repository build their models here.
-"""
+"""Build a small GPTModel on a rank, with weights that depend on their names alone, and locate each part."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.selfcheck.train import noise
+from tests.support.models import noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,7 @@ def megatrons_spec(config: Any, stage: int | None = None, *, dense: bool = False
             for layer in layers:
                 layer.submodules.self_attention.submodules.core_attention = DenseAttention
     if getattr(config, "linear_attention_freq", None):
-        from dfa_megatron.megatron.selfcheck.delta_nets import with_delta_nets
+        from dfa_megatron.megatron.start.cpu_delta_nets import with_delta_nets
 
         return with_delta_nets(spec, config, stage)
     return spec
@@ -203,3 +201,14 @@ def set_weights(chunk: Any, scale: float | None = None) -> None:
         for dimension, rows in places.items():
             whole = whole.index_select(dimension, rows)
         parameter.data.copy_(whole)
+
+
+def mean_loss(reported: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor | None:
+    """Return the mean loss of a global batch from totals and numbers of tokens; None before the last stage."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        return None
+    total = torch.stack([entry["lm loss"] for entry in reported]).sum(0)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return total[0] / total[1]

@@ -1,4 +1,4 @@
-"""Hybrid stacks of Megatron on a CPU: a model of them, and functions that stand in for mamba-ssm's kernels."""
+"""Hybrid stacks of Megatron on a CPU: their spec, and functions that stand in for mamba-ssm's kernels."""
 
 from __future__ import annotations
 
@@ -9,39 +9,16 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.megatron.hybrid.convolutions import by_pytorch
 from dfa_megatron.megatron.hybrid.stack import megatrons_stack
-from dfa_megatron.megatron.selfcheck.delta_nets import delta_net
+from dfa_megatron.megatron.start.cpu_delta_nets import delta_net
 from dfa_megatron.recurrence.token_loop import linear_attention
-
-LETTERS = "M*-EG"
-"""Layers that are built here, as Megatron's patterns name them: Mamba, attention, MLP, experts, gated delta net."""
 
 
 def shortest(pattern: str) -> str:
     """Return a pattern with every kind of layer of a hybrid's pattern, in its order, and the first kind again."""
     short = "".join(dict.fromkeys(pattern)) + pattern[:1]
     return short if len(short) < len(pattern) else pattern
-
-
-def build_hybrid(config: Any, options: DistAttentionConfig | None, pattern: str, **model: Any) -> Any:
-    """Return Megatron's model of a hybrid stack, with the layers of `options` or, where None, Megatron's own.
-
-    `pattern` has a letter for each layer, as in Megatron. `model` has arguments of the model.
-    """
-    from dfa_megatron.megatron.spec import distribute_attention
-
-    spec = stack_spec(config)
-    if options is not None:
-        spec = distribute_attention(spec, config, config=options)
-    try:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-    except ModuleNotFoundError:
-        from megatron.core.models.mamba.mamba_model import MambaModel
-
-        return MambaModel(config, spec, hybrid_override_pattern=pattern, **model)
-    return HybridModel(config, spec, hybrid_layer_pattern=pattern, **model)
 
 
 def stack_spec(config: Any) -> Any:
@@ -106,7 +83,9 @@ def _scan(
     """Compute Mamba-2 of x (batch, tokens, heads, width), dt (batch, tokens, heads), B and C (..., groups, states)."""
     dt = F.softplus(dt + given["dt_bias"])
     b, c = (part.repeat_interleave(x.shape[2] // part.shape[2], 2) for part in (b, c))
-    out, state = linear_attention({"q": c, "k": b, "v": x * dt[..., None], "g": dt * a})
+    ends = _ends(given.get("seq_idx"))
+    out, state = linear_attention({"q": c, "k": b, "v": x * dt[..., None], "g": dt * a}, documents=ends)
+    state = state[-1:] if ends else state
     skip = given["D"]
     out = out + x * (skip if skip.dim() == 2 else skip[:, None])
     return (out, state.mT) if given.get("return_final_states") else out
@@ -119,16 +98,25 @@ def _convolve_and_scan(
     heads, width = len(a), given["headdim"] or given["D"].shape[1]
     inner, groups = heads * width, (weight.shape[0] - heads * width) // 2
     z, mixed, dt = projected.split([inner, inner + 2 * groups, heads], -1)
-    x, b, c = by_pytorch(weight, bias)(mixed, ()).split([inner, groups, groups], -1)
+    ids = given.get("seq_idx")
+    x, b, c = by_pytorch(weight, bias)(mixed, _ends(ids)).split([inner, groups, groups], -1)
     b, c = (part.unflatten(-1, (given["ngroups"], -1)) for part in (b, c))
-    out = _scan(x.unflatten(-1, (heads, width)), dt, a, b, c, D=given["D"], dt_bias=dt_bias)
+    out = _scan(x.unflatten(-1, (heads, width)), dt, a, b, c, D=given["D"], dt_bias=dt_bias, seq_idx=ids)
     gated: torch.Tensor = out.flatten(2) * F.silu(z)
     return gated
 
 
-def _convolve(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **_: Any) -> torch.Tensor:
-    """Convolve (batch, channels, tokens) with SiLU, which is Megatron's; a self-check has no packs."""
-    return by_pytorch(weight, bias)(x.mT, ()).mT
+def _convolve(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, seq_idx: Any = None, **_: Any) -> torch.Tensor:
+    """Convolve (batch, channels, tokens) with SiLU, which is Megatron's."""
+    return by_pytorch(weight, bias)(x.mT, _ends(seq_idx)).mT
+
+
+def _ends(seq_idx: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the offsets of documents from the number of each token's, (1, tokens)."""
+    if seq_idx is None:
+        return ()
+    starts = (seq_idx[0].diff().nonzero().flatten() + 1).tolist()
+    return (0, *starts, seq_idx.shape[1])
 
 
 def _rearrange(x: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:

@@ -7,22 +7,19 @@ from typing import Any
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.check_model import layers_with_states
-from dfa_megatron.huggingface.selfcheck.states import shrink_states
-from dfa_megatron.selfcheck.case import Reductions
-from dfa_megatron.selfcheck.small import (
+from dfa_megatron.huggingface.small.shrink_states import shrink_states
+from dfa_megatron.proving.small_job import (
     EXPERTS,
     FFN,
     HEAD,
     HIDDEN,
     LAYERS,
-    ROWS,
+    LEAST_WINDOW,
     VOCABULARY,
+    Reductions,
     Small,
     fewest_groups,
 )
-
-LEAST_WINDOW = 5
-"""A window is no shorter."""
 
 _WIDTHS = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp", "ffn_dim",
@@ -43,11 +40,11 @@ _OTHER_ATTENTIONS = re.compile(r"attn|attention")
 """Names of dropout inside attention, which the package refuses and the check must therefore leave in place."""
 
 
-def shrink(config: Any, ranks: int, degree: int, tokens: int | None, reduced: Reductions) -> dict[str, Any]:
+def shrink(config: Any, length: int, degree: int, tokens: int | None, reduced: Reductions) -> dict[str, Any]:
     """Return the config of the small model, in its class's form.
 
     Args:
-        ranks: that share a sequence.
+        length: of the sequences that run.
         degree: of Ulysses, which must divide the heads.
         tokens: of the user's sequences; None for the longest that the config names.
         reduced: takes what was reduced.
@@ -63,7 +60,7 @@ def shrink(config: Any, ranks: int, degree: int, tokens: int | None, reduced: Re
     _experts(small)
     _layers(small)
     _words(small)
-    _window(small, ranks * ROWS, tokens)
+    _window(small, length, tokens)
     for name, value in small.values.items():
         noise = "drop" in name or name.endswith("_noise")
         if noise and isinstance(value, float) and value and not _OTHER_ATTENTIONS.search(name):
