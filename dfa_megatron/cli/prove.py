@@ -51,8 +51,17 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what is smaller, and start the ranks; or be one of them."""
+    kept = dict(os.environ)
     os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     os.environ["PYTHONWARNINGS"] = "ignore"
+    try:
+        return _run(args)
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def _run(args: argparse.Namespace) -> int:
     words = list(args.words)
     if args.framework == "megatron" and words and not words[0].startswith(("-", "@")):
         words[0] = "@" + words[0]
@@ -84,7 +93,11 @@ def run(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _quiet() -> Any:
     """Leave out what frameworks print, such as what they miss for GPUs."""
-    logging.disable(logging.WARNING)  # for good: a framework may keep the stream below
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

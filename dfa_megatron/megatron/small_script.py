@@ -92,8 +92,11 @@ def small_job(words: Sequence[str]) -> SmallJob:
         parse_args = importlib.import_module("megatron.training.arguments").parse_args
     except ImportError as error:
         LAUNCH.check(no_builder=str(error))
-    sys.argv = ["prove", *words]
-    args, reduced = parse_args(), Reductions()
+    before, sys.argv, reduced = sys.argv, ["prove", *words], Reductions()
+    try:
+        args = parse_args()
+    finally:
+        sys.argv = before
     ranks = _shrink(args, reduced, {word.partition("=")[0] for word in words})
     return SmallJob(ranks, reduced, lambda: _prove(args))
 
