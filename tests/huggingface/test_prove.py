@@ -356,7 +356,6 @@ def test_the_command_starts_ranks_and_what_it_cannot_prove_is_one_line(
         (["vit"], "a vit model.*no causal language model"),
         ([__file__], "it is no JSON"),
         ([{"model_type": "no-such-type"}], "no-such-type"),
-        ([{"num_attention_heads": None}], "a config without num_attention_heads"),
     ],
 )
 def test_what_is_no_config_of_a_decoder_is_refused(words: list[Any], said: str, tmp_path: Path) -> None:

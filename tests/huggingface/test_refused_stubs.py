@@ -18,7 +18,9 @@ from dfa_megatron.huggingface.check_model import check_model
 from dfa_megatron.huggingface.layer_context import CONTEXT
 from dfa_megatron.huggingface.parts.whole_inputs import check_by_name
 from dfa_megatron.huggingface.positions import own_positions
+from dfa_megatron.huggingface.small.shrink import _heads
 from dfa_megatron.huggingface.trainers import distribute_accelerator, distribute_trainer
+from dfa_megatron.proving.small_job import Reductions, Small
 from tests.support.models import build
 
 
@@ -84,6 +86,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("chunks of 8 tokens in a layer", lambda: windows.chunk_of(CHUNKED, windows.WindowMask(4))),
     ("cross-attention is not planned", lambda: check_model(with_config(is_encoder_decoder=True))),
     ("a llama model with several parts", lambda: check_model(with_config(get_text_config=dict))),
+    ("a config without num_attention_heads", lambda: _heads(Small({}, Reductions(), {}), 1)),
     ("positional arguments", lambda: check_by_name((1,))),
     ("1 attentions, 1 of them not causal", lambda: check_model(with_config(causal=False))),
     ("attention dropout 0.1", lambda: check_model(with_config(attention_dropout=0.1))),
