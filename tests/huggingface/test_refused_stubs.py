@@ -34,8 +34,7 @@ def changed(model: Any, size: int = 1, **facts: Any) -> Any:
 def with_config(causal: bool = True, **fields: Any) -> Any:
     """A model whose config changed after it was built; the second of its layers has no attention."""
     model = build("Llama")
-    model.model.layers[1].self_attn = torch.nn.Identity()
-    model.model.layers[0].self_attn.is_causal = causal
+    model.model.layers[0].self_attn.is_causal, model.model.layers[1].self_attn = causal, torch.nn.Identity()
     model.config.layer_types = ["full_attention", fields.pop("second", "mlp")]
     for name, value in fields.items():
         setattr(model.config, name, value)
@@ -65,8 +64,7 @@ def accelerated(tp_size: int = 1, distributed_type: str = "NO", dispatch_batches
 def attend(keys: int = 8, mask: Any = None, sinks: Any = None, **more: Any) -> None:
     layer = changed(build("Llama")).model.layers[0].self_attn
     layer.sinks = sinks
-    query, key = torch.zeros(1, 4, 8, 8), torch.zeros(1, 4, keys, 8)
-    attention_function.attention(layer, query, key, key, mask, **more)
+    attention_function.attention(layer, torch.zeros(1, 4, 8, 8), *[torch.zeros(1, 4, keys, 8)] * 2, mask, **more)
 
 
 REMAT = DistAttentionConfig(checkpoint="remat")
