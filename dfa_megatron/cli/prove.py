@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what is smaller, and start the ranks; or be one of them."""
     kept = dict(os.environ)
     os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    os.environ["PYTHONWARNINGS"] = "ignore"
+    os.environ |= {"PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1"}
     try:
         return _run(args)
     finally:

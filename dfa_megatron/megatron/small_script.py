@@ -47,7 +47,6 @@ _MOST = {
     HIDDEN: ("hidden_size",),
     FFN: ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     VOCABULARY: ("vocab_size", "padded_vocab_size"),
-    1: ("mtp_num_layers",),
 }  # fmt: skip
 """Sizes, by the largest that they have."""
 _SAID: dict[Any, tuple[str, ...]] = {
@@ -58,7 +57,7 @@ _SAID: dict[Any, tuple[str, ...]] = {
     ),
     None: (
         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "fp4", "fp8",
-        "moe_expert_capacity_factor", "moe_input_jitter_eps", "pipeline_model_parallel_layout",
+        "moe_expert_capacity_factor", "moe_input_jitter_eps", "mtp_num_layers", "pipeline_model_parallel_layout",
     ),
     "allgather": ("moe_token_dispatcher_type",),
     "local": ("transformer_impl",),
