@@ -58,7 +58,7 @@ BUDGETS = {
     "huggingface": 4_576,
     "kernels": 3_742,
     "loss": 800,
-    "megatron": 5_437,
+    "megatron": 5_444,
     "plan": 5_603,
     "plan_run": 182,
     "proving": 764,
@@ -66,7 +66,7 @@ BUDGETS = {
     "remat": 535,
     "runtime": 6_276,
     "testing": 487,
-    "tests": 40_230,
+    "tests": 40_228,
     "top": 1_532,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

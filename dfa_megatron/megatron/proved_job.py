@@ -80,6 +80,7 @@ class MegatronJob(Job):
         self.cp = parallel_state.get_context_parallel_group()
         self.ranks, self.tp = self.cp.size(), parallel_state.get_tensor_model_parallel_group()
         self.group = parallel_state.get_tensor_and_context_parallel_group()
+        PROOF.check(predicting=self.config.mtp_num_layers and self.ranks > 1)
         self.divisor = self.tp.size()
         self.words = min(getattr(_inside(model), "vocab_size", 1 << 30) for model in models)
         self.share = 1.0 if self.config.calculate_per_token_loss else 1 / self.ranks
