@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NoReturn
 
 import torch
@@ -20,9 +19,6 @@ from dfa_megatron.runtime.agreement.calls import at_layer
 
 NAME = "dfa"
 """As in `model.set_attn_implementation(NAME)`. A name with "flash" in it would change how models build their inputs."""
-
-_CASTS = ("mpt",)
-"""Types of models that cast their mask, whether they have one or not."""
 
 _CHECKED = "_dfa_checked"
 """The attribute of a mask that need not be read."""
@@ -225,7 +221,6 @@ def mask(
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
     mask_function: Any = None,
-    config: Any = None,
     **others: Any,
 ) -> WindowMask | OtherMask | None:
     """Return no mask tensor, because the plan holds causality and the window; called once per forward.
@@ -233,7 +228,6 @@ def mask(
     attention_mask: (batch, local_seq) as the user gave it, or `nothing_hidden`.
     mask_function: what it hides; models that make a mask whatever the batch may still mean a causal one.
     local_size: the sliding window of the layers that this mask is for, or their chunk; None for those without.
-    config: of the model; some casts whatever it is given for a mask.
 
     Raises:
         UnsupportedError: it hides a token.
@@ -249,6 +243,4 @@ def mask(
         )
     if not allow_is_causal_skip and mask_function is not causal_mask_function:
         return OtherMask()
-    if local_size is None and getattr(config, "model_type", None) in _CASTS:
-        return WindowMask(sys.maxsize)
     return None if local_size is None else WindowMask(local_size)

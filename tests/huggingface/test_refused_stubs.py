@@ -17,7 +17,6 @@ from dfa_megatron.huggingface import attention_function, model_inputs, windows
 from dfa_megatron.huggingface.check_model import check_model
 from dfa_megatron.huggingface.layer_context import CONTEXT
 from dfa_megatron.huggingface.parts.whole_inputs import check_by_name
-from dfa_megatron.huggingface.positions import own_positions
 from dfa_megatron.huggingface.small.shrink import _heads
 from dfa_megatron.huggingface.trainers import distribute_accelerator, distribute_trainer
 from dfa_megatron.proving.small_job import Reductions, Small
@@ -69,7 +68,6 @@ def attend(keys: int = 8, mask: Any = None, sinks: Any = None, **more: Any) -> N
 
 REMAT = DistAttentionConfig(checkpoint="remat")
 CHUNKED: Any = Stub(config=Stub(layer_types=["chunked_attention"], attention_chunk_size=8), layer_idx=0)
-PACK = type(own_positions._OF_ONE_ROW, (Stub,), {CONTEXT: Stub(current=Stub(positions=torch.eye(2)))})
 ALONE = Stub(state=Stub(num_processes=2), parallelism_config=None)
 CASES: list[tuple[str, Callable[[], Any]]] = [
     ("head_mask in a layer of type LlamaAttention", lambda: attend(head_mask=torch.ones(1))),
@@ -97,7 +95,6 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("it takes no position_ids", lambda: check_model(without_positions())),
     ("prove of a LlamaModel.*no head", lambda: dfa_hf.prove(changed(build("Llama").model))),
     ("a model of several parts", lambda: dfa_hf.prove(changed(build("Llama"), parts=True))),
-    ("rows with documents of other lengths", lambda: own_positions._of_rows(PACK(), (), torch.zeros(1))),
     ("size=3 on 2 ranks", lambda: distribute_accelerator.share_sequences(ALONE, None, 3, REMAT, loop=True)),
     ("ParallelismConfig.tp_size=2", lambda: accelerated(tp_size=2)),
     ("with DeepSpeed", lambda: accelerated(distributed_type="DEEPSPEED")),

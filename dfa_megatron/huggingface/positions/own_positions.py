@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
-
-_OF_ONE_ROW = "RoFormerSinusoidalPositionalEmbedding"
-"""The class of a table whose embeddings have no dimension for rows."""
 
 LOCAL_ROPE = ("dynamic", "longrope")
 """Types of rotary embeddings whose frequencies depend on the longest position in the batch."""
@@ -95,14 +91,4 @@ def _of_rows(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.
     """Return the embeddings by row: tables that expect the positions of one row add a dimension."""
     context: LayerContext = getattr(module, CONTEXT)
     positions = context.current.positions
-    if positions is None:
-        return None
-    if type(module).__name__ == _OF_ONE_ROW:
-        if len(positions) > 1 and not bool((positions == positions[:1]).all()):
-            raise UnsupportedError(
-                "rows with documents of other lengths in a roformer model",
-                "its table of positions is of one row",
-                "one row a batch, or documents that begin at the same places in each",
-            )
-        return output[0]
-    return output.view(*positions.shape, -1)
+    return None if positions is None else output.view(*positions.shape, -1)
