@@ -32,6 +32,8 @@ from dfa_megatron.runtime.cu_seqlens import Offsets
 _MARK = "_dfa_megatron"
 _KNOWN = "_dfa_door"
 """The attribute of a model with what its first call found: its context, and whether a layer is not of this package."""
+_KEEPS_MASKS = importlib.util.find_spec("megatron.core.recompute") is not None
+"""Whether Megatron's recomputation hands the padding mask to every layer, as since 0.19, where it has this module."""
 
 Forward = Callable[..., Any]
 
@@ -72,9 +74,9 @@ def _forward_of(base: Any) -> Forward:
         given = {**dict(zip(names, args, strict=True)), **kwargs}
         visit = _visit(model, context, given)
         CALLS.check(lost_mask=given.get("padding_mask") is not None and _loses_masks(model, context))
-        packed = given.get("packed_seq_params") is not None
-        ranks = 1 if visit is None else visit.group.size()
-        LAYERS.check(context.options, context_parallel_size=ranks, other_layer=has_others, in_pack=packed)
+        if has_others and visit is not None:
+            packed = given.get("packed_seq_params") is not None
+            LAYERS.check(context.options, context_parallel_size=visit.group.size(), other_layer=True, in_pack=packed)
         with running(visit):
             if visit is None or not visit.moves:
                 return run(*args, **kwargs)
@@ -125,7 +127,7 @@ def _loses_masks(model: Any, context: AttentionContext) -> bool:
     if context.options.remat != "off" or not config.num_moe_experts or config.recompute_granularity != "full":
         return False
     some = config.recompute_method == "block" and config.recompute_num_layers < len(model.decoder.layers)
-    return some and importlib.util.find_spec("megatron.core.recompute") is None  # 0.19 keeps it
+    return some and not _KEEPS_MASKS
 
 
 @functools.cache

@@ -71,8 +71,7 @@ class MegatronJob(Job):
     def __init__(self, models: Sequence[Any]) -> None:
         from megatron.core import parallel_state
 
-        wrapped = all(hasattr(model, "zero_grad_buffer") and hasattr(model, "buffers") for model in models)
-        wrapped = wrapped and all(hasattr(model, "bucket_groups") for model in models)
+        wrapped = all(hasattr(model, "zero_grad_buffer") and hasattr(model, "bucket_groups") for model in models)
         PROOF.check(no_wrapper=None if wrapped else type(models[0]).__name__)
         self.models, self.config = list(models), models[0].config
         self.cores = [x for model in models for x in model.modules() if isinstance(x, DistributedCoreAttention)]

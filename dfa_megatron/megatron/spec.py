@@ -223,14 +223,18 @@ def _distribute_predictions() -> None:
     def replacing(megatrons: Any) -> Any:
         @functools.wraps(megatrons)
         def distributed(config: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
-            # A block, because Megatron accepts a layer spec only if its class is exactly TransformerLayer.
-            layers = spec.layer_specs[-1:] if isinstance(spec, TransformerBlockSubmodules) else [spec]
-            block = TransformerBlockSubmodules(layer_specs=layers)
-            return megatrons(config, distribute_attention(block, config, config=options_of()), *args, **kwargs)
+            return megatrons(config, distribute_prediction(spec, config), *args, **kwargs)
 
         return distributed
 
     replace(gpt_layer_specs.__name__, "get_gpt_mtp_block_spec", replacing)
+
+
+def distribute_prediction(spec: Any, config: Any) -> Any:
+    """Return the distributed spec of a prediction layer from its own, or from a decoder's, whose last layer it is."""
+    layers = spec.layer_specs[-1:] if isinstance(spec, TransformerBlockSubmodules) else [spec]
+    # A block, because Megatron accepts a layer spec only if its class is exactly TransformerLayer.
+    return distribute_attention(TransformerBlockSubmodules(layer_specs=layers), config, config=options_of())
 
 
 def spec_from_args() -> Any:

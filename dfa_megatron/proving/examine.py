@@ -45,9 +45,8 @@ def examine(job: Job, tokens: int | None = None) -> Proof:
                 want = record(job, text, alone=True, choices=got.choices)
                 noise = record(job, text, alone=True, choices=got.choices, noise=True)
             rows += judge(f"{text.name}, {len(text.ids)} tokens", got, want, noise, rank)
-    everyone: list[Any] = [rows]
+    everyone: list[Any] = [rows] * world
     if world > 1:
-        everyone = [None] * world
         dist.all_gather_object(everyone, rows)
     proof.rows = merged(everyone)
     length = len(made[0].ids)

@@ -96,19 +96,17 @@ def _watching(job: Job, found: Recording, rows: int, share: float, noise: bool) 
 
 def _join(job: Job, found: Recording, places: torch.Tensor, tokens: int) -> None:
     """Put the rows of all ranks in the order of the tokens."""
-    held: list[Any] = [(places, found.hidden, found.backward, found.choices)]
-    ranks = [0]
-    if job.group is not None and job.group.size() > 1:
-        held = [None] * job.group.size()
-        dist.all_gather_object(held, (places, found.hidden, found.backward, found.choices), group=job.group)
-        ranks = dist.get_process_group_ranks(job.group)
+    ranks = [0] if job.group is None else dist.get_process_group_ranks(job.group)
+    held: list[Any] = [(places, found.hidden, found.backward, found.choices)] * len(ranks)
+    if len(ranks) > 1:
+        dist.all_gather_object(held, held[0], group=job.group)
     found.holders = torch.zeros(tokens, dtype=torch.long)
     for rank, (at, *_) in zip(ranks, held, strict=True):
         found.holders[at] = rank
     for number, into in ((1, found.hidden), (2, found.backward), (3, found.choices)):
         for key in dict.fromkeys(key for each in held for key in each[number]):
             first = next(each[number][key] for each in held if key in each[number])
-            whole = torch.full((tokens, *first.shape[1:]), 0, dtype=first.dtype)
+            whole = torch.zeros((tokens, *first.shape[1:]), dtype=first.dtype)
             for at, *each in held:
                 if key in each[number - 1]:
                     whole[at] = each[number - 1][key]

@@ -44,7 +44,11 @@ class Row:
         self.count += 1
         if not distance <= limit:  # NaN differs
             self.first = self.first or what
-        if self.count == 1 or not distance * self.limit <= self.largest * limit:
+        self.keep(distance, limit)
+
+    def keep(self, distance: float, limit: float) -> None:
+        """Keep a distance and its limit if none was larger beside its own; NaN is."""
+        if not math.isnan(self.largest) and not distance * self.limit < self.largest * limit:
             self.largest, self.limit = distance, limit
 
 
@@ -70,9 +74,8 @@ class Proof:
         ]
         lines = [f"prove: {self.title}", "", *columns(("run", "compared", "number", "largest", "limit", ""), rows), ""]
         lines += [f"not looked at: {line}" for line in self.unseen]
-        if self.difference:
-            return "\n".join([*lines, f"first difference: {self.difference}"])
-        return "\n".join([*lines, f"{self.ranks} ranks compute what one rank computes"])
+        right = f"{self.ranks} ranks compute what one rank computes"
+        return "\n".join([*lines, f"first difference: {self.difference}" if self.difference else right])
 
 
 def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -129,8 +132,7 @@ def merged(everyone: Sequence[Sequence[Row]]) -> list[Row]:
                 continue
             known = whole.setdefault((row.text, row.kind), Row(row.text, row.kind))
             known.count = max(known.count, row.count)
-            if row.largest * known.limit >= known.largest * row.limit:
-                known.largest, known.limit = row.largest, row.limit
+            known.keep(row.largest, row.limit)
             known.first = known.first or row.first
     runs = list(dict.fromkeys(text for text, _ in whole))
     return sorted(whole.values(), key=lambda row: (runs.index(row.text), KINDS.index(row.kind)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dfa_megatron.megatron.proved_job import prove_if_asked
-from dfa_megatron.megatron.spec import distribute_attention
+from dfa_megatron.megatron.spec import distribute_attention, distribute_prediction
 from dfa_megatron.megatron.start.dfa_flags import global_args, options_of
 
 
@@ -29,9 +29,4 @@ def layer_spec(spec: Any, config: Any, vp_stage: int | None = None) -> Any:
 
 def prediction_spec(spec: Any, config: Any) -> Any:
     """Return the spec of a multi-token prediction layer likewise."""
-    if not asked_for(config):
-        return spec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    # A block, because Megatron accepts a layer spec only if its class is exactly TransformerLayer.
-    return distribute_attention(TransformerBlockSubmodules(layer_specs=[spec]), config, config=options_of())
+    return distribute_prediction(spec, config) if asked_for(config) else spec
