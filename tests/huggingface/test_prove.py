@@ -18,11 +18,13 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.cli.main import main
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import ProofError, UnsupportedError
+from dfa_megatron.huggingface import attention_function
 from dfa_megatron.huggingface.small.small_model import small_job
 from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.test_foreign_code import shifted
 from tests.huggingface.test_trainer import prepare_worker
 from tests.support.models import build, text
+from tests.support.plants import attention_with, documents_lost
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HYBRID = {
@@ -45,20 +47,6 @@ def made(kind: str = "Mistral", dtype: str = "float32", **changes: Any) -> Any:
             if name.endswith("A_log"):
                 parameter.sub_(2)
     return model.to(getattr(torch, dtype))
-
-
-@contextmanager
-def _attention_with(**changed: Any) -> Iterator[None]:
-    from dfa_megatron.huggingface import attention_function as ours
-
-    names = ("dist_flash_attn_func", "dist_flash_attn_varlen_func")
-    real = {name: getattr(ours, name) for name in names}
-
-    def other(name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: real[name](*args, **{**kwargs, **changed})
-
-    with patch.multiple(ours, **{name: other(name) for name in names}):
-        yield
 
 
 @contextmanager
@@ -101,15 +89,15 @@ def local_rope(model: Any) -> Any:
 
 
 def wrong_scale(model: Any) -> Any:
-    return _attention_with(softmax_scale=0.25)
+    return attention_with(attention_function, softmax_scale=0.25)
 
 
 def lost_window(model: Any) -> Any:
-    return _attention_with(window_size=(-1, -1))
+    return attention_with(attention_function, window_size=(-1, -1))
 
 
 def lost_mask(model: Any) -> Any:
-    return _attention_with(causal=False, window_size=(-1, -1))
+    return attention_with(attention_function, causal=False, window_size=(-1, -1))
 
 
 def labels_of_chunks(model: Any) -> Any:
@@ -124,17 +112,8 @@ def mean_of_ranks(model: Any) -> Any:
     return _batches_with(lambda batch: {"num_items_in_batch": (batch["labels"] != -100).sum()})
 
 
-@contextmanager
-def lost_documents(model: Any) -> Iterator[None]:
-    from dfa_megatron.huggingface import attention_function as ours
-
-    whole = ours.dist_flash_attn_func
-
-    def one(q: Any, k: Any, v: Any, offsets: Any, **kwargs: Any) -> Any:
-        return whole(q[None], k[None], v[None], **kwargs)[0]
-
-    with patch.object(ours, "dist_flash_attn_varlen_func", one):
-        yield
+def lost_documents(model: Any) -> Any:
+    return documents_lost(attention_function)
 
 
 @contextmanager

@@ -9,12 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from dfa_megatron import attention
 from dfa_megatron.errors import ProofError, UnsupportedError
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness, sharded
 from tests.megatron.harness import Topology, case
 from tests.megatron.test_composition import ALLGATHER
 from tests.megatron.test_latent import LATENT
+from tests.support.plants import attention_with, documents_lost
 
 WINDOW = (("window_size", (9, 0)),)
 EXPERTS = (
@@ -76,39 +78,16 @@ def test_nothing_is_found_where_nothing_is_wrong(cases: list[Any]) -> None:
             assert sum("gradient of parameters" in line for line in table.splitlines()) == 2, table
 
 
-@contextmanager
-def _attention_with(**changed: Any) -> Any:
-    from dfa_megatron import attention
-
-    names = ("dist_flash_attn_func", "dist_flash_attn_varlen_func")
-    real = {name: getattr(attention, name) for name in names}
-
-    def other(name: str) -> Any:
-        return lambda *args, **kwargs: real[name](*args, **{**kwargs, **changed})
-
-    with patch.multiple(attention, **{name: other(name) for name in names}):
-        yield
-
-
 def wrong_scale(models: Any) -> Any:
-    return _attention_with(softmax_scale=0.1)
+    return attention_with(attention, softmax_scale=0.1)
 
 
 def lost_window(models: Any) -> Any:
-    return _attention_with(window_size=(-1, -1))
+    return attention_with(attention, window_size=(-1, -1))
 
 
-@contextmanager
 def lost_documents(models: Any) -> Any:
-    from dfa_megatron import attention
-
-    whole = attention.dist_flash_attn_func
-
-    def one(q: Any, k: Any, v: Any, offsets: Any, **kwargs: Any) -> Any:
-        return whole(q[None], k[None], v[None], **kwargs)[0]
-
-    with patch.object(attention, "dist_flash_attn_varlen_func", one):
-        yield
+    return documents_lost(attention)
 
 
 @contextmanager

@@ -1,9 +1,37 @@
-"""Faults of kernels that tests plant; each breaks one thing as a real mistake would."""
+"""Faults that tests plant; each breaks one thing as a real mistake would."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
+
+
+@contextmanager
+def attention_with(home: Any, **changed: Any) -> Iterator[None]:
+    """Call both functions of the module `home` with other arguments."""
+    names = ("dist_flash_attn_func", "dist_flash_attn_varlen_func")
+    real = {name: getattr(home, name) for name in names}
+
+    def other(name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: real[name](*args, **{**kwargs, **changed})
+
+    with patch.multiple(home, **{name: other(name) for name in names}):
+        yield
+
+
+@contextmanager
+def documents_lost(home: Any) -> Iterator[None]:
+    """Take a pack for one sequence in the module `home`."""
+    whole = home.dist_flash_attn_func
+
+    def one(q: Any, k: Any, v: Any, offsets: Any, **kwargs: Any) -> Any:
+        return whole(q[None], k[None], v[None], **kwargs)[0]
+
+    with patch.object(home, "dist_flash_attn_varlen_func", one):
+        yield
 
 
 def a_kernel_ignores_the_window() -> None:
