@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron import door
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import BATCH, HIDDEN, MEGATRONS, SEQUENCE, VOCABULARY, Topology, case
@@ -154,6 +156,10 @@ def refused(rank: int, ranks: int) -> None:
         call(extra_block_kwargs={"extract_layer_indices": {0}})
     with pytest.raises(UnsupportedError, match="moe_enable_routing_replay in data_layout='boundary'"):
         model_of(topology, BOUNDARY, num_moe_experts=2, moe_enable_routing_replay=True)
+    some = {"num_moe_experts": 2, "recompute_granularity": "full", "recompute_method": "block"}
+    some_kept = model_of(topology, BOUNDARY.replace(remat="off"), num_layers=2, recompute_num_layers=1, **some)
+    with nullcontext() if door._KEEPS_MASKS else pytest.raises(UnsupportedError, match="padding_mask beside experts"):
+        some_kept(batch["tokens"], batch["position_ids"], None, padding_mask=batch["tokens"] == 0)
     losses = call()
 
     class Wrapped(GPTModel):
