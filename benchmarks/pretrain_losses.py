@@ -10,8 +10,11 @@ Every run is a torchrun of the same script on invented tokens. All but own-tp st
     own-cp      Transformer Engine's context parallelism over all GPUs
     own-cp-full the same, layers recomputed in full
     flags       ours by --cp-comm-type and --spec, on Megatron's own batches; layers recomputed without attention
-    launcher    ours by dfa_megatron.launch, with batches in order and the loss by tiles; recomputed likewise
+    before      as flags, by the tree of this package in --before
+    launcher    ours by dfa_megatron.launch, with the loss by tiles; recomputed likewise
     flags-none  as flags, nothing recomputed
+    prove-cp    as launcher, after the job has proved itself over all GPUs
+    prove-tp    the same with weights and heads over all GPUs, so that losses are not compared
 
 Megatron compiles a helper at its first start: that needs make and g++. Each run's output is in OUT.RUN.log, and the
 file has every run that has ended, with the median time of the later half of its steps. The exit status is 1 if one
@@ -44,14 +47,16 @@ MODEL = """
 --position-embedding-type rope --rotary-base 500000 --attention-dropout 0.0 --hidden-dropout 0.0
 --no-create-attention-mask-in-dataloader --micro-batch-size 1 --global-batch-size 1 --lr 1e-4 --min-lr 1e-4
 --lr-decay-style constant --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --eval-iters 0
+--eval-interval 1000
 --log-interval 1 --seed 1234 --no-gradient-accumulation-fusion --no-rope-fusion
 --no-masked-softmax-fusion --no-bias-swiglu-fusion --distributed-timeout-minutes 5
 """
 LOCAL = "--transformer-impl local --no-persist-layer-norm"
 OURS = "--cp-comm-type dfa --spec dfa_megatron.megatron get_spec"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-IN_ORDER = "--dfa-data-layout contiguous --dfa-loss-tile 1024"
-RUNS = ("own-1", "own-tp", "own-cp", "own-cp-full", "flags", "launcher", "flags-none")
+TILED = "--dfa-loss-tile 1024"
+PROOF = re.compile(r"prove: .*?(compute what one rank computes|first difference:)[^\n]*", re.DOTALL)
+RUNS = ("own-1", "own-tp", "own-cp", "own-cp-full", "before", "flags", "launcher", "flags-none", "prove-cp", "prove-tp")
 OWN = RUNS[0]
 
 
@@ -61,10 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     lend_helpers(args.scripts)
     report: dict[str, Any] = {"arguments": {name: str(value) for name, value in vars(args).items()}, "runs": []}
     for name in args.runs:
-        cannot = name.startswith("own-cp") and not transformer_engine()
-        row = {"run": name, **({"losses": [], "cannot": "no Transformer Engine"} if cannot else trained(args, name))}
+        cannot = "no Transformer Engine" if name.startswith("own-cp") and not transformer_engine() else ""
+        cannot = "no --before" if name == "before" and args.before is None else cannot
+        row = {"run": name, **({"losses": [], "cannot": cannot} if cannot else trained(args, name))}
         own = next((row["losses"] for row in report["runs"] if row["run"] == OWN), None)
-        if own and row["losses"] and name != "own-tp":
+        if own and row["losses"] and not name.endswith("-tp"):
             row["largest_difference"] = max(abs(a - b) for a, b in zip(row["losses"], own, strict=False))
         report["runs"].append(row)
         print(json.dumps(row), flush=True)
@@ -79,6 +85,7 @@ def flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", type=Path, required=True, help="the folder of pretrain_gpt.py, a Megatron-LM tree")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--before", type=Path, help="another tree of this package")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--gpus", type=int, default=2, help="of the runs on several")
     parser.add_argument("--seq-length", type=int, default=4096)
@@ -89,6 +96,7 @@ def flags(argv: Sequence[str] | None) -> argparse.Namespace:
     if not (args.scripts / "pretrain_gpt.py").is_file():
         parser.error(f"there is no pretrain_gpt.py in {args.scripts}")
     args.scripts, args.out = args.scripts.resolve(), args.out.resolve()
+    args.before = args.before and args.before.resolve()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     return args
 
@@ -102,29 +110,29 @@ def command(args: argparse.Namespace, name: str) -> list[str]:
     """Return the command of a run."""
     ranks = 1 if name == OWN else args.gpus
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    words += ["-m", "dfa_megatron.launch"] if name == "launcher" else []
+    launched = name.startswith(("launcher", "prove"))
+    words += ["-m", "dfa_megatron.launch"] if launched else []
     words += [str(args.scripts / "pretrain_gpt.py"), *MODEL.split()]
     words += [] if transformer_engine() else LOCAL.split()
     words += ["--seq-length", str(args.seq_length), "--max-position-embeddings", str(args.seq_length)]
     words += ["--train-iters", str(args.train_iters)]
-    if name == "own-tp":
-        return [*words, "--tensor-model-parallel-size", str(ranks)]
-    words += ["--context-parallel-size", str(ranks)]
+    words += ["--tensor-model-parallel-size" if name.endswith("-tp") else "--context-parallel-size", str(ranks)]
     words += [] if name.startswith("own") else OURS.split()
-    words += RECOMPUTED.split() if name in ("own-cp-full", "flags", "launcher") else []
-    return words + (IN_ORDER.split() if name == "launcher" else [])
+    words += RECOMPUTED.split() if launched or name in ("own-cp-full", "flags", "before") else []
+    words += TILED.split() if launched else []
+    return words + (["--dfa-prove"] if name.startswith("prove") else [])
 
 
 def trained(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Return the losses of a run, and why it failed if it did."""
     log = args.out.with_suffix(f".{name}.log")
-    paths = [sysconfig.get_path("include"), *_includes()]
+    paths, tree = [sysconfig.get_path("include"), *_includes()], args.before if name == "before" else ROOT
     environment = {
         **os.environ,
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "CPATH": os.pathsep.join(paths),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]),
     }
     begin, failed = time.perf_counter(), ""
     with log.open("w", encoding="utf-8") as file:
@@ -146,7 +154,9 @@ def trained(args: argparse.Namespace, name: str) -> dict[str, Any]:
     if not failed and len(losses) != args.train_iters:
         failed = f"{len(losses)} losses of {args.train_iters}, see {log.name}"
     seconds = round(time.perf_counter() - begin, 1)
-    row = {"losses": losses, "seconds": seconds}
+    row: dict[str, Any] = {"losses": losses, "seconds": seconds}
+    if proof := PROOF.search(text):
+        row["proof"] = proof.group(0).splitlines()
     if paces:
         row["ms_per_step"] = statistics.median(paces[len(paces) // 2 :])  # the first ones compile and plan
     return {**row, **({"failed": failed} if failed else {})}

@@ -212,19 +212,24 @@ class MegatronJob(Job):
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Finish gradients as Megatron's training does, and restore its random states and what its batches declared."""
+        """Finish gradients as Megatron's training does, and restore its random states and what its batches declared.
+
+        No step is run again, so Megatron's checks of a step's results do without their machine for that.
+        """
         from megatron.core.distributed import finalize_model_grads
+        from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
         from megatron.core.transformer.moe import moe_utils
 
-        tracker, declared = get_cuda_rng_tracker(), dict(batches._DECLARED)
+        machine, tracker, declared = get_rerun_state_machine(), get_cuda_rng_tracker(), dict(batches._DECLARED)
+        mode, machine.mode = machine.mode, RerunMode.DISABLED
         states, finish = tracker.get_states(), self.config.finalize_model_grads_func
         if finish is None:
             self.config.finalize_model_grads_func = finalize_model_grads
         try:
             yield
         finally:
-            self.config.finalize_model_grads_func = finish
+            self.config.finalize_model_grads_func, machine.mode = finish, mode
             tracker.set_states(states)
             moe_utils.clear_aux_losses_tracker()
             batches._DECLARED.clear()

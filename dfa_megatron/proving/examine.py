@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -13,11 +13,9 @@ from dfa_megatron.proving.recorder import record
 from dfa_megatron.proving.untouched import untouched
 from dfa_megatron.proving.verdict import Proof, Row, judge, merged
 
-logger = logging.getLogger("dfa_megatron.prove")
-
 
 def examine(job: Job, tokens: int | None = None) -> Proof:
-    """Compare many ranks with one, log the table on rank 0 and return it; a collective call of all ranks.
+    """Compare many ranks with one, print the table on rank 0 and return it; a collective call of all ranks.
 
     Args:
         job: the model, ready to train.
@@ -28,7 +26,7 @@ def examine(job: Job, tokens: int | None = None) -> Proof:
         UnsupportedError: the model cannot run the texts.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    proof = Proof(job.title, job.ranks)
+    proof, begin = Proof(job.title, job.ranks), time.perf_counter()
     rows: list[Row] = []
     with untouched(job):
         made = texts(job, tokens)
@@ -45,15 +43,15 @@ def examine(job: Job, tokens: int | None = None) -> Proof:
                 want = record(job, text, alone=True, choices=got.choices)
                 noise = record(job, text, alone=True, choices=got.choices, noise=True)
             rows += judge(f"{text.name}, {len(text.ids)} tokens", got, want, noise, rank)
-    everyone: list[Any] = [rows] * world
+    everyone: list[Any] = [(rows, time.perf_counter() - begin)] * world
     if world > 1:
-        dist.all_gather_object(everyone, rows)
-    proof.rows = merged(everyone)
+        dist.all_gather_object(everyone, everyone[0])
+    proof.rows, proof.seconds = merged([each for each, _ in everyone]), max(seconds for _, seconds in everyone)
     length = len(made[0].ids)
     proof.unseen += [f"what lies beyond a window of {x} tokens" for x in sorted({*job.windows()}) if x >= length]
     proof.unseen += ["dropout, which was off, and the optimizer", *job.unseen()]
     if proof.difference:
         raise ProofError(str(proof))
     if rank == 0:
-        logger.info("%s", proof)
+        print(proof, flush=True)  # asked for, so not left to the level of a log
     return proof

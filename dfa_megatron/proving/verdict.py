@@ -58,6 +58,8 @@ class Proof:
 
     title: str
     ranks: int
+    seconds: float = 0.0
+    """What it took on the slowest rank."""
     rows: list[Row] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
 
@@ -74,7 +76,7 @@ class Proof:
         ]
         lines = [f"prove: {self.title}", "", *columns(("run", "compared", "number", "largest", "limit", ""), rows), ""]
         lines += [f"not looked at: {line}" for line in self.unseen]
-        right = f"{self.ranks} ranks compute what one rank computes"
+        right = f"{self.ranks} ranks compute what one rank computes; it took {self.seconds:.1f} s"
         return "\n".join([*lines, f"first difference: {self.difference}" if self.difference else right])
 
 

@@ -16,7 +16,9 @@ for step in range(1, steps + 1):
     away = 0.001 if "--spec" in sys.argv else 0.5 if "--context-parallel-size" not in sys.argv else 0.0
     pace = f"elapsed time per iteration (ms): {100 / step:.1f}"
     print(f" [now] iteration {step:8}/{steps:8} | {pace} | lm loss: {11 - step + away:.6E} | norm: 1.0 |")
-sys.exit(3 if "contiguous" in sys.argv else 0)
+if "--dfa-prove" in sys.argv:
+    print("prove: GPTModel\\n\\n2 ranks compute what one rank computes; it took 1.0 s\\nmore")
+sys.exit(3 if "--dfa-loss-tile" in sys.argv and "--dfa-prove" not in sys.argv else 0)
 """
 
 
@@ -43,16 +45,18 @@ def test_each_run_is_compared_with_one_rank_and_written_with_its_failure(
     out = tmp_path / "deep" / "losses.json"
     words = ["--scripts", str(tmp_path), "--out", str(out), "--train-iters", "3", "--runs"]
     assert script.main([*words, "own-1", "flags"]) == 0
-    assert script.main([*words, "own-1", "own-tp", "own-cp", "flags", "launcher"]) == 1
-    own, tensor, ring, flags, launcher = json.loads(out.read_text())["runs"]
+    assert script.main([*words, "own-1", "own-tp", "own-cp", "flags", "launcher", "before", "prove-cp"]) == 1
+    own, tensor, ring, flags, launcher, before, proved = json.loads(out.read_text())["runs"]
     assert own["losses"] == [10.0, 9.0, 8.0]
     assert own["ms_per_step"] == pytest.approx((50.0 + 33.3) / 2), "of the later half"
     assert "failed" not in own | tensor | flags
     assert "cannot" in ring
+    assert before["cannot"] == "no --before"
+    assert proved["proof"] == ["prove: GPTModel", "", "2 ranks compute what one rank computes; it took 1.0 s"]
     assert launcher["failed"] == "exit status 3, see losses.launcher.log"
     assert "largest_difference" not in tensor, "its ranks draw other weights"
     assert flags["largest_difference"] == pytest.approx(0.001)
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["3", "8.00000", "8.50000", "8.00100", "8.00100"]
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["3", "8.00000", "8.50000", *["8.00100"] * 3]
 
 
 def test_a_folder_without_the_script_is_refused(script: Any, tmp_path: Path) -> None:
