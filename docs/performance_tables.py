@@ -159,14 +159,23 @@ def tiled_loss() -> Lines:
 
 
 def losses() -> Lines:
-    """Return differences of losses from PyTorch's attention on one rank."""
-    mean = json.loads((RESULTS / "2026-11-22-2xh200-megatron-loss.json").read_text("utf-8"))["summary"][
-        "mean_difference"
-    ]
-    names = {"ours on two ranks, rematerialization": "ours, 2 ranks", "ours on one rank": "ours, 1 rank"}
-    names |= {"another seed, PyTorch's attention": "two seeds"}
-    lines = [[label, f"{mean[key]:.3f}"] for label, key in names.items()]
-    return table(["50 steps beside PyTorch's attention on one rank", "mean difference of the loss"], lines)
+    """Return losses and steps of Megatron's unchanged script."""
+    runs = {
+        n: {
+            run["run"]: run
+            for run in json.loads((RESULTS / f"2026-11-26-2xh100-pretrain-gpt-{n}k.json").read_text("utf-8"))["runs"]
+        }
+        for n in (8, 64)
+    }
+    names = {"Megatron's own attention on one GPU": "own-1", "ours on two, by flags": "flags"}
+    names |= {"ours on two, by flags, before 26 November 2026": "before", "ours on two, loss by tiles": "launcher"}
+    lines = []
+    for label, name in names.items():
+        short, long = runs[8][name], runs[64].get(name, {})
+        away = f"{short['largest_difference']:.4f}" if name != "own-1" else ""
+        lines.append([label, away, f"{short['ms_per_step']:.0f}", f"{long['ms_per_step']:.0f}" if long else ""])
+    head = ["`pretrain_gpt.py`, two H100", "largest difference of a loss, 8K", "ms a step, 8K", "64K"]
+    return table(head, lines)
 
 
 def qwen() -> Lines:

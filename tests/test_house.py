@@ -51,14 +51,14 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 7_674,
-    "cli": 1_115,
+    "benchmarks": 7_513,
+    "cli": 1_118,
     "deepspeed": 1_454,
     "doctor": 1_276,
     "huggingface": 4_554,
     "kernels": 3_742,
     "loss": 800,
-    "megatron": 5_444,
+    "megatron": 5_449,
     "plan": 5_603,
     "plan_run": 182,
     "proving": 763,
@@ -66,7 +66,7 @@ BUDGETS = {
     "remat": 535,
     "runtime": 6_276,
     "testing": 487,
-    "tests": 40_217,
+    "tests": 40_182,
     "top": 1_532,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

@@ -31,6 +31,7 @@ class Model:
     pipeline_model_parallel_size: int = flag(1)
     context_parallel_size: int = flag(1)
     num_experts: int | None = flag(None)
+    hybrid_layer_pattern: str | None = flag(None)
     swiglu: bool = flag(False)
     untie_embeddings_and_output_weights: bool = flag(False)
     use_distributed_optimizer: bool = flag(False)
@@ -97,8 +98,10 @@ def model_of(flags: Sequence[str], where: str) -> Model:
         model = from_flags(Model, parser.parse_known_args(list(flags))[0])
     except argparse.ArgumentError as error:
         raise UnsupportedError(where, str(error), "a whole number") from error
-    if model.num_experts:
-        raise UnsupportedError(f"--num-experts in {where}", "the estimate knows dense layers only", "a dense model")
+    if model.num_experts or model.hybrid_layer_pattern:
+        what = f"--{'num-experts' if model.num_experts else 'hybrid-layer-pattern'} in {where}"
+        why = "the estimate knows layers of attention and a dense MLP only"
+        raise UnsupportedError(what, why, "--ranks, --seq-length, --heads and --kv-heads without a file")
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if getattr(model, name) <= 0:
             what = f"{where} without --{name.replace('_', '-')}"

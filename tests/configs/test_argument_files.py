@@ -16,6 +16,7 @@ from dfa_megatron.errors import UnsupportedError
 CONFIGS = Path(__file__).parents[2] / "configs" / "megatron"
 FILES = sorted(CONFIGS.glob("*.args"))
 TRAINING = sorted((CONFIGS / "training").glob("*.args"))
+HYBRID = CONFIGS / "nemotron-h-8b.args"
 BILLIONS = {"llama-7b": 6.74, "llama-3-8b": 8.03, "qwen3-8b": 8.19}
 """What the models' authors say."""
 
@@ -27,11 +28,16 @@ def sizes(shown: str) -> list[float]:
 
 
 def test_the_models_and_what_trains_them_are_there() -> None:
-    assert {path.stem for path in FILES} == set(BILLIONS)
+    assert {path.stem for path in FILES} == {*BILLIONS, HYBRID.stem}
     assert {path.stem for path in TRAINING} == {"mock", "pretrain"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_the_estimate_refuses_hybrid_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", str(HYBRID)]) == 2
+    assert "--hybrid-layer-pattern in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path != HYBRID], ids=lambda path: path.stem)
 def test_a_file_is_the_model_that_it_names_and_leads_to_a_plan(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = read_arguments(path)
     model = model_of(flags, path.name)

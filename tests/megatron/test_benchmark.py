@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from dfa_megatron.testing.workers import run_ranks
 from tests.support import state_kernels
-from tests.support.groups import as_torchrun_starts, free_port
 
 
 def bench(rank: int, world_size: int, arguments: list[str], folder: str) -> None:
@@ -115,49 +112,3 @@ def check_loss_and_packs(folder: Path) -> None:
     assert exchange["both_ms"] > 0
     assert packs["about"]["exchange_sent_mib"] > 0
     assert all(row["wrong"].startswith("refused") for row in (ring, heads))
-
-
-def bench_losses(rank: int, world_size: int, port: int, arguments: list[str]) -> None:
-    as_torchrun_starts(rank, world_size, port)
-    assert losses_module().main(arguments) == 0
-
-
-def test_losses_of_all_ranks_together_are_those_of_one(tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "toy.json"
-    run_ranks(2, bench_losses, free_port(), ["--toy", "--train-iters", "3", "--out", str(out)], timeout=150)
-    report = json.loads(out.read_text())
-    assert len(report["runs"]) == 6
-    assert all(len(run["losses"]) == 3 for run in report["runs"])
-    difference = report["summary"]["largest_difference"]
-    assert difference["ours, 2 ranks"] < 1e-5 < difference["two seeds"]
-    assert report["summary"]["within_two_seeds"]
-
-
-def losses_module() -> Any:
-    return importlib.import_module("megatron_loss")
-
-
-@pytest.mark.parametrize(("away", "within"), [(0.05, True), (0.15, False)])
-def test_losses_that_differ_more_than_two_seeds_do_are_told(away: float, within: bool) -> None:
-    module, first = losses_module(), [5.0, 4.0, 3.0]
-    curves = {1: first, 2: [loss + 0.1 for loss in first]}
-    runs = [
-        {"attention": kind, "seed": number, "losses": [loss + shift for loss in losses]}
-        for kind, shift in ((module.REFERENCE, 0.0), (module.ALONE, 0.0), ("ours, 4 ranks", away))
-        for number, losses in curves.items()
-    ]
-    found = module.summary(runs, "ours, 4 ranks")
-    assert found["within_two_seeds"] is within
-    assert found["mean_difference"]["two seeds"] == pytest.approx(0.1)
-    assert found["largest_difference"]["ours, 4 ranks"] == pytest.approx(away)
-
-
-def test_runs_of_a_seed_that_did_not_start_alike_are_not_compared() -> None:
-    run_ranks(1, check_weights)
-
-
-def check_weights(rank: int, ranks: int) -> None:
-    module, runs = losses_module(), [("sdpa, 1 rank", 1), ("ours, 1 rank", 1)]
-    assert len(module.gather({run: [7.0, 1.0] for run in runs}, runs, 1)) == 2
-    with pytest.raises(RuntimeError, match="started from other weights"):
-        module.gather({runs[0]: [7.0, 1.0], runs[1]: [7.1, 1.0]}, runs, 1)
