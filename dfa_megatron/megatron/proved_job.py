@@ -79,7 +79,6 @@ class MegatronJob(Job):
         self.cp = parallel_state.get_context_parallel_group()
         self.ranks, self.tp = self.cp.size(), parallel_state.get_tensor_model_parallel_group()
         self.group = parallel_state.get_tensor_and_context_parallel_group()
-        PROOF.check(predicting=self.config.mtp_num_layers and self.ranks > 1)
         self.divisor = self.tp.size()
         self.words = min(getattr(_inside(model), "vocab_size", 1 << 30) for model in models)
         self.share = 1.0 if self.config.calculate_per_token_loss else 1 / self.ranks
@@ -174,14 +173,18 @@ class MegatronJob(Job):
         """Compute attention by Megatron's own core, one row for each document; a batch is this rank's alone."""
         for core in self.cores:
             core.forward = functools.partial(_own_attention, core, _megatrons_core(core))  # type: ignore[method-assign]
-        scale, ranks = self.config.grad_scale_func, self.ranks
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        scale, weigh, ranks = self.config.grad_scale_func, MTPLossAutoScaler.set_loss_scale, self.ranks
         if not self.config.calculate_per_token_loss:
             # The schedule multiplies losses, those of routers too, by the ranks, of which each now has them whole.
             self.config.grad_scale_func = lambda loss: (loss if scale is None else scale(loss)) / ranks
+            if getattr(self.config, "mtp_grad_scale_func", None) is None:  # all but those of prediction layers
+                MTPLossAutoScaler.set_loss_scale = staticmethod(lambda factor: weigh(factor * ranks))
         try:
             yield
         finally:
-            self.config.grad_scale_func = scale
+            self.config.grad_scale_func, MTPLossAutoScaler.set_loss_scale = scale, staticmethod(weigh)
             for core in self.cores:
                 del core.forward
 

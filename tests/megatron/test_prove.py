@@ -44,6 +44,8 @@ CASES = [
     (Topology(cp=2), "zigzag", (*WINDOW, ("calculate_per_token_loss", True)), True),
     (Topology(cp=2), "boundary", (*EXPERTS, *BF16), False),
     (Topology(pp=2), "boundary", WINDOW, False),
+    (Topology(cp=2), "boundary", (*WINDOW, ("mtp_num_layers", 2)), False),
+    (Topology(cp=2), "zigzag", (*WINDOW, ("mtp_num_layers", 1), ("calculate_per_token_loss", True)), True),
 ]
 
 

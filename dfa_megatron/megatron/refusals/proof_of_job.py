@@ -14,11 +14,5 @@ PROOF = Stage(
             "prove of the model in megatron.core.distributed.DistributedDataParallel",
             "GPTModel",
         ),
-        stated(
-            "predicting",
-            "prove of multi-token prediction over several context-parallel ranks",
-            "Megatron's schedule weighs its loss otherwise than that of one rank alone",
-            "a proof without --mtp-num-layers",
-        ),
     ),
 )
