@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.proved_job import prove
 from dfa_megatron.megatron.refusals import LAUNCH
 from dfa_megatron.megatron.spec import distribute_attention
@@ -57,7 +58,7 @@ _SAID: dict[Any, tuple[str, ...]] = {
     ),
     None: (
         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "fp4", "fp8",
-        "moe_expert_capacity_factor", "moe_input_jitter_eps", "mtp_num_layers", "pipeline_model_parallel_layout",
+        "moe_expert_capacity_factor", "moe_input_jitter_eps", "pipeline_model_parallel_layout",
     ),
     "allgather": ("moe_token_dispatcher_type",),
     "local": ("transformer_impl",),
@@ -202,7 +203,13 @@ def _prove(args: Any) -> Proof:
         args.spec = None
     device = SimpleNamespace(major=9, minor=0, name="none")
     vars(torch.cuda).update(get_device_capability=lambda *_: (9, 0), get_device_properties=lambda *_: device)
-    arguments.validate_args(args)
+    try:
+        arguments.validate_args(args)
+        made = (argument_utils.hybrid_config_from_args if hybrid else argument_utils.gpt_config_from_args)(args)
+    except (AssertionError, ValueError) as error:
+        if isinstance(error, UnsupportedError):
+            raise
+        raise UnsupportedError("what these flags ask for", f"Megatron says: {error}", "flags that it takes") from error
     global_vars.set_args(args)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
@@ -212,7 +219,6 @@ def _prove(args: Any) -> Proof:
         expert_model_parallel_size=args.expert_model_parallel_size,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(7)
-    made = (argument_utils.hybrid_config_from_args if hybrid else argument_utils.gpt_config_from_args)(args)
     if hybrid:
         made.hybrid_stack_spec = distribute_attention(
             stack_spec(made.transformer), made.transformer, config=options_of()

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from dfa_megatron.cli.main import main
-from dfa_megatron.errors import ProofError
+from dfa_megatron.errors import ProofError, UnsupportedError
 from dfa_megatron.megatron.small_script import small_job
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron.test_prove import lost_window
@@ -45,7 +45,11 @@ def proved(rank: int, world_size: int) -> list[str]:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    job = small("--context-parallel-size 2 --window-size 400,0")
+    with pytest.raises(UnsupportedError, match=r"Megatron says: num_"):
+        small(
+            "--tensor-model-parallel-size 2 --context-parallel-size 1 --num-attention-heads 16 --num-query-groups 3"
+        ).prove()
+    job = small("--context-parallel-size 2 --window-size 400,0 --mtp-num-layers 1")
     with patch("dfa_megatron.megatron.small_script.prove", _with_a_lost_window):
         said.append(str(job.prove()))
     return said
