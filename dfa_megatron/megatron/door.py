@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
 from dfa_megatron.megatron.layers.sharing import SharingLayer
-from dfa_megatron.megatron.refusals import BATCHES, CALLS, LAYERS
 from dfa_megatron.megatron.tokens.batch import check_declared, check_positions
 from dfa_megatron.megatron.tokens.exchange import LayoutName
 from dfa_megatron.megatron.tokens.own_group import group_of
@@ -70,13 +70,34 @@ def _forward_of(base: Any) -> Forward:
             with running(None):  # not even within the call of a distributed model
                 return run(*args, **kwargs)
         names = _names(cls, cls.forward)[: len(args)]
-        CALLS.check(unnamed=cls.__name__ if len(names) < len(args) else None)
+        if len(names) < len(args):
+            raise UnsupportedError(
+                f"arguments by place of {cls.__name__}.forward",
+                "it does not name them, and those of tokens must change their order",
+                "arguments by name",
+            )
         given = {**dict(zip(names, args, strict=True)), **kwargs}
+        cache = given.get("inference_context")
+        if cache is not None and not (model.cp_group.size() == 1 and cache.is_static_batching()):
+            raise UnsupportedError(
+                "an inference context of dynamic batching, or of several context-parallel ranks",
+                "a rank would cache the keys and states of its own tokens only",
+                "a static one with --context-parallel-size 1, or evaluation on whole sequences",
+            )
         visit = _visit(model, context, given)
-        CALLS.check(lost_mask=given.get("padding_mask") is not None and _loses_masks(model, context))
-        if has_others and visit is not None:
-            packed = given.get("packed_seq_params") is not None
-            LAYERS.check(context.options, context_parallel_size=visit.group.size(), other_layer=True, in_pack=packed)
+        if given.get("padding_mask") is not None and _loses_masks(model, context):
+            raise UnsupportedError(
+                "padding_mask beside experts with --recompute-method block and --dfa-remat off",
+                "Megatron's own recomputation loses the mask of the layers that it does not recompute",
+                "--recompute-method uniform, or --dfa-remat auto",
+            )
+        layout = context.options.data_layout
+        if has_others and visit is not None and visit.group.size() > 1 and (layout != "zigzag" or visit.offsets):
+            raise UnsupportedError(
+                f"a layer with Megatron's own attention in a distributed model, in layout {layout!r}",
+                "it assumes Megatron's zigzag order of the tokens, of every document in a pack",
+                "distribute_attention for the spec of every layer, those of multi-token prediction too",
+            )
         with running(visit):
             if visit is None or not visit.moves:
                 return run(*args, **kwargs)
@@ -118,7 +139,16 @@ def _look(model: Any) -> tuple[AttentionContext | None, bool]:
 
 def _check_extracted(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse to give back hidden states between layers, whose order the caller would mistake."""
-    CALLS.check(extracted="extract_layer_indices" if kwargs.get("extract_layer_indices") else None)
+    _check_extra([name for name in ("extract_layer_indices",) if kwargs.get(name)])
+
+
+def _check_extra(names: list[str]) -> None:
+    if names:
+        raise UnsupportedError(
+            f"the block's argument {', '.join(names)} in data_layout='boundary'",
+            "the tokens between layers are in another order than the caller's",
+            "data_layout='contiguous' with batches of shard_batch, or 'zigzag'",
+        )
 
 
 def _loses_masks(model: Any, context: AttentionContext) -> bool:
@@ -155,7 +185,6 @@ def _visit(model: Any, context: AttentionContext, given: dict[str, Any]) -> Visi
     group = model.cp_group if own is None else own
     if packed is None and group.size() == 1:
         return None
-    CALLS.check(inference_context=given.get("inference_context") is not None and group.size() > 1)
     rows = _rows(model, given)
     _check_positions(context, given.get("position_ids"), rows[1], group, packed=packed is not None)
     pack = None if packed is None else place(packed)
@@ -191,7 +220,12 @@ def _check_positions(context: AttentionContext, positions: Any, tokens: int, gro
     if positions is None:
         return
     if positions.dim() == 3:
-        BATCHES.check(axes_tokens=positions.shape[2], all_tokens=tokens * group.size())
+        if positions.shape[2] != (every := tokens * group.size()):
+            raise UnsupportedError(
+                f"position_ids of {positions.shape[2]} tokens in three axes",
+                f"Megatron's module slices the table that it makes of all {every} tokens of the ranks",
+                f"position_ids (3, batch, {every}), as shard_batch leaves them",
+            )
     elif not packed and (positions.device.type == "cpu" or tokens not in context.lengths):
         context.lengths.add(tokens)
         check_positions(group, context.options.data_layout, positions)
@@ -200,10 +234,8 @@ def _check_positions(context: AttentionContext, positions: Any, tokens: int, gro
 def _moved(visit: Visit, run: Forward, given: dict[str, Any], names: list[str]) -> Any:
     """Run a model on tokens in its own order, and return its result in the caller's."""
     model, labelled, hook = visit.model, given.get("labels") is not None, None
-    more = given.get("extra_block_kwargs") or {}
-    CALLS.check(
-        extracted=", ".join(name for name, x in more.items() if not isinstance(x, (int, float, str, type(None))))
-    )
+    more = (given.get("extra_block_kwargs") or {}).items()
+    _check_extra([name for name, x in more if not isinstance(x, (int, float, str, type(None)))])
     inside = {**given, **visit.enter({name: x for name, x in given.items() if visit.of_tokens(x)})}
     if (embedded := given.get("decoder_input")) is not None:
         inside["decoder_input"] = visit.hidden(embedded, back=False)
@@ -221,7 +253,12 @@ def _moved(visit: Visit, run: Forward, given: dict[str, Any], names: list[str]) 
     if not model.post_process:
         return visit.hidden(output, back=True) if _at_end(model, "last") else output
     if processor is not None or not labelled:
-        CALLS.check(no_output=hook is not None and not visit.outputs)
+        if hook is not None and not visit.outputs:
+            raise UnsupportedError(
+                "a model without labels that did not call its output layer, in data_layout='boundary'",
+                "hidden states go back into the caller's order before that layer",
+                "labels, post_process=False, or data_layout='contiguous'",
+            )
         return output
     return tree_map(functools.partial(_result, visit), output)
 
@@ -254,5 +291,10 @@ def _process(visit: Visit, processor: Forward, outside: dict[str, Any], *, hidde
 
 def _result(visit: Visit, x: Any) -> Any:
     """Return a part of what a model returns in the caller's order."""
-    CALLS.check(other_result=None if isinstance(x, (torch.Tensor, float, str, type(None))) else type(x).__name__)
-    return visit.leave(x) if visit.of_tokens(x) else x
+    if not isinstance(x, (torch.Tensor, float, str, type(None))):
+        raise UnsupportedError(
+            f"a language model that returns {type(x).__name__} in data_layout='boundary'",
+            "its tensors of tokens would stay in the order of the layers",
+            "tensors, or tuples and dictionaries of such; or data_layout='contiguous'",
+        )
+    return visit.leave(x) if isinstance(x, torch.Tensor) and visit.of_tokens(x) else x

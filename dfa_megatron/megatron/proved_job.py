@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.refusals import PROOF
 from dfa_megatron.megatron.start.dfa_flags import options_of
 from dfa_megatron.megatron.tokens import batch as batches
 from dfa_megatron.megatron.tokens.packed_documents import packed_seq_params
@@ -72,14 +72,24 @@ class MegatronJob(Job):
         from megatron.core import parallel_state
 
         wrapped = all(hasattr(model, "zero_grad_buffer") and hasattr(model, "bucket_groups") for model in models)
-        PROOF.check(no_wrapper=None if wrapped else type(models[0]).__name__)
+        if not wrapped:
+            raise UnsupportedError(
+                f"prove of a {type(models[0]).__name__} without Megatron's DistributedDataParallel",
+                "its gradients are compared as that reduces them",
+                "prove of the model in megatron.core.distributed.DistributedDataParallel",
+            )
         self.models, self.config = list(models), models[0].config
         self.cores = [x for model in models for x in model.modules() if isinstance(x, DistributedCoreAttention)]
         self.options = self.cores[0].options if self.cores else options_of()
         self.cp = parallel_state.get_context_parallel_group()
         self.ranks, self.tp = self.cp.size(), parallel_state.get_tensor_model_parallel_group()
         self.group = parallel_state.get_tensor_and_context_parallel_group()
-        PROOF.check(predicting=self.config.mtp_num_layers and self.ranks > 1)
+        if self.config.mtp_num_layers and self.ranks > 1:
+            raise UnsupportedError(
+                "prove of multi-token prediction over several context-parallel ranks",
+                "Megatron's schedule weighs its loss otherwise than that of one rank alone",
+                "a proof without --mtp-num-layers",
+            )
         self.divisor = self.tp.size()
         self.words = min(getattr(_inside(model), "vocab_size", 1 << 30) for model in models)
         self.share = 1.0 if self.config.calculate_per_token_loss else 1 / self.ranks
@@ -174,6 +184,10 @@ class MegatronJob(Job):
         """Compute attention by Megatron's own core, one row for each document; a batch is this rank's alone."""
         for core in self.cores:
             core.forward = functools.partial(_own_attention, core, _megatrons_core(core))  # type: ignore[method-assign]
+        routers: list[Any] = [x for model in self.models for x in model.modules() if hasattr(x, "tp_cp_group")]
+        groups = [router.tp_cp_group for router in routers]
+        for router in routers if self.ranks > 1 else ():
+            router.tp_cp_group = self.tp
         scale, ranks = self.config.grad_scale_func, self.ranks
         if not self.config.calculate_per_token_loss:
             # The schedule multiplies losses, those of routers too, by the ranks, of which each now has them whole.
@@ -184,6 +198,8 @@ class MegatronJob(Job):
             self.config.grad_scale_func = scale
             for core in self.cores:
                 del core.forward
+            for router, group in zip(routers, groups, strict=True):
+                router.tp_cp_group = group
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what Megatron reduced: main gradients, or this rank's part of them for the distributed optimizer."""

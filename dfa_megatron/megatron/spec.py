@@ -14,8 +14,9 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.door import follow_language_models
-from dfa_megatron.megatron.hybrid.in_order import in_order_class, is_delta
+from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, in_order_class, is_delta
 from dfa_megatron.megatron.hybrid.recomputed import ATTENTION_SLOTS, MIXERS, recomputed_class
 from dfa_megatron.megatron.hybrid.stack import default_stack_spec, is_stack
 from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
@@ -26,7 +27,6 @@ from dfa_megatron.megatron.layers.prediction import follow_batches, replace
 from dfa_megatron.megatron.layers.recompute import asked_of
 from dfa_megatron.megatron.output import follow_outputs
 from dfa_megatron.megatron.proved_job import prove_if_asked
-from dfa_megatron.megatron.refusals import ARGS, SPEC, check_config
 from dfa_megatron.megatron.start.dfa_flags import global_args, options_of
 
 _NORMS = (
@@ -39,8 +39,8 @@ _REPLACED = ("DotProductAttention", "TEDotProductAttention", "DistributedCoreAtt
 _NO_ATTENTION = ("IdentityOp", "ColumnParallelLinearGathered", "TELayerNormColumnParallelLinearGathered")
 """What Megatron's heterogeneous specs put in the place of an attention: it treats each token by itself."""
 _NOT_IN_SPEC = (
-    "kitchen_config_file", "kitchen_recipe_number", "mla_down_proj_fusion", "use_grouped_gemm_for_dense_mlp",
-    "use_kitchen", "use_te_activation_func",
+    "kitchen_config_file", "kitchen_recipe_number", "mla_down_proj_fusion", "num_experts",
+    "use_grouped_gemm_for_dense_mlp", "use_kitchen", "use_te_activation_func",
 )  # fmt: skip
 """Flags that Megatron's default spec honours in some versions up to 0.18, and the one that is made here does not."""
 
@@ -84,10 +84,11 @@ def distribute_attention(
     follow_batches()
     follow_language_models()
     follow_outputs()
-    check_config(transformer_config, options)
-    if is_stack(spec):
-        return _stack(spec, transformer_config, AttentionContext(options, hybrid=True))
-    context = AttentionContext(options)
+    context = AttentionContext(options, hybrid=is_stack(spec))
+    if transformer_config is not None:
+        context.check(transformer_config)
+    if context.hybrid:
+        return _stack(spec, transformer_config, context)
     if getattr(transformer_config, "heterogeneous_block_specs", False):
         context.recompute = asked_of(transformer_config, context)
     if isinstance(spec, TransformerBlockSubmodules):
@@ -115,13 +116,17 @@ def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
         layer.submodules.self_attention = _mixer(attention, config, context)
         return layer
     if not isinstance(spec, ModuleSpec) or not hasattr(getattr(attention, "submodules", None), "core_attention"):
-        SPEC.check(no_core_attention=type(spec).__name__)
+        raise UnsupportedError(
+            f"a spec of type {type(spec).__name__}",
+            "it has no submodules.self_attention.submodules.core_attention to replace",
+            "the spec of one TransformerLayer, or TransformerBlockSubmodules of such",
+        )
     _check_replaced(attention.submodules.core_attention)
     layer = _wrapped(spec, config, context)
     layer.submodules.self_attention = copy.copy(attention)
     layer.submodules.self_attention.submodules = copy.copy(attention.submodules)
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
-        module=DistributedCoreAttention, params={"options": context.options}
+        module=DistributedCoreAttention, params={"options": context.options, "checked": True}
     )
     _replace_norms(layer.submodules.self_attention.submodules, config)
     return layer
@@ -150,10 +155,14 @@ def _check_replaced(core_attention: Any) -> None:
     spec = core_attention if isinstance(core_attention, ModuleSpec) else ModuleSpec(module=core_attention)
     made: Any = spec.module
     known = str(getattr(made, "__module__", "")).startswith(("megatron.core.", "dfa_megatron."))
-    if known and made.__name__ in _REPLACED and not set(spec.params or {}) - {"options"}:
+    if known and made.__name__ in _REPLACED and not set(spec.params or {}) - {"options", "checked"}:
         return
     params = f" with params {sorted(spec.params)}" if spec.params else ""
-    SPEC.check(replaced=f"{getattr(made, '__qualname__', made)}{params}")
+    raise UnsupportedError(
+        f"a spec whose core_attention is {getattr(made, '__qualname__', made)}{params}",
+        "everything that it does beside softmax attention (caps, scales, windows, masks) would be dropped",
+        "a spec with Megatron's DotProductAttention or TEDotProductAttention, without parameters of its own",
+    )
 
 
 def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
@@ -172,7 +181,8 @@ def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
             _replace_norms(made.submodules, config)
             if slot in MIXERS and context.options.layout_inside == "contiguous":
                 mixer = getattr(made.submodules, MIXERS[slot], None)
-                SPEC.check(no_mixer=None if isinstance(mixer, ModuleSpec) else slot)
+                if not isinstance(mixer, ModuleSpec):
+                    raise UnsupportedError(f"a hybrid stack whose {slot} has the mixer {mixer}", *OTHER_ORDER)
                 setattr(made.submodules, MIXERS[slot], _mixer(mixer, config, context))
         setattr(stack.submodules, slot, made)
     return stack
@@ -208,7 +218,6 @@ def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
     """
     from megatron.training.models.gpt import default_layer_spec
 
-    ARGS.check(attention_backend=getattr(model_cfg, "attention_backend", None))
     prove_if_asked(global_args())
     _distribute_predictions()
     given = [model_cfg, vp_stage] if "vp_stage" in inspect.signature(default_layer_spec).parameters else [model_cfg]
@@ -244,12 +253,23 @@ def spec_from_args() -> Any:
         UnsupportedError: not in a Megatron script, or the model's default spec has more than one kind of layer.
     """
     args = global_args()
-    SPEC.check(no_script=args is None)
+    if args is None:
+        raise UnsupportedError(
+            "SPEC outside a Megatron script",
+            "it is made from Megatron's global arguments",
+            "distribute_attention(spec, transformer_config, config=...)",
+        )
     prove_if_asked(args)
     _distribute_predictions()
-    torch_norm = transformer_block.LayerNormImpl is WrappedTorchNorm
-    on = [f"--{name.replace('_', '-')}" for name in _NOT_IN_SPEC if getattr(args, name, None) not in (None, False)]
-    SPEC.check(args, spec_flags=True, torch_norm=torch_norm, not_in_spec=", ".join(on))
+    names = [*_NOT_IN_SPEC, *(["sequence_parallel"] if transformer_block.LayerNormImpl is WrappedTorchNorm else [])]
+    on = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None) not in (None, False)]
+    if on:
+        raise UnsupportedError(
+            f"SPEC with {', '.join(on)}",
+            "the spec that is made here does not have it, or needs the model's config, which scripts up to "
+            "Megatron-Core 0.18 do not pass on",
+            "leaving it out, distribute_attention in a model provider of your own, or Megatron-Core 0.19 and get_spec",
+        )
     shared = {
         "qk_layernorm": args.qk_layernorm,
         "multi_latent_attention": args.multi_latent_attention,

@@ -273,21 +273,8 @@ TABLE: Mapping[str, tuple[Contract, ...]] = {
 }
 """Contracts by the package whose sources they are read from."""
 
-CONFIG_OF_ATTENTION = {
-    "megatron.core.transformer.dot_product_attention:DotProductAttention": frozenset({
-        "apply_query_key_layer_scaling", "attention_dropout", "attention_softmax_in_fp32", "bf16",
-        "context_parallel_size", "fp16", "init_method", "kv_channels", "masked_softmax_fusion", "num_attention_heads",
-        "num_query_groups", "params_dtype", "perform_initialization", "sequence_parallel", "softmax_type",
-        "window_attn_skip_freq", "window_size",
-    }),
-    "megatron.core.extensions.transformer_engine:TEDotProductAttention": frozenset({
-        "apply_query_key_layer_scaling", "attention_dropout", "batch_invariant_mode", "context_parallel_size",
-        "deterministic_mode", "kv_channels", "log_max_attention_logit", "num_attention_heads", "num_query_groups",
-        "qk_clip", "sequence_parallel", "softmax_type", "tensor_model_parallel_size", "window_attn_skip_freq",
-        "window_size",
-    }),
-}  # fmt: skip
-"""What the attentions that ours takes the place of read from a TransformerConfig.
-
-Ours uses it, refuses it, or it changes no number there. A new name may be a cap, a sink or a scale that would be lost.
-"""
+ATTENTIONS = (
+    "megatron.core.transformer.dot_product_attention:DotProductAttention",
+    "megatron.core.extensions.transformer_engine:TEDotProductAttention",
+)
+"""What ours takes the place of: every field of a config that it reads must be known to check_config.py."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dfa_megatron.megatron import DistributedAttentionLayer
-from dfa_megatron.megatron.start import clone, dfa_flags
+from dfa_megatron.megatron.start import clone
 from tests.megatron.harness import Topology, case, make_config, megatrons_spec
 
 
@@ -42,10 +41,3 @@ def test_prediction_layers_get_it_too() -> None:
     spec = clone.prediction_spec(megatrons_spec(wanted), wanted)
     assert isinstance(spec, TransformerBlockSubmodules)  # get_gpt_mtp_block_spec takes its last layer
     assert issubclass(spec.layer_specs[0].module, DistributedAttentionLayer)
-
-
-def test_a_run_without_our_flags_meets_none_of_our_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = SimpleNamespace(create_attention_mask_in_dataloader=True, context_parallel_size=2)
-    for where in (dfa_flags, clone):
-        monkeypatch.setattr(where, "global_args", lambda: args)
-    assert clone.layer_spec("spec", config("p2p")) == "spec"

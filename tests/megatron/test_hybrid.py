@@ -137,7 +137,7 @@ def refuse(rank: int, world_size: int) -> None:
     harness.start(Topology(cp=2))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     boundary, zigzag = (DistAttentionConfig(data_layout=layout) for layout in ("boundary", "zigzag"))
-    with pytest.raises(UnsupportedError, match=r"whose mamba_layer has no mixer.*data_layout='zigzag'"):
+    with pytest.raises(UnsupportedError, match=r"whose mamba_layer has the mixer None.*data_layout='zigzag'"):
         distribute_attention(plain_spec(), config=boundary)
     config = make_config(Topology(cp=2), case("zigzag", recompute=("block", 1)), num_layers=len(PATTERN))
     with pytest.raises(UnsupportedError, match=r"'block' in a hybrid model.*uniform"):

@@ -14,11 +14,11 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.megatron.hybrid.in_order import InOrder
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, InOrder
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, tile_mlp
 from dfa_megatron.megatron.layers.sharing import SharingLayer
-from dfa_megatron.megatron.refusals import LAYERS
 
 ATTENTION_SLOTS = ("attention_layer", "mla_layer")
 """The submodules of a hybrid stack that hold TransformerLayers with a core_attention."""
@@ -32,6 +32,7 @@ class RecomputedLayer(SharingLayer):
 
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
         options = distributed_attention.options
+        distributed_attention.check(config)
         asked = take_over(config, distributed_attention)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self._dfa_join(distributed_attention, kwargs["pg_collection"])
@@ -72,8 +73,8 @@ def mixer_of(layer: Any, options: DistAttentionConfig) -> InOrder | None:
     mixer = getattr(layer, "mixer", getattr(layer, "self_attention", None))
     if isinstance(mixer, InOrder):
         return mixer
-    mixes = mixer is not None and not isinstance(mixer, IdentityOp)
-    LAYERS.check(other_mixer=type(mixer).__name__ if mixes and options.layout_inside == "contiguous" else None)
+    if options.layout_inside == "contiguous" and not isinstance(mixer, (IdentityOp, type(None))):
+        raise UnsupportedError(f"the mixer {type(mixer).__name__} where tokens are in order", *OTHER_ORDER)
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dfa_megatron.megatron.refusals import SPEC
+from dfa_megatron.errors import UnsupportedError
 
 
 def is_stack(spec: Any) -> bool:
@@ -38,5 +38,9 @@ def default_stack_spec() -> Any:
                 raise
             from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as spec
     except ImportError as error:
-        SPEC.check(stack_error=error)
+        raise UnsupportedError(
+            "Megatron's hybrid stack spec",
+            f"it cannot be imported: {error}",
+            "an installation with Transformer Engine, or distribute_attention of a stack spec of your own",
+        ) from error
     return spec

@@ -6,12 +6,11 @@ import logging
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import DistAttentionError
-from dfa_megatron.megatron.refusals import PACKS
+from dfa_megatron.errors import DistAttentionError, UnsupportedError
+from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.start.dfa_flags import packs_of_args
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache
@@ -47,6 +46,7 @@ class AttentionContext:
         self.hybrid = hybrid
         self.recompute: Recompute | None = None
         """The flags on the model's config, where each layer has a config of its own."""
+        self._checked = False
         self.tables = TableCache()
         self.lengths: set[int] = set()
         """The tokens of a rank in batches whose positions were looked at."""
@@ -56,6 +56,12 @@ class AttentionContext:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
         return self
+
+    def check(self, config: Any) -> None:
+        """Check the model's configuration, once: layers share it, or have copies with other sizes."""
+        if not self._checked:
+            check_config(config, self.options)
+        self._checked = True
 
     def relayout(self, group: dist.ProcessGroup) -> Relayout:
         """Return the exchange over the ranks that share a micro-batch, the same object for the same group."""
@@ -105,41 +111,10 @@ class AttentionContext:
 
         Scripts of Megatron-Core 0.16 pass them to the first and the last pipeline stage only.
         """
-        if "unpacked" not in self._said:
-            PACKS.check(no_pack_params=packs_of_args())
-            self._said.add("unpacked")
-
-    def report_kept(self, layer: Any, hidden_states: torch.Tensor, *, packed: bool = False) -> None:
-        """Log once the memory that rematerialization saves per layer, and the work that it avoids if that is fixed.
-
-        Args:
-            packed: the micro-batch holds documents.
-        """
-        if "kept" in self._said:
-            return
-        rows, batch, _hidden = hidden_states.shape
-        config, tp = layer.config, dist.get_world_size(layer.tp_group)
-        if config.sequence_parallel:
-            rows *= tp
-        heads = config.num_attention_heads // tp
-        value_dim = getattr(config, "v_head_dim", None) or config.kv_channels
-        out = rows * batch * heads * value_dim
-        mib = {
-            "the layer's input": hidden_states.numel() * hidden_states.element_size() / 2**20,
-            "attention's output": out * hidden_states.element_size() / 2**20,
-            "its lse": rows * batch * heads * 4 / 2**20,
-        }
-        key_dim = config.kv_channels
-        if getattr(config, "multi_latent_attention", False):
-            key_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-        # Two matrix products over the causal half of all pairs, divided among the ranks.
-        tflop = rows * rows * dist.get_world_size(layer.pg_collection.cp) * batch * heads * (key_dim + value_dim) / 1e12
-        self.say_once(
-            "kept",
-            "dfa: rematerialization keeps %.2f MiB per layer and micro-batch on each rank (%s%s) and recomputes the "
-            "rest of the layer; full recomputation would run attention%s and its messages once more",
-            sum(mib.values()),
-            ", ".join(f"{name} {size:.2f}" for name, size in mib.items()),
-            "; in pinned host memory" if self.options.remat_offload else "",
-            "" if packed or getattr(config, "window_size", None) else f", {tflop:.3g} TFLOP,",
-        )
+        if "unpacked" not in self._said and packs_of_args():
+            raise UnsupportedError(
+                "a pipeline stage that was given no packed_seq_params",
+                "the script's data are packed documents, and attention here would not stop at their ends",
+                "at most two pipeline stages, or scripts of Megatron-Core 0.17 and later",
+            )
+        self._said.add("unpacked")

@@ -13,9 +13,18 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.cached import attend_over_cache
-from dfa_megatron.megatron.refusals import CALLS, LAYERS, check_config
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
+
+_BUILT_WITH = {
+    "attn_mask_type": (None, "causal"),
+    "attention_type": ("self",),
+    "attention_dropout": (None, 0.0),
+    "cp_comm_type": (None, "dfa", "p2p"),
+}
+"""The values that arguments of the constructor may have; p2p is Megatron's default."""
 
 
 class DistributedCoreAttention(torch.nn.Module):
@@ -28,7 +37,8 @@ class DistributedCoreAttention(torch.nn.Module):
     With config.softmax_type "learnable" the module has one parameter: softmax_offset (heads / TP), a logit per head
     that takes part in the softmax and has no value. With "off-by-one" the offset is zero and no parameter.
 
-    Megatron builds it by keyword; see megatron.core.transformer.attention.CoreAttentionBuilder.
+    `checked`: a layer has checked the config. Megatron builds it by keyword; see
+    megatron.core.transformer.attention.CoreAttentionBuilder.
 
     Raises:
         UnsupportedError: this class would not honour the request.
@@ -48,17 +58,22 @@ class DistributedCoreAttention(torch.nn.Module):
         v_channels: int | None = None,
         *,
         options: DistAttentionConfig,
+        checked: bool = False,
         **others: Any,
     ) -> None:
         super().__init__()
-        check_config(config, options)
-        LAYERS.check(
-            attn_mask_type=_name_of(attn_mask_type),
-            attention_type=attention_type,
-            attention_dropout=attention_dropout,
-            cp_comm_type=cp_comm_type,
-            unknown_argument=_unknown(others),
-        )
+        if not checked:
+            check_config(config, options)
+        kinds = {"attn_mask_type": _name_of(attn_mask_type), "attention_type": attention_type}
+        given = {**kinds, "attention_dropout": attention_dropout, "cp_comm_type": cp_comm_type, **_unknown(others)}
+        for name, value in given.items():
+            if value not in _BUILT_WITH.get(name, ()):
+                raise UnsupportedError(
+                    f"core attention with {name}={value!r}",
+                    "it computes causal self-attention without dropout over one flat context-parallel group",
+                    "leaving it unset, or --cp-comm-type dfa; a mask is params={'attn_mask_type': AttnMaskType.causal} "
+                    "of the spec of self_attention",
+                )
         if pg_collection is None:
             from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -97,15 +112,10 @@ class DistributedCoreAttention(torch.nn.Module):
 
         pack = self.dfa_pack
         cached = query.shape[0] != key.shape[0]
-        CALLS.check(
-            attention_mask=attention_mask is not None,
-            attention_bias=attention_bias is not None,
-            attn_mask_type=None if cached else _name_of(attn_mask_type),  # Megatron says no_mask past the prompt
-            unknown_argument=_unknown(others),
-            unplaced_pack=packed_seq_params is not None,
-            pack_rows=None if pack is None else query.shape[1],
-            key_cache=(query.shape[0], key.shape[0]) if cached and self.cp_group.size() > 1 else None,
-        )
+        given = {"attention_mask": attention_mask, "attention_bias": attention_bias, **_unknown(others)}
+        if not cached:  # Megatron says no_mask past the prompt
+            given["attn_mask_type"] = None if _name_of(attn_mask_type) == "causal" else attn_mask_type
+        self._check_call(given, packed_seq_params, query, key)
         if cached:
             rest = (self.softmax_scale, self.window_size, self.softmax_offset)
             return attend_over_cache(query, key, value, *rest)
@@ -130,6 +140,31 @@ class DistributedCoreAttention(torch.nn.Module):
                 out = out.unsqueeze(0)
         rows: torch.Tensor = out.transpose(0, 1).flatten(2)
         return rows
+
+    def _check_call(self, given: dict[str, Any], packed: Any, query: torch.Tensor, key: torch.Tensor) -> None:
+        """Refuse what this attention would ignore."""
+        if name := next((name for name, value in given.items() if value is not None), None):
+            raise UnsupportedError(
+                f"core attention called with {name}={given[name]!r:.80}",
+                "it is causal by construction, and the kernels take neither mask nor bias nor what is not known here",
+                "leaving it unset; documents are described by packed_seq_params",
+            )
+        if packed is not None:
+            raise UnsupportedError(
+                "packed_seq_params for core attention by itself",
+                "Megatron's rotary embeddings of packed tokens assume its zigzag order of every document",
+                "the layers of distribute_attention, which give every token its own",
+            )
+        if self.dfa_pack is not None and query.shape[1] != 1:
+            raise UnsupportedError(
+                f"packed documents in {query.shape[1]} rows", "a pack is one row of tokens", "a batch from shard_batch"
+            )
+        if query.shape[0] != key.shape[0] and self.cp_group.size() > 1:
+            raise UnsupportedError(
+                f"attention of {query.shape[0]} rows over {key.shape[0]}",
+                "there is no key cache: every rank holds as many queries as keys",
+                "training and evaluation on whole sequences",
+            )
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the sharded state of Megatron's own attention: softmax_offset, cut over tensor-parallel ranks."""
@@ -181,6 +216,6 @@ def _name_of(attn_mask_type: Any) -> Any:
     return getattr(attn_mask_type, "name", attn_mask_type)
 
 
-def _unknown(others: dict[str, Any]) -> str:
+def _unknown(others: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that Megatron set and this class does not know. `name` is allowed: it has no effect."""
-    return ", ".join(f"{name}={value!r}" for name, value in others.items() if value is not None and name != "name")
+    return {name: value for name, value in others.items() if value is not None and name != "name"}

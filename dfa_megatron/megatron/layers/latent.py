@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.megatron.refusals import LAYERS
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
 from dfa_megatron.sharding import local_positions
 
@@ -69,7 +69,11 @@ def order_rotary(attention: Any, layout: str) -> None:
     """
     rotary: Any = getattr(attention, "rotary_pos_emb", None)
     if not (callable(getattr(rotary, "get_emb", None)) and hasattr(rotary, "cp_group")):
-        LAYERS.check(own_rotary=type(attention).__name__)
+        raise UnsupportedError(
+            f"latent attention of class {type(attention).__name__}",
+            "its rotary table is not made by a module whose order of tokens can be chosen",
+            "a subclass of Megatron's MultiLatentAttention that makes its table as it does",
+        )
     base: Any = type(rotary)
     rotary.__class__ = _subclass(base)
     rotary.dfa_layout = layout

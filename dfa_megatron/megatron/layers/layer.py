@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.hybrid.in_order import InOrder
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.latent import order_rotary
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, tile_mlp
 from dfa_megatron.megatron.layers.sharing import SharingLayer
-from dfa_megatron.megatron.refusals import CALLS, LAYERS, SPEC, check_config
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, image_rows, rotary_rows
 
@@ -34,18 +34,25 @@ class DistributedAttentionLayer(SharingLayer):
 
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
         context = distributed_attention
-        check_config(config, context.options)
+        context.check(config)
         asked = take_over(config, context)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         layer: Any = self
         self._dfa_join(context, layer.pg_collection)
-        LAYERS.check(
-            context.options,
-            context_parallel_size=config.context_parallel_size,
-            is_hybrid_model=getattr(config, "is_hybrid_model", False),
-            group_size=layer.pg_collection.cp.size(),
-            single_layer=not context.hybrid,
-        )
+        if (ranks := layer.pg_collection.cp.size()) != config.context_parallel_size:
+            raise UnsupportedError(
+                f"context_parallel_size={config.context_parallel_size} in the config of a layer whose context-parallel "
+                f"group has {ranks} ranks",
+                "the layers would mistake the order of the tokens",
+                "the same number in both",
+            )
+        alone = getattr(config, "is_hybrid_model", False) and not context.hybrid
+        if alone and ranks > 1 and context.options.data_layout != "zigzag":
+            raise UnsupportedError(
+                "an attention layer by itself in a hybrid model",
+                "the layers beside it rely on Megatron's zigzag order",
+                "distribute_attention of the whole hybrid stack spec, or --dfa-data-layout zigzag",
+            )
         local_layer = kwargs.get("layer_number", 1)
         self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
         tile_mlp(self, context.options)
@@ -58,7 +65,12 @@ class DistributedAttentionLayer(SharingLayer):
             "layers are recomputed without their attention" if self._dfa_remat else "recomputation is left to Megatron",
         )
         core = getattr(layer.self_attention, "core_attention", None)
-        LAYERS.check(other_core=None if core is None or hasattr(core, "dfa_pack") else type(core).__name__)
+        if core is not None and not hasattr(core, "dfa_pack"):
+            raise UnsupportedError(
+                f"a distributed layer whose core_attention became {type(core).__name__}",
+                "something replaced it behind distribute_attention, and would mistake the order of the tokens",
+                "leaving the spec as it is (attention_backend other than 'local')",
+            )
         listening = layer.self_attention if isinstance(layer.self_attention, InOrder) else core
         self._dfa_heeds += [] if listening is None else [listening]
         if core is not None and getattr(layer.config, "multi_latent_attention", False):
@@ -75,14 +87,13 @@ class DistributedAttentionLayer(SharingLayer):
         **kwargs: Any,
     ) -> Any:
         """Run TransformerLayer.forward, with the same result."""
-        layer: Any = self
-        cache = kwargs.get("inference_context")
-        alone = layer.pg_collection.cp.size() == 1
-        CALLS.check(
-            attention_mask=attention_mask is not None,
-            attention_bias=kwargs.get("attention_bias") is not None,
-            inference_context=cache is not None and not (alone and cache.is_static_batching()),
-        )
+        if attention_mask is not None:
+            raise UnsupportedError(
+                "an attention_mask tensor",
+                "attention is causal by construction and would ignore the tensor",
+                "attention_mask=None, which in Megatron's scripts is --no-create-attention-mask-in-dataloader; "
+                "documents are described by packed_seq_params",
+            )
         pack = self._dfa_placed(kwargs.pop("packed_seq_params", None), hidden_states)
         rotary_pos_emb = self._dfa_rotary(rotary_pos_emb, pack, self._dfa_tokens(hidden_states))
         kwargs.update(context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
@@ -118,7 +129,6 @@ class DistributedAttentionLayer(SharingLayer):
             return body(hidden_states, context)
         from dfa_megatron.remat import remat_checkpoint
 
-        self._dfa.report_kept(layer, hidden_states, packed=pack is not None)
         checkpoint = checkpoint_of(layer.config, layer.tp_group)
         offload = self._dfa.options.remat_offload
         return remat_checkpoint(body, hidden_states, context, checkpoint=checkpoint, offload=offload)
@@ -135,5 +145,10 @@ def layer_class(base: type) -> type:
 
     if issubclass(base, DistributedAttentionLayer):
         return base
-    SPEC.check(layer_class=None if issubclass(base, TransformerLayer) else base.__name__)
+    if not issubclass(base, TransformerLayer):
+        raise UnsupportedError(
+            f"the layer class {base.__name__}",
+            "it is not a megatron.core TransformerLayer",
+            "a spec of TransformerLayer",
+        )
     return type(f"DistributedAttention{base.__name__}", (DistributedAttentionLayer, base), {"__module__": __name__})

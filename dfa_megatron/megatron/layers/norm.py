@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.megatron.refusals import LAYERS
+from dfa_megatron.errors import UnsupportedError
 
 
 class SequenceParallelNorm:
@@ -25,8 +25,12 @@ class SequenceParallelNorm:
     ) -> torch.nn.Module:
         """Return the norm; its weights are (hidden_size,)."""
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
-        centered = getattr(config, "layernorm_zero_centered_gamma", False)
-        LAYERS.check(torch_norm=True, normalization=config.normalization, layernorm_zero_centered_gamma=centered)
+        if config.normalization not in kinds or getattr(config, "layernorm_zero_centered_gamma", False):
+            raise UnsupportedError(
+                f"normalization={config.normalization!r} with sequence parallelism",
+                "without Transformer Engine or Apex only plain LayerNorm and RMSNorm are done",
+                "LayerNorm, RMSNorm, or an installation with Transformer Engine",
+            )
         norm: torch.nn.Module = kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

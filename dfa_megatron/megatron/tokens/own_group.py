@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from dfa_megatron.megatron.refusals import OWN_GROUPS
+from dfa_megatron.errors import UnsupportedError
 
 _ALONE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The group of this rank alone, by the default group under which it was made."""
@@ -22,12 +22,16 @@ def group_of(params: Any) -> dist.ProcessGroup | None:
         UnsupportedError: the group does not hold this rank, or its size is not local_cp_size.
     """
     group, size = params.cp_group, params.local_cp_size
-    if group is None:
-        OWN_GROUPS.check(local_cp_size=size)
+    if group is None and size in (None, 1):
         return None if size is None else _alone()
-    held = group != dist.GroupMember.NON_GROUP_MEMBER and dist.get_rank(group) >= 0
-    OWN_GROUPS.check(foreign_group=not held)
-    OWN_GROUPS.check(local_cp_size=size, group_size=group.size())
+    holds = group not in (None, dist.GroupMember.NON_GROUP_MEMBER) and dist.get_rank(group) >= 0
+    if not holds or size not in (None, group.size()):
+        ranks = "no cp_group" if group is None else f"a cp_group of {group.size()} ranks" if holds else "that of others"
+        raise UnsupportedError(
+            f"packed_seq_params with local_cp_size={size} and {ranks}",
+            "the ranks that share the micro-batch are unknown, or this rank has none of its tokens",
+            "the group of this rank with local_cp_size ranks; without one, local_cp_size=1",
+        )
     return group  # type: ignore[no-any-return]
 
 

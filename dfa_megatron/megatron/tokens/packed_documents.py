@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from dfa_megatron.megatron.refusals import PACKS
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.batch import cuts_documents
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
 from dfa_megatron.megatron.tokens.exchange import LayoutName, Relayout, TableCache
@@ -83,10 +83,20 @@ def place(params: Any, ranks: int = 0) -> PlacedPack:
             (params.cu_seqlens_kv, params.cu_seqlens_kv_padded),
         )
     )
-    PACKS.check(no_offsets="cu_seqlens_q" if queries is None else "cu_seqlens_kv" if keys is None else None)
-    offsets = _documents(queries)
-    PACKS.check(qkv_format=params.qkv_format or "", one_with_group=group is not None and len(offsets) == 2)
-    PACKS.check(other_keys=keys is not queries and _without_empty(keys) != offsets)
+    offsets = () if queries is None else _documents(queries)
+    if not offsets or keys is None or (keys is not queries and _without_empty(keys) != offsets):
+        raise UnsupportedError(
+            "packed_seq_params without cu_seqlens_q, or with a cu_seqlens_kv other than that",
+            "queries and keys must come from the same documents",
+            "the same for both",
+        )
+    one = group is not None and len(offsets) == 2
+    if params.qkv_format != "thd" and not (one and params.qkv_format == "sbhd"):
+        raise UnsupportedError(
+            f"packed_seq_params in format {params.qkv_format!r}",
+            "every pack is one row of tokens",
+            "format 'thd'; 'sbhd' is for one document with a cp_group of its own",
+        )
     order: LayoutName = "zigzag"
     if ranks:
         order = document_order(params, ranks)
@@ -105,7 +115,12 @@ def document_order(params: Any, ranks: int) -> DocumentOrder:
     Raises:
         UnsupportedError: the offsets fit neither each other nor the ranks, or the documents were cut otherwise.
     """
-    PACKS.check(partition=getattr(params, "cp_partition_mode", None))
+    if (mode := getattr(params, "cp_partition_mode", None)) not in (None, "zigzag"):
+        raise UnsupportedError(
+            f"packed_seq_params with cp_partition_mode={mode!r} that nobody is known to have sliced",
+            "documents are taken as cut zigzag one by one",
+            "cp_partition_mode='zigzag'",
+        )
     real = offsets_of(params.cu_seqlens_q)
     padded = real if params.cu_seqlens_q_padded is None else offsets_of(params.cu_seqlens_q_padded)
     return DocumentOrder.of(real, padded, ranks)
@@ -119,8 +134,12 @@ def check_samples(config: Any, params: Any, pack: PlacedPack) -> None:
     """
     kinds, sample = getattr(config, "moe_router_load_balancing_type", None), getattr(params, "tokens_per_sample", None)
     tokens = pack.offsets[-1]
-    if sample is not None and sample < tokens:
-        PACKS.check(moe_router_load_balancing_type=kinds, samples_in_pack=tokens // sample)
+    if sample is not None and sample < tokens and "seq_aux_loss" in (kinds or ()):
+        raise UnsupportedError(
+            f"moe_router_load_balancing_type={kinds!r} with {tokens // sample} samples in a pack",
+            "the loss is of each sample, and a rank does not hold all tokens of a sample",
+            "--micro-batch-size 1, or --moe-router-load-balancing-type aux_loss",
+        )
 
 
 def rotary_rows(table: Any, pack: PlacedPack, tokens: int, group: dist.ProcessGroup, layout: str) -> Any:
@@ -147,7 +166,12 @@ def rotary_rows(table: Any, pack: PlacedPack, tokens: int, group: dist.ProcessGr
     length = tokens * dist.get_world_size(group)
     check_offsets(pack.offsets, length)
     longest = max(hi - lo for lo, hi in pairwise(pack.offsets))
-    PACKS.check(max_seqlen=table.shape[0], longest_document=longest)
+    if longest > table.shape[0]:
+        raise UnsupportedError(
+            f"packed_seq_params with max_seqlen {table.shape[0]}",
+            f"a document has {longest} tokens, and the last ones would have no rotary embedding",
+            f"max_seqlen_q={longest}",
+        )
     positions = local_positions(length, group=group, layout=layout, device=table.device, cu_seqlens=pack.offsets)
     rows = table.index_select(0, positions)
     pack.tables.append((table, rows))
@@ -173,7 +197,12 @@ def image_rows(table: Any, pack: PlacedPack, exchange: Relayout, tokens: int, *,
     if not isinstance(table, torch.Tensor):
         return table
     if table.shape[0] != tokens * exchange.ranks:
-        PACKS.check(cut_images=not row_slice)
+        if not row_slice:
+            raise UnsupportedError(
+                "a multimodal table of a rank's tokens, in attention not Megatron's, with documents cut one by one",
+                "nobody tells the order of its rows",
+                "the table of all tokens with padding, or dfa_megatron.megatron.shard_batch with the model's options",
+            )
         return pack.slices.contiguous(table, exchange, tokens, RowOrder(order))
     for known, rows in pack.tables:
         if known is table:
