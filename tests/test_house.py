@@ -57,7 +57,7 @@ BUDGETS = {
     "huggingface": 4_554,
     "kernels": 3_742,
     "loss": 800,
-    "megatron": 4_796,
+    "megatron": 4_667,
     "plan": 5_603,
     "plan_run": 182,
     "proving": 763,

@@ -17,7 +17,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Scores, Use, say_tiled
 from dfa_megatron.loss.head import Head
 from dfa_megatron.megatron.door import context_of
-from dfa_megatron.megatron.start.dfa_flags import global_args
+from dfa_megatron.megatron.script.dfa_flags import global_args
 from dfa_megatron.megatron.tokens.visit import current_visit
 
 _MARK = "_dfa_megatron"

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.start.dfa_flags import options_of
+from dfa_megatron.megatron.script.dfa_flags import options_of
 from dfa_megatron.megatron.tokens import batch as batches
 from dfa_megatron.megatron.tokens.packed_documents import packed_seq_params
+from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.proving import Job, Proof, Text, examine
 from dfa_megatron.sharding import shard_sequence
 
@@ -287,7 +288,8 @@ def _own_attention(
     **__: Any,
 ) -> torch.Tensor:
     """Compute attention of documents of one length, (tokens, 1, heads, width), each a sample of its own."""
-    documents = 1 if core.dfa_pack is None else len(core.dfa_pack.offsets) - 1
+    visit = current_visit()
+    documents = 1 if visit is None or visit.pack is None else len(visit.pack.offsets) - 1
     q, k, v = (x.unflatten(0, (documents, -1)).squeeze(2).transpose(0, 1).contiguous() for x in (query, key, value))
     if theirs is None:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.cpu.delta_nets import use_stand_ins, with_delta_nets
+from dfa_megatron.megatron.cpu.mamba import shortest, stack_spec, use_mamba_stand_ins
+from dfa_megatron.megatron.cpu.stand_in import use_cpu
 from dfa_megatron.megatron.proved_job import prove
+from dfa_megatron.megatron.script.dfa_flags import options_of
+from dfa_megatron.megatron.script.launcher import prepare
 from dfa_megatron.megatron.spec import distribute_attention
-from dfa_megatron.megatron.start.cpu_delta_nets import use_stand_ins, with_delta_nets
-from dfa_megatron.megatron.start.cpu_mamba import shortest, stack_spec, use_mamba_stand_ins
-from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
-from dfa_megatron.megatron.start.dfa_flags import options_of
-from dfa_megatron.megatron.start.script import prepare
 from dfa_megatron.proving import Proof
 from dfa_megatron.proving.job import TOKENS
 from dfa_megatron.proving.small_job import (

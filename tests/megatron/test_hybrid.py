@@ -157,16 +157,16 @@ def test_megatrons_spec_flag_finds_the_stack_spec_or_says_what_is_missing(monkey
     from megatron.core.transformer.spec_utils import import_module
 
     import dfa_megatron.megatron as package
-    from dfa_megatron.megatron import spec as spec_module
-    from dfa_megatron.megatron.hybrid.stack import default_stack_spec, is_stack
+    from dfa_megatron.megatron.script import script_specs
+    from dfa_megatron.megatron.spec import is_stack
 
     with contextlib.suppress(UnsupportedError):
-        assert is_stack(default_stack_spec())
+        assert is_stack(script_specs.default_stack_spec())
     for home in ("megatron.core.models.hybrid.hybrid_layer_specs", "megatron.core.models.mamba.mamba_layer_specs"):
         monkeypatch.setitem(sys.modules, home, None)
     with pytest.raises(UnsupportedError, match=r"it cannot be imported: .*stack spec of your own"):
-        default_stack_spec()
-    monkeypatch.setattr(spec_module, "default_stack_spec", stack_spec)
+        script_specs.default_stack_spec()
+    monkeypatch.setattr(script_specs, "default_stack_spec", stack_spec)
     try:
         made = import_module(("dfa_megatron.megatron", "hybrid_stack_spec"))
         assert made.submodules.attention_layer.params["distributed_attention"].options.data_layout == "boundary"

@@ -16,7 +16,7 @@ import pytest
 
 from dfa_megatron import launch
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.start import script
+from dfa_megatron.megatron.script import launcher as script
 from dfa_megatron.testing.workers import run_ranks
 
 ROOT = Path(__file__).parents[2]

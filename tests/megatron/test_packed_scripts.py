@@ -188,7 +188,7 @@ def test_a_core_attention_that_something_puts_back_is_refused() -> None:
 
 def stage_without_documents(rank: int, world_size: int) -> None:
     harness.start(Topology())
-    from dfa_megatron.megatron.start import dfa_flags
+    from dfa_megatron.megatron.script import dfa_flags
 
     dfa_flags.global_args = lambda: SimpleNamespace(sft=True)
     options = DistAttentionConfig(data_layout="contiguous")

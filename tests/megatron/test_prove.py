@@ -195,7 +195,7 @@ def asked_by_a_flag(rank: int, world_size: int) -> list[str]:
     from megatron.training import training
 
     from dfa_megatron.megatron import proved_job
-    from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments
+    from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments
     from tests.megatron.test_flag_path import FLAGS, OURS, build
 
     order: list[str] = []

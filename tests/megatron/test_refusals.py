@@ -16,10 +16,11 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import check_config as configs
 from dfa_megatron.megatron import output, small_script
 from dfa_megatron.megatron.check_config import check_config
-from dfa_megatron.megatron.hybrid import in_order, recomputed
-from dfa_megatron.megatron.layers import recompute
+from dfa_megatron.megatron.hybrid import in_order
+from dfa_megatron.megatron.layers import layer, recompute
+from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments, options_of
+from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
 from dfa_megatron.megatron.tokens import batch
 from dfa_megatron.megatron.tokens import packed_documents as documents
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
@@ -50,7 +51,6 @@ CONFIGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("offloading core_attn", {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, {}),
     ("loss_tile together with", {"defer_embedding_wgrad_compute": True}, {"loss_tile": 4096}),
     ("mlp_tile together with fp8='hybrid'", {"fp8": "hybrid"}, {"mlp_tile": 4096}),
-    ("mlp_tile together with num_moe_experts=8", {"num_moe_experts": 8}, {"mlp_tile": 4096}),
     ("moe_enable_routing_replay in", {"moe_enable_routing_replay": True}, {}),
     ("gated delta net among the layers", {"linear_attention_freq": 4}, {"data_layout": "zigzag"}),
     ("ulysses_degree=4 on a group of 2", {}, {"ulysses_degree": 4}),
@@ -142,9 +142,10 @@ class Flags(SimpleNamespace):
         return None
 
 
-def samples() -> None:
-    pack: Any = SimpleNamespace(offsets=(0, 8))
-    documents.check_samples(Flags(moe_router_load_balancing_type="seq_aux_loss"), Flags(tokens_per_sample=4), pack)
+def pack_in(ranks: int = 2, group: Any = None, tokens_per_sample: int | None = None, **fields: Any) -> None:
+    config = Flags(context_parallel_size=ranks, moe_router_load_balancing_type="seq_aux_loss", **fields)
+    context, pack = AttentionContext(OPTIONS.replace(data_layout="zigzag")), documents.Pack((0, 8), group=group)
+    context._check_pack(Flags(config=config), Flags(tokens_per_sample=tokens_per_sample), pack)
 
 
 def of_another_class(**parts: Any) -> Any:
@@ -160,7 +161,7 @@ CONTIGUOUS = DistAttentionConfig(mlp_tile=8)
     [
         ("gated delta net with determin", lambda: in_order.InOrderDelta(SimpleNamespace(deterministic_mode=True))),
         ("the mixer Linear where tokens are in", lambda: in_order.in_order_class(torch.nn.Linear)),
-        ("the mixer Linear where tokens", lambda: recomputed.mixer_of(of_another_class(mixer=1), CONTIGUOUS)),
+        ("the mixer Linear where tokens", lambda: layer.mixes(of_another_class(mixer=1), "contiguous")),
         ("mlp_tile with an MLP of class Linear", lambda: recompute.tile_mlp(of_another_class(mlp=1), CONTIGUOUS)),
         ("loss_tile with an output layer of", lambda: output.tile_output(of_another_class(output_layer=1), 8)),
         ("--reset-attention-mask", lambda: options_of(argparse.Namespace(reset_attention_mask=True))),
@@ -181,7 +182,9 @@ CONTIGUOUS = DistAttentionConfig(mlp_tile=8)
         ("offsets into each row", lambda: batch._one_row({"tokens": torch.ones(3, 4), "cu_seqlens": torch.ones(2, 2)})),
         ("cp_partition_mode='contiguous'", lambda: documents.document_order(Flags(cp_partition_mode="contiguous"), 2)),
         ("a document of 9 tokens", lambda: DocumentOrder.of((0, 9), (0, 9), 2)),
-        ("'seq_aux_loss' with 2 samples in a pack", samples),
+        ("'seq_aux_loss' with 2 samples in a pack", lambda: pack_in(tokens_per_sample=4)),
+        ("packed documents in a hybrid model", lambda: pack_in(is_hybrid_model=True)),
+        ("a cp_group .*Mamba or gated delta net", lambda: pack_in(1, group=True, linear_attention_freq=2)),
         (
             "prove megatron without --num-layers",
             lambda: small_script._shrink(Flags(), Reductions(), set()),

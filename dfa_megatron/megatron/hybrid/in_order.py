@@ -19,7 +19,7 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.hybrid.convolutions import by_causal_conv1d, by_fla, by_pytorch
-from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
+from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.recurrence import Convolve, dist_conv, dist_mamba2, dist_scan, fla_scan
 
 OTHER_ORDER = (
@@ -57,9 +57,6 @@ _RUNNING = _Running()
 class InOrder:
     """Run a mixer on this rank's tokens; the first base of every class that `in_order_class` makes."""
 
-    dfa_pack: PlacedPack | None = None
-    """The documents of the micro-batch; the layer sets it before every forward."""
-
     def __init__(
         self, config: Any, *args: Any, pg_collection: Any, options: DistAttentionConfig, **kwargs: Any
     ) -> None:
@@ -88,9 +85,9 @@ class InOrder:
 
     def dfa_where(self) -> dict[str, Any]:
         """Return the ranks that share the sequence, the offsets of its documents, and the options."""
-        documents = None if self.dfa_pack is None else self.dfa_pack.offsets
-        own = None if self.dfa_pack is None else self.dfa_pack.group
-        return {"group": own or self._dfa_group, "cu_seqlens": documents, "config": self._dfa_config}
+        visit = current_visit()
+        group, documents = (self._dfa_group, None) if visit is None else (visit.group, visit.offsets or None)
+        return {"group": group, "cu_seqlens": documents, "config": self._dfa_config}
 
 
 class InOrderMamba(InOrder):

@@ -15,8 +15,7 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
-from dfa_megatron.megatron.layers.cached import attend_over_cache
-from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
+from dfa_megatron.megatron.tokens.visit import current_visit
 
 _BUILT_WITH = {
     "attn_mask_type": (None, "causal"),
@@ -32,7 +31,7 @@ class DistributedCoreAttention(torch.nn.Module):
 
     Layers with a sliding window (config.window_size and window_attn_skip_freq) attend within it.
 
-    The layer sets `dfa_pack`, the documents of the micro-batch, before every forward.
+    The documents and ranks of a call are those of `current_visit`.
 
     With config.softmax_type "learnable" the module has one parameter: softmax_offset (heads / TP), a logit per head
     that takes part in the softmax and has no value. With "off-by-one" the offset is zero and no parameter.
@@ -93,7 +92,6 @@ class DistributedCoreAttention(torch.nn.Module):
         self.deterministic = options.deterministic or bool(getattr(config, "deterministic_mode", False))
         self.function_config = options.replace(deterministic=self.deterministic).within("function")
         self.softmax_offset = _softmax_offset(config)
-        self.dfa_pack: PlacedPack | None = None
 
     def forward(
         self,
@@ -110,7 +108,8 @@ class DistributedCoreAttention(torch.nn.Module):
         from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
         from dfa_megatron.runtime.agreement.calls import at_layer
 
-        pack = self.dfa_pack
+        visit = current_visit()
+        pack = None if visit is None else visit.pack
         cached = query.shape[0] != key.shape[0]
         given = {"attention_mask": attention_mask, "attention_bias": attention_bias, **_unknown(others)}
         if not cached:  # Megatron says no_mask past the prompt
@@ -118,7 +117,7 @@ class DistributedCoreAttention(torch.nn.Module):
         self._check_call(given, packed_seq_params, query, key)
         if cached:
             rest = (self.softmax_scale, self.window_size, self.softmax_offset)
-            return attend_over_cache(query, key, value, *rest)
+            return _attend_over_cache(query, key, value, *rest)
         # Views only: the functions take any strides.
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         asked: dict[str, Any] = {
@@ -126,8 +125,8 @@ class DistributedCoreAttention(torch.nn.Module):
             "window_size": self.window_size,
             "sinks": self.softmax_offset,
             "causal": True,
-            "group": self.cp_group if pack is None else pack.group or self.cp_group,
-            "layout": pack.layout(self.options.layout_inside) if pack else self.options.layout_inside,
+            "group": self.cp_group if visit is None else visit.group,
+            "layout": self.options.layout_inside if visit is None else visit.layout,
             "config": self.function_config,
         }
         out: Any
@@ -155,7 +154,8 @@ class DistributedCoreAttention(torch.nn.Module):
                 "Megatron's rotary embeddings of packed tokens assume its zigzag order of every document",
                 "the layers of distribute_attention, which give every token its own",
             )
-        if self.dfa_pack is not None and query.shape[1] != 1:
+        visit = current_visit()
+        if visit is not None and visit.pack is not None and query.shape[1] != 1:
             raise UnsupportedError(
                 f"packed documents in {query.shape[1]} rows", "a pack is one row of tokens", "a batch from shard_batch"
             )
@@ -219,3 +219,36 @@ def _name_of(attn_mask_type: Any) -> Any:
 def _unknown(others: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that Megatron set and this class does not know. `name` is allowed: it has no effect."""
     return {name: value for name, value in others.items() if value is not None and name != "name"}
+
+
+def _attend_over_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: tuple[int, int],
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return causal attention of the last rows of a sequence, with all scores in memory, in float32 or wider.
+
+    Args:
+        query: (rows, batch, heads, head_dim), the last of the sequence.
+        key, value: (all rows, batch, kv_heads, head_dim or value_dim).
+        scale: of the scores.
+        window: tokens that a row sees to its left and right, -1 for no bound.
+        sinks: a logit per head that takes part in the softmax and has no value, or None.
+
+    Returns:
+        (rows, batch, heads * value_dim) in the query's dtype.
+    """
+    groups = query.shape[2] // key.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3).to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
+    scores = q @ k.repeat_interleave(groups, 1).mT * scale
+    rows, columns = scores.shape[-2:]
+    behind = torch.arange(columns - rows, columns, device=q.device)[:, None] - torch.arange(columns, device=q.device)
+    hidden = behind < 0 if window[0] < 0 else (behind < 0) | (behind > window[0])
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], rows, 1)], -1)
+    weights = scores.softmax(-1)[..., :columns]
+    return (weights @ v.repeat_interleave(groups, 1)).permute(2, 0, 1, 3).flatten(2).to(query.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,22 +33,11 @@ class Recompute:
 def take_over(config: Any, context: AttentionContext) -> Recompute | None:
     """Return the flags of full recomputation, None if it is off or left to Megatron by remat='off'.
 
-    A layer calls it while it is built, and then the blocks around it, which read the flags in every forward, see none.
-    The config keeps them: other models may be built from it.
-
     Raises:
         UnsupportedError: a hybrid model does not support the method, or layers have configs of their own.
     """
-    asked = asked_of(config, context)
-    if asked is not None:
-        _hide_from_blocks()
-    return asked
-
-
-def asked_of(config: Any, context: AttentionContext) -> Recompute | None:
-    """Return what `take_over` returns; hide nothing."""
     own = getattr(config, "heterogeneous_block_specs", False) and not hasattr(config, "get_config_for_layer")
-    granularity, method, layers = (vars(config).get(name) for name in _FLAGS)  # also those that are hidden
+    granularity, method, layers = (vars(config).get(name) for name in _FLAGS)
     asked = Recompute(method, layers) if granularity == "full" else None
     options = context.options
     if options.remat_offload and options.remat != "on" and (options.remat == "off" or granularity != "full"):
@@ -76,30 +64,16 @@ def asked_of(config: Any, context: AttentionContext) -> Recompute | None:
     return asked
 
 
-def _hide_from_blocks() -> None:
-    """Give every module that builds the layer under construction a view of its config without the flags.
+def hide_flags(block: Any) -> None:
+    """Give a block, which reads the flags in every forward, a view of its config without them.
 
-    Megatron gives a layer no reference to its block, so this function searches the call stack. Models keep the config
-    itself, to which scripts add their functions.
+    The view has the same fields, later changes included. A model keeps the config itself, to which scripts add
+    functions, and of which other models may be built.
     """
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        built = frame.f_locals.get("self")
-        if isinstance(built, torch.nn.Module) and not isinstance(built, LanguageModule):
-            config = vars(built).get("config")
-            if getattr(config, _FLAGS[0], None) == "full":
-                built.config = _without_flags(config)
-        frame = frame.f_back
-
-
-def _without_flags(config: Any) -> Any:
-    """Return a view of a TransformerConfig: the same fields, later changes included, but no flags of recomputation."""
-    base: Any = type(config)
+    base: Any = type(block.config)
     view: Any = object.__new__(_view_class(base))
-    view.__dict__ = vars(config)
-    return view
+    view.__dict__ = vars(block.config)
+    block.config = view
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.start.dfa_flags import packs_of_args
+from dfa_megatron.megatron.script.dfa_flags import packs_of_args
 from dfa_megatron.sharding import shard_sequence
 
 logger = logging.getLogger("dfa_megatron.megatron")

@@ -14,7 +14,7 @@ from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments
+from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments
 
 _FLAGS_IN_FILE = "Megatron then takes its settings from the file alone and drops every flag, the --dfa flags as well"
 _MARK = "_dfa_megatron"
