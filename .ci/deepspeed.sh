@@ -27,4 +27,4 @@ DFA_REACHED=$(mktemp -d)
 export DFA_REACHED
 trap 'rm -r "$DFA_REACHED"' EXIT
 "$folder/bin/python" -m pytest -q -n 3 --dist loadgroup tests/huggingface tests/deepspeed tests/contracts
-"$folder/bin/python" -m tests.support.reached "$DFA_REACHED"
+"$folder/bin/python" -m tests.support.reached "$DFA_REACHED" deepspeed huggingface

@@ -133,7 +133,7 @@ def join() -> torch.device:
     """Join the process group: NCCL with a GPU per rank, gloo on CPU."""
     world = join_ranks(patience=120.0)
     if not world.cuda:
-        from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
+        from dfa_megatron.megatron.cpu.stand_in import use_cpu
 
         use_cpu()
     return world.device
@@ -206,7 +206,7 @@ def make_spec(config: Any, mode: Mode, options: DistAttentionConfig | None) -> A
     from megatron.core.models.gpt import gpt_layer_specs
 
     from dfa_megatron.megatron import distribute_attention
-    from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
+    from dfa_megatron.megatron.spec import SequenceParallelNorm
 
     if config.linear_attention_freq:
         spec = megatron_hybrids.spec(config, transformer_engine=mode.transformer_engine)

@@ -6,7 +6,7 @@
 `@FILE` among the arguments stands for the flags of an argument file, such as those of configs/megatron.
 
 A few names of Megatron's are replaced in this process before the script runs, and nothing on disk. See
-dfa_megatron/megatron/start/script.py for which and why.
+dfa_megatron/megatron/script/launcher.py for which and why.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path.insert(0, str(script.resolve().parent))
     try:
         given[1:] = expand(given[1:])
-        from dfa_megatron.megatron.start.script import prepare
+        from dfa_megatron.megatron.script.launcher import prepare
 
         prepare(given[1:])
     except (DistAttentionError, ImportError, OSError) as error:

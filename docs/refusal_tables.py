@@ -1,14 +1,11 @@
-"""The tables of refusals.md, made from `raise UnsupportedError(...)`; Megatron's refusals are still rows of tables."""
+"""The tables of refusals.md, made from the integrations' `raise UnsupportedError(...)`."""
 
 from __future__ import annotations
 
 import ast
 import functools
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
-
-from dfa_megatron.refusals import Asked
 
 PACKAGE = Path(__file__).parents[1] / "dfa_megatron"
 _HEAD = ("", "| refused | because | what works |", "|---|---|---|")
@@ -34,7 +31,10 @@ def of_statements(framework: str) -> list[str]:
 
 
 def _rows(call: ast.Call, tree: ast.Module) -> Iterator[str]:
-    """Yield the row of a statement, or those of the dictionary from which it takes its texts: `*REFUSED[name]`."""
+    """Yield the row of a statement, or those of the dictionary from which it takes its texts: `*REFUSED[name]`.
+
+    A constant pair of texts, `*OTHER_ORDER`, may stand in any module.
+    """
     near = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and 0 < call.lineno - node.lineno < 9]
     near.sort(key=lambda node: node.lineno)
     local = {ast.unparse(x.targets[0]): x.value for x in near if isinstance(x.value, ast.JoinedStr)}
@@ -42,11 +42,17 @@ def _rows(call: ast.Call, tree: ast.Module) -> Iterator[str]:
     if not isinstance(rest[0], ast.Starred):
         yield _row([_text(arg) for arg in (first, *rest)])
         return
+    if isinstance(rest[0].value, ast.Name):
+        pair = _everywhere()[rest[0].value.id]
+        assert isinstance(pair, ast.Tuple)
+        yield _row([_text(arg) for arg in (first, *pair.elts)])
+        return
     assert isinstance(rest[0].value, ast.Subscript)
     table = _constants(tree)[ast.unparse(rest[0].value.value)]
     assert isinstance(table, ast.Dict)
     for key, value in zip(table.keys, table.values, strict=True):
         assert key is not None
+        value = _everywhere()[value.id] if isinstance(value, ast.Name) else value
         assert isinstance(value, ast.Tuple)
         asked = _text(first).replace(_text(rest[0].value.slice), _text(key))
         yield _row([asked, *map(_text, value.elts)])
@@ -80,20 +86,13 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
 
 @functools.cache
 def _everywhere() -> dict[str, ast.expr]:
-    """Return the constant texts of the integrations."""
+    """Return the constant texts, and pairs of texts, of the integrations."""
     found: dict[str, ast.expr] = {}
-    for framework in ("deepspeed", "huggingface"):
+    for framework in ("deepspeed", "huggingface", "megatron"):
         for path in (PACKAGE / framework).rglob("*.py"):
             for name, value in _constants(ast.parse(path.read_text(encoding="utf-8"))).items():
-                if isinstance(value, ast.JoinedStr) or (isinstance(value, ast.Constant) and type(value.value) is str):
+                if isinstance(value, (ast.JoinedStr, ast.Tuple)) or (
+                    isinstance(value, ast.Constant) and type(value.value) is str
+                ):
                     found[name] = value
     return found
-
-
-def of_megatron() -> list[str]:
-    """Return Megatron's refusals, which need Megatron-Core: a heading and a table for each stage."""
-    lines = []
-    for stage in importlib.import_module("dfa_megatron.megatron.refusals").STAGES:
-        errors = (row.error(Asked(stage.options, row.example)) for row in stage.rows)
-        lines += [f"### {stage.title}", *_HEAD, *(_row([e.what, e.why, e.instead]) for e in errors), ""]
-    return lines

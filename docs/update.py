@@ -62,8 +62,7 @@ PAGES: dict[str, Tables] = {
 
 SITE: dict[str, Tables] = {
     "refusals": {
-        "megatron": refusal_tables.of_megatron,
-        **{name: partial(refusal_tables.of_statements, name) for name in ("deepspeed", "huggingface")},
+        name: partial(refusal_tables.of_statements, name) for name in ("deepspeed", "huggingface", "megatron")
     },
     "performance": {**automatic_tables.SITE, **MEASURED_ON_SITE},
     "schedules": {**scale_tables.SITE, **SIMULATED_ON_SITE},

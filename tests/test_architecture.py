@@ -32,7 +32,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flags": set(),
     "config": {"flags", "names"},
     "names": set(),
-    "refusals": set(),
     # A plan: the language, then what writes plans, lowers, proves, times and draws them. The loop is `plan.interpret`.
     "plan.language": set(),
     "plan.schedules": LANGUAGE,
@@ -57,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loss": RUNTIME | {"sharding"},
     "pack_planner": RUNTIME,
     "proving": set(),
-    "megatron": FUNCTIONS | {"proving", "refusals"},
+    "megatron": FUNCTIONS | {"proving"},
     "huggingface": FUNCTIONS | {"proving"},
     "deepspeed": FUNCTIONS | {"proving", "huggingface"},
     "argument_file": set(),

@@ -27,7 +27,6 @@ SAME_ROLE = {
     "batch.py": "the batch of a framework",
     "checkpointing.py": "rematerialization in a framework",
     "merge.py": "the kernels' merge, as PyTorch and as Triton",
-    "refusals.py": "the table of a framework",
 }
 """File names that may stand in several folders, because each is the same thing there."""
 
@@ -58,7 +57,7 @@ BUDGETS = {
     "huggingface": 4_554,
     "kernels": 3_742,
     "loss": 800,
-    "megatron": 5_449,
+    "megatron": 4_675,
     "plan": 5_603,
     "plan_run": 182,
     "proving": 763,
@@ -66,8 +65,8 @@ BUDGETS = {
     "remat": 535,
     "runtime": 6_276,
     "testing": 487,
-    "tests": 40_182,
-    "top": 1_532,
+    "tests": 40_191,
+    "top": 1_437,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
     from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer
     from dfa_megatron.megatron.proved_job import prove
-    from dfa_megatron.megatron.spec import distribute_attention, get_spec
-    from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments, options_of
+    from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
+    from dfa_megatron.megatron.script.script_specs import get_spec
+    from dfa_megatron.megatron.spec import distribute_attention
     from dfa_megatron.megatron.tokens.batch import declare_batch_layout, shard_batch
     from dfa_megatron.megatron.tokens.packed_documents import packed_seq_params
 
@@ -47,17 +48,17 @@ __all__ = [
 _HOME = {
     "DistributedAttentionLayer": "layers.layer",
     "DistributedCoreAttention": "layers.core_attention",
-    "add_dfa_arguments": "start.dfa_flags",
+    "add_dfa_arguments": "script.dfa_flags",
     "declare_batch_layout": "tokens.batch",
     "distribute_attention": "spec",
-    "options_of": "start.dfa_flags",
+    "options_of": "script.dfa_flags",
     "packed_seq_params": "tokens.packed_documents",
     "prove": "proved_job",
     "shard_batch": "tokens.batch",
 }
 
 _SPECS = {"SPEC": "spec_from_args", "hybrid_stack_spec": "hybrid_stack_spec"}
-"""Objects for Megatron's --spec, made when they are first asked for, by these functions of spec.py.
+"""Objects for Megatron's --spec, made when they are first asked for, by these functions of script_specs.py.
 
 They are not in `__all__`: outside of a Megatron script they cannot be made.
 """
@@ -68,7 +69,7 @@ def __getattr__(name: str) -> Any:
         # Stored in the module, because Megatron reads vars(module). No ImportError: Megatron logs one and continues
         # with its own attention.
         try:
-            spec = importlib.import_module(f"{__name__}.spec")
+            spec = importlib.import_module(f"{__name__}.script.script_specs")
             globals()[name] = getattr(spec, _SPECS[name])() if name in _SPECS else spec.get_spec
         except ImportError as error:
             raise RuntimeError(f"dfa_megatron.megatron {name} cannot be made: {error}") from error

@@ -19,19 +19,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
-from dfa_megatron.megatron.layers.sharing import SharingLayer
-from dfa_megatron.megatron.refusals import BATCHES, CALLS, LAYERS
-from dfa_megatron.megatron.tokens.batch import check_declared, check_positions
-from dfa_megatron.megatron.tokens.exchange import LayoutName
-from dfa_megatron.megatron.tokens.own_group import group_of
-from dfa_megatron.megatron.tokens.packed_documents import is_ours, place
+from dfa_megatron.megatron.layers.layer import DistributedLayer, check_groups
+from dfa_megatron.megatron.layers.recompute import hide_flags
+from dfa_megatron.megatron.tokens.batch import check_positions
 from dfa_megatron.megatron.tokens.visit import Visit, running
-from dfa_megatron.runtime.cu_seqlens import Offsets
 
 _MARK = "_dfa_megatron"
 _KNOWN = "_dfa_door"
-"""The attribute of a model with what its first call found: its context, and whether a layer is not of this package."""
+"""The attribute of a model with what its first call found."""
 _KEEPS_MASKS = importlib.util.find_spec("megatron.core.recompute") is not None
 """Whether Megatron's recomputation hands the padding mask to every layer, as since 0.19, where it has this module."""
 
@@ -65,18 +62,41 @@ def _forward_of(base: Any) -> Forward:
         run = functools.partial(cls.forward, model)
         if _KNOWN not in vars(model):
             vars(model)[_KNOWN] = _look(model)
-        context, has_others = vars(model)[_KNOWN]
+        context, has_others, layers = vars(model)[_KNOWN]
         if context is None:
             with running(None):  # not even within the call of a distributed model
                 return run(*args, **kwargs)
         names = _names(cls, cls.forward)[: len(args)]
-        CALLS.check(unnamed=cls.__name__ if len(names) < len(args) else None)
+        if len(names) < len(args):
+            raise UnsupportedError(
+                f"arguments by place of {cls.__name__}.forward",
+                "it does not name them, and those of tokens must change their order",
+                "arguments by name",
+            )
         given = {**dict(zip(names, args, strict=True)), **kwargs}
+        cache = given.get("inference_context")
+        if cache is not None and not (model.cp_group.size() == 1 and cache.is_static_batching()):
+            raise UnsupportedError(
+                "an inference context of dynamic batching, or of several context-parallel ranks",
+                "a rank would cache the keys and states of its own tokens only",
+                "a static one with --context-parallel-size 1, or evaluation on whole sequences",
+            )
+        for layer in layers:
+            check_groups(layer)
         visit = _visit(model, context, given)
-        CALLS.check(lost_mask=given.get("padding_mask") is not None and _loses_masks(model, context))
-        if has_others and visit is not None:
-            packed = given.get("packed_seq_params") is not None
-            LAYERS.check(context.options, context_parallel_size=visit.group.size(), other_layer=True, in_pack=packed)
+        if given.get("padding_mask") is not None and _loses_masks(model, context):
+            raise UnsupportedError(
+                "padding_mask beside experts with --recompute-method block and --dfa-remat off",
+                "Megatron's own recomputation loses the mask of the layers that it does not recompute",
+                "--recompute-method uniform, or --dfa-remat auto",
+            )
+        layout = context.options.data_layout
+        if has_others and visit is not None and visit.group.size() > 1 and (layout != "zigzag" or visit.offsets):
+            raise UnsupportedError(
+                f"a layer with Megatron's own attention in a distributed model, in layout {layout!r}",
+                "it assumes Megatron's zigzag order of the tokens, of every document in a pack",
+                "distribute_attention for the spec of every layer, those of multi-token prediction too",
+            )
         with running(visit):
             if visit is None or not visit.moves:
                 return run(*args, **kwargs)
@@ -94,31 +114,45 @@ def context_of(model: Any) -> AttentionContext | None:
             found = params.get("distributed_attention") if isinstance(params, dict) else None
             if found is not None or (found := getattr(part, CONTEXT, None)) is not None:
                 return found  # type: ignore[no-any-return]
-    return next((layer._dfa for layer in model.modules() if isinstance(layer, SharingLayer)), None)
+    return next((layer._dfa for layer in model.modules() if isinstance(layer, DistributedLayer)), None)
 
 
-def _look(model: Any) -> tuple[AttentionContext | None, bool]:
-    """Return the context of a model, and whether one of its layers has an attention that assumes another order."""
+def _look(model: Any) -> tuple[AttentionContext | None, bool, list[DistributedLayer]]:
+    """Return a model's context, whether a layer's attention assumes another order, and the distributed layers."""
     from megatron.core.transformer.attention import Attention
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     context, has_others = context_of(model), False
+    layers = [module for module in model.modules() if isinstance(module, DistributedLayer)]
     if context is None:
-        return None, False
+        return None, False, []
+    took_over = {layer for layer in layers if layer._dfa_took_over}
     for module in model.modules():
-        if isinstance(module, SharingLayer):
+        if isinstance(module, DistributedLayer):
             has_others |= module._dfa.options.layout_inside != context.options.layout_inside
         elif isinstance(module, TransformerLayer):
             has_others |= isinstance(module.self_attention, Attention)
         elif isinstance(module, TransformerBlock) and context.options.data_layout == "boundary":
             module.register_forward_pre_hook(_check_extracted, with_kwargs=True)
-    return context, has_others
+        around = module is not model and not took_over.isdisjoint({*module.modules()} - {module})
+        if around and "config" in vars(module):
+            hide_flags(module)
+    return context, has_others, layers
 
 
 def _check_extracted(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse to give back hidden states between layers, whose order the caller would mistake."""
-    CALLS.check(extracted="extract_layer_indices" if kwargs.get("extract_layer_indices") else None)
+    _check_extra([name for name in ("extract_layer_indices",) if kwargs.get(name)])
+
+
+def _check_extra(names: list[str]) -> None:
+    if names:
+        raise UnsupportedError(
+            f"the block's argument {', '.join(names)} in data_layout='boundary'",
+            "the tokens between layers are in another order than the caller's",
+            "data_layout='contiguous' with batches of shard_batch, or 'zigzag'",
+        )
 
 
 def _loses_masks(model: Any, context: AttentionContext) -> bool:
@@ -149,27 +183,11 @@ def _visit(model: Any, context: AttentionContext, given: dict[str, Any]) -> Visi
     Raises:
         UnsupportedError: the tokens are in another order than the model's layout believes.
     """
-    packed, options = given.get("packed_seq_params"), context.options
-    layout: Any = options.layout_inside
-    own = None if packed is None else group_of(packed)
-    group = model.cp_group if own is None else own
-    if packed is None and group.size() == 1:
-        return None
-    CALLS.check(inference_context=given.get("inference_context") is not None and group.size() > 1)
     rows = _rows(model, given)
-    _check_positions(context, given.get("position_ids"), rows[1], group, packed=packed is not None)
-    pack = None if packed is None else place(packed)
-    # A micro-batch of one document is cut in the same way by rows and by documents.
-    several = pack is not None and (own is None or len(pack.offsets) > 2)
-    ours = packed is not None and is_ours(packed)
-    check_declared(group, options.data_layout, rows[1], packed=several, ours=ours)
-    if pack is not None and options.data_layout == "boundary" and pack.is_cut_by_documents(group):
-        pack = context.cut_pack(packed, group, rows[1])
-    offsets: Offsets = () if pack is None else pack.offsets
-    order: LayoutName = layout
-    if options.data_layout == "boundary":
-        order = "zigzag" if pack is None else pack.order
-    return Visit(model, group, layout, order, offsets, rows, context.relayout(group))
+    visit = context.visit(model, given.get("packed_seq_params"), model.cp_group, rows)
+    if visit is not None:
+        _check_positions(context, given.get("position_ids"), rows[1], visit)
+    return visit
 
 
 def _rows(model: Any, given: dict[str, Any]) -> tuple[int, int]:
@@ -183,7 +201,7 @@ def _rows(model: Any, given: dict[str, Any]) -> tuple[int, int]:
     return states.shape[1], states.shape[0] * (model.pg_collection.tp.size() if model.config.sequence_parallel else 1)
 
 
-def _check_positions(context: AttentionContext, positions: Any, tokens: int, group: Any, *, packed: bool) -> None:
+def _check_positions(context: AttentionContext, positions: Any, tokens: int, visit: Visit) -> None:
     """Refuse the positions of an uncut batch; those on a device once for each length, as the host must wait.
 
     A pack counts its positions in documents. Those of multimodal rotary embeddings, (3, batch, all tokens), stay whole.
@@ -191,19 +209,22 @@ def _check_positions(context: AttentionContext, positions: Any, tokens: int, gro
     if positions is None:
         return
     if positions.dim() == 3:
-        BATCHES.check(axes_tokens=positions.shape[2], all_tokens=tokens * group.size())
-    elif not packed and (positions.device.type == "cpu" or tokens not in context.lengths):
+        if positions.shape[2] != (every := tokens * visit.group.size()):
+            raise UnsupportedError(
+                f"position_ids of {positions.shape[2]} tokens in three axes",
+                f"Megatron's module slices the table that it makes of all {every} tokens of the ranks",
+                f"position_ids (3, batch, {every}), as shard_batch leaves them",
+            )
+    elif visit.pack is None and (positions.device.type == "cpu" or tokens not in context.lengths):
         context.lengths.add(tokens)
-        check_positions(group, context.options.data_layout, positions)
+        check_positions(visit.group, context.options.data_layout, positions)
 
 
 def _moved(visit: Visit, run: Forward, given: dict[str, Any], names: list[str]) -> Any:
     """Run a model on tokens in its own order, and return its result in the caller's."""
     model, labelled, hook = visit.model, given.get("labels") is not None, None
-    more = given.get("extra_block_kwargs") or {}
-    CALLS.check(
-        extracted=", ".join(name for name, x in more.items() if not isinstance(x, (int, float, str, type(None))))
-    )
+    more = (given.get("extra_block_kwargs") or {}).items()
+    _check_extra([name for name, x in more if not isinstance(x, (int, float, str, type(None)))])
     inside = {**given, **visit.enter({name: x for name, x in given.items() if visit.of_tokens(x)})}
     if (embedded := given.get("decoder_input")) is not None:
         inside["decoder_input"] = visit.hidden(embedded, back=False)
@@ -221,7 +242,12 @@ def _moved(visit: Visit, run: Forward, given: dict[str, Any], names: list[str]) 
     if not model.post_process:
         return visit.hidden(output, back=True) if _at_end(model, "last") else output
     if processor is not None or not labelled:
-        CALLS.check(no_output=hook is not None and not visit.outputs)
+        if hook is not None and not visit.outputs:
+            raise UnsupportedError(
+                "a model without labels that did not call its output layer, in data_layout='boundary'",
+                "hidden states go back into the caller's order before that layer",
+                "labels, post_process=False, or data_layout='contiguous'",
+            )
         return output
     return tree_map(functools.partial(_result, visit), output)
 
@@ -254,5 +280,10 @@ def _process(visit: Visit, processor: Forward, outside: dict[str, Any], *, hidde
 
 def _result(visit: Visit, x: Any) -> Any:
     """Return a part of what a model returns in the caller's order."""
-    CALLS.check(other_result=None if isinstance(x, (torch.Tensor, float, str, type(None))) else type(x).__name__)
-    return visit.leave(x) if visit.of_tokens(x) else x
+    if not isinstance(x, (torch.Tensor, float, str, type(None))):
+        raise UnsupportedError(
+            f"a language model that returns {type(x).__name__} in data_layout='boundary'",
+            "its tensors of tokens would stay in the order of the layers",
+            "tensors, or tuples and dictionaries of such; or data_layout='contiguous'",
+        )
+    return visit.leave(x) if isinstance(x, torch.Tensor) and visit.of_tokens(x) else x

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Scores, Use, say_tiled
 from dfa_megatron.loss.head import Head
 from dfa_megatron.megatron.door import context_of
-from dfa_megatron.megatron.refusals import LAYERS
-from dfa_megatron.megatron.start.dfa_flags import global_args
+from dfa_megatron.megatron.script.dfa_flags import global_args
 from dfa_megatron.megatron.tokens.visit import current_visit
 
 _MARK = "_dfa_megatron"
@@ -69,8 +69,12 @@ def tile_output(model: Any, tile: int) -> None:
 
     head = model.output_layer
     if not isinstance(head, TiledOutput):
-        known = type(head) is ColumnParallelLinear and not head.skip_bias_add
-        LAYERS.check(other_output=None if known else type(head).__name__)
+        if type(head) is not ColumnParallelLinear or head.skip_bias_add:
+            raise UnsupportedError(
+                f"loss_tile with an output layer of class {type(head).__name__}",
+                "only the product of Megatron's ColumnParallelLinear is known to be made by tiles",
+                "--dfa-loss-tile off",
+            )
         base: Any = type(head)
         head.__class__ = _output_class(base)
         setattr(head, WATCHED, None)

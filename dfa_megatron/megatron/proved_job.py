@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.refusals import PROOF
-from dfa_megatron.megatron.start.dfa_flags import options_of
+from dfa_megatron.megatron.script.dfa_flags import options_of
 from dfa_megatron.megatron.tokens import batch as batches
 from dfa_megatron.megatron.tokens.packed_documents import packed_seq_params
+from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.proving import Job, Proof, Text, examine
 from dfa_megatron.sharding import shard_sequence
 
@@ -72,7 +73,12 @@ class MegatronJob(Job):
         from megatron.core import parallel_state
 
         wrapped = all(hasattr(model, "zero_grad_buffer") and hasattr(model, "bucket_groups") for model in models)
-        PROOF.check(no_wrapper=None if wrapped else type(models[0]).__name__)
+        if not wrapped:
+            raise UnsupportedError(
+                f"prove of a {type(models[0]).__name__} without Megatron's DistributedDataParallel",
+                "its gradients are compared as that reduces them",
+                "prove of the model in megatron.core.distributed.DistributedDataParallel",
+            )
         self.models, self.config = list(models), models[0].config
         self.cores = [x for model in models for x in model.modules() if isinstance(x, DistributedCoreAttention)]
         self.options = self.cores[0].options if self.cores else options_of()
@@ -171,11 +177,15 @@ class MegatronJob(Job):
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Compute attention by Megatron's own core, one row for each document; a batch is this rank's alone."""
-        for core in self.cores:
-            core.forward = functools.partial(_own_attention, core, _megatrons_core(core))  # type: ignore[method-assign]
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
+        for core in self.cores:
+            core.forward = functools.partial(_own_attention, core, _megatrons_core(core))  # type: ignore[method-assign]
         scale, weigh, ranks = self.config.grad_scale_func, MTPLossAutoScaler.set_loss_scale, self.ranks
+        routers: list[Any] = [x for model in self.models for x in model.modules() if hasattr(x, "tp_cp_group")]
+        groups = [router.tp_cp_group for router in routers]
+        for router in routers if self.ranks > 1 else ():
+            router.tp_cp_group = self.tp
         if not self.config.calculate_per_token_loss:
             # The schedule multiplies losses, those of routers too, by the ranks, of which each now has them whole.
             self.config.grad_scale_func = lambda loss: (loss if scale is None else scale(loss)) / ranks
@@ -187,6 +197,8 @@ class MegatronJob(Job):
             self.config.grad_scale_func, MTPLossAutoScaler.set_loss_scale = scale, staticmethod(weigh)
             for core in self.cores:
                 del core.forward
+            for router, group in zip(routers, groups, strict=True):
+                router.tp_cp_group = group
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what Megatron reduced: main gradients, or this rank's part of them for the distributed optimizer."""
@@ -279,7 +291,8 @@ def _own_attention(
     **__: Any,
 ) -> torch.Tensor:
     """Compute attention of documents of one length, (tokens, 1, heads, width), each a sample of its own."""
-    documents = 1 if core.dfa_pack is None else len(core.dfa_pack.offsets) - 1
+    visit = current_visit()
+    documents = 1 if visit is None or visit.pack is None else len(visit.pack.offsets) - 1
     q, k, v = (x.unflatten(0, (documents, -1)).squeeze(2).transpose(0, 1).contiguous() for x in (query, key, value))
     if theirs is None:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.cpu.delta_nets import use_stand_ins, with_delta_nets
+from dfa_megatron.megatron.cpu.mamba import shortest, stack_spec, use_mamba_stand_ins
+from dfa_megatron.megatron.cpu.stand_in import use_cpu
 from dfa_megatron.megatron.proved_job import prove
-from dfa_megatron.megatron.refusals import LAUNCH
+from dfa_megatron.megatron.script.dfa_flags import options_of
+from dfa_megatron.megatron.script.launcher import prepare
 from dfa_megatron.megatron.spec import distribute_attention
-from dfa_megatron.megatron.start.cpu_delta_nets import use_stand_ins, with_delta_nets
-from dfa_megatron.megatron.start.cpu_mamba import shortest, stack_spec, use_mamba_stand_ins
-from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
-from dfa_megatron.megatron.start.dfa_flags import options_of
-from dfa_megatron.megatron.start.script import prepare
 from dfa_megatron.proving import Proof
 from dfa_megatron.proving.job import TOKENS
 from dfa_megatron.proving.small_job import (
@@ -86,12 +85,15 @@ def small_job(words: Sequence[str]) -> SmallJob:
         SystemExit: Megatron's parser does not take a flag.
     """
     prepare(words)
-    parse_args: Any = None
     try:
         importlib.import_module("megatron.training.argument_utils")
-        parse_args = importlib.import_module("megatron.training.arguments").parse_args
+        parse_args: Any = importlib.import_module("megatron.training.arguments").parse_args
     except ImportError as error:
-        LAUNCH.check(no_builder=str(error))
+        raise UnsupportedError(
+            "prove megatron without Megatron's own parser and builders",
+            str(error),
+            "a wheel of megatron-core from 0.19 on, or a clone on PYTHONPATH",
+        ) from error
     before, sys.argv, reduced = sys.argv, ["prove", *words], Reductions()
     try:
         args = parse_args()
@@ -104,7 +106,12 @@ def small_job(words: Sequence[str]) -> SmallJob:
 def _shrink(args: Any, reduced: Reductions, given: set[str]) -> int:
     """Change the arguments, note what differs from the flags that were given, and return the number of ranks."""
     own = getattr(args, "heterogeneous_layers_config_path", None)
-    LAUNCH.check(no_layers=bool(own) or not (args.num_layers or args.hybrid_layer_pattern))
+    if own or not (args.num_layers or args.hybrid_layer_pattern):
+        raise UnsupportedError(
+            "prove megatron without --num-layers or --hybrid-layer-pattern",
+            "other layers cannot be made small",
+            "--dfa-prove in the job itself",
+        )
     options = on_cpu(options_of(args), reduced)
     for name in ("kernel", "transport", "cuda_graph", "remat_offload"):
         if hasattr(args, f"dfa_{name}"):

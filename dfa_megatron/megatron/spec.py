@@ -1,48 +1,41 @@
-"""Put distributed attention into any Megatron layer spec, and serve Megatron's `--spec` flag."""
+"""Put distributed attention into any Megatron layer spec: of a layer, of a block, or of a hybrid stack."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 from typing import Any
 
-from megatron.core.models.gpt import gpt_layer_specs
+import torch
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.door import follow_language_models
-from dfa_megatron.megatron.hybrid.in_order import in_order_class, is_delta
-from dfa_megatron.megatron.hybrid.recomputed import ATTENTION_SLOTS, MIXERS, recomputed_class
-from dfa_megatron.megatron.hybrid.stack import default_stack_spec, is_stack
+from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, in_order_class, is_delta
 from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.layers.layer import layer_class
-from dfa_megatron.megatron.layers.norm import SequenceParallelNorm
-from dfa_megatron.megatron.layers.prediction import follow_batches, replace
-from dfa_megatron.megatron.layers.recompute import asked_of
+from dfa_megatron.megatron.layers.layer import DistributedLayer, layer_class
+from dfa_megatron.megatron.layers.prediction import follow_batches
+from dfa_megatron.megatron.layers.recompute import take_over
 from dfa_megatron.megatron.output import follow_outputs
-from dfa_megatron.megatron.proved_job import prove_if_asked
-from dfa_megatron.megatron.refusals import ARGS, SPEC, check_config
-from dfa_megatron.megatron.start.dfa_flags import global_args, options_of
 
 _NORMS = (
     "input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm",
     "norm", "out_norm",
 )  # fmt: skip
 """The slots of layers, attentions and mixers that hold a norm."""
+_ATTENTION_SLOTS = ("attention_layer", "mla_layer")
+"""The submodules of a hybrid stack that hold TransformerLayers with a core_attention."""
+_MIXERS = {"mamba_layer": "mixer", "gdn_layer": "self_attention"}
+"""The submodules of a hybrid stack with a recurrence, and where in them it is."""
 _REPLACED = ("DotProductAttention", "TEDotProductAttention", "DistributedCoreAttention")
 """Core attentions whose every setting is in the config: Megatron's two, and ours."""
 _NO_ATTENTION = ("IdentityOp", "ColumnParallelLinearGathered", "TELayerNormColumnParallelLinearGathered")
 """What Megatron's heterogeneous specs put in the place of an attention: it treats each token by itself."""
-_NOT_IN_SPEC = (
-    "kitchen_config_file", "kitchen_recipe_number", "mla_down_proj_fusion", "use_grouped_gemm_for_dense_mlp",
-    "use_kitchen", "use_te_activation_func",
-)  # fmt: skip
-"""Flags that Megatron's default spec honours in some versions up to 0.18, and the one that is made here does not."""
 
 
 def distribute_attention(
@@ -66,7 +59,7 @@ def distribute_attention(
             experts in some layers), or the stack spec of a hybrid model. Its modules are Transformer Engine's or
             Megatron's own.
         transformer_config: the TransformerConfig. If given, it is checked now and not when the model is built. Sequence
-            parallelism without Transformer Engine and Apex needs it to replace the norms (see layers/norm.py).
+            parallelism without Transformer Engine and Apex needs it to replace the norms (see SequenceParallelNorm).
         config: this package's options. data_layout="contiguous" needs batches from `shard_batch`.
         vp_stage: the virtual pipeline stage, as for Megatron's get_num_layers_to_build. It matters only if the final
             norm is replaced.
@@ -84,12 +77,13 @@ def distribute_attention(
     follow_batches()
     follow_language_models()
     follow_outputs()
-    check_config(transformer_config, options)
-    if is_stack(spec):
-        return _stack(spec, transformer_config, AttentionContext(options, hybrid=True))
-    context = AttentionContext(options)
+    context = AttentionContext(options, hybrid=is_stack(spec))
+    if transformer_config is not None:
+        context.check(transformer_config)
+    if context.hybrid:
+        return _stack(spec, transformer_config, context)
     if getattr(transformer_config, "heterogeneous_block_specs", False):
-        context.recompute = asked_of(transformer_config, context)
+        context.recompute = take_over(transformer_config, context)
     if isinstance(spec, TransformerBlockSubmodules):
         block = copy.copy(spec)
         setattr(block, CONTEXT, context)
@@ -114,14 +108,19 @@ def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
         layer = _wrapped(spec, config, context)
         layer.submodules.self_attention = _mixer(attention, config, context)
         return layer
-    if not isinstance(spec, ModuleSpec) or not hasattr(getattr(attention, "submodules", None), "core_attention"):
-        SPEC.check(no_core_attention=type(spec).__name__)
+    is_layer = isinstance(spec, ModuleSpec) and issubclass(spec.module, TransformerLayer)
+    if not is_layer or not hasattr(getattr(attention, "submodules", None), "core_attention"):
+        raise UnsupportedError(
+            f"a spec of {getattr(spec, 'module', type(spec)).__name__}",
+            "it is no layer with submodules.self_attention.submodules.core_attention to replace",
+            "the spec of one TransformerLayer, or TransformerBlockSubmodules of such",
+        )
     _check_replaced(attention.submodules.core_attention)
     layer = _wrapped(spec, config, context)
     layer.submodules.self_attention = copy.copy(attention)
     layer.submodules.self_attention.submodules = copy.copy(attention.submodules)
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
-        module=DistributedCoreAttention, params={"options": context.options}
+        module=DistributedCoreAttention, params={"options": context.options, "checked": True}
     )
     _replace_norms(layer.submodules.self_attention.submodules, config)
     return layer
@@ -150,10 +149,14 @@ def _check_replaced(core_attention: Any) -> None:
     spec = core_attention if isinstance(core_attention, ModuleSpec) else ModuleSpec(module=core_attention)
     made: Any = spec.module
     known = str(getattr(made, "__module__", "")).startswith(("megatron.core.", "dfa_megatron."))
-    if known and made.__name__ in _REPLACED and not set(spec.params or {}) - {"options"}:
+    if known and made.__name__ in _REPLACED and not set(spec.params or {}) - {"options", "checked"}:
         return
     params = f" with params {sorted(spec.params)}" if spec.params else ""
-    SPEC.check(replaced=f"{getattr(made, '__qualname__', made)}{params}")
+    raise UnsupportedError(
+        f"a spec whose core_attention is {getattr(made, '__qualname__', made)}{params}",
+        "everything that it does beside softmax attention (caps, scales, windows, masks) would be dropped",
+        "a spec with Megatron's DotProductAttention or TEDotProductAttention, without parameters of its own",
+    )
 
 
 def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
@@ -162,26 +165,21 @@ def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
     for slot, layer in vars(spec.submodules).items():
         if not isinstance(layer, ModuleSpec) or slot == "mtp_block_spec":  # prediction layers consist of these layers
             continue
-        if slot in ATTENTION_SLOTS:
+        if slot in _ATTENTION_SLOTS:
             made = _layer(layer, config, context)
         else:
             made = copy.copy(layer)
             made.submodules = copy.copy(layer.submodules)
-            made.module = recomputed_class(layer.module)
+            made.module = layer_class(layer.module, DistributedLayer)
             made.params = {**(layer.params or {}), "distributed_attention": context}
             _replace_norms(made.submodules, config)
-            if slot in MIXERS and context.options.layout_inside == "contiguous":
-                mixer = getattr(made.submodules, MIXERS[slot], None)
-                SPEC.check(no_mixer=None if isinstance(mixer, ModuleSpec) else slot)
-                setattr(made.submodules, MIXERS[slot], _mixer(mixer, config, context))
+            if slot in _MIXERS and context.options.layout_inside == "contiguous":
+                mixer = getattr(made.submodules, _MIXERS[slot], None)
+                if not isinstance(mixer, ModuleSpec):
+                    raise UnsupportedError(f"a hybrid stack whose {slot} has the mixer {mixer}", *OTHER_ORDER)
+                setattr(made.submodules, _MIXERS[slot], _mixer(mixer, config, context))
         setattr(stack.submodules, slot, made)
     return stack
-
-
-def hybrid_stack_spec() -> Any:
-    """Return Megatron's hybrid stack spec, distributed, for `--spec dfa_megatron.megatron hybrid_stack_spec`."""
-    prove_if_asked(global_args())
-    return distribute_attention(default_stack_spec(), config=options_of())
 
 
 def _norm(norm: Any, config: Any) -> Any:
@@ -196,67 +194,35 @@ def _replace_norms(submodules: Any, config: Any) -> None:
             setattr(submodules, slot, _norm(getattr(submodules, slot), config))
 
 
-def get_spec(model_cfg: Any, vp_stage: int | None = None) -> Any:
-    """Return Megatron's default spec, distributed, for `--spec dfa_megatron.megatron get_spec` (0.19 and later).
-
-    Options come from the script's `--dfa-*` flags (see start/dfa_flags.py). A script without them gets layout
-    boundary, which works with Megatron's own batches.
-
-    Args:
-        model_cfg: Megatron's GPTModelConfig.
-        vp_stage: the virtual pipeline stage that is being built.
-    """
-    from megatron.training.models.gpt import default_layer_spec
-
-    ARGS.check(attention_backend=getattr(model_cfg, "attention_backend", None))
-    prove_if_asked(global_args())
-    _distribute_predictions()
-    given = [model_cfg, vp_stage] if "vp_stage" in inspect.signature(default_layer_spec).parameters else [model_cfg]
-    return distribute_attention(
-        default_layer_spec(*given), model_cfg.transformer, config=options_of(), vp_stage=vp_stage
-    )
+def is_stack(spec: Any) -> bool:
+    """Return whether a spec is for a HybridStack (called MambaStack up to Megatron-Core 0.17)."""
+    submodules = getattr(spec, "submodules", None)
+    return hasattr(submodules, "attention_layer") and hasattr(submodules, "mamba_layer")
 
 
-def _distribute_predictions() -> None:
-    """Make the layers of multi-token prediction that a script builds distributed; Megatron makes their spec itself."""
+class SequenceParallelNorm:
+    """LayerNorm or RMSNorm whose weights are marked, so that Megatron sums their gradients over tensor-parallel ranks.
 
-    def replacing(megatrons: Any) -> Any:
-        @functools.wraps(megatrons)
-        def distributed(config: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
-            return megatrons(config, distribute_prediction(spec, config), *args, **kwargs)
-
-        return distributed
-
-    replace(gpt_layer_specs.__name__, "get_gpt_mtp_block_spec", replacing)
-
-
-def distribute_prediction(spec: Any, config: Any) -> Any:
-    """Return the distributed spec of a prediction layer from its own, or from a decoder's, whose last layer it is."""
-    layers = spec.layer_specs[-1:] if isinstance(spec, TransformerBlockSubmodules) else [spec]
-    # A block, because Megatron accepts a layer spec only if its class is exactly TransformerLayer.
-    return distribute_attention(TransformerBlockSubmodules(layer_specs=layers), config, config=options_of())
-
-
-def spec_from_args() -> Any:
-    """Return the object for `--spec dfa_megatron.megatron SPEC` (scripts up to Megatron-Core 0.18 take no function).
+    Megatron's own WrappedTorchNorm has no such mark and refuses sequence parallelism
+    (megatron/core/transformer/torch_norm.py). Each rank normalises its own rows, so nothing else changes. This is a
+    class because Megatron's build_module passes a function on instead of calling it.
 
     Raises:
-        UnsupportedError: not in a Megatron script, or the model's default spec has more than one kind of layer.
+        UnsupportedError: a norm that PyTorch does not have in this form.
     """
-    args = global_args()
-    SPEC.check(no_script=args is None)
-    prove_if_asked(args)
-    _distribute_predictions()
-    torch_norm = transformer_block.LayerNormImpl is WrappedTorchNorm
-    on = [f"--{name.replace('_', '-')}" for name in _NOT_IN_SPEC if getattr(args, name, None) not in (None, False)]
-    SPEC.check(args, spec_flags=True, torch_norm=torch_norm, not_in_spec=", ".join(on))
-    shared = {
-        "qk_layernorm": args.qk_layernorm,
-        "multi_latent_attention": args.multi_latent_attention,
-        "qk_l2_norm": args.qk_l2_norm,
-    }
-    if args.transformer_impl == "transformer_engine":
-        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**shared)
-    else:
-        layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization=args.normalization, **shared)
-    return distribute_attention(layer, config=options_of(args))
+
+    def __new__(  # type: ignore[misc]
+        cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> torch.nn.Module:
+        """Return the norm; its weights are (hidden_size,)."""
+        kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+        if config.normalization not in kinds or getattr(config, "layernorm_zero_centered_gamma", False):
+            raise UnsupportedError(
+                f"normalization={config.normalization!r} with sequence parallelism",
+                "without Transformer Engine or Apex only plain LayerNorm and RMSNorm are done",
+                "LayerNorm, RMSNorm, or an installation with Transformer Engine",
+            )
+        norm: torch.nn.Module = kinds[config.normalization](hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm

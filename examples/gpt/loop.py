@@ -28,7 +28,7 @@ def join(sizes: Sizes) -> torch.device:
     """Join the process group: NCCL with one GPU per rank, or gloo on CPU."""
     device = own_device()
     if device.type == "cpu":
-        from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
+        from dfa_megatron.megatron.cpu.stand_in import use_cpu
 
         use_cpu()
     from megatron.core import parallel_state

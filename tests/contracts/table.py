@@ -40,7 +40,7 @@ ATTENTION = f"{CORE}.transformer.attention:Attention"
 
 MEGATRON = (
     # The layer, its attention and its config.
-    on(LAYER, "megatron/layers/layer.py megatron/layers/sharing.py",
+    on(LAYER, "megatron/layers/layer.py",
        attributes="layer_number self_attention mlp pg_collection tp_group config"),
     on(f"{LAYER}.forward", "megatron/layers/layer.py",
        passes="context context_mask rotary_pos_emb inference_context packed_seq_params attention_mask"),
@@ -67,7 +67,7 @@ MEGATRON = (
     on(f"{CORE}.process_groups_config:ProcessGroupCollection",
        "megatron/layers/core_attention.py megatron/layers/context.py",
        attributes="use_mpu_process_groups tp cp"),
-    on(f"{CORE}.packed_seq_params:PackedSeqParams", "megatron/tokens/packed_documents.py megatron/tokens/own_group.py",
+    on(f"{CORE}.packed_seq_params:PackedSeqParams", "megatron/tokens/packed_documents.py",
        attributes="qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q "
                   "max_seqlen_kv local_cp_size cp_group"),
     on(f"{CORE}.transformer.utils:is_layer_window_attention", "megatron/layers/core_attention.py"),
@@ -80,11 +80,12 @@ MEGATRON = (
        passes="layer_specs layer_norm"),
     on(f"{CORE}.transformer.transformer_block:get_num_layers_to_build", "megatron/spec.py"),
     on(f"{CORE}.transformer.transformer_block:LayerNormImpl", "megatron/spec.py"),
-    on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec", "megatron/spec.py",
+    on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec", "megatron/script/script_specs.py",
        passes="normalization qk_layernorm multi_latent_attention qk_l2_norm"),
-    on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_spec", "megatron/spec.py",
+    on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_spec",
+       "megatron/script/script_specs.py",
        passes="qk_layernorm multi_latent_attention qk_l2_norm"),
-    on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec", "megatron/spec.py"),
+    on(f"{CORE}.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec", "megatron/script/script_specs.py"),
     # The model's end: losses by tiles.
     on(f"{CORE}.models.common.language_module.language_module:LanguageModule", "megatron/output.py",
        attributes="setup_embeddings_and_output_layer compute_language_model_loss"),
@@ -129,21 +130,21 @@ MEGATRON = (
     on(f"{CORE}.transformer.moe.router:get_tokens_per_expert_and_token_count", "megatron/layers/router.py",
        replaced="routing_map reduce_group topk with_padding_mask"),
     # The groups that a layer was built with.
-    on(f"{CORE}.parallel_state:_CONTEXT_PARALLEL_GROUP", "megatron/layers/sharing.py"),
+    on(f"{CORE}.parallel_state:_CONTEXT_PARALLEL_GROUP", "megatron/layers/layer.py"),
     # Latent attention's rotary tables.
-    on(f"{CORE}.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding", "megatron/layers/latent.py",
+    on(f"{CORE}.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding", "megatron/layers/rotary.py",
        attributes="get_emb cp_group get_cached_cos_sin"),
     on(f"{CORE}.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward",
-       "megatron/layers/latent.py", replaced="max_seq_len offset packed_seq cp_group"),
-    on(f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding", "megatron/layers/latent.py",
+       "megatron/layers/rotary.py", replaced="max_seq_len offset packed_seq cp_group"),
+    on(f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding", "megatron/layers/rotary.py",
        attributes="get_emb cp_group"),
-    on(f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward", "megatron/layers/latent.py",
+    on(f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward", "megatron/layers/rotary.py",
        replaced="max_seq_len offset packed_seq cp_group"),
     # Hybrids.
     on(f"{CORE}.models.hybrid.hybrid_block:HybridStack {CORE}.ssm.mamba_block:MambaStack",
-       "megatron/hybrid/stack.py megatron/door.py", attributes="input_tensor"),
+       "megatron/cpu/mamba.py megatron/door.py", attributes="input_tensor"),
     on(f"{CORE}.models.hybrid.hybrid_layer_specs:hybrid_stack_spec "
-       f"{CORE}.models.mamba.mamba_layer_specs:mamba_stack_spec", "megatron/hybrid/stack.py"),
+       f"{CORE}.models.mamba.mamba_layer_specs:mamba_stack_spec", "megatron/script/script_specs.py"),
     on(f"{CORE}.ssm.mamba_mixer:MambaMixer", "megatron/hybrid/in_order.py",
        attributes="_ssm_training cp d_state headdim chunk_size D_has_hdim rmsnorm norm config"),
     on(f"{CORE}.ssm.mamba_mixer:MambaMixer._ssm_training", "megatron/hybrid/in_order.py",
@@ -181,9 +182,9 @@ MEGATRON = (
 """Of megatron.core."""
 
 MEGATRON_TRAINING = (
-    on("megatron.training.arguments:add_megatron_arguments", "megatron/start/script.py", replaced="parser"),
-    on("megatron.training:get_args megatron.training.global_vars:get_args", "megatron/start/dfa_flags.py"),
-    on("megatron.training.models.gpt:default_layer_spec", "megatron/spec.py"),
+    on("megatron.training.arguments:add_megatron_arguments", "megatron/script/launcher.py", replaced="parser"),
+    on("megatron.training:get_args megatron.training.global_vars:get_args", "megatron/script/dfa_flags.py"),
+    on("megatron.training.models.gpt:default_layer_spec", "megatron/script/script_specs.py"),
     on(
         "megatron.training.training:train_step",
         "megatron/proved_job.py",
@@ -276,21 +277,8 @@ TABLE: Mapping[str, tuple[Contract, ...]] = {
 }
 """Contracts by the package whose sources they are read from."""
 
-CONFIG_OF_ATTENTION = {
-    "megatron.core.transformer.dot_product_attention:DotProductAttention": frozenset({
-        "apply_query_key_layer_scaling", "attention_dropout", "attention_softmax_in_fp32", "bf16",
-        "context_parallel_size", "fp16", "init_method", "kv_channels", "masked_softmax_fusion", "num_attention_heads",
-        "num_query_groups", "params_dtype", "perform_initialization", "sequence_parallel", "softmax_type",
-        "window_attn_skip_freq", "window_size",
-    }),
-    "megatron.core.extensions.transformer_engine:TEDotProductAttention": frozenset({
-        "apply_query_key_layer_scaling", "attention_dropout", "batch_invariant_mode", "context_parallel_size",
-        "deterministic_mode", "kv_channels", "log_max_attention_logit", "num_attention_heads", "num_query_groups",
-        "qk_clip", "sequence_parallel", "softmax_type", "tensor_model_parallel_size", "window_attn_skip_freq",
-        "window_size",
-    }),
-}  # fmt: skip
-"""What the attentions that ours takes the place of read from a TransformerConfig.
-
-Ours uses it, refuses it, or it changes no number there. A new name may be a cap, a sink or a scale that would be lost.
-"""
+ATTENTIONS = (
+    "megatron.core.transformer.dot_product_attention:DotProductAttention",
+    "megatron.core.extensions.transformer_engine:TEDotProductAttention",
+)
+"""What ours takes the place of: every field of a config that it reads must be known to check_config.py."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts import check
 from tests.contracts.check import broken
 from tests.contracts.imports import imports
 from tests.contracts.sources import Sources, reads_of
@@ -19,6 +20,17 @@ def test_installed_frameworks_keep_their_contracts(package: str) -> None:
     if found is None:
         pytest.skip(f"{package} is not installed")
     assert broken(package, Sources([found])) == []
+
+
+def test_a_field_that_megatrons_attention_reads_and_ours_does_not_know_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = _folder("megatron.core")
+    if found is None:
+        pytest.skip("megatron.core is not installed")
+    monkeypatch.setattr(check, "_known", lambda: set[str]())
+    said = broken("megatron.core", Sources([found]))
+    assert sum("reads config." in sentence for sentence in said) > 25
 
 
 def _folder(package: str) -> Path | None:

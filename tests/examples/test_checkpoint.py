@@ -101,7 +101,7 @@ def saved_again(flags: tuple[str, ...], world_size: int, root: Path) -> None:
 
 def all_layouts(rank: int, world_size: int, root: str) -> dict[str, Outcome]:
     """Each layout whole, cut in two, and gone on with elsewhere."""
-    from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
+    from dfa_megatron.megatron.cpu.stand_in import use_cpu
 
     use_cpu()
     outcomes = {}

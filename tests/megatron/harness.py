@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
+from dfa_megatron.megatron.cpu.stand_in import use_cpu
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.megatron import padded_packs
 from tests.support import megatron_model as small_model

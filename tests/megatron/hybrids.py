@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.megatron.start import cpu_mamba
-from dfa_megatron.megatron.start.cpu_delta_nets import delta_net
+from dfa_megatron.megatron.cpu import mamba as cpu_mamba
+from dfa_megatron.megatron.cpu.delta_nets import delta_net
 from tests.megatron import harness
 from tests.megatron.harness import MEGATRONS, Topology, case
 from tests.support import megatron_model as small_model

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dfa_megatron.megatron import DistributedAttentionLayer
-from dfa_megatron.megatron.start import clone, dfa_flags
+from dfa_megatron.megatron.script import script_specs
 from tests.megatron.harness import Topology, case, make_config, megatrons_spec
 
 
@@ -21,31 +20,17 @@ def config(comm_type: Any) -> Any:
 @pytest.mark.parametrize("comm_type", [None, "p2p", "a2a", ["p2p", "dfa"], []])
 def test_without_the_flag_everything_stays_megatrons(comm_type: Any) -> None:
     spec = megatrons_spec(config(comm_type))
-    assert clone.layer_spec(spec, config(comm_type)) is spec
-    assert clone.prediction_spec(spec, config(comm_type)) is spec
+    assert script_specs.layer_spec(spec, config(comm_type)) is spec
+    assert script_specs.prediction_spec(spec, config(comm_type)) is spec
 
 
 @pytest.mark.parametrize("comm_type", ["dfa", ["dfa"], ["dfa", "dfa"]])
 def test_the_flag_alone_puts_distributed_attention_into_the_default_spec(comm_type: Any) -> None:
     wanted = config(comm_type)
-    layer = clone.layer_spec(megatrons_spec(wanted), wanted)
+    layer = script_specs.layer_spec(megatrons_spec(wanted), wanted)
     assert issubclass(layer.module, DistributedAttentionLayer)
     assert layer.params["distributed_attention"].options.data_layout == "boundary"
-    again = clone.layer_spec(layer, wanted)  # a user who also gives --spec
+    predicting = script_specs.prediction_spec(megatrons_spec(wanted), wanted)  # get_gpt_mtp_block_spec takes its last
+    assert issubclass(predicting.layer_specs[0].module, DistributedAttentionLayer)
+    again = script_specs.layer_spec(layer, wanted)  # a user who also gives --spec
     assert again.module is layer.module
-
-
-def test_prediction_layers_get_it_too() -> None:
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    wanted = make_config(Topology(), case(), mtp_num_layers=1, cp_comm_type="dfa")
-    spec = clone.prediction_spec(megatrons_spec(wanted), wanted)
-    assert isinstance(spec, TransformerBlockSubmodules)  # get_gpt_mtp_block_spec takes its last layer
-    assert issubclass(spec.layer_specs[0].module, DistributedAttentionLayer)
-
-
-def test_a_run_without_our_flags_meets_none_of_our_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = SimpleNamespace(create_attention_mask_in_dataloader=True, context_parallel_size=2)
-    for where in (dfa_flags, clone):
-        monkeypatch.setattr(where, "global_args", lambda: args)
-    assert clone.layer_spec("spec", config("p2p")) == "spec"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments, options_of
+from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case

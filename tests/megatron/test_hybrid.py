@@ -137,7 +137,7 @@ def refuse(rank: int, world_size: int) -> None:
     harness.start(Topology(cp=2))
     groups = ProcessGroupCollection.use_mpu_process_groups()
     boundary, zigzag = (DistAttentionConfig(data_layout=layout) for layout in ("boundary", "zigzag"))
-    with pytest.raises(UnsupportedError, match=r"whose mamba_layer has no mixer.*data_layout='zigzag'"):
+    with pytest.raises(UnsupportedError, match=r"whose mamba_layer has the mixer None.*data_layout='zigzag'"):
         distribute_attention(plain_spec(), config=boundary)
     config = make_config(Topology(cp=2), case("zigzag", recompute=("block", 1)), num_layers=len(PATTERN))
     with pytest.raises(UnsupportedError, match=r"'block' in a hybrid model.*uniform"):
@@ -157,16 +157,16 @@ def test_megatrons_spec_flag_finds_the_stack_spec_or_says_what_is_missing(monkey
     from megatron.core.transformer.spec_utils import import_module
 
     import dfa_megatron.megatron as package
-    from dfa_megatron.megatron import spec as spec_module
-    from dfa_megatron.megatron.hybrid.stack import default_stack_spec, is_stack
+    from dfa_megatron.megatron.script import script_specs
+    from dfa_megatron.megatron.spec import is_stack
 
     with contextlib.suppress(UnsupportedError):
-        assert is_stack(default_stack_spec())
+        assert is_stack(script_specs.default_stack_spec())
     for home in ("megatron.core.models.hybrid.hybrid_layer_specs", "megatron.core.models.mamba.mamba_layer_specs"):
         monkeypatch.setitem(sys.modules, home, None)
     with pytest.raises(UnsupportedError, match=r"it cannot be imported: .*stack spec of your own"):
-        default_stack_spec()
-    monkeypatch.setattr(spec_module, "default_stack_spec", stack_spec)
+        script_specs.default_stack_spec()
+    monkeypatch.setattr(script_specs, "default_stack_spec", stack_spec)
     try:
         made = import_module(("dfa_megatron.megatron", "hybrid_stack_spec"))
         assert made.submodules.attention_layer.params["distributed_attention"].options.data_layout == "boundary"

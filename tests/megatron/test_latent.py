@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.layers.latent import OrderedRotary, order_rotary
-from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
-from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
+from dfa_megatron.megatron.cpu.stand_in import use_cpu
+from dfa_megatron.megatron.layers.rotary import OrderedRotary, order_rotary
+from dfa_megatron.megatron.tokens.exchange import Relayout
+from dfa_megatron.megatron.tokens.packed_documents import Pack
+from dfa_megatron.megatron.tokens.visit import Visit, running
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron import harness
 from tests.megatron.harness import Case, Topology, case
@@ -153,8 +155,10 @@ class Counting(OrderedRotary):
 def _rows_of_lengths_and_offsets(rank: int, ranks: int) -> list[list[int]]:
     rotary = Counting()
     rows = [rotary.forward(length, offset).tolist() for length, offset in ((4, 0), (4, 6), (4, 6), (8, 6))]
-    rotary.dfa_pack = PlacedPack((0, 3, 8))
-    return [*rows, rotary.forward(8, 6).tolist()]
+    group = dist.group.WORLD
+    assert group is not None
+    with running(Visit(None, group, "contiguous", "contiguous", Pack((0, 3, 8)), (1, 4), Relayout(group))):
+        return [*rows, rotary.forward(8, 6).tolist()]
 
 
 def test_a_rotary_table_is_known_by_its_length_its_offset_and_its_documents() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,10 +49,7 @@ EVERY_SIZE = (
     Micro((2, 3), (13, 3)), Micro((0, 1), (24,)),
 )  # fmt: skip
 TWO_SIZES = (Micro((0,), (3, 7)), Micro((1,), (8,)), Micro((0, 1), (5, 10, 1)), Micro((1,), (4,)), Micro((0,), (2, 8)))
-BALANCED = (
-    *ALLGATHER, ("moe_layer_freq", [0, 1]), ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"]),
-    ("moe_aux_loss_coeff", [0.5, 0.25]), ("moe_z_loss_coeff", 0.1),
-)  # fmt: skip
+EXPERTS = (*ALLGATHER, ("moe_layer_freq", [0, 1]), ("moe_router_load_balancing_type", "none"))
 WHOLE = (Micro((0,), (10,)), Micro((1,), (6,)), Micro((2, 3), (8,)), Micro((0, 1, 2, 3), (24,)))
 """One document each, in Megatron-Core 0.16's format for them, with which it slices the rotary table itself."""
 
@@ -169,29 +165,10 @@ def test_sizes_alternate_from_micro_batch_to_micro_batch_while_other_ranks_run_o
         (Topology(cp=2, dp=2), EVERY_SIZE[4:10], (), rows),
         (Topology(dp=4), EVERY_SIZE[4:10], LATENT, [("contiguous", "on", "thd")]),
         (Topology(dp=4), WHOLE, (), sliced),
-        (Topology(dp=4), WHOLE, BALANCED, [("boundary", "on", "thd")]),
+        (Topology(dp=4), WHOLE, EXPERTS, [("boundary", "on", "thd")]),
         (Topology(tp=2, dp=2), TWO_SIZES, (), [("contiguous", "on", "thd")]),
     ]
     run_ranks(4, compare, cases, timeout=170)
-
-
-def logged_by_a_router(group: dist.ProcessGroup, mine: int) -> None:
-    """The gradient of a rank's part of a loss stays its own; the log gets the whole of a group of the model's size."""
-    from dfa_megatron.megatron.layers.router import router_class
-    from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
-
-    class Router(torch.nn.Module):
-        def attach_and_log_load_balancing_loss(self, activation: Any, weight: float, *rest: Any) -> Any:
-            return rest
-
-    router, models = router_class(Router)(), SimpleNamespace(size=lambda: 4)
-    router.__dict__["tp_cp_group"] = models
-    loss = torch.tensor(mine + 1.0, requires_grad=True)
-    assert router.attach_and_log_load_balancing_loss(None, 1.0, loss, "loss", models) == (loss, "loss", models)
-    router.dfa_pack = PlacedPack((0, 8), group=group)
-    logged, _, over = router.attach_and_log_load_balancing_loss(None, 1.0, loss, "loss", router.tp_cp_group)
-    logged.backward()
-    assert (logged.item(), over, loss.grad) == ((1 + 2) / 4, models, 1)
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -202,15 +179,13 @@ def refused(rank: int, world_size: int) -> None:
     options = DistAttentionConfig(data_layout="contiguous")
     model = model_of(Topology(dp=3), options, ())
     declare_batch_layout(pair if rank < 2 else others, "contiguous")
-    if rank < 2:
-        logged_by_a_router(pair, rank)
     groups = {(0, 1): pair if rank < 2 else others, (): dist.group.WORLD}
     cut = {"tokens": torch.zeros(1, 6, dtype=torch.long), "labels": torch.zeros(1, 6, dtype=torch.long)}
 
-    def forward(lengths: tuple[int, ...], groups: Groups = groups, **changes: Any) -> None:
+    def forward(lengths: tuple[int, ...], groups: Groups = groups, on: Any = model, **changes: Any) -> None:
         params = params_of(Micro((0, 1), lengths).batch(), Micro((0, 1), lengths), groups, "thd")
         vars(params).update(changes)
-        model(cut["tokens"], None, None, labels=cut["labels"], packed_seq_params=params)
+        on(cut["tokens"], None, None, labels=cut["labels"], packed_seq_params=params)
 
     for changes, message in (
         ({"cp_group": None}, "local_cp_size=2 and no cp_group"),
@@ -220,8 +195,11 @@ def refused(rank: int, world_size: int) -> None:
         with pytest.raises(UnsupportedError, match=message):
             forward((5, 7), **changes)
     if rank != 1:
-        with pytest.raises(UnsupportedError, match="does not hold this rank"):
+        with pytest.raises(UnsupportedError, match="this rank has none of its tokens"):
             forward((5, 7), groups={(0, 1): others if rank == 0 else pair})
+    losing = model_of(Topology(dp=3), options, (*EXPERTS, ("moe_z_loss_coeff", 0.1)))
+    with pytest.raises(UnsupportedError, match="a router's losses"):
+        forward((5, 7), on=losing)
     dist.barrier()
     if rank < 2:
         with pytest.raises(DisagreementError):

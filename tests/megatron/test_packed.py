@@ -74,9 +74,9 @@ def test_packs_train_with_the_schedule_for_documents_and_with_heads_exchanged(re
 
 
 def test_a_routers_loss_of_each_sample_is_refused_for_several_in_a_pack() -> None:
-    from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, check_samples
+    from dfa_megatron.megatron.tokens.packed_documents import Pack, check_samples
 
-    pack = PlacedPack((0, 30, 48, 96))
+    pack = Pack((0, 30, 48, 96))
     for kinds, sample, refused in (
         ("seq_aux_loss", 48, True), (["aux_loss", "seq_aux_loss"], 48, True),
         ("seq_aux_loss", 96, False), ("seq_aux_loss", None, False), ("aux_loss", 48, False),

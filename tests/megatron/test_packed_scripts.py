@@ -120,7 +120,7 @@ def refused_on_one_rank(rank: int, world_size: int) -> None:
     for params, message in (
         (pack([0, 5, 12], qkv_format="sbhd"), "format 'sbhd'"),
         (pack([0, 5, 12], local_cp_size=2), "local_cp_size=2 and no cp_group"),
-        (pack([0, 5, 12], cu_seqlens_kv=other), "cu_seqlens_kv other than cu_seqlens_q"),
+        (pack([0, 5, 12], cu_seqlens_kv=other), "a cu_seqlens_kv other than that"),
         (pack([0, 5, 12], cu_seqlens_q=None), "without cu_seqlens_q"),
         (pack([0, 5, 12], max_seqlen_q=6, max_seqlen_kv=6), "max_seqlen 6.*max_seqlen_q=7"),
         (pack([0, 5, 11]), "it ends at 11"),
@@ -188,7 +188,7 @@ def test_a_core_attention_that_something_puts_back_is_refused() -> None:
 
 def stage_without_documents(rank: int, world_size: int) -> None:
     harness.start(Topology())
-    from dfa_megatron.megatron.start import dfa_flags
+    from dfa_megatron.megatron.script import dfa_flags
 
     dfa_flags.global_args = lambda: SimpleNamespace(sft=True)
     options = DistAttentionConfig(data_layout="contiguous")

@@ -99,17 +99,3 @@ def refused(rank: int, world_size: int) -> None:
 
 def test_offsets_that_fit_neither_padding_nor_tokens_nor_other_ranks_are_an_error_on_every_rank() -> None:
     run_ranks(2, refused)
-
-
-def test_offsets_that_are_missing_or_differ_are_named() -> None:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from dfa_megatron.megatron.tokens.packed_documents import place
-
-    ends, wrong = (torch.tensor(offsets, dtype=torch.int32) for offsets in ([0, 4, 12], [0, 12, 4]))
-    for queries, keys, said in (
-        (None, ends, "without cu_seqlens_q"), (ends, None, "without cu_seqlens_kv"),
-        (ends, wrong, "cu_seqlens_kv other than"), (ends, ends[1:], "cu_seqlens_kv other than"),
-    ):  # fmt: skip
-        with pytest.raises(UnsupportedError, match=f"packed_seq_params.*{said}"):
-            place(PackedSeqParams("thd", cu_seqlens_q=queries, cu_seqlens_kv=keys))

@@ -97,7 +97,7 @@ def open_rolls(rank: int, ranks: int) -> None:
     for others in ({}, {"return_sum": False}, {"return_sum": True, "new_argument": 7}):
         roll(tokens, -1, -1, group, None, **others)  # outside a distributed model
         assert seen[-1:] == [others]
-    with running(Visit(None, group, "contiguous", "contiguous", (), (1, 4), Relayout(group))):
+    with running(Visit(None, group, "contiguous", "contiguous", None, (1, 4), Relayout(group))):
         assert roll(tokens, cp_group=group, return_sum=False)[1] is None
         assert roll(tokens, cp_group=group, return_sum=True)[1] is not None
         with pytest.raises(UnsupportedError, match="roll_tensor with new_argument"):
@@ -205,11 +205,12 @@ def test_packs_shift_in_their_documents() -> None:
 def scripts_predictions(rank: int, ranks: int) -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from dfa_megatron.megatron import DistributedAttentionLayer, spec
+    from dfa_megatron.megatron import DistributedAttentionLayer
+    from dfa_megatron.megatron.script import script_specs
 
     harness.start(Topology(cp=ranks))
     for _ in range(2):  # the second time replaces nothing
-        spec._distribute_predictions()
+        script_specs._distribute_predictions()
     config = harness.make_config(Topology(cp=ranks), case(), mtp_num_layers=1)
     block = gpt_layer_specs.get_gpt_mtp_block_spec(config, harness.megatrons_spec(config), use_transformer_engine=False)
     parts = vars(block.layer_specs[0].submodules)

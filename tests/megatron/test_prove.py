@@ -145,6 +145,9 @@ def with_each_fault(rank: int, world_size: int) -> list[str]:
                 said.append(str(error))
     with pytest.raises(UnsupportedError, match="prove of a GPTModel without Megatron's DistributedDataParallel"):
         prove(models[0].module)
+    models[0].config.mtp_num_layers = 1
+    with pytest.raises(UnsupportedError, match="prove of multi-token prediction"):
+        prove(models)
     return said
 
 
@@ -195,7 +198,7 @@ def asked_by_a_flag(rank: int, world_size: int) -> list[str]:
     from megatron.training import training
 
     from dfa_megatron.megatron import proved_job
-    from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments
+    from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments
     from tests.megatron.test_flag_path import FLAGS, OURS, build
 
     order: list[str] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,24 +13,71 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron import check_config as configs
+from dfa_megatron.megatron import output, small_script
+from dfa_megatron.megatron.check_config import check_config
+from dfa_megatron.megatron.hybrid import in_order
+from dfa_megatron.megatron.layers import layer, recompute
+from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.refusals import check_config
-from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments, options_of
+from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments, options_of
+from dfa_megatron.megatron.tokens import batch
+from dfa_megatron.megatron.tokens import packed_documents as documents
+from dfa_megatron.megatron.tokens.document_order import DocumentOrder
+from dfa_megatron.proving.small_job import Reductions
 from dfa_megatron.runtime.comm.memory.kept_arena import KeptArena
 from tests.megatron.harness import Case, Topology, case, make_config
 
 OPTIONS = DistAttentionConfig(data_layout="boundary")
 
 
-def test_the_layouts_that_keep_megatrons_order_refuse_less() -> None:
-    for fields in ({"multi_latent_attention": True}, {"is_hybrid_model": True}):
-        check_config(SimpleNamespace(context_parallel_size=2, **fields), DistAttentionConfig(data_layout="zigzag"))
-
-
 def test_megatrons_real_config_is_read() -> None:
     check_config(make_config(Topology(), case()), OPTIONS)
     with pytest.raises(UnsupportedError, match=r"attention_dropout=0\.2.*--attention-dropout 0\.0"):
         check_config(make_config(Topology(), Case(None), attention_dropout=0.2), OPTIONS)
+
+
+FULL = {"recompute_granularity": "full"}
+CONFIGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *((f"{name}=True", {name: True}, {}) for name in configs.REFUSED),
+    *((f"{name}=.* over several", {name: "sinkhorn"}, {}) for name in configs.OVER_RANKS),
+    *((f"{name} together with remat", {name: 1}, {"remat": "on"}) for name in configs.RECOMPUTED),
+    *((f"{name} together with remat", {name: 1, **FULL}, {}) for name in configs.RECOMPUTED),
+    ("cuda_graph_impl='local'", {"cuda_graph_impl": "local"}, {}),
+    ("experimental_attention_variant='dsa'.*allgather", {"experimental_attention_variant": "dsa"}, {}),
+    (r"window_size=\(128, 4\)", {"window_size": (128, 4)}, {}),
+    ("selective recomputation of", {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, {}),
+    ("together with selective recomputation", {"recompute_granularity": "selective"}, {"remat": "on"}),
+    ("offloading core_attn", {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, {}),
+    ("loss_tile together with", {"defer_embedding_wgrad_compute": True}, {"loss_tile": 4096}),
+    ("mlp_tile together with fp8='hybrid'", {"fp8": "hybrid"}, {"mlp_tile": 4096}),
+    ("moe_enable_routing_replay in", {"moe_enable_routing_replay": True}, {}),
+    ("gated delta net among the layers", {"linear_attention_freq": 4}, {"data_layout": "zigzag"}),
+    ("ulysses_degree=4 on a group of 2", {}, {"ulysses_degree": 4}),
+    ("ulysses_degree=2 with 5 heads", {"num_attention_heads": 5}, {"ulysses_degree": 2}),
+]
+
+
+@pytest.mark.support("megatron", "what is not supported is refused by name")
+@pytest.mark.parametrize(("message", "fields", "options"), CONFIGS, ids=[str(n) for n in range(len(CONFIGS))])
+def test_a_config_that_would_give_wrong_numbers_is_refused_by_name(
+    message: str, fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    plain = {"context_parallel_size": 2, "num_attention_heads": 8}
+    check_config(SimpleNamespace(**plain), OPTIONS)
+    with pytest.raises(UnsupportedError, match=message):
+        check_config(SimpleNamespace(**plain | fields), OPTIONS.replace(**options))
+
+
+def test_a_field_that_is_new_to_us_passes_while_it_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(Topology(), case())
+    assert "softmax_type" in configs._read_by_megatrons()
+    monkeypatch.setattr(type(config), "a_new_cap", 3.0, raising=False)
+    monkeypatch.setattr(configs, "_read_by_megatrons", lambda: frozenset({"a_new_cap", "no_field"}))
+    check_config(config, OPTIONS)
+    config.a_new_cap = 4.0
+    with pytest.raises(UnsupportedError, match=r"a_new_cap=4\.0"):
+        check_config(config, OPTIONS)
 
 
 def build(**changes: Any) -> DistributedCoreAttention:
@@ -68,6 +117,85 @@ def test_core_attention_refuses_what_it_is_not_built_for() -> None:
             build(**changes)
 
 
+def test_core_attention_refuses_what_it_would_ignore_at_a_call() -> None:
+    attention, (q, k) = (
+        build(pg_collection=SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))),
+        torch.zeros(2, 4, 1, 2, 8),
+    )
+    for changes, message in (
+        ({"attention_bias": q}, "called with attention_bias=tensor"),
+        ({"attn_mask_type": "padding"}, "attn_mask_type='padding'"),
+        ({"num_splits": 4}, "num_splits=4"),
+        ({"packed_seq_params": object()}, "packed_seq_params for core attention by itself"),
+        ({"query": q[:1]}, "attention of 1 rows over 4"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            attention(**{"query": q, "key": k, "value": k, **changes})
+
+
+class Flags(SimpleNamespace):
+    """Facts of which the others are None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def pack_in(ranks: int = 2, group: Any = None, tokens_per_sample: int | None = None, **fields: Any) -> None:
+    config = Flags(context_parallel_size=ranks, moe_router_load_balancing_type="seq_aux_loss", **fields)
+    context, pack = AttentionContext(OPTIONS.replace(data_layout="zigzag")), documents.Pack((0, 8), group=group)
+    context._check_pack(Flags(config=config), Flags(tokens_per_sample=tokens_per_sample), pack)
+
+
+def of_another_class(**parts: Any) -> Any:
+    """A layer whose parts are not of the classes that are known."""
+    return SimpleNamespace(**dict.fromkeys(parts, torch.nn.Linear(1, 1)))
+
+
+CONTIGUOUS = DistAttentionConfig(mlp_tile=8)
+
+
+@pytest.mark.parametrize(
+    ("message", "refused"),
+    [
+        ("gated delta net with determin", lambda: in_order.InOrderDelta(SimpleNamespace(deterministic_mode=True))),
+        ("the mixer Linear where tokens are in", lambda: in_order.in_order_class(torch.nn.Linear)),
+        ("the mixer Linear where tokens", lambda: layer.mixes(of_another_class(mixer=1), "contiguous")),
+        ("mlp_tile with an MLP of class Linear", lambda: recompute.tile_mlp(of_another_class(mlp=1), CONTIGUOUS)),
+        ("loss_tile with an output layer of", lambda: output.tile_output(of_another_class(output_layer=1), 8)),
+        ("--reset-attention-mask", lambda: options_of(argparse.Namespace(reset_attention_mask=True))),
+        (
+            "fsdp2 with --calc",
+            lambda: options_of(argparse.Namespace(use_torch_fsdp2=True, calculate_per_token_loss=True)),
+        ),
+        (
+            "logits-load-dir in data_layout='contiguous'",
+            lambda: options_of(
+                argparse.Namespace(logits_load_dir="a", context_parallel_size=2, dfa_data_layout="contiguous")
+            ),
+        ),
+        (
+            "moe-routing-trace-path",
+            lambda: options_of(argparse.Namespace(moe_routing_trace_path="a", context_parallel_size=2)),
+        ),
+        ("offsets into each row", lambda: batch._one_row({"tokens": torch.ones(3, 4), "cu_seqlens": torch.ones(2, 2)})),
+        ("cp_partition_mode='contiguous'", lambda: documents.document_order(Flags(cp_partition_mode="contiguous"), 2)),
+        ("a document of 9 tokens", lambda: DocumentOrder.of((0, 9), (0, 9), 2)),
+        ("'seq_aux_loss' with 2 samples in a pack", lambda: pack_in(tokens_per_sample=4)),
+        ("packed documents in a hybrid model", lambda: pack_in(is_hybrid_model=True)),
+        ("a cp_group .*Mamba or gated delta net", lambda: pack_in(1, group=True, linear_attention_freq=2)),
+        (
+            "prove megatron without --num-layers",
+            lambda: small_script._shrink(Flags(), Reductions(), set()),
+        ),
+    ],
+)
+def test_a_request_is_refused_by_name(message: str, refused: Callable[[], Any]) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        refused()
+
+
 def test_core_attention_of_plain_softmax_has_no_parameters_and_the_head_dimension_sets_the_scale() -> None:
     attention = build()
     assert not list(attention.parameters())
@@ -97,24 +225,10 @@ def test_flags_become_options_and_scripts_default_to_their_own_data_order() -> N
     assert options == DistAttentionConfig(data_layout="contiguous", schedule="ring", deterministic=True)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"logits_load_dir": "logits", "logits_save_dir": "logits"},
-        {"logits_load_dir": "logits", "dfa_data_layout": "zigzag"},
-        {"moe_routing_trace_path": "trace", "dfa_data_layout": "contiguous"},
-    ],
-)
-def test_files_that_go_by_the_place_of_tokens_are_taken_where_it_is_that_of_the_batch(fields: dict[str, Any]) -> None:
-    options_of(argparse.Namespace(context_parallel_size=2, **fields))
-
-
-def test_packed_data_of_scripts_are_taken_where_the_layout_knows_how_they_are_sliced() -> None:
-    for fields in (
-        {"sft": True, "context_parallel_size": 1, "dfa_data_layout": "zigzag"},
-        {"dataloader_inter_document_masking": True, "context_parallel_size": 2},
-    ):
-        options_of(argparse.Namespace(**fields))
+def test_files_that_go_by_the_place_of_tokens_are_taken_where_it_is_that_of_the_batch() -> None:
+    logits, trace = {"logits_load_dir": "a", "logits_save_dir": "a"}, {"moe_routing_trace_path": "a"}
+    for fields in (logits, logits | {"dfa_data_layout": "zigzag"}, trace | {"dfa_data_layout": "contiguous"}):
+        options_of(argparse.Namespace(context_parallel_size=2, **fields))
 
 
 @pytest.mark.parametrize(
@@ -126,3 +240,10 @@ def test_an_entry_that_has_no_tokens_is_named(entry: Any, form: str) -> None:
     group: Any = SimpleNamespace()
     with pytest.raises(UnsupportedError, match=form):
         shard_batch({"tokens": torch.zeros(2, 8), "sample_id": entry}, group, DistAttentionConfig())
+
+
+def test_a_megatron_without_builders_cannot_prove_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_script, "prepare", lambda words: None)
+    monkeypatch.setitem(sys.modules, "megatron.training.argument_utils", None)
+    with pytest.raises(UnsupportedError, match="prove megatron without Megatron's own parser and builders"):
+        small_script.small_job(())

@@ -1,13 +1,14 @@
 """Find the refusals of an integration: the `raise UnsupportedError(...)` statements, and those that no test reached.
 
 With `DFA_REACHED=FOLDER` in the environment every process of the tests notes in FOLDER where the errors were made.
-`python -m tests.support.reached FOLDER` then lists the statements that are missing.
+`python -m tests.support.reached FOLDER FRAMEWORK...` then lists the statements that are missing.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from dfa_megatron.errors import UnsupportedError
 from docs.refusal_tables import PACKAGE, statements
 
 VARIABLE = "DFA_REACHED"
-FRAMEWORKS = ("deepspeed", "huggingface")
+FRAMEWORKS = ("deepspeed", "huggingface", "megatron")
 
 
 def note(folder: str) -> None:
@@ -34,12 +35,12 @@ def note(folder: str) -> None:
     UnsupportedError.__init__ = noting  # type: ignore[method-assign]
 
 
-def missing(folder: Path) -> list[str]:
+def missing(folder: Path, frameworks: Sequence[str]) -> list[str]:
     """Return the statements that were not reached."""
     known = {line for file in folder.iterdir() for line in file.read_text(encoding="utf-8").splitlines()}
     return [
         f"{path.relative_to(PACKAGE)}:{call.lineno}"
-        for framework in FRAMEWORKS
+        for framework in frameworks
         for path, _, calls in statements(framework)
         for call in calls
         if not any(f"{path}:{line}" in known for line in range(call.lineno, (call.end_lineno or 0) + 1))
@@ -47,7 +48,7 @@ def missing(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    if unreached := missing(Path(sys.argv[1])):
+    if unreached := missing(Path(sys.argv[1]), sys.argv[2:]):
         sys.exit("no test reached\n" + "\n".join(unreached))
 elif folder := os.environ.get(VARIABLE):
     note(folder)  # also in the fork server, from which workers have it

@@ -17,11 +17,16 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.hybrid.convolutions import by_causal_conv1d, by_fla, by_pytorch
-from dfa_megatron.megatron.refusals import CALLS, LAYERS
-from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
+from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.recurrence import Convolve, dist_conv, dist_mamba2, dist_scan, fla_scan
 
+OTHER_ORDER = (
+    "it is neither Megatron's MambaMixer nor its GatedDeltaNet, and may assume zigzag order of the tokens",
+    "a mixer of these classes, or data_layout='zigzag'",
+)
+"""Why a mixer is refused where tokens are in order, and what works."""
 _MARK = "_dfa_megatron"
 _OURS = ("initial_state", "output_final_state", "cu_seqlens")
 """The arguments of a kernel that say where states come from and go."""
@@ -52,9 +57,6 @@ _RUNNING = _Running()
 class InOrder:
     """Run a mixer on this rank's tokens; the first base of every class that `in_order_class` makes."""
 
-    dfa_pack: PlacedPack | None = None
-    """The documents of the micro-batch; the layer sets it before every forward."""
-
     def __init__(
         self, config: Any, *args: Any, pg_collection: Any, options: DistAttentionConfig, **kwargs: Any
     ) -> None:
@@ -68,10 +70,8 @@ class InOrder:
         """Run the mixer's own forward, with the same result."""
         from dfa_megatron.runtime.agreement.calls import at_layer
 
-        cached = kwargs.get("inference_context") is not None
-        CALLS.check(mixer_cache=cached and self._dfa_group.size() > 1)
         mixer: Any = self
-        before, _RUNNING.mixer = _RUNNING.mixer, None if cached else self
+        before, _RUNNING.mixer = _RUNNING.mixer, None if kwargs.get("inference_context") is not None else self
         try:
             with at_layer(mixer.layer_number):
                 return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
@@ -85,9 +85,9 @@ class InOrder:
 
     def dfa_where(self) -> dict[str, Any]:
         """Return the ranks that share the sequence, the offsets of its documents, and the options."""
-        documents = None if self.dfa_pack is None else self.dfa_pack.offsets
-        own = None if self.dfa_pack is None else self.dfa_pack.group
-        return {"group": own or self._dfa_group, "cu_seqlens": documents, "config": self._dfa_config}
+        visit = current_visit()
+        group, documents = (self._dfa_group, None) if visit is None else (visit.group, visit.offsets or None)
+        return {"group": group, "cu_seqlens": documents, "config": self._dfa_config}
 
 
 class InOrderMamba(InOrder):
@@ -148,7 +148,12 @@ class InOrderDelta(InOrder):
     """Compute a GatedDeltaNet's convolution and delta rule over the ranks' tokens."""
 
     def __init__(self, config: Any, *args: Any, cp_comm_type: Any = None, **kwargs: Any) -> None:
-        LAYERS.check(deterministic_delta=config.deterministic_mode)
+        if config.deterministic_mode:
+            raise UnsupportedError(
+                "gated delta net with deterministic_mode",
+                "Megatron then computes its convolution with PyTorch's function, where no tokens of another rank enter",
+                "no --deterministic-mode",
+            )
         super().__init__(config, *args, **kwargs)
         net: Any = self
         if hasattr(net, "gated_delta_rule"):  # Megatron-Core 0.19; before it is a function of the module
@@ -174,9 +179,10 @@ def in_order_class(base: type) -> type:
 
     if issubclass(base, InOrder):
         return base
-    LAYERS.check(other_mixer=None if issubclass(base, (MambaMixer, GatedDeltaNet)) else base.__name__)
     if issubclass(base, MambaMixer):
         return type(f"InOrder{base.__name__}", (InOrderMamba, base), {"__module__": __name__})
+    if not issubclass(base, GatedDeltaNet):
+        raise UnsupportedError(f"the mixer {base.__name__} where tokens are in order", *OTHER_ORDER)
     _replace_calls()
     return type(f"InOrder{base.__name__}", (InOrderDelta, base), {"__module__": __name__})
 
@@ -216,7 +222,12 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UnsupportedError: it brings a state, or wants one.
     """
-    CALLS.check(mixer_cache=given.get("initial_state") is not None or bool(given.get("output_final_state")))
+    if given.get("initial_state") is not None or given.get("output_final_state"):
+        raise UnsupportedError(
+            "a state from, or for, another call of a gated delta net on several context-parallel ranks",
+            "its states are not kept from call to call",
+            "--context-parallel-size 1, or evaluation on whole sequences",
+        )
     return {name: option for name, option in given.items() if name not in _OURS}
 
 

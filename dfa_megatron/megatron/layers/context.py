@@ -1,4 +1,4 @@
-"""State that the layers of one model share: options, the exchange of layouts, rotary tables, lines logged once."""
+"""State that the layers of one model share: options, the exchange of layouts, rotary tables; checks of its calls."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import logging
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import DistAttentionError
-from dfa_megatron.megatron.refusals import PACKS
-from dfa_megatron.megatron.start.dfa_flags import packs_of_args
+from dfa_megatron.errors import DistAttentionError, UnsupportedError
+from dfa_megatron.megatron.check_config import check_config
+from dfa_megatron.megatron.layers.router import has_losses
+from dfa_megatron.megatron.script.dfa_flags import packs_of_args
+from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
-from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache
-from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, place
+from dfa_megatron.megatron.tokens.exchange import LayoutName, Relayout, TableCache
+from dfa_megatron.megatron.tokens.packed_documents import Pack, check_samples, is_ours, read_pack
+from dfa_megatron.megatron.tokens.visit import Visit
 from dfa_megatron.runtime.agreement.guard import Guard
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.cu_seqlens import describe
@@ -47,15 +49,22 @@ class AttentionContext:
         self.hybrid = hybrid
         self.recompute: Recompute | None = None
         """The flags on the model's config, where each layer has a config of its own."""
+        self._checked = False
         self.tables = TableCache()
         self.lengths: set[int] = set()
         """The tokens of a rank in batches whose positions were looked at."""
         self._relayouts: dict[dist.ProcessGroup, Relayout] = {}
-        self._said: set[str] = set()
+        self._said = False
         self._agreed: dict[tuple[str, DocumentOrder], None] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
         return self
+
+    def check(self, config: Any) -> None:
+        """Check the model's configuration, once: layers share it, or have copies with other sizes."""
+        if not self._checked:
+            check_config(config, self.options)
+        self._checked = True
 
     def relayout(self, group: dist.ProcessGroup) -> Relayout:
         """Return the exchange over the ranks that share a micro-batch, the same object for the same group."""
@@ -63,12 +72,78 @@ class AttentionContext:
             self._relayouts[group] = Relayout(group)
         return self._relayouts[group]
 
+    def visit(
+        self, model: Any, packed: Any, cp_group: dist.ProcessGroup, rows: tuple[int, int], *, known: bool = False
+    ) -> Visit | None:
+        """Return what a call needs to know, None where one rank has a sequence without documents.
+
+        Args:
+            model: a language model, or a layer outside of one.
+            packed: Megatron's PackedSeqParams, or None.
+            cp_group: of the model; a micro-batch may name its own.
+            rows: the batch and the tokens of this rank.
+            known: the same call was checked before.
+
+        Raises:
+            UnsupportedError: the documents, their group or the order of the tokens do not fit the model.
+        """
+        pack = None if packed is None else read_pack(packed)
+        if pack is None:
+            self._check_unpacked()
+            if cp_group.size() == 1:
+                return None
+        group = cp_group if pack is None or pack.group is None else pack.group
+        if not known:
+            # A micro-batch of one document is cut in the same way by rows and by documents.
+            several = pack is not None and (pack.group is None or len(pack.offsets) > 2)
+            ours = packed is not None and is_ours(packed)
+            check_declared(group, self.options.data_layout, rows[1], packed=several, ours=ours)
+            if pack is not None:
+                self._check_pack(model, packed, pack)
+        inside: Any = self.options.layout_inside
+        order: LayoutName = inside
+        if self.options.data_layout == "boundary":
+            if pack is not None and pack.is_cut_by_documents(group):
+                pack = self.cut_pack(packed, group, rows[1])
+            order = "zigzag" if pack is None else pack.order
+        layout: Any = "contiguous" if group.size() == 1 else inside  # one rank needs no even length
+        return Visit(model, group, layout, order, pack, rows, self.relayout(group))
+
+    def _check_pack(self, model: Any, packed: Any, pack: Pack) -> None:
+        """Refuse documents, or a group of their own, that a layer of the model would not follow."""
+        config, is_zigzag = model.config, self.options.data_layout == "zigzag"
+        hybrid = self.hybrid or getattr(config, "is_hybrid_model", False)
+        if hybrid and is_zigzag and config.context_parallel_size > 1:
+            raise UnsupportedError(
+                "packed documents in a hybrid model in layout 'zigzag'",
+                "its other layers rely on Megatron's zigzag order of every document",
+                "--dfa-data-layout boundary or contiguous",
+            )
+        check_samples(config, packed, pack)
+        if pack.group is None:
+            return
+        names = ("experimental_attention_variant", "linear_attention_freq")
+        if is_zigzag and (hybrid or any(getattr(config, name, None) for name in names)):
+            raise UnsupportedError(
+                "a cp_group of a micro-batch in layout 'zigzag' of a model with Mamba or gated delta net layers",
+                "these layers are Megatron's own, and exchange heads over the model's context-parallel group",
+                "--dfa-data-layout boundary or contiguous, or micro-batches without local_cp_size and cp_group",
+            )
+        if has_losses(config) or config.moe_expert_capacity_factor is not None:
+            groups = [module.tp_cp_group for module in model.modules() if hasattr(module, "tp_cp_group")]
+            if pack.group.size() > 1 or any(x.size() > config.tensor_model_parallel_size for x in groups):
+                raise UnsupportedError(
+                    "a cp_group of a micro-batch with a router's losses, sinkhorn or moe_expert_capacity_factor",
+                    "Megatron sums and counts them over the model's context-parallel group",
+                    "moe_aux_loss_coeff=0 and no moe_z_loss_coeff, or micro-batches without local_cp_size and cp_group",
+                )
+
     @cached_property
     def _guard(self) -> Guard:
         """How the calls of every group are looked after."""
         return Request(softmax_scale=1.0, config=self.options.within("function")).guard
 
-    def cut_pack(self, params: Any, group: dist.ProcessGroup, tokens: int) -> PlacedPack:
+    def cut_pack(self, params: Any, group: dist.ProcessGroup, tokens: int) -> Pack:
         """Return the pack of a PackedSeqParams whose documents were cut one by one; ranks compare a new pack.
 
         Raises:
@@ -77,7 +152,7 @@ class AttentionContext:
         """
         guard, name = self._guard, group.group_name
         try:
-            pack = place(params, group.size())
+            pack = read_pack(params, group.size())
             order = pack.order
             assert isinstance(order, DocumentOrder)
             order.check_tokens(tokens * group.size())
@@ -94,52 +169,20 @@ class AttentionContext:
             del self._agreed[next(iter(self._agreed))]
         return pack
 
-    def say_once(self, key: str, message: str, *args: Any, level: int = logging.INFO) -> None:
-        """Log a line the first time its key is used, on global rank 0."""
-        if key not in self._said and (not dist.is_initialized() or dist.get_rank() == 0):
-            logger.log(level, message, *args)
-        self._said.add(key)
+    def say_once(self, message: str, *args: Any) -> None:
+        """Log a line about the model, the first time, on global rank 0."""
+        if not self._said and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.info(message, *args)
+        self._said = True
 
-    def check_unpacked(self) -> None:
+    def _check_unpacked(self) -> None:
         """Refuse a batch without documents where the script's flags promise documents.
 
         Scripts of Megatron-Core 0.16 pass them to the first and the last pipeline stage only.
         """
-        if "unpacked" not in self._said:
-            PACKS.check(no_pack_params=packs_of_args())
-            self._said.add("unpacked")
-
-    def report_kept(self, layer: Any, hidden_states: torch.Tensor, *, packed: bool = False) -> None:
-        """Log once the memory that rematerialization saves per layer, and the work that it avoids if that is fixed.
-
-        Args:
-            packed: the micro-batch holds documents.
-        """
-        if "kept" in self._said:
-            return
-        rows, batch, _hidden = hidden_states.shape
-        config, tp = layer.config, dist.get_world_size(layer.tp_group)
-        if config.sequence_parallel:
-            rows *= tp
-        heads = config.num_attention_heads // tp
-        value_dim = getattr(config, "v_head_dim", None) or config.kv_channels
-        out = rows * batch * heads * value_dim
-        mib = {
-            "the layer's input": hidden_states.numel() * hidden_states.element_size() / 2**20,
-            "attention's output": out * hidden_states.element_size() / 2**20,
-            "its lse": rows * batch * heads * 4 / 2**20,
-        }
-        key_dim = config.kv_channels
-        if getattr(config, "multi_latent_attention", False):
-            key_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-        # Two matrix products over the causal half of all pairs, divided among the ranks.
-        tflop = rows * rows * dist.get_world_size(layer.pg_collection.cp) * batch * heads * (key_dim + value_dim) / 1e12
-        self.say_once(
-            "kept",
-            "dfa: rematerialization keeps %.2f MiB per layer and micro-batch on each rank (%s%s) and recomputes the "
-            "rest of the layer; full recomputation would run attention%s and its messages once more",
-            sum(mib.values()),
-            ", ".join(f"{name} {size:.2f}" for name, size in mib.items()),
-            "; in pinned host memory" if self.options.remat_offload else "",
-            "" if packed or getattr(config, "window_size", None) else f", {tflop:.3g} TFLOP,",
-        )
+        if packs_of_args():
+            raise UnsupportedError(
+                "a pipeline stage that was given no packed_seq_params",
+                "the script's data are packed documents, and attention here would not stop at their ends",
+                "at most two pipeline stages, or scripts of Megatron-Core 0.17 and later",
+            )

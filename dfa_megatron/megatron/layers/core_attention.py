@@ -13,9 +13,17 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.megatron.layers.cached import attend_over_cache
-from dfa_megatron.megatron.refusals import CALLS, LAYERS, check_config
-from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.check_config import check_config
+from dfa_megatron.megatron.tokens.visit import current_visit
+
+_BUILT_WITH = {
+    "attn_mask_type": (None, "causal"),
+    "attention_type": ("self",),
+    "attention_dropout": (None, 0.0),
+    "cp_comm_type": (None, "dfa", "p2p"),
+}
+"""The values that arguments of the constructor may have; p2p is Megatron's default."""
 
 
 class DistributedCoreAttention(torch.nn.Module):
@@ -23,12 +31,13 @@ class DistributedCoreAttention(torch.nn.Module):
 
     Layers with a sliding window (config.window_size and window_attn_skip_freq) attend within it.
 
-    The layer sets `dfa_pack`, the documents of the micro-batch, before every forward.
+    The documents and ranks of a call are those of `current_visit`.
 
     With config.softmax_type "learnable" the module has one parameter: softmax_offset (heads / TP), a logit per head
     that takes part in the softmax and has no value. With "off-by-one" the offset is zero and no parameter.
 
-    Megatron builds it by keyword; see megatron.core.transformer.attention.CoreAttentionBuilder.
+    `checked`: a layer has checked the config. Megatron builds it by keyword; see
+    megatron.core.transformer.attention.CoreAttentionBuilder.
 
     Raises:
         UnsupportedError: this class would not honour the request.
@@ -48,17 +57,22 @@ class DistributedCoreAttention(torch.nn.Module):
         v_channels: int | None = None,
         *,
         options: DistAttentionConfig,
+        checked: bool = False,
         **others: Any,
     ) -> None:
         super().__init__()
-        check_config(config, options)
-        LAYERS.check(
-            attn_mask_type=_name_of(attn_mask_type),
-            attention_type=attention_type,
-            attention_dropout=attention_dropout,
-            cp_comm_type=cp_comm_type,
-            unknown_argument=_unknown(others),
-        )
+        if not checked:
+            check_config(config, options)
+        kinds = {"attn_mask_type": _name_of(attn_mask_type), "attention_type": attention_type}
+        given = {**kinds, "attention_dropout": attention_dropout, "cp_comm_type": cp_comm_type, **_unknown(others)}
+        for name, value in given.items():
+            if value not in _BUILT_WITH.get(name, ()):
+                raise UnsupportedError(
+                    f"core attention with {name}={value!r}",
+                    "it computes causal self-attention without dropout over one flat context-parallel group",
+                    "leaving it unset, or --cp-comm-type dfa; a mask is params={'attn_mask_type': AttnMaskType.causal} "
+                    "of the spec of self_attention",
+                )
         if pg_collection is None:
             from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -78,7 +92,6 @@ class DistributedCoreAttention(torch.nn.Module):
         self.deterministic = options.deterministic or bool(getattr(config, "deterministic_mode", False))
         self.function_config = options.replace(deterministic=self.deterministic).within("function")
         self.softmax_offset = _softmax_offset(config)
-        self.dfa_pack: PlacedPack | None = None
 
     def forward(
         self,
@@ -95,20 +108,16 @@ class DistributedCoreAttention(torch.nn.Module):
         from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
         from dfa_megatron.runtime.agreement.calls import at_layer
 
-        pack = self.dfa_pack
+        visit = current_visit()
+        pack = None if visit is None else visit.pack
         cached = query.shape[0] != key.shape[0]
-        CALLS.check(
-            attention_mask=attention_mask is not None,
-            attention_bias=attention_bias is not None,
-            attn_mask_type=None if cached else _name_of(attn_mask_type),  # Megatron says no_mask past the prompt
-            unknown_argument=_unknown(others),
-            unplaced_pack=packed_seq_params is not None,
-            pack_rows=None if pack is None else query.shape[1],
-            key_cache=(query.shape[0], key.shape[0]) if cached and self.cp_group.size() > 1 else None,
-        )
+        given = {"attention_mask": attention_mask, "attention_bias": attention_bias, **_unknown(others)}
+        if not cached:  # Megatron says no_mask past the prompt
+            given["attn_mask_type"] = None if _name_of(attn_mask_type) == "causal" else attn_mask_type
+        self._check_call(given, packed_seq_params, query, key)
         if cached:
             rest = (self.softmax_scale, self.window_size, self.softmax_offset)
-            return attend_over_cache(query, key, value, *rest)
+            return _attend_over_cache(query, key, value, *rest)
         # Views only: the functions take any strides.
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         asked: dict[str, Any] = {
@@ -116,8 +125,8 @@ class DistributedCoreAttention(torch.nn.Module):
             "window_size": self.window_size,
             "sinks": self.softmax_offset,
             "causal": True,
-            "group": self.cp_group if pack is None else pack.group or self.cp_group,
-            "layout": pack.layout(self.options.layout_inside) if pack else self.options.layout_inside,
+            "group": self.cp_group if visit is None else visit.group,
+            "layout": self.options.layout_inside if visit is None else visit.layout,
             "config": self.function_config,
         }
         out: Any
@@ -130,6 +139,32 @@ class DistributedCoreAttention(torch.nn.Module):
                 out = out.unsqueeze(0)
         rows: torch.Tensor = out.transpose(0, 1).flatten(2)
         return rows
+
+    def _check_call(self, given: dict[str, Any], packed: Any, query: torch.Tensor, key: torch.Tensor) -> None:
+        """Refuse what this attention would ignore."""
+        if name := next((name for name, value in given.items() if value is not None), None):
+            raise UnsupportedError(
+                f"core attention called with {name}={given[name]!r:.80}",
+                "it is causal by construction, and the kernels take neither mask nor bias nor what is not known here",
+                "leaving it unset; documents are described by packed_seq_params",
+            )
+        if packed is not None:
+            raise UnsupportedError(
+                "packed_seq_params for core attention by itself",
+                "Megatron's rotary embeddings of packed tokens assume its zigzag order of every document",
+                "the layers of distribute_attention, which give every token its own",
+            )
+        visit = current_visit()
+        if visit is not None and visit.pack is not None and query.shape[1] != 1:
+            raise UnsupportedError(
+                f"packed documents in {query.shape[1]} rows", "a pack is one row of tokens", "a batch from shard_batch"
+            )
+        if query.shape[0] != key.shape[0] and self.cp_group.size() > 1:
+            raise UnsupportedError(
+                f"attention of {query.shape[0]} rows over {key.shape[0]}",
+                "there is no key cache: every rank holds as many queries as keys",
+                "training and evaluation on whole sequences",
+            )
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the sharded state of Megatron's own attention: softmax_offset, cut over tensor-parallel ranks."""
@@ -181,6 +216,39 @@ def _name_of(attn_mask_type: Any) -> Any:
     return getattr(attn_mask_type, "name", attn_mask_type)
 
 
-def _unknown(others: dict[str, Any]) -> str:
+def _unknown(others: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that Megatron set and this class does not know. `name` is allowed: it has no effect."""
-    return ", ".join(f"{name}={value!r}" for name, value in others.items() if value is not None and name != "name")
+    return {name: value for name, value in others.items() if value is not None and name != "name"}
+
+
+def _attend_over_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: tuple[int, int],
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return causal attention of the last rows of a sequence, with all scores in memory, in float32 or wider.
+
+    Args:
+        query: (rows, batch, heads, head_dim), the last of the sequence.
+        key, value: (all rows, batch, kv_heads, head_dim or value_dim).
+        scale: of the scores.
+        window: tokens that a row sees to its left and right, -1 for no bound.
+        sinks: a logit per head that takes part in the softmax and has no value, or None.
+
+    Returns:
+        (rows, batch, heads * value_dim) in the query's dtype.
+    """
+    groups = query.shape[2] // key.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3).to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
+    scores = q @ k.repeat_interleave(groups, 1).mT * scale
+    rows, columns = scores.shape[-2:]
+    behind = torch.arange(columns - rows, columns, device=q.device)[:, None] - torch.arange(columns, device=q.device)
+    hidden = behind < 0 if window[0] < 0 else (behind < 0) | (behind > window[0])
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], rows, 1)], -1)
+    weights = scores.softmax(-1)[..., :columns]
+    return (weights @ v.repeat_interleave(groups, 1)).permute(2, 0, 1, 3).flatten(2).to(query.dtype)

@@ -1,4 +1,4 @@
-"""A mixin over any Megatron TransformerLayer: rematerialization around the layer, and its rotary table in order.
+"""Mixins over Megatron's layers: the documents and ranks of a call, its rotary rows in order, and rematerialization.
 
 Shapes: hidden_states (seq / CP [/ TP under sequence parallelism], batch, hidden).
 """
@@ -10,60 +10,139 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.megatron.hybrid.in_order import InOrder
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, InOrder
 from dfa_megatron.megatron.layers.context import AttentionContext
-from dfa_megatron.megatron.layers.latent import order_rotary
+from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, tile_mlp
-from dfa_megatron.megatron.layers.sharing import SharingLayer
-from dfa_megatron.megatron.refusals import CALLS, LAYERS, SPEC, check_config
+from dfa_megatron.megatron.layers.rotary import image_rows, order_rotary, rotary_rows
+from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
-from dfa_megatron.megatron.tokens.packed_documents import PlacedPack, image_rows, rotary_rows
+from dfa_megatron.megatron.tokens.visit import Visit, current_visit, running
 
 
-class DistributedAttentionLayer(SharingLayer):
-    """Wrap a layer's forward; the first base of every class that `layer_class` makes.
+class DistributedLayer:
+    """Run any layer of a distributed model; the first base of every class that `layer_class` makes.
 
-    - Rematerialization: the layer runs inside Megatron's own checkpoint. The first pass records attention's output and
-      lse, and the recompute replays them, so attention and its messages never run twice.
-    - Layouts `boundary` and `contiguous`: Megatron's zigzag slice of the rotary table is exchanged once, a multimodal
-      one once per micro-batch. In multi-latent attention every layer makes its own table, which is sliced in order.
-    - Packed documents, in every layout: each token gets the rotary row of its position in its document. A multimodal
-      table follows `position_ids`. The modules in `_dfa_heeds` get the documents, Megatron's arguments do not.
-    - A micro-batch with a context-parallel group of its own is shared by that group.
+    Its modules find the documents and ranks of the call by `current_visit`, in a recomputation too. Where the layer is
+    rematerialized, it runs inside Megatron's own checkpoint: the first pass records attention's output and lse, and the
+    recompute replays them, so attention and its messages never run twice.
     """
 
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
         context = distributed_attention
-        check_config(config, context.options)
+        context.check(config)
         asked = take_over(config, context)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         layer: Any = self
-        self._dfa_join(context, layer.pg_collection)
-        LAYERS.check(
-            context.options,
-            context_parallel_size=config.context_parallel_size,
-            is_hybrid_model=getattr(config, "is_hybrid_model", False),
-            group_size=layer.pg_collection.cp.size(),
-            single_layer=not context.hybrid,
-        )
+        self._dfa = context
+        self._dfa_groups: Any = getattr(layer, "pg_collection", None) or kwargs["pg_collection"]
+        if (ranks := self._dfa_groups.cp.size()) != config.context_parallel_size:
+            raise UnsupportedError(
+                f"context_parallel_size={config.context_parallel_size} in the config of a layer whose context-parallel "
+                f"group has {ranks} ranks",
+                "the layers would mistake the order of the tokens",
+                "the same number in both",
+            )
         local_layer = kwargs.get("layer_number", 1)
         self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
+        self._dfa_took_over = asked is not None
         tile_mlp(self, context.options)
+        if ranks > 1 or config.sequence_parallel:
+            weigh_losses(self)
+        self._dfa_mixes = mixes(self, context.options.layout_inside)
+        self._dfa_built = _group_holders(self)
+        """Every object that holds a group of this layer's, the attribute, and what it held when the layer was built."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward, with the same result."""
+        visit = self._dfa_visit(kwargs.get("packed_seq_params"), hidden_states)
+        if self._dfa_mixes:
+            kwargs.pop("packed_seq_params", None)
+        return self._dfa_run(visit, hidden_states, *args, **kwargs)
+
+    def _dfa_visit(self, packed: Any, hidden_states: torch.Tensor) -> Visit | None:
+        """Return the call of the language model; outside of one, and in Megatron's recomputation, the layer's own."""
+        visit = current_visit()
+        if visit is not None or (packed is None and self._dfa_groups.cp.size() == 1):
+            return visit
+        layer: Any = self
+        rows = hidden_states.shape[1], self._dfa_tokens(hidden_states)
+        if torch._C._current_graph_task_id() != -1:  # Megatron recomputes what its language model has checked
+            return self._dfa.visit(layer, packed, self._dfa_groups.cp, rows, known=True)
+        check_groups(self)
+        visit = self._dfa.visit(layer, packed, self._dfa_groups.cp, rows)
+        if visit is not None and visit.moves:
+            raise UnsupportedError(
+                "layers outside a language model in data_layout='boundary'",
+                "tokens come in order where they enter Megatron's LanguageModule (GPTModel, HybridModel, ...)",
+                "such a model; or data_layout='contiguous' with batches of shard_batch, or 'zigzag'",
+            )
+        return visit
+
+    def _dfa_tokens(self, hidden_states: torch.Tensor) -> int:
+        """Return the tokens of this context-parallel rank, also where sequence parallelism splits them."""
+        layer: Any = self
+        return int(hidden_states.shape[0] * (self._dfa_groups.tp.size() if layer.config.sequence_parallel else 1))
+
+    def _dfa_run(
+        self, visit: Visit | None, hidden_states: torch.Tensor, *args: Any, context: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run the base's forward, in a checkpoint if the layer is rematerialized."""
+        layer: Any = self
+
+        def body(hidden_states: torch.Tensor, context: torch.Tensor | None) -> Any:
+            more = {} if context is None else {"context": context}
+            with running(visit):
+                return super(DistributedLayer, layer).forward(hidden_states, *args, **more, **kwargs)  # type: ignore[misc]
+
+        wanted = self._dfa_remat and layer.training and kwargs.get("inference_context") is None
+        # A re-entrant checkpoint gives the layer's parameters no gradient if the input has none.
+        if not (wanted and torch.is_grad_enabled() and hidden_states.requires_grad):
+            return body(hidden_states, context)
+        from dfa_megatron.remat import remat_checkpoint
+
+        checkpoint = checkpoint_of(layer.config, self._dfa_groups.tp)
+        offload = self._dfa.options.remat_offload
+        return remat_checkpoint(body, hidden_states, context, checkpoint=checkpoint, offload=offload)
+
+
+class DistributedAttentionLayer(DistributedLayer):
+    """Run a TransformerLayer with distributed attention.
+
+    - Layouts `boundary` and `contiguous`: Megatron's zigzag slice of the rotary table is exchanged once, a multimodal
+      one once per micro-batch. In multi-latent attention every layer makes its own table, which is sliced in order.
+    - Packed documents, in every layout: each token gets the rotary row of its position in its document. A multimodal
+      table follows `position_ids`.
+    """
+
+    def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
+        context = distributed_attention
+        super().__init__(config, *args, distributed_attention=context, **kwargs)
+        layer: Any = self
+        alone = getattr(config, "is_hybrid_model", False) and not context.hybrid
+        if alone and config.context_parallel_size > 1 and context.options.data_layout != "zigzag":
+            raise UnsupportedError(
+                "an attention layer by itself in a hybrid model",
+                "the layers beside it rely on Megatron's zigzag order",
+                "distribute_attention of the whole hybrid stack spec, or --dfa-data-layout zigzag",
+            )
+        core = getattr(layer.self_attention, "core_attention", None)
+        if core is not None and not isinstance(core, DistributedCoreAttention):
+            raise UnsupportedError(
+                f"a distributed layer whose core_attention became {type(core).__name__}",
+                "something replaced it behind distribute_attention, and would mistake the order of the tokens",
+                "leaving the spec as it is (attention_backend other than 'local')",
+            )
+        if core is not None and getattr(layer.config, "multi_latent_attention", False):
+            order_rotary(layer.self_attention, context.options.layout_inside)
         context.say_once(
-            "on",
             "dfa: distributed attention over %d context-parallel ranks, layout %s, schedule %s; %s",
             config.context_parallel_size,
             context.options.data_layout,
             context.options.schedule,
             "layers are recomputed without their attention" if self._dfa_remat else "recomputation is left to Megatron",
         )
-        core = getattr(layer.self_attention, "core_attention", None)
-        LAYERS.check(other_core=None if core is None or hasattr(core, "dfa_pack") else type(core).__name__)
-        listening = layer.self_attention if isinstance(layer.self_attention, InOrder) else core
-        self._dfa_heeds += [] if listening is None else [listening]
-        if core is not None and getattr(layer.config, "multi_latent_attention", False):
-            order_rotary(layer.self_attention, context.options.layout_inside)
-            self._dfa_heeds.append(layer.self_attention.rotary_pos_emb)
 
     def forward(
         self,
@@ -75,65 +154,82 @@ class DistributedAttentionLayer(SharingLayer):
         **kwargs: Any,
     ) -> Any:
         """Run TransformerLayer.forward, with the same result."""
-        layer: Any = self
-        cache = kwargs.get("inference_context")
-        alone = layer.pg_collection.cp.size() == 1
-        CALLS.check(
-            attention_mask=attention_mask is not None,
-            attention_bias=kwargs.get("attention_bias") is not None,
-            inference_context=cache is not None and not (alone and cache.is_static_batching()),
-        )
-        pack = self._dfa_placed(kwargs.pop("packed_seq_params", None), hidden_states)
-        rotary_pos_emb = self._dfa_rotary(rotary_pos_emb, pack, self._dfa_tokens(hidden_states))
-        kwargs.update(context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
-        return self._dfa_body(hidden_states, context, pack, kwargs)
+        if attention_mask is not None:
+            raise UnsupportedError(
+                "an attention_mask tensor",
+                "attention is causal by construction and would ignore the tensor",
+                "attention_mask=None, which in Megatron's scripts is --no-create-attention-mask-in-dataloader; "
+                "documents are described by packed_seq_params",
+            )
+        visit = self._dfa_visit(kwargs.pop("packed_seq_params", None), hidden_states)
+        if visit is not None and rotary_pos_emb is not None:
+            rotary_pos_emb = self._dfa_rotary(rotary_pos_emb, visit, self._dfa_tokens(hidden_states))
+        kwargs.update(context=context, context_mask=context_mask, rotary_pos_emb=rotary_pos_emb)
+        return self._dfa_run(visit, hidden_states, **kwargs)
 
-    def _dfa_rotary(self, table: Any, pack: PlacedPack | None, tokens: int) -> Any:
+    def _dfa_rotary(self, table: Any, visit: Visit, tokens: int) -> Any:
         """Return the rotary rows of this rank's tokens, of Megatron's table."""
         layer: Any = self
-        is_whole = pack is not None and not pack.is_sliced and getattr(layer.config, "mrope_section", None) is None
-        if pack is not None and is_whole:
-            return rotary_rows(table, pack, tokens, self._dfa_group(), pack.layout(self._dfa.options.layout_inside))
-        if self._dfa.options.data_layout == "zigzag" or not (self._dfa_several or self._dfa_own):
+        pack = visit.pack
+        if pack is not None and not pack.is_sliced and getattr(layer.config, "mrope_section", None) is None:
+            return rotary_rows(table, pack, tokens, visit.group, visit.layout)
+        if self._dfa.options.data_layout == "zigzag" or visit.group.size() == 1:
             return table
-        exchange = self._dfa.relayout(self._dfa_group())
         if pack is not None and isinstance(pack.order, DocumentOrder):
             own = type(layer.self_attention).__module__.startswith("megatron.core.")
-            return image_rows(table, pack, exchange, tokens, row_slice=own)
+            return image_rows(table, pack, visit.exchange, tokens, row_slice=own)
         tables = self._dfa.tables if pack is None or pack.group is None else pack.slices
-        return tables.contiguous(table, exchange, tokens)
-
-    def _dfa_body(
-        self, hidden_states: torch.Tensor, context: torch.Tensor | None, pack: PlacedPack | None, kwargs: dict[str, Any]
-    ) -> Any:
-        layer: Any = self
-
-        def body(hidden_states: torch.Tensor, context: torch.Tensor | None) -> Any:
-            self._dfa_follow(pack)
-            forward = super(DistributedAttentionLayer, layer).forward  # type: ignore[misc]
-            return forward(hidden_states, context=context, **kwargs)
-
-        # A re-entrant checkpoint gives the layer's parameters no gradient if the input has none.
-        if not (self._dfa_remat and layer.training and torch.is_grad_enabled() and hidden_states.requires_grad):
-            return body(hidden_states, context)
-        from dfa_megatron.remat import remat_checkpoint
-
-        self._dfa.report_kept(layer, hidden_states, packed=pack is not None)
-        checkpoint = checkpoint_of(layer.config, layer.tp_group)
-        offload = self._dfa.options.remat_offload
-        return remat_checkpoint(body, hidden_states, context, checkpoint=checkpoint, offload=offload)
+        return tables.contiguous(table, visit.exchange, tokens)
 
 
 @functools.cache
-def layer_class(base: type) -> type:
-    """Return the subclass of a TransformerLayer class with `DistributedAttentionLayer` mixed in, made once per base.
+def layer_class(base: type, mixin: type = DistributedAttentionLayer) -> type:
+    """Return the subclass of a Megatron layer's class with a mixin of this module, made once per base."""
+    if issubclass(base, DistributedLayer):
+        return base
+    return type(f"Distributed{base.__name__}", (mixin, base), {"__module__": __name__})
+
+
+def mixes(layer: Any, layout_inside: str) -> bool:
+    """Return whether tokens meet in a layer by a module of this package, which reads the documents of the call.
 
     Raises:
-        UnsupportedError: base is not a TransformerLayer class.
+        UnsupportedError: tokens are in order, and the layer has a mixer that assumes another.
     """
-    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from megatron.core.transformer.identity_op import IdentityOp
 
-    if issubclass(base, DistributedAttentionLayer):
-        return base
-    SPEC.check(layer_class=None if issubclass(base, TransformerLayer) else base.__name__)
-    return type(f"DistributedAttention{base.__name__}", (DistributedAttentionLayer, base), {"__module__": __name__})
+    mixer = getattr(layer, "mixer", getattr(layer, "self_attention", None))
+    if mixer is None or isinstance(mixer, IdentityOp):
+        return False
+    if isinstance(mixer, InOrder) or isinstance(getattr(mixer, "core_attention", None), DistributedCoreAttention):
+        return True
+    if layout_inside == "contiguous" and not isinstance(layer, DistributedAttentionLayer):  # its spec was checked
+        raise UnsupportedError(f"the mixer {type(mixer).__name__} where tokens are in order", *OTHER_ORDER)
+    return False
+
+
+def _group_holders(layer: Any) -> list[tuple[Any, str, Any]]:
+    """Return who holds the groups of a layer: its modules, their collections of groups, and Megatron's global state."""
+    from megatron.core import parallel_state
+
+    names = ("pg_collection", "cp_group")
+    found = [(module, name, vars(module)[name]) for module in layer.modules() for name in names if name in vars(module)]
+    collections = {id(each): each for _, name, each in found if name == "pg_collection" and each is not None}
+    found += [(each, "cp", vars(each).get("cp")) for each in collections.values()]
+    state = "_CONTEXT_PARALLEL_GROUP"
+    return [*found, (parallel_state, state, vars(parallel_state)[state])]
+
+
+def check_groups(layer: DistributedLayer) -> None:
+    """Refuse a layer whose groups were replaced.
+
+    Raises:
+        UnsupportedError: names the attribute.
+    """
+    for holder, name, group in layer._dfa_built:
+        if vars(holder).get(name) is not group:
+            raise UnsupportedError(
+                f"a model whose groups were replaced after it was built ({name})",
+                "its layers would follow the new ones in part, and mistake the order of the tokens",
+                "local_cp_size and cp_group in packed_seq_params, a second model, or the groups of its construction",
+            )

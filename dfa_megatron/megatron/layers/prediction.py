@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.megatron.refusals import CALLS
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.runtime.cu_seqlens import Offsets
@@ -87,9 +87,12 @@ def _rolling(megatrons: Callable[..., Any]) -> Callable[..., Any]:
         visit = current_visit()
         if visit is None or cp_group is None or tensor is None:
             return megatrons(tensor, shifts, dims, cp_group, packed_seq_params, **others)
-        unknown = {name: value for name, value in others.items() if name != "return_sum"}
-        CALLS.check(rolled=None if shifts == -1 and dims in (-1, tensor.dim() - 1) else (shifts, dims))
-        CALLS.check(roll_argument=", ".join(unknown))
+        if others.keys() - {"return_sum"} or shifts != -1 or dims not in (-1, tensor.dim() - 1):
+            raise UnsupportedError(
+                f"roll_tensor with {', '.join(others) or (shifts, dims)}",
+                "tokens move by one to the left, in the last dimension, and no other argument is known",
+                "shifts=-1, dims=-1",
+            )
         ranks = visit.group.size()
         layout = by_name("contiguous" if ranks == 1 else visit.layout, tensor.shape[-1] * ranks, ranks)
         # Multimodal position_ids have three dimensions: they are whole, and prediction layers do not read them.

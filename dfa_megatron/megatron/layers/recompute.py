@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +10,8 @@ from typing import Any
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.layers.context import AttentionContext
-from dfa_megatron.megatron.refusals import LAYERS
 from dfa_megatron.remat.by_tiles import by_tiles
 
 _FLAGS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
@@ -35,69 +33,47 @@ class Recompute:
 def take_over(config: Any, context: AttentionContext) -> Recompute | None:
     """Return the flags of full recomputation, None if it is off or left to Megatron by remat='off'.
 
-    A layer calls it while it is built, and then the blocks around it, which read the flags in every forward, see none.
-    The config keeps them: other models may be built from it.
-
     Raises:
         UnsupportedError: a hybrid model does not support the method, or layers have configs of their own.
     """
-    asked = asked_of(config, context)
-    if asked is not None:
-        _hide_from_blocks()
-    return asked
-
-
-def asked_of(config: Any, context: AttentionContext) -> Recompute | None:
-    """Return what `take_over` returns; hide nothing."""
     own = getattr(config, "heterogeneous_block_specs", False) and not hasattr(config, "get_config_for_layer")
-    granularity, method, layers = (vars(config).get(name) for name in _FLAGS)  # also those that are hidden
+    granularity, method, layers = (vars(config).get(name) for name in _FLAGS)
     asked = Recompute(method, layers) if granularity == "full" else None
+    options = context.options
+    if options.remat_offload and options.remat != "on" and (options.remat == "off" or granularity != "full"):
+        raise UnsupportedError(
+            "remat_offload without --recompute-granularity full",
+            "without rematerialization there is nothing to offload",
+            "that flag, or remat='on'",
+        )
+    if own and asked is not None and context.recompute is None and options.remat != "off":
+        raise UnsupportedError(
+            "full recomputation of layers that each have a config of their own",
+            "the flags must be taken over on the model's config",
+            "distribute_attention(spec, transformer_config), or remat='off'",
+        )
     asked = context.recompute if own else asked
-    LAYERS.check(
-        context.options,
-        config_of_one_layer=own and asked is None,
-        hybrid_stack=context.hybrid,
-        nothing_recomputed=asked is None and granularity != "full",
-        recompute_granularity=granularity,
-        recompute_method=method,
-    )
-    if context.options.remat == "off" or asked is None:
+    if options.remat == "off" or asked is None:
         return None
-    if asked.method == "uniform" and asked.num_layers not in (None, 1):
-        context.say_once(
-            "uniform",
-            "dfa: --recompute-num-layers %s is taken as 1: each layer is recomputed by itself, because attention's "
-            "output is kept layer by layer",
-            asked.num_layers,
-            level=logging.WARNING,
+    if context.hybrid and method == "block":
+        raise UnsupportedError(
+            "recompute_method='block' in a hybrid model",
+            "not every layer of its stack knows its place in the pipeline stage",
+            "--recompute-method uniform --recompute-num-layers 1",
         )
     return asked
 
 
-def _hide_from_blocks() -> None:
-    """Give every module that builds the layer under construction a view of its config without the flags.
+def hide_flags(block: Any) -> None:
+    """Give a block, which reads the flags in every forward, a view of its config without them.
 
-    Megatron gives a layer no reference to its block, so this function searches the call stack. Models keep the config
-    itself, to which scripts add their functions.
+    The view has the same fields, later changes included. A model keeps the config itself, to which scripts add
+    functions, and of which other models may be built.
     """
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        built = frame.f_locals.get("self")
-        if isinstance(built, torch.nn.Module) and not isinstance(built, LanguageModule):
-            config = vars(built).get("config")
-            if getattr(config, _FLAGS[0], None) == "full":
-                built.config = _without_flags(config)
-        frame = frame.f_back
-
-
-def _without_flags(config: Any) -> Any:
-    """Return a view of a TransformerConfig: the same fields, later changes included, but no flags of recomputation."""
-    base: Any = type(config)
+    base: Any = type(block.config)
     view: Any = object.__new__(_view_class(base))
-    view.__dict__ = vars(config)
-    return view
+    view.__dict__ = vars(block.config)
+    block.config = view
 
 
 @functools.cache
@@ -141,7 +117,12 @@ def tile_mlp(layer: Any, options: DistAttentionConfig) -> None:
     mlp, tile = getattr(layer, "mlp", None), options.mlp_tile
     if not isinstance(tile, int) or mlp is None or isinstance(mlp, IdentityOp):
         return
-    LAYERS.check(other_mlp=None if isinstance(mlp, MLP) else type(mlp).__name__)
+    if not isinstance(mlp, MLP):
+        raise UnsupportedError(
+            f"mlp_tile with an MLP of class {type(mlp).__name__}",
+            "only Megatron's dense MLP is known to compute each token by itself",
+            "--dfa-mlp-tile off",
+        )
     whole = mlp.forward
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

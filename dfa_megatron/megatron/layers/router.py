@@ -1,13 +1,12 @@
-"""Compute the losses of a layer's router over all tokens of the ranks that share a micro-batch.
+"""Weigh the losses of a layer's router by all tokens of the ranks that share a micro-batch.
 
-Megatron sums them over a model's group, and weighs them by the tokens of one rank: with a padding mask, or a group of
-the micro-batch's own, those are the wrong numbers.
+Megatron sums them over these ranks, but weighs them by the tokens of one: with a padding mask, or where gradients are
+divided by all tokens, that is the wrong number.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.megatron.tokens.packed_documents import PlacedPack
-
-_MARK = "_dfa_megatron"
+from dfa_megatron.megatron.layers.prediction import replace
 
 
 class _Running(threading.local):
@@ -26,30 +23,16 @@ class _Running(threading.local):
 
 
 _RUNNING = _Running()
-"""The router of `router_class` that this thread runs, and whether gradients are divided by all tokens of the batch."""
+"""The router that this thread runs, and whether gradients are divided by all tokens of the batch."""
 
 
 @functools.cache
-def router_class(base: Any) -> Any:
-    """Return the subclass of Megatron's router whose losses are of all tokens of the micro-batch.
+def _router_class(base: Any) -> Any:
+    """Return the subclass of Megatron's router whose losses are weighed by all tokens of the micro-batch."""
 
-    They are aux_loss, seq_aux_loss, global_aux_loss and the z-loss.
-    """
-
-    class GroupedRouter(base):  # type: ignore[misc]
+    class WeighingRouter(base):  # type: ignore[misc]
+        tp_cp_group: Any
         calculate_per_token_loss: bool
-        dfa_pack: PlacedPack | None = None
-        """The documents of the micro-batch; the layer sets it before every forward."""
-
-        @property
-        def tp_cp_group(self) -> Any:
-            """Return the ranks that share the micro-batch."""
-            own = None if self.dfa_pack is None else self.dfa_pack.group
-            return self.__dict__["tp_cp_group"] if own is None else own
-
-        @tp_cp_group.setter
-        def tp_cp_group(self, group: Any) -> None:
-            self.__dict__["tp_cp_group"] = group  # the layer refuses to run on another
 
         def routing(self, *args: Any, **kwargs: Any) -> Any:
             """Choose experts like TopKRouter, and attach the losses of all ranks."""
@@ -65,21 +48,13 @@ def router_class(base: Any) -> Any:
         def attach_and_log_load_balancing_loss(
             self, activation: torch.Tensor, coefficient: float, loss: torch.Tensor, name: str, group: Any, **others: Any
         ) -> torch.Tensor:
-            """Attach a loss like TopKRouter; the log gets its mean over the ranks.
-
-            Megatron sums logged losses once a step over one group, so that must be the model's.
-            """
-            models, value = self.__dict__["tp_cp_group"], loss.detach()
-            if group is not models and group is self.tp_cp_group:
-                logged = value.clone()
-                dist.all_reduce(logged, group=group)
-                group, value = models, logged / models.size()
-            loss = value + _gradient(loss, others.get("valid_token_count"), self.tp_cp_group)
+            """Attach a loss like TopKRouter."""
+            loss = loss.detach() + _gradient(loss, others.get("valid_token_count"), self.tp_cp_group)
             attach = super().attach_and_log_load_balancing_loss
             attached: torch.Tensor = attach(activation, coefficient, loss, name, group, **others)
             return attached
 
-    return GroupedRouter
+    return WeighingRouter
 
 
 def _every(tokens: Any, group: Any) -> Any:
@@ -101,33 +76,23 @@ def _gradient(loss: torch.Tensor, tokens: Any, group: Any) -> torch.Tensor:
     return change * _every(tokens, group) if _RUNNING.per_token else change
 
 
-def grouped_router(layer: Any) -> list[Any]:
-    """Make the losses of a layer's router those of all ranks, which `dfa_pack` may name; return it, if there is one."""
+def weigh_losses(layer: Any) -> None:
+    """Weigh the losses of a layer's router, if it has one, by the tokens of all ranks."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     router: Any = getattr(getattr(layer, "mlp", None), "router", None)
     if not isinstance(router, TopKRouter):
-        return []
-    if not hasattr(router, "dfa_pack"):
-        base: Any = type(router)
-        router.__class__ = router_class(base)
-        _replace("z_loss_func", _mean_over_ranks)
-        _replace("get_tokens_per_expert_and_token_count", _counting_first)
-    return [router]
-
-
-def _replace(name: str, replacing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a function that Megatron's routers call; what replaces it acts in routers of `router_class` alone."""
-    home = vars(importlib.import_module("megatron.core.transformer.moe.router"))
-    if not hasattr(home[name], _MARK):
-        ours = functools.wraps(home[name])(replacing(home[name]))
-        setattr(ours, _MARK, home[name])
-        home[name] = ours
+        return
+    base: Any = type(router)
+    router.__class__ = _router_class(base)
+    replace(TopKRouter.__module__, "z_loss_func", _mean_over_ranks)
+    replace(TopKRouter.__module__, "get_tokens_per_expert_and_token_count", _counting_first)
 
 
 def _mean_over_ranks(megatrons: Callable[..., Any]) -> Callable[..., Any]:
     """The z-loss, which Megatron divides by the tokens of one rank; their mean count makes it that of all ranks."""
 
+    @functools.wraps(megatrons)
     def z_loss_func(logits: torch.Tensor, *args: Any, padding_mask: Any = None, **others: Any) -> Any:
         loss = megatrons(logits, *args, padding_mask=padding_mask, **others)
         if _RUNNING.router is None:
@@ -143,6 +108,7 @@ def _mean_over_ranks(megatrons: Callable[..., Any]) -> Callable[..., Any]:
 def _counting_first(megatrons: Callable[..., Any]) -> Callable[..., Any]:
     """The counts of tokens; with a padding mask Megatron sums over the ranks in place before it counts its own."""
 
+    @functools.wraps(megatrons)
     def get_tokens_per_expert_and_token_count(routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         own = routing_map.sum()
         per_expert, local, every = megatrons(routing_map, *args, **kwargs)
@@ -151,3 +117,10 @@ def _counting_first(megatrons: Callable[..., Any]) -> Callable[..., Any]:
         return per_expert, local, every
 
     return get_tokens_per_expert_and_token_count
+
+
+def has_losses(config: Any) -> bool:
+    """Return whether routers add losses, or balance the experts by sinkhorn."""
+    kinds, weights = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    weighs = any(weights) if isinstance(weights, (list, tuple)) else bool(weights)
+    return bool(config.num_moe_experts) and (bool(config.moe_z_loss_coeff) or weighs or "sinkhorn" in kinds)

@@ -6,14 +6,15 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.megatron.refusals import BATCHES
-from dfa_megatron.megatron.start.dfa_flags import packs_of_args
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.script.dfa_flags import packs_of_args
 from dfa_megatron.sharding import shard_sequence
 
 logger = logging.getLogger("dfa_megatron.megatron")
@@ -68,10 +69,7 @@ def shard_batch(
             of other rows, or a length that does not divide among the ranks: packs by CP, other rows by 2 x CP. Or the
             ranks hold different samples in the first batch of a group.
     """
-    BATCHES.check(mask_in_batch=batch.get("attention_mask") is not None)
-    for name, x in batch.items():
-        if x is not None and name not in _WHOLE and not (isinstance(x, torch.Tensor) and x.dim() >= 2):
-            BATCHES.check(odd_entry=name, form=tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__)
+    _check_entries(batch)
     layout = _DATA_LAYOUT[options.data_layout]
     slicing, ranks = _DECLARED.get(cp_group), dist.get_world_size(cp_group)
     is_first = slicing is None
@@ -84,11 +82,34 @@ def shard_batch(
     if is_first and options.verify == "on" and torch.utils.data.get_worker_info() is None:
         _compare(rows, cp_group, options)
     for x in rows.values() if batch.get("cu_seqlens") is None else ():
-        BATCHES.check(row_tokens=x.shape[1], parts=2 * ranks)
+        if x.shape[1] % (2 * ranks):
+            raise UnsupportedError(
+                f"a row of {x.shape[1]} tokens without cu_seqlens",
+                f"Megatron cuts its tables of positions into 2 x CP = {2 * ranks} parts",
+                "a length that 2 x CP divides, or packed documents",
+            )
     cut = {name: shard_sequence(x, group=cp_group, layout=layout) for name, x in rows.items()}
     if slicing.tokens is not None:
         slicing.tokens |= {x.shape[1] for x in cut.values()}
     return {**batch, **cut}
+
+
+def _check_entries(batch: Mapping[str, Any]) -> None:
+    """Refuse entries that cannot be cut along their tokens."""
+    if batch.get("attention_mask") is not None:
+        raise UnsupportedError(
+            "attention_mask in a batch",
+            "attention is causal over the whole row, or over each document of cu_seqlens",
+            "attention_mask=None (Megatron's scripts: --no-create-attention-mask-in-dataloader)",
+        )
+    for name, x in batch.items():
+        if x is not None and name not in _WHOLE and not (isinstance(x, torch.Tensor) and x.dim() >= 2):
+            form = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise UnsupportedError(
+                f"the entry {name} of a batch, {form}",
+                "entries are cut along their tokens",
+                "tensors (batch, seq, ...), and others apart from the batch",
+            )
 
 
 def _compare(rows: Mapping[str, torch.Tensor], cp_group: dist.ProcessGroup, options: DistAttentionConfig) -> None:
@@ -104,7 +125,12 @@ def _compare(rows: Mapping[str, torch.Tensor], cp_group: dist.ProcessGroup, opti
     over = channel(cp_group.group_name, guard)
     with over.calls.preparing():
         everyone = over.exchange({"batch": digest.hexdigest()}, "compare the first batch")
-    BATCHES.check(other_samples=len({theirs["batch"] for theirs in everyone}) > 1)
+    if len({theirs["batch"] for theirs in everyone}) > 1:
+        raise UnsupportedError(
+            "different samples on the ranks of a context-parallel group",
+            "each rank would hold a part of another sequence",
+            "the same whole batch on all of them: a sampler that counts data-parallel ranks alone",
+        )
 
 
 def check_positions(cp_group: dist.ProcessGroup, layout_option: str, positions: torch.Tensor) -> None:
@@ -118,10 +144,14 @@ def check_positions(cp_group: dist.ProcessGroup, layout_option: str, positions: 
     assumed = layout_option != "contiguous" and dist.get_world_size(cp_group) > 1 and cp_group not in _DECLARED
     if assumed:
         whole = torch.arange(positions.shape[1], device=positions.device)
-        BATCHES.check(
-            dfa_data_layout=layout_option,
-            uncut_positions=positions.shape[1] if bool((positions == whole).all()) else None,
-        )
+        if bool((positions == whole).all()):
+            raise UnsupportedError(
+                f"position_ids that count from 0 to {positions.shape[1]} on a rank, in layout {layout_option!r}",
+                "nobody cut the batch, and each rank would take the whole of it for its own part; or they are not the "
+                "cut positions of the tokens",
+                "get_batch_on_this_cp_rank or shard_batch for every entry of every batch; or declare_batch_layout "
+                "where your own code slices",
+            )
 
 
 def _stays(name: str, x: torch.Tensor) -> bool:
@@ -143,7 +173,12 @@ def _one_row(batch: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Ten
         one["position_ids"] = positions.flatten(1, 2)[:, None]
     for name in ("cu_seqlens", "cu_seqlens_padded"):
         if (offsets := batch.get(name)) is not None:
-            BATCHES.check(offsets_shape=tuple(offsets.shape), rows=rows.shape[0])
+            if offsets.dim() != 2 or offsets.shape[0] != rows.shape[0]:
+                raise UnsupportedError(
+                    f"cu_seqlens of shape {tuple(offsets.shape)} with {rows.shape[0]} rows",
+                    "it holds offsets into each row",
+                    f"({rows.shape[0]}, documents + 1)",
+                )
             starts = torch.arange(rows.shape[0], device=offsets.device, dtype=offsets.dtype) * rows.shape[1]
             one[name] = torch.unique_consecutive(offsets + starts[:, None])[None]
     if (longest := batch.get("max_seqlen")) is not None:
@@ -158,7 +193,8 @@ def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:
     zigzag ones, so in layout `contiguous` it refuses to run on undeclared batches. Where only `shard_batch` slices, it
     refuses batches of other lengths too, because nobody cut them.
     """
-    BATCHES.check(declared=layout)
+    if layout not in ("contiguous", "zigzag"):
+        raise UnsupportedError(f"the batch layout {layout!r}", "there is no such layout", "contiguous or zigzag")
     _DECLARED[cp_group] = _Slicing(layout, None)
 
 
@@ -185,11 +221,30 @@ def check_declared(
     if dist.get_world_size(cp_group) == 1:
         return
     slicing = _DECLARED.get(cp_group) or _Slicing("zigzag", None)
-    BATCHES.check(
-        dfa_data_layout=layout_option,
-        needed=_DATA_LAYOUT[layout_option],
-        sliced=slicing.order,
-        uncut=tokens if slicing.tokens and tokens not in slicing.tokens else None,
-        unknown_pack=packed and not (ours or slicing.tokens is None) and packs_of_args() != "rows",
-        unsliced_documents=packed and layout_option != "boundary" and cuts_documents(cp_group),
-    )
+    if slicing.order != _DATA_LAYOUT[layout_option]:
+        raise UnsupportedError(
+            f"data_layout={layout_option!r} on batches that are sliced {slicing.order}",
+            "the layers would mistake the order of the tokens",
+            "dfa_megatron.megatron.shard_batch with the model's options, declare_batch_layout where your own code "
+            "slices, or data_layout='boundary' for Megatron's own batches",
+        )
+    if slicing.tokens and tokens not in slicing.tokens:
+        raise UnsupportedError(
+            f"a batch of {tokens} tokens on a rank that `shard_batch` did not cut",
+            "each rank would take the whole of it for its own part of a longer sequence",
+            "shard_batch for every batch, of evaluation too; or declare_batch_layout where your own code slices",
+        )
+    if packed and slicing.tokens is not None and not ours and packs_of_args() != "rows":
+        raise UnsupportedError(
+            "documents that `packed_seq_params` did not make, after batches that `shard_batch` cut",
+            "a trainer's own packs are cut document by document, and would be read as a row that was cut whole",
+            "packed_seq_params(batch) of the batch that shard_batch cut; or no shard_batch in this process, or "
+            "declare_batch_layout(cp_group, 'zigzag') where your own code slices whole rows",
+        )
+    if packed and layout_option != "boundary" and cuts_documents(cp_group):
+        raise UnsupportedError(
+            f"packed documents in data_layout={layout_option!r} that nobody is known to have sliced by rows",
+            "Megatron slices them one by one, each in zigzag order, with TransformerEngine's help",
+            "--dfa-data-layout boundary, dfa_megatron.megatron.shard_batch with the model's options, or "
+            "declare_batch_layout(cp_group, 'zigzag') where your own code slices whole rows",
+        )

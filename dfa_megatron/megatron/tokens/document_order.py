@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from dfa_megatron.megatron.refusals import PACKS
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.runtime.cu_seqlens import Offsets, describe
 
 
@@ -37,9 +37,18 @@ class DocumentOrder:
         fits = len(real) == len(padded)
         documents = list(zip(_lengths(real), _lengths(padded), strict=fits))
         fits = fits and all(0 <= length <= room for length, room in documents)
-        PACKS.check(short_padding=None if fits else f"{describe(real)} and {describe(padded)}")
-        uneven = next((room for _, room in documents if room % (2 * ranks)), None)
-        PACKS.check(uneven_document=uneven, multiple=2 * ranks)
+        if not fits:
+            raise UnsupportedError(
+                f"packed_seq_params with and without padding: {describe(real)} and {describe(padded)}",
+                "every document must fit its padded length",
+                "as many offsets in both, with no document longer than it is padded",
+            )
+        if uneven := next((room for _, room in documents if room % (2 * ranks)), None):
+            raise UnsupportedError(
+                f"a document of {uneven} tokens, padding included, cut zigzag by itself",
+                f"its length must be a multiple of 2 x CP = {2 * ranks}",
+                "cu_seqlens_q_padded; or declare_batch_layout(cp_group, 'zigzag') where whole rows are cut",
+            )
         documents = [document for document in documents if document[1]]
         lengths, rooms = zip(*documents, strict=True)
         return cls((0, *accumulate(lengths)), (0, *accumulate(rooms)))
@@ -50,7 +59,12 @@ class DocumentOrder:
         Raises:
             UnsupportedError: says both numbers.
         """
-        PACKS.check(padded_tokens=self.padded[-1], held_tokens=held)
+        if self.padded[-1] != held:
+            raise UnsupportedError(
+                f"packed documents of {self.padded[-1]} tokens, padding included",
+                f"the ranks hold {held} tokens together",
+                f"offsets whose last one is {held}",
+            )
 
     @lru_cache(maxsize=64)  # noqa: B019 an order is a value of a few numbers
     def inside(self, ranks: int) -> Offsets:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.leaf import differentiable_once
-from dfa_megatron.megatron.refusals import CALLS
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
 from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.sharding import positions_of
@@ -144,7 +144,12 @@ class TableCache:
             return tuple(self.contiguous(member, relayout, rows, source) for member in table)
         if not isinstance(table, torch.Tensor):
             return table
-        CALLS.check(table_shape=tuple(table.shape), rows=rows)
+        if table.shape[0] != rows:
+            raise UnsupportedError(
+                f"a rotary table of shape {tuple(table.shape)} for {rows} tokens of a rank",
+                "its first dimension must be these tokens, because they change places",
+                "a table (tokens, 1, 1, rotary_dim) or a tuple of such, or --dfa-data-layout zigzag",
+            )
         key = (
             table.untyped_storage().data_ptr(),
             table.storage_offset(),

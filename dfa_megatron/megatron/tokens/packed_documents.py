@@ -1,9 +1,8 @@
-"""Read and check Megatron's packed documents (PackedSeqParams, THD), and compute the rotary rows of this rank's tokens.
+"""Read and check Megatron's packed documents (PackedSeqParams, THD), and the ranks that a micro-batch names itself.
 
 Megatron applies rotary embeddings in zigzag order of each document, so its documents need lengths that are multiples of
 2 x CP. Here tokens follow the layout, documents have any length, and each token gets its own row of the rotary table.
-Megatron's attention receives an ordinary sequence of one row and no PackedSeqParams. The layer hands the documents to
-the modules that heed them.
+Megatron's attention receives an ordinary sequence of one row and no PackedSeqParams.
 """
 
 from __future__ import annotations
@@ -12,29 +11,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from dfa_megatron.megatron.refusals import PACKS
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.batch import cuts_documents
-from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
-from dfa_megatron.megatron.tokens.exchange import LayoutName, Relayout, TableCache
-from dfa_megatron.megatron.tokens.own_group import group_of
+from dfa_megatron.megatron.tokens.document_order import DocumentOrder
+from dfa_megatron.megatron.tokens.exchange import LayoutName, TableCache
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, offsets_of
-from dfa_megatron.sharding import local_positions
 
-_PLACED = "_dfa_placed"
+_READ = "_dfa_pack"
 """The attributes, by `ranks`, of a PackedSeqParams that hold what was made of it while the micro-batch lives."""
 
 _OURS = "_dfa_ours"
 """The attribute of a PackedSeqParams that `packed_seq_params` made."""
 
+_ALONE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""The group of this rank alone, by the default group under which it was made."""
+
 
 @dataclass
-class PlacedPack:
-    """Describe the documents of a micro-batch to the modules of a layer, beside Megatron's own arguments."""
+class Pack:
+    """Describe the documents of a micro-batch to the modules of the layers, beside Megatron's own arguments."""
 
     offsets: Offsets
     """Global token offsets of the documents, without empty ones."""
@@ -56,13 +57,40 @@ class PlacedPack:
         """
         return not (self.group is not None and len(self.offsets) == 2) and cuts_documents(group)
 
-    def layout(self, inside: str) -> str:
-        """Return the layout of the micro-batch, given the model's inside its layers. One rank needs no even length."""
-        return "contiguous" if self.group is not None and self.group.size() == 1 else inside
+
+def group_of(params: Any) -> dist.ProcessGroup | None:
+    """Return the process group that a PackedSeqParams names, or None for the model's context-parallel group.
+
+    local_cp_size=1 without cp_group is this rank alone, as in Megatron.
+
+    Raises:
+        UnsupportedError: the group does not hold this rank, or its size is not local_cp_size.
+    """
+    group, size = params.cp_group, params.local_cp_size
+    if group is None and size in (None, 1):
+        return None if size is None else _alone()
+    holds = group not in (None, dist.GroupMember.NON_GROUP_MEMBER) and dist.get_rank(group) >= 0
+    if not holds or size not in (None, group.size()):
+        ranks = "no cp_group" if group is None else f"a cp_group of {group.size()} ranks" if holds else "that of others"
+        raise UnsupportedError(
+            f"packed_seq_params with local_cp_size={size} and {ranks}",
+            "the ranks that share the micro-batch are unknown, or this rank has none of its tokens",
+            "the group of this rank with local_cp_size ranks; without one, local_cp_size=1",
+        )
+    return group  # type: ignore[no-any-return]
 
 
-def place(params: Any, ranks: int = 0) -> PlacedPack:
-    """Return the PlacedPack of a PackedSeqParams; made once per micro-batch and cached.
+def _alone() -> dist.ProcessGroup:
+    """Return the group of this rank; made once, without the other ranks."""
+    whole = dist.group.WORLD
+    assert whole is not None, "Megatron runs on process groups"
+    if whole not in _ALONE:
+        _ALONE[whole] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _ALONE[whole]
+
+
+def read_pack(params: Any, ranks: int = 0) -> Pack:
+    """Return the documents of a PackedSeqParams; made once per micro-batch and cached.
 
     Padding at a document's end (cu_seqlens_q_padded) counts as part of the document: under a causal mask no real token
     attends to it, and it has no loss.
@@ -83,18 +111,28 @@ def place(params: Any, ranks: int = 0) -> PlacedPack:
             (params.cu_seqlens_kv, params.cu_seqlens_kv_padded),
         )
     )
-    PACKS.check(no_offsets="cu_seqlens_q" if queries is None else "cu_seqlens_kv" if keys is None else None)
-    offsets = _documents(queries)
-    PACKS.check(qkv_format=params.qkv_format or "", one_with_group=group is not None and len(offsets) == 2)
-    PACKS.check(other_keys=keys is not queries and _without_empty(keys) != offsets)
+    offsets = () if queries is None else _documents(queries)
+    if not offsets or keys is None or (keys is not queries and _without_empty(keys) != offsets):
+        raise UnsupportedError(
+            "packed_seq_params without cu_seqlens_q, or with a cu_seqlens_kv other than that",
+            "queries and keys must come from the same documents",
+            "the same for both",
+        )
+    one = group is not None and len(offsets) == 2
+    if params.qkv_format != "thd" and not (one and params.qkv_format == "sbhd"):
+        raise UnsupportedError(
+            f"packed_seq_params in format {params.qkv_format!r}",
+            "every pack is one row of tokens",
+            "format 'thd'; 'sbhd' is for one document with a cp_group of its own",
+        )
     order: LayoutName = "zigzag"
     if ranks:
         order = document_order(params, ranks)
         offsets = order.inside(ranks)
-    kept = f"{_PLACED}_{ranks}"
-    known: PlacedPack | None = getattr(params, kept, None)
+    kept = f"{_READ}_{ranks}"
+    known: Pack | None = getattr(params, kept, None)
     if known is None or (known.offsets, known.group, known.order) != (offsets, group, order):
-        known = PlacedPack(offsets, group=group, is_sliced=params.qkv_format == "sbhd", order=order)
+        known = Pack(offsets, group=group, is_sliced=params.qkv_format == "sbhd", order=order)
         setattr(params, kept, known)
     return known
 
@@ -105,13 +143,18 @@ def document_order(params: Any, ranks: int) -> DocumentOrder:
     Raises:
         UnsupportedError: the offsets fit neither each other nor the ranks, or the documents were cut otherwise.
     """
-    PACKS.check(partition=getattr(params, "cp_partition_mode", None))
+    if (mode := getattr(params, "cp_partition_mode", None)) not in (None, "zigzag"):
+        raise UnsupportedError(
+            f"packed_seq_params with cp_partition_mode={mode!r} that nobody is known to have sliced",
+            "documents are taken as cut zigzag one by one",
+            "cp_partition_mode='zigzag'",
+        )
     real = offsets_of(params.cu_seqlens_q)
     padded = real if params.cu_seqlens_q_padded is None else offsets_of(params.cu_seqlens_q_padded)
     return DocumentOrder.of(real, padded, ranks)
 
 
-def check_samples(config: Any, params: Any, pack: PlacedPack) -> None:
+def check_samples(config: Any, params: Any, pack: Pack) -> None:
     """Refuse a router's loss per sample if several samples of a micro-batch form one pack.
 
     Raises:
@@ -119,69 +162,12 @@ def check_samples(config: Any, params: Any, pack: PlacedPack) -> None:
     """
     kinds, sample = getattr(config, "moe_router_load_balancing_type", None), getattr(params, "tokens_per_sample", None)
     tokens = pack.offsets[-1]
-    if sample is not None and sample < tokens:
-        PACKS.check(moe_router_load_balancing_type=kinds, samples_in_pack=tokens // sample)
-
-
-def rotary_rows(table: Any, pack: PlacedPack, tokens: int, group: dist.ProcessGroup, layout: str) -> Any:
-    """Return the rotary rows of this rank's tokens by position in each document; made once per micro-batch.
-
-    Args:
-        table: (longest document, 1, 1, rotary_dim) as Megatron makes it for packs, a tuple of such, or None.
-        tokens: number of tokens that this rank holds.
-        layout: "contiguous" or "zigzag", the layout inside the layers.
-
-    Returns:
-        (tokens, 1, 1, rotary_dim), or a tuple of such, or None.
-
-    Raises:
-        UnsupportedError: the table is shorter than a document, or the pack and the ranks differ in tokens.
-    """
-    if isinstance(table, (tuple, list)):
-        return tuple(rotary_rows(member, pack, tokens, group, layout) for member in table)
-    if not isinstance(table, torch.Tensor):
-        return table
-    for known, rows in pack.tables:
-        if known is table:
-            return rows
-    length = tokens * dist.get_world_size(group)
-    check_offsets(pack.offsets, length)
-    longest = max(hi - lo for lo, hi in pairwise(pack.offsets))
-    PACKS.check(max_seqlen=table.shape[0], longest_document=longest)
-    positions = local_positions(length, group=group, layout=layout, device=table.device, cu_seqlens=pack.offsets)
-    rows = table.index_select(0, positions)
-    pack.tables.append((table, rows))
-    return rows
-
-
-def image_rows(table: Any, pack: PlacedPack, exchange: Relayout, tokens: int, *, row_slice: bool) -> Any:
-    """Return the rows of this rank's tokens of a multimodal rotary table, of documents that were cut one by one.
-
-    Args:
-        table: (all tokens with padding, 1, 1, rotary_dim); or (tokens, 1, 1, rotary_dim), its zigzag slice.
-        exchange: over the ranks that share the micro-batch.
-        tokens: number of tokens that this rank holds.
-        row_slice: a table of so many rows is known to be that slice, which Megatron's own module makes.
-
-    Raises:
-        UnsupportedError: it is not known, or the table has other rows.
-    """
-    order = pack.order
-    assert isinstance(order, DocumentOrder)
-    if isinstance(table, (tuple, list)):
-        return tuple(image_rows(member, pack, exchange, tokens, row_slice=row_slice) for member in table)
-    if not isinstance(table, torch.Tensor):
-        return table
-    if table.shape[0] != tokens * exchange.ranks:
-        PACKS.check(cut_images=not row_slice)
-        return pack.slices.contiguous(table, exchange, tokens, RowOrder(order))
-    for known, rows in pack.tables:
-        if known is table:
-            return rows
-    places = torch.argsort(order.inside_of_rows())[exchange.member * tokens :][:tokens]
-    rows = table.index_select(0, places.to(table.device))
-    pack.tables.append((table, rows))
-    return rows
+    if sample is not None and sample < tokens and "seq_aux_loss" in (kinds or ()):
+        raise UnsupportedError(
+            f"moe_router_load_balancing_type={kinds!r} with {tokens // sample} samples in a pack",
+            "the loss is of each sample, and a rank does not hold all tokens of a sample",
+            "--micro-batch-size 1, or --moe-router-load-balancing-type aux_loss",
+        )
 
 
 def packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams | None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.megatron.tokens.exchange import LayoutName, Relayout
+from dfa_megatron.megatron.tokens.packed_documents import Pack
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -20,17 +21,18 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Visit:
-    """Hold what the call of a model needs until it returns."""
+    """Hold what the call of a model needs until it returns, and what its layers need when they are recomputed."""
 
     model: Any
+    """The language model; a layer that runs outside of one."""
     group: dist.ProcessGroup
     """The ranks that share the tokens."""
     layout: Literal["contiguous", "zigzag"]
     """Their order inside the model: contiguous or zigzag."""
     order: LayoutName
     """The caller's; another one than `layout` in layout `boundary` alone."""
-    offsets: Offsets
-    """Of the documents inside; () without."""
+    pack: Pack | None
+    """The documents."""
     rows: tuple[int, int]
     """Batch and tokens of this rank."""
     exchange: Relayout
@@ -38,6 +40,11 @@ class Visit:
     """The output layer is called for prediction layers, whose labels are inside."""
     outputs: int = 0
     """How often hidden states went back before the output layer."""
+
+    @property
+    def offsets(self) -> Offsets:
+        """Return the global offsets of the documents inside; () without."""
+        return () if self.pack is None else self.pack.offsets
 
     @property
     def moves(self) -> bool:
@@ -100,5 +107,5 @@ def running(visit: Visit | None) -> Iterator[None]:
 
 
 def current_visit() -> Visit | None:
-    """Return the visit of the innermost distributed model that this thread runs; none in a recomputation."""
+    """Return the visit of the innermost distributed model, or layer, that this thread runs or recomputes."""
     return _RUNNING.visits[-1] if _RUNNING.visits else None

@@ -35,7 +35,7 @@ MEGATRON: Refusals = (
     ),
     (
         "a degree that does not divide the heads",
-        r"ulysses_degree=\d+ with num_attention_heads",
+        r"ulysses_degree=\d+ with \d+ heads",
         lambda d: (d.config["num_attention_heads"] // d.tp) % _degree(d),
     ),
     (

@@ -127,7 +127,7 @@ def _run(drawn: MegatronDraw, alone: bool, models: list[Any], number: int) -> An
 
 
 def _start(drawn: MegatronDraw, alone: bool) -> None:
-    from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
+    from dfa_megatron.megatron.cpu.stand_in import use_cpu
 
     use_cpu()
     from megatron.core import parallel_state, tensor_parallel

@@ -1,6 +1,6 @@
 """Let Megatron-Core train on CPU with gloo (tests, `dfa-megatron prove`, quick start) by replacing its CUDA calls.
 
-    from dfa_megatron.megatron.start.cpu_stand_in import use_cpu
+    from dfa_megatron.megatron.cpu.stand_in import use_cpu
     use_cpu()          # before the first model is built; refuses where CUDA is available
 
 Every patch is a function below whose docstring names the Megatron-Core code that needs it (versions 0.16.1 and 0.19.2).
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.megatron.refusals import LAUNCH
+from dfa_megatron.errors import UnsupportedError
 
 _MARK = "_dfa_megatron_cpu"
 """Set on torch.cuda once the patches are in, so that a second call changes nothing."""
@@ -26,7 +26,10 @@ def use_cpu() -> None:
     Raises:
         UnsupportedError: CUDA is available, so the patches would be wrong.
     """
-    LAUNCH.check(cuda=torch.cuda.is_available())
+    if torch.cuda.is_available():
+        raise UnsupportedError(
+            "use_cpu on a machine with CUDA", "Megatron's own CUDA calls work there", "leaving use_cpu out"
+        )
     if getattr(torch.cuda, _MARK, False):
         return
     devices = (_current_device, _moves_to_cuda, _literal_cuda_devices, _tensor_types)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.megatron.refusals import LAUNCH
-from dfa_megatron.megatron.start.dfa_flags import add_dfa_arguments
-from dfa_megatron.megatron.versions import say_if_not_tried, version
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments
 
+_FLAGS_IN_FILE = "Megatron then takes its settings from the file alone and drops every flag, the --dfa flags as well"
 _MARK = "_dfa_megatron"
 """Set on a function that stands in for one of Megatron's, so that a second call replaces nothing."""
 
@@ -37,10 +37,31 @@ def prepare(flags: Sequence[str]) -> DistAttentionConfig:
     args = _known(flags)
     options = DistAttentionConfig.from_args(args)
     if not {"-h", "--help"} & set(flags):
-        LAUNCH.check(args, launched=True)
+        _check(args, options)
     _add_flags()
-    say_if_not_tried()
     return options
+
+
+def _check(args: argparse.Namespace, options: DistAttentionConfig) -> None:
+    if not args.spec or args.spec[0] == "local":
+        raise UnsupportedError(
+            f"dfa_megatron.launch with{f' --spec {args.spec[0]}' if args.spec else 'out --spec'}",
+            "Megatron would build its own attention and ignore the --dfa flags",
+            "--spec dfa_megatron.megatron get_spec (up to Megatron-Core 0.18: SPEC), or a spec of your own made by "
+            "distribute_attention; --transformer-impl local for Megatron's own modules",
+        )
+    if options.data_layout == "contiguous":
+        raise UnsupportedError(
+            "--dfa-data-layout contiguous in a script",
+            "Megatron slices its batches in zigzag order; contiguous is for loops that slice their own by shard_batch",
+            "--dfa-data-layout boundary: tokens come in order where they enter the model",
+        )
+    if args.yaml_cfg is not None:
+        raise UnsupportedError("--yaml-cfg with dfa_megatron.launch", _FLAGS_IN_FILE, "the same settings as flags")
+    if args.use_legacy_models:
+        raise UnsupportedError(
+            "--use-legacy-models", "those models have no layer specs", "Megatron-Core models, the default"
+        )
 
 
 def _known(flags: Sequence[str]) -> argparse.Namespace:
@@ -51,22 +72,19 @@ def _known(flags: Sequence[str]) -> argparse.Namespace:
     return add_dfa_arguments(parser).parse_known_args(list(flags))[0]
 
 
-def _named(module_name: str, name: str) -> tuple[Any, Callable[..., Any]]:
-    """Return a Megatron module and its function of that name."""
-    where = f"{module_name}.{name} of Megatron-Core {version()}"
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise ImportError(f"{module_name} of Megatron-Core {version()} cannot be imported: {error}") from error
-        LAUNCH.check(missing_module=(where, error.name))
-    function: Any = getattr(module, name, None)
-    LAUNCH.check(missing_function=None if callable(function) else where)
-    return module, function
-
-
 def _add_flags() -> None:
-    module, add_megatron_arguments = _named("megatron.training.arguments", "add_megatron_arguments")
+    import megatron.core
+
+    try:
+        module = importlib.import_module("megatron.training.arguments")
+        add_megatron_arguments: Callable[..., Any] = module.add_megatron_arguments
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(
+            f"megatron.training.arguments.add_megatron_arguments of Megatron-Core {megatron.core.__version__}",
+            f"it cannot be imported: {error}",
+            "a script in a Megatron-LM clone, or a megatron-core wheel from 0.17 on, which have megatron.training; "
+            "distribute_attention and shard_batch in a loop of your own need neither",
+        ) from error
     if hasattr(add_megatron_arguments, _MARK):
         return
 
@@ -75,7 +93,7 @@ def _add_flags() -> None:
         return _with_printable_help(add_dfa_arguments(add_megatron_arguments(parser)))
 
     setattr(with_dfa_arguments, _MARK, add_megatron_arguments)
-    module.add_megatron_arguments = with_dfa_arguments
+    vars(module)["add_megatron_arguments"] = with_dfa_arguments
 
 
 def _with_printable_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

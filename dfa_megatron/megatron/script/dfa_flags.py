@@ -6,7 +6,10 @@ import argparse
 from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.megatron.refusals import ARGS
+from dfa_megatron.errors import UnsupportedError
+
+_BY_PLACE = {"logits_load_dir": "contiguous", "logits_save_dir": "contiguous", "moe_routing_trace_path": "boundary"}
+"""Flags of files that identify tokens by their place on a rank, and the layout in which it is not the batch's."""
 
 
 def add_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -38,8 +41,36 @@ def options_of(args: Any = None) -> DistAttentionConfig:
     options = DistAttentionConfig.from_args(args)
     if not hasattr(args, "dfa_data_layout"):
         options = options.replace(data_layout="boundary")
-    ARGS.check(args, options)
+    _check(args, options)
     return options
+
+
+def _check(args: Any, options: DistAttentionConfig) -> None:
+    """Refuse flags of a script that would be silently wrong.
+
+    Raises:
+        UnsupportedError: naming the flag.
+    """
+    asked = vars(args)
+    if asked.get("reset_attention_mask"):
+        raise UnsupportedError(
+            "--reset-attention-mask",
+            "only its mask tensor says where documents end",
+            "--dataloader-inter-document-masking, which Megatron-Core has from 0.19 on",
+        )
+    if asked.get("use_torch_fsdp2") and asked.get("calculate_per_token_loss"):
+        raise UnsupportedError(
+            "--use-torch-fsdp2 with --calculate-per-token-loss",
+            "Megatron does not divide the gradients of PyTorch's FSDP2 by the number of tokens",
+            "--use-megatron-fsdp, or no --calculate-per-token-loss",
+        )
+    for name, layout in _BY_PLACE.items() if asked.get("context_parallel_size", 1) > 1 else ():
+        if asked.get(name) and options.data_layout == layout:
+            raise UnsupportedError(
+                f"--{name.replace('_', '-')} in data_layout={layout!r}",
+                "its files identify tokens by their place on a rank, which differs from Megatron's own runs",
+                "--dfa-data-layout zigzag",
+            )
 
 
 def global_args() -> Any:

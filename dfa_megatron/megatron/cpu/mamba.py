@@ -9,10 +9,20 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from dfa_megatron.megatron.cpu.delta_nets import delta_net
 from dfa_megatron.megatron.hybrid.convolutions import by_pytorch
-from dfa_megatron.megatron.hybrid.stack import megatrons_stack
-from dfa_megatron.megatron.start.cpu_delta_nets import delta_net
 from dfa_megatron.recurrence.token_loop import linear_attention
+
+
+def megatrons_stack() -> Any:
+    """Return Megatron's class of hybrid stacks (called MambaStack up to Megatron-Core 0.17)."""
+    try:
+        from megatron.core.models.hybrid.hybrid_block import HybridStack
+    except ModuleNotFoundError:
+        from megatron.core.ssm.mamba_block import MambaStack
+
+        return MambaStack
+    return HybridStack
 
 
 def shortest(pattern: str) -> str:

@@ -1,0 +1,162 @@
+"""Rotary rows of this rank's tokens: of Megatron's table, and of the tables that latent attentions make by layer."""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
+from dfa_megatron.megatron.tokens.exchange import Relayout
+from dfa_megatron.megatron.tokens.packed_documents import Pack
+from dfa_megatron.megatron.tokens.visit import current_visit
+from dfa_megatron.runtime.cu_seqlens import check_offsets
+from dfa_megatron.sharding import local_positions
+
+
+class OrderedRotary:
+    """Return this rank's rows of the table in the layout's order; the first base of every class that `_subclass` makes.
+
+    Megatron's rotary modules compute the whole table and select its zigzag rows. These select the rows of this rank's
+    tokens, or of their positions in their documents, so nothing is exchanged. Each holds the rows of the latest length
+    and pack, (length / CP, 1, 1, rotary_dim) float32.
+    """
+
+    dfa_layout = "contiguous"
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Any:
+        """Return the rows of this rank's tokens in max_seq_len tokens. Yarn also returns its cos/sin factor."""
+        rotary: Any = self
+        visit, layout, documents = current_visit(), self.dfa_layout, None
+        group = rotary.cp_group if cp_group is None else cp_group
+        if visit is not None:
+            group, layout = visit.group, visit.layout
+            if visit.pack is not None:  # whose ranks Megatron may not know
+                documents, max_seq_len = visit.pack.offsets, visit.pack.offsets[-1]
+        key = (max_seq_len, offset, documents, group)
+        known = rotary.__dict__.get("_dfa_rows")
+        if known is not None and known[0] == key:
+            return known[1]
+        made = rotary.get_emb(max_seq_len, offset)
+        whole, factor = made if isinstance(made, tuple) else (made, None)
+        mine = local_positions(max_seq_len, group=group, layout=layout, device=whole.device, cu_seqlens=documents)
+        rows = whole.index_select(0, mine)
+        answer = rows if factor is None else (rows, factor)
+        rotary.__dict__["_dfa_rows"] = (key, answer)
+        return answer
+
+    def get_cached_cos_sin(
+        self, seq_len: int, offset: int = 0, dtype: torch.dtype | None = None, packed_seq: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of yarn's rows, times its factor, for fused kernels: (seq_len / CP, 1, 1, dim).
+
+        Megatron's function reuses the first rows of a longer table. If ranks share a table, these rows belong to other
+        tokens, so this function always computes the given length.
+        """
+        rows, factor = self.forward(seq_len, offset, packed_seq)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        return (rows.cos() * factor).to(dtype).contiguous(), (rows.sin() * factor).to(dtype).contiguous()
+
+
+def order_rotary(attention: Any, layout: str) -> None:
+    """Make the rotary table of a Megatron MultiLatentAttention follow this rank's tokens; nothing else changes.
+
+    Args:
+        attention: the module, whose rotary_pos_emb gets another class.
+        layout: "contiguous" or "zigzag", the layout inside the layers.
+
+    Raises:
+        UnsupportedError: this attention does not make its table as in Megatron-Core 0.16 to 0.19.
+    """
+    rotary: Any = getattr(attention, "rotary_pos_emb", None)
+    if not (callable(getattr(rotary, "get_emb", None)) and hasattr(rotary, "cp_group")):
+        raise UnsupportedError(
+            f"latent attention of class {type(attention).__name__}",
+            "its rotary table is not made by a module whose order of tokens can be chosen",
+            "a subclass of Megatron's MultiLatentAttention that makes its table as it does",
+        )
+    base: Any = type(rotary)
+    rotary.__class__ = _subclass(base)
+    rotary.dfa_layout = layout
+
+
+@functools.cache
+def _subclass(base: type) -> type:
+    if issubclass(base, OrderedRotary):
+        return base
+    return type(f"Ordered{base.__name__}", (OrderedRotary, base), {"__module__": __name__})
+
+
+def rotary_rows(table: Any, pack: Pack, tokens: int, group: dist.ProcessGroup, layout: str) -> Any:
+    """Return the rotary rows of this rank's tokens by position in each document; made once per micro-batch.
+
+    Args:
+        table: (longest document, 1, 1, rotary_dim) as Megatron makes it for packs, a tuple of such, or None.
+        tokens: number of tokens that this rank holds.
+        layout: "contiguous" or "zigzag", the layout inside the layers.
+
+    Returns:
+        (tokens, 1, 1, rotary_dim), or a tuple of such, or None.
+
+    Raises:
+        UnsupportedError: the table is shorter than a document, or the pack and the ranks differ in tokens.
+    """
+    if isinstance(table, (tuple, list)):
+        return tuple(rotary_rows(member, pack, tokens, group, layout) for member in table)
+    if not isinstance(table, torch.Tensor):
+        return table
+    for known, rows in pack.tables:
+        if known is table:
+            return rows
+    length = tokens * dist.get_world_size(group)
+    check_offsets(pack.offsets, length)
+    longest = max(hi - lo for lo, hi in pairwise(pack.offsets))
+    if longest > table.shape[0]:
+        raise UnsupportedError(
+            f"packed_seq_params with max_seqlen {table.shape[0]}",
+            f"a document has {longest} tokens, and the last ones would have no rotary embedding",
+            f"max_seqlen_q={longest}",
+        )
+    positions = local_positions(length, group=group, layout=layout, device=table.device, cu_seqlens=pack.offsets)
+    rows = table.index_select(0, positions)
+    pack.tables.append((table, rows))
+    return rows
+
+
+def image_rows(table: Any, pack: Pack, exchange: Relayout, tokens: int, *, row_slice: bool) -> Any:
+    """Return the rows of this rank's tokens of a multimodal rotary table, of documents that were cut one by one.
+
+    Args:
+        table: (all tokens with padding, 1, 1, rotary_dim); or (tokens, 1, 1, rotary_dim), its zigzag slice.
+        exchange: over the ranks that share the micro-batch.
+        tokens: number of tokens that this rank holds.
+        row_slice: a table of so many rows is known to be that slice, which Megatron's own module makes.
+
+    Raises:
+        UnsupportedError: it is not known, or the table has other rows.
+    """
+    order = pack.order
+    assert isinstance(order, DocumentOrder)
+    if isinstance(table, (tuple, list)):
+        return tuple(image_rows(member, pack, exchange, tokens, row_slice=row_slice) for member in table)
+    if not isinstance(table, torch.Tensor):
+        return table
+    if table.shape[0] != tokens * exchange.ranks:
+        if not row_slice:
+            raise UnsupportedError(
+                "a multimodal table of a rank's tokens, in attention not Megatron's, with documents cut one by one",
+                "nobody tells the order of its rows",
+                "the table of all tokens with padding, or dfa_megatron.megatron.shard_batch with the model's options",
+            )
+        return pack.slices.contiguous(table, exchange, tokens, RowOrder(order))
+    for known, rows in pack.tables:
+        if known is table:
+            return rows
+    places = torch.argsort(order.inside_of_rows())[exchange.member * tokens :][:tokens]
+    rows = table.index_select(0, places.to(table.device))
+    pack.tables.append((table, rows))
+    return rows
