@@ -235,6 +235,7 @@ class MegatronJob(Job):
         from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
         from megatron.core.transformer.moe import moe_utils
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         machine, tracker, declared = get_rerun_state_machine(), get_cuda_rng_tracker(), dict(batches._DECLARED)
         mode, machine.mode = machine.mode, RerunMode.DISABLED
@@ -247,6 +248,7 @@ class MegatronJob(Job):
             self.config.finalize_model_grads_func, machine.mode = finish, mode
             tracker.set_states(states)
             moe_utils.clear_aux_losses_tracker()
+            MTPLossLoggingHelper.tracker.clear()
             batches._DECLARED.clear()
             batches._DECLARED.update(declared)
 

@@ -192,6 +192,7 @@ def test_training_goes_on_as_if_there_had_been_no_proof() -> None:
 def asked_by_a_flag(rank: int, world_size: int) -> list[str]:
     """Megatron's training calls `train_step`; here a stand-in is what it calls."""
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import training
 
     from dfa_megatron.megatron import proved_job
@@ -202,13 +203,14 @@ def asked_by_a_flag(rank: int, world_size: int) -> list[str]:
     training.train_step = lambda forward, data, model, *others, **more: order.append("step")
     real = proved_job.prove
     proved_job.prove = lambda models: order.append(str(real(models)))
-    _, model = build(f"{FLAGS} {OURS} --dfa-prove", add_dfa_arguments)
+    _, model = build(f"{FLAGS} {OURS} --dfa-prove --mtp-num-layers 1", add_dfa_arguments)
     model = sharded.wrap("ddp", model.config, model)
     for group in model.bucket_groups:
         group.ddp_config.check_for_nan_in_grad = True  # as scripts do
     initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
     for _ in range(2):
         training.train_step(None, None, [model], None)
+    assert not MTPLossLoggingHelper.tracker, "the first step's losses would be logged with those of the proof"
     return order
 
 
