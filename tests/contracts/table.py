@@ -176,7 +176,8 @@ MEGATRON = (
     on(f"{CORE}.model_parallel_config:ModelParallelConfig", "megatron/proved_job.py",
        attributes="finalize_model_grads_func grad_scale_func"),
     on(f"{CORE}.transformer.multi_token_prediction:MTPLossAutoScaler.set_loss_scale", "megatron/proved_job.py"),
-    on(f"{CORE}.transformer.multi_token_prediction:MTPLossLoggingHelper", "megatron/proved_job.py", attributes="tracker"),
+    on(f"{CORE}.transformer.multi_token_prediction:MTPLossLoggingHelper", "megatron/proved_job.py",
+       attributes="tracker"),
     on(f"{CORE}.rerun_state_machine:get_rerun_state_machine", "megatron/proved_job.py"),
     on(f"{CORE}.rerun_state_machine:RerunStateMachine", "megatron/proved_job.py", attributes="mode"),
 )  # fmt: skip
