@@ -4,7 +4,7 @@ What a call gives of every token (ids, positions, labels, masks) comes in by one
 pipeline stage that gets it. The losses of tokens go back by one of floats. Without labels hidden states go back, before
 the output layer: logits never travel. So layers, prediction layers, experts and losses know one order.
 
-`follow_language_models` replaces one name in the process, LanguageModule.__init__, which gives each model its door.
+`with_door` stands in the place of LanguageModule.__init__, which gives each model its door.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from torch.utils._pytree import tree_map
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
+from dfa_megatron.megatron.layers.context import AttentionContext, context_of
 from dfa_megatron.megatron.layers.layer import DistributedLayer, check_groups
 from dfa_megatron.megatron.layers.recompute import hide_flags
+from dfa_megatron.megatron.output import deferring
 from dfa_megatron.megatron.tokens.batch import check_positions
 from dfa_megatron.megatron.tokens.visit import Visit, running
 
-_MARK = "_dfa_megatron"
 _KNOWN = "_dfa_door"
 """The attribute of a model with what its first call found."""
 _KEEPS_MASKS = importlib.util.find_spec("megatron.core.recompute") is not None
@@ -35,23 +35,16 @@ _KEEPS_MASKS = importlib.util.find_spec("megatron.core.recompute") is not None
 Forward = Callable[..., Any]
 
 
-def follow_language_models() -> None:
-    """Give every language model that is built from now on a door. A second call changes nothing."""
-    from megatron.core.models.common.language_module.language_module import LanguageModule
+def with_door(megatrons: Callable[..., None]) -> Callable[..., None]:
+    """Give every language model that is built from now on a door, in LanguageModule.__init__."""
 
-    megatrons = LanguageModule.__init__
-    if hasattr(megatrons, _MARK):
-        return
-
-    @functools.wraps(megatrons)
-    def with_door(self: Any, *args: Any, **kwargs: Any) -> None:
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
         megatrons(self, *args, **kwargs)
         # Not by hooks: Megatron's FSDP calls forward itself.
         base: Any = type(self)
         self.forward = MethodType(_forward_of(base), self)
 
-    setattr(with_door, _MARK, megatrons)
-    LanguageModule.__init__ = with_door
+    return build
 
 
 @functools.cache
@@ -63,58 +56,62 @@ def _forward_of(base: Any) -> Forward:
         if _KNOWN not in vars(model):
             vars(model)[_KNOWN] = _look(model)
         context, has_others, layers = vars(model)[_KNOWN]
-        if context is None:
-            with running(None):  # not even within the call of a distributed model
-                return run(*args, **kwargs)
         names = _names(cls, cls.forward)[: len(args)]
-        if len(names) < len(args):
-            raise UnsupportedError(
-                f"arguments by place of {cls.__name__}.forward",
-                "it does not name them, and those of tokens must change their order",
-                "arguments by name",
-            )
-        given = {**dict(zip(names, args, strict=True)), **kwargs}
-        cache = given.get("inference_context")
-        if cache is not None and not (model.cp_group.size() == 1 and cache.is_static_batching()):
-            raise UnsupportedError(
-                "an inference context of dynamic batching, or of several context-parallel ranks",
-                "a rank would cache the keys and states of its own tokens only",
-                "a static one with --context-parallel-size 1, or evaluation on whole sequences",
-            )
-        for layer in layers:
-            check_groups(layer)
-        visit = _visit(model, context, given)
-        if given.get("padding_mask") is not None and _loses_masks(model, context):
-            raise UnsupportedError(
-                "padding_mask beside experts with --recompute-method block and --dfa-remat off",
-                "Megatron's own recomputation loses the mask of the layers that it does not recompute",
-                "--recompute-method uniform, or --dfa-remat auto",
-            )
-        layout = context.options.data_layout
-        if has_others and visit is not None and visit.group.size() > 1 and (layout != "zigzag" or visit.offsets):
-            raise UnsupportedError(
-                f"a layer with Megatron's own attention in a distributed model, in layout {layout!r}",
-                "it assumes Megatron's zigzag order of the tokens, of every document in a pack",
-                "distribute_attention for the spec of every layer, those of multi-token prediction too",
-            )
-        with running(visit):
-            if visit is None or not visit.moves:
-                return run(*args, **kwargs)
-            return _moved(visit, run, given, names)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        with deferring(model, given):
+            if context is None:
+                with running(None):  # not even within the call of a distributed model
+                    return run(*args, **kwargs)
+            if len(names) < len(args):
+                raise UnsupportedError(
+                    f"arguments by place of {cls.__name__}.forward",
+                    "it does not name them, and those of tokens must change their order",
+                    "arguments by name",
+                )
+            visit = _checked_visit(model, context, given, has_others=has_others, layers=layers)
+            with running(visit):
+                if visit is None or not visit.moves:
+                    return run(*args, **kwargs)
+                return _moved(visit, run, given, names)
 
     return forward
 
 
-def context_of(model: Any) -> AttentionContext | None:
-    """Return the context of a distributed model, None of another; from its spec, since a stage may hold no layer."""
-    for spec in vars(model).values():
-        parts = getattr(spec, "submodules", None)
-        for part in (spec, *(getattr(spec, "layer_specs", None) or ()), *(vars(parts) if parts else {}).values()):
-            params = getattr(part, "params", None) or {}
-            found = params.get("distributed_attention") if isinstance(params, dict) else None
-            if found is not None or (found := getattr(part, CONTEXT, None)) is not None:
-                return found  # type: ignore[no-any-return]
-    return next((layer._dfa for layer in model.modules() if isinstance(layer, DistributedLayer)), None)
+def _checked_visit(
+    model: Any, context: AttentionContext, given: dict[str, Any], *, has_others: bool, layers: list[DistributedLayer]
+) -> Visit | None:
+    """Return what a call needs to know, None where one rank has a sequence without documents.
+
+    Raises:
+        UnsupportedError: the tokens are in another order than the model's layout believes, or a layer does not follow.
+    """
+    cache = given.get("inference_context")
+    if cache is not None and not (model.cp_group.size() == 1 and cache.is_static_batching()):
+        raise UnsupportedError(
+            "an inference context of dynamic batching, or of several context-parallel ranks",
+            "a rank would cache the keys and states of its own tokens only",
+            "a static one with --context-parallel-size 1, or evaluation on whole sequences",
+        )
+    for layer in layers:
+        check_groups(layer)
+    rows = _rows(model, given)
+    visit = context.visit(model, given.get("packed_seq_params"), model.cp_group, rows)
+    if visit is not None:
+        _check_positions(context, given.get("position_ids"), rows[1], visit)
+    if given.get("padding_mask") is not None and _loses_masks(model, context):
+        raise UnsupportedError(
+            "padding_mask beside experts with --recompute-method block and --dfa-remat off",
+            "Megatron's own recomputation loses the mask of the layers that it does not recompute",
+            "--recompute-method uniform, or --dfa-remat auto",
+        )
+    layout = context.options.data_layout
+    if has_others and visit is not None and visit.group.size() > 1 and (layout != "zigzag" or visit.offsets):
+        raise UnsupportedError(
+            f"a layer with Megatron's own attention in a distributed model, in layout {layout!r}",
+            "it assumes Megatron's zigzag order of the tokens, of every document in a pack",
+            "distribute_attention for the spec of every layer, those of multi-token prediction too",
+        )
+    return visit
 
 
 def _look(model: Any) -> tuple[AttentionContext | None, bool, list[DistributedLayer]]:
@@ -175,19 +172,6 @@ def _names(model: Any, forward: Forward) -> list[str]:
         if parameters and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
             return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
     return []
-
-
-def _visit(model: Any, context: AttentionContext, given: dict[str, Any]) -> Visit | None:
-    """Return what a call needs to know, None where one rank has a sequence without documents.
-
-    Raises:
-        UnsupportedError: the tokens are in another order than the model's layout believes.
-    """
-    rows = _rows(model, given)
-    visit = context.visit(model, given.get("packed_seq_params"), model.cp_group, rows)
-    if visit is not None:
-        _check_positions(context, given.get("position_ids"), rows[1], visit)
-    return visit
 
 
 def _rows(model: Any, given: dict[str, Any]) -> tuple[int, int]:

@@ -1,13 +1,14 @@
 """Make the loss of a Megatron language model by tiles of tokens, between its output layer and its loss function.
 
-`follow_outputs` replaces one name in the process: LanguageModule.setup_embeddings_and_output_layer, with which every
-model ends its constructor. A model whose config or script asks for no tiles is left as it is.
+`tiling` stands in the place of LanguageModule.setup_embeddings_and_output_layer, with which every model ends its
+constructor. A model whose config or script asks for no tiles is left as it is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -16,11 +17,9 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Scores, Use, say_tiled
 from dfa_megatron.loss.head import Head
-from dfa_megatron.megatron.door import context_of
+from dfa_megatron.megatron.layers.context import context_of
 from dfa_megatron.megatron.script.dfa_flags import global_args
 from dfa_megatron.megatron.tokens.visit import current_visit
-
-_MARK = "_dfa_megatron"
 
 
 class TiledOutput:
@@ -79,33 +78,21 @@ def tile_output(model: Any, tile: int) -> None:
         head.__class__ = _output_class(base)
         setattr(head, WATCHED, None)
         model.compute_language_model_loss = MethodType(_loss, model)
-        model.register_forward_pre_hook(_look, with_kwargs=True)
-        model.register_forward_hook(_forget, always_call=True)
     head.dfa_tile = tile
     say_tiled(tile)
 
 
-def follow_outputs() -> None:
-    """Make models tile their loss where their options or the flags ask.
+def tiling(megatrons: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Make models tile their loss where their options, or the flags, ask; in setup_embeddings_and_output_layer."""
 
-    A second call changes nothing.
-    """
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-
-    megatrons = LanguageModule.setup_embeddings_and_output_layer
-    if hasattr(megatrons, _MARK):
-        return
-
-    @functools.wraps(megatrons)
-    def tiled(self: Any) -> None:
+    def setup(self: Any) -> None:
         megatrons(self)
         context = context_of(self)
         tile = getattr(global_args(), "dfa_loss_tile", "off") if context is None else context.options.loss_tile
         if isinstance(tile, int) and getattr(self, "post_process", False):
             tile_output(self, tile)
 
-    setattr(tiled, _MARK, megatrons)
-    LanguageModule.setup_embeddings_and_output_layer = tiled
+    return setup
 
 
 def _loss(model: Any, labels: torch.Tensor, logits: Any) -> torch.Tensor:
@@ -123,11 +110,15 @@ def _loss(model: Any, labels: torch.Tensor, logits: Any) -> torch.Tensor:
     return losses
 
 
-def _look(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@contextlib.contextmanager
+def deferring(model: Any, given: Mapping[str, Any]) -> Iterator[None]:
     """Defer the logits of a call with labels, unless code of the caller's reads them."""
-    given = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
-    model.output_layer.dfa_deferring = given.get("labels") is not None and given.get("output_processor") is None
-
-
-def _forget(model: Any, args: Any, output: Any) -> None:
-    model.output_layer.dfa_deferring = False
+    head = getattr(model, "output_layer", None)
+    if not isinstance(head, TiledOutput):
+        yield
+        return
+    head.dfa_deferring = given.get("labels") is not None and given.get("output_processor") is None
+    try:
+        yield
+    finally:
+        head.dfa_deferring = False

@@ -6,7 +6,8 @@ import copy
 from typing import Any
 
 import torch
-from megatron.core.transformer import transformer_block
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer import multi_token_prediction, transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -14,14 +15,15 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.door import follow_language_models
+from dfa_megatron.megatron.door import with_door
 from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, in_order_class, is_delta
 from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.layers.layer import DistributedLayer, layer_class
-from dfa_megatron.megatron.layers.prediction import follow_batches
+from dfa_megatron.megatron.layers.prediction import counting, rolling
 from dfa_megatron.megatron.layers.recompute import take_over
-from dfa_megatron.megatron.output import follow_outputs
+from dfa_megatron.megatron.output import tiling
+from dfa_megatron.megatron.replace import replace
 
 _NORMS = (
     "input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm",
@@ -74,9 +76,7 @@ def distribute_attention(
     """
     options = config or DistAttentionConfig()
     options.refuse_outside("megatron", "remat='on'")
-    follow_batches()
-    follow_language_models()
-    follow_outputs()
+    _replace_names()
     context = AttentionContext(options, hybrid=is_stack(spec))
     if transformer_config is not None:
         context.check(transformer_config)
@@ -98,6 +98,14 @@ def distribute_attention(
     block = TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=_norm(final_norm, transformer_config))
     setattr(block, CONTEXT, context)
     return block
+
+
+def _replace_names() -> None:
+    """Replace what Megatron's models call by name; outside of a distributed model they stay Megatron's."""
+    replace(LanguageModule, "__init__", with_door)
+    replace(LanguageModule, "setup_embeddings_and_output_layer", tiling)
+    replace(multi_token_prediction, "roll_tensor", rolling)
+    replace(multi_token_prediction, "process_mtp_loss", counting)  # Megatron-Core 0.17 and later
 
 
 def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:

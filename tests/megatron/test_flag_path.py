@@ -94,12 +94,3 @@ def test_flags_build_a_model_that_trains_like_one_rank(
     flags: str, with_provider: bool, layout: str, reference: str
 ) -> None:
     run_ranks(2, train_from_flags, flags, with_provider, layout, reference)
-
-
-def refuse_the_loaders_mask(rank: int, world_size: int) -> None:
-    with pytest.raises(Exception, match="--no-create-attention-mask-in-dataloader"):
-        build(f"{FLAGS} {OURS}".replace("--no-create-attention-mask-in-dataloader", ""), None)
-
-
-def test_the_data_loaders_mask_is_refused_when_the_model_is_built() -> None:
-    run_ranks(2, refuse_the_loaders_mask)

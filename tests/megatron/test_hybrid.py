@@ -75,6 +75,7 @@ def compare_with_one_rank(rank: int, world_size: int) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from dfa_megatron.megatron import distribute_attention
+    from dfa_megatron.megatron.layers.recompute import hide_flags
 
     harness.start(Topology(cp=world_size))
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -93,6 +94,7 @@ def compare_with_one_rank(rank: int, world_size: int) -> None:
     options = DistAttentionConfig(data_layout="zigzag")
     ours = build(distribute_attention(spec, config, config=options), config, groups)
     harness.set_weights(ours)
+    hide_flags(ours)  # as the first call of a language model does
     assert set(ours.state_dict()) == set(reference.state_dict())
     COUNTERS.reset()
     InMegatronsOrder.calls = 0

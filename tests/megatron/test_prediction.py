@@ -82,7 +82,7 @@ def test_a_shift_brings_the_next_token_from_whatever_rank_has_it() -> None:
 
 def open_rolls(rank: int, ranks: int) -> None:
     """Call the replaced roll_tensor as every release does; a newer one asks for no sum, or for what nobody knows."""
-    from dfa_megatron.megatron.layers.prediction import _rolling
+    from dfa_megatron.megatron.layers.prediction import rolling
     from dfa_megatron.megatron.tokens.exchange import Relayout
     from dfa_megatron.megatron.tokens.visit import Visit, running
 
@@ -93,7 +93,7 @@ def open_rolls(rank: int, ranks: int) -> None:
         return tensor, tensor.sum()
 
     group: Any = dist.group.WORLD
-    roll, tokens = _rolling(megatrons), torch.ones(1, 4)
+    roll, tokens = rolling(megatrons), torch.ones(1, 4)
     for others in ({}, {"return_sum": False}, {"return_sum": True, "new_argument": 7}):
         roll(tokens, -1, -1, group, None, **others)  # outside a distributed model
         assert seen[-1:] == [others]

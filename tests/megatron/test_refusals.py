@@ -37,12 +37,11 @@ def test_megatrons_real_config_is_read() -> None:
         check_config(make_config(Topology(), Case(None), attention_dropout=0.2), OPTIONS)
 
 
-FULL = {"recompute_granularity": "full"}
 CONFIGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *((f"{name}=True", {name: True}, {}) for name in configs.REFUSED),
     *((f"{name}=.* over several", {name: "sinkhorn"}, {}) for name in configs.OVER_RANKS),
     *((f"{name} together with remat", {name: 1}, {"remat": "on"}) for name in configs.RECOMPUTED),
-    *((f"{name} together with remat", {name: 1, **FULL}, {}) for name in configs.RECOMPUTED),
+    ("cpu_offloading together", {"cpu_offloading": True, "recompute_granularity": "full"}, {}),
     ("cuda_graph_impl='local'", {"cuda_graph_impl": "local"}, {}),
     ("experimental_attention_variant='dsa'.*allgather", {"experimental_attention_variant": "dsa"}, {}),
     (r"window_size=\(128, 4\)", {"window_size": (128, 4)}, {}),
@@ -78,6 +77,18 @@ def test_a_field_that_is_new_to_us_passes_while_it_is_not_set(monkeypatch: pytes
     config.a_new_cap = 4.0
     with pytest.raises(UnsupportedError, match=r"a_new_cap=4\.0"):
         check_config(config, OPTIONS)
+
+
+def test_a_config_is_checked_once_and_another_one_of_the_same_spec_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "dfa_megatron.megatron.layers.context.check_config", lambda config, options: seen.append(config)
+    )
+    one, other = SimpleNamespace(), SimpleNamespace()
+    context = AttentionContext(OPTIONS)
+    for config in (one, one, other, other):
+        context.check(config)
+    assert seen == [one, other]
 
 
 def build(**changes: Any) -> DistributedCoreAttention:
@@ -153,6 +164,7 @@ def of_another_class(**parts: Any) -> Any:
     return SimpleNamespace(**dict.fromkeys(parts, torch.nn.Linear(1, 1)))
 
 
+TWO = {"context_parallel_size": 2}
 CONTIGUOUS = DistAttentionConfig(mlp_tile=8)
 
 
@@ -164,16 +176,11 @@ CONTIGUOUS = DistAttentionConfig(mlp_tile=8)
         ("the mixer Linear where tokens", lambda: layer.mixes(of_another_class(mixer=1), "contiguous")),
         ("mlp_tile with an MLP of class Linear", lambda: recompute.tile_mlp(of_another_class(mlp=1), CONTIGUOUS)),
         ("loss_tile with an output layer of", lambda: output.tile_output(of_another_class(output_layer=1), 8)),
+        ("--no-create-att", lambda: options_of(argparse.Namespace(create_attention_mask_in_dataloader=1, **TWO))),
         ("--reset-attention-mask", lambda: options_of(argparse.Namespace(reset_attention_mask=True))),
         (
             "fsdp2 with --calc",
             lambda: options_of(argparse.Namespace(use_torch_fsdp2=True, calculate_per_token_loss=True)),
-        ),
-        (
-            "logits-load-dir in data_layout='contiguous'",
-            lambda: options_of(
-                argparse.Namespace(logits_load_dir="a", context_parallel_size=2, dfa_data_layout="contiguous")
-            ),
         ),
         (
             "moe-routing-trace-path",
@@ -223,12 +230,6 @@ def test_flags_become_options_and_scripts_default_to_their_own_data_order() -> N
     assert options_of() == DistAttentionConfig(data_layout="boundary")
     options = options_of(parse("--dfa-data-layout", "contiguous", "--dfa-schedule", "ring", "--dfa-deterministic"))
     assert options == DistAttentionConfig(data_layout="contiguous", schedule="ring", deterministic=True)
-
-
-def test_files_that_go_by_the_place_of_tokens_are_taken_where_it_is_that_of_the_batch() -> None:
-    logits, trace = {"logits_load_dir": "a", "logits_save_dir": "a"}, {"moe_routing_trace_path": "a"}
-    for fields in (logits, logits | {"dfa_data_layout": "zigzag"}, trace | {"dfa_data_layout": "contiguous"}):
-        options_of(argparse.Namespace(context_parallel_size=2, **fields))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.hybrid.convolutions import by_causal_conv1d, by_fla, by_pytorch
+from dfa_megatron.megatron.replace import replace
 from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.recurrence import Convolve, dist_conv, dist_mamba2, dist_scan, fla_scan
 
@@ -27,7 +28,6 @@ OTHER_ORDER = (
     "a mixer of these classes, or data_layout='zigzag'",
 )
 """Why a mixer is refused where tokens are in order, and what works."""
-_MARK = "_dfa_megatron"
 _OURS = ("initial_state", "output_final_state", "cu_seqlens")
 """The arguments of a kernel that say where states come from and go."""
 _TOKENS = ("q", "k", "v", "g", "beta")
@@ -196,13 +196,10 @@ def _replace_calls() -> None:
         home = importlib.import_module("megatron.core.ssm.gated_delta_net")
         replaced = {"causal_conv1d_fn": _convolving_channels, "chunk_gated_delta_rule": _ruling}
     for name, replacing in replaced.items():
-        megatrons = getattr(home, name)
-        if not hasattr(megatrons, _MARK):
-            vars(home)[name] = replacing(megatrons)
+        replace(home, name, replacing)
 
 
 def _ruling(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(kernel)
     def rule(*args: Any, **given: Any) -> Any:
         mixer = _RUNNING.mixer
         if mixer is None:
@@ -212,7 +209,6 @@ def _ruling(kernel: Callable[..., Any]) -> Callable[..., Any]:
         options = _options(given)
         return dist_scan(fla_scan(kernel, **options), tokens, **mixer.dfa_where())[0], None
 
-    setattr(rule, _MARK, kernel)
     return rule
 
 
@@ -234,7 +230,6 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
 def _convolving_tokens(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """FLA's convolution, over (batch, tokens, channels)."""
 
-    @functools.wraps(kernel)
     def convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str, **given: Any) -> Any:
         mixer = _RUNNING.mixer
         if mixer is None:
@@ -242,7 +237,6 @@ def _convolving_tokens(kernel: Callable[..., Any]) -> Callable[..., Any]:
         run = by_fla(functools.partial(kernel, **_options(given)), weight, bias, activation)
         return mixer.dfa_convolve(run, x, weight), None
 
-    setattr(convolution, _MARK, kernel)
     return convolution
 
 
@@ -258,5 +252,4 @@ def _convolving_channels(kernel: Callable[..., Any] | None) -> Callable[..., Any
             return run(x=x, weight=weight, bias=bias, activation=activation)
         return by_pytorch(weight, bias)(x.mT, ()).mT
 
-    setattr(convolution, _MARK, kernel)
     return convolution

@@ -49,7 +49,7 @@ class AttentionContext:
         self.hybrid = hybrid
         self.recompute: Recompute | None = None
         """The flags on the model's config, where each layer has a config of its own."""
-        self._checked = False
+        self._checked: Any = None
         self.tables = TableCache()
         self.lengths: set[int] = set()
         """The tokens of a rank in batches whose positions were looked at."""
@@ -61,10 +61,10 @@ class AttentionContext:
         return self
 
     def check(self, config: Any) -> None:
-        """Check the model's configuration, once: layers share it, or have copies with other sizes."""
-        if not self._checked:
+        """Check a configuration, once: the layers of a model share it."""
+        if self._checked is not config:
             check_config(config, self.options)
-        self._checked = True
+        self._checked = config
 
     def relayout(self, group: dist.ProcessGroup) -> Relayout:
         """Return the exchange over the ranks that share a micro-batch, the same object for the same group."""
@@ -186,3 +186,15 @@ class AttentionContext:
                 "the script's data are packed documents, and attention here would not stop at their ends",
                 "at most two pipeline stages, or scripts of Megatron-Core 0.17 and later",
             )
+
+
+def context_of(model: Any) -> AttentionContext | None:
+    """Return the context of a distributed model, None of another; from its spec, since a stage may hold no layer."""
+    for spec in vars(model).values():
+        parts = getattr(spec, "submodules", None)
+        for part in (spec, *(getattr(spec, "layer_specs", None) or ()), *(vars(parts) if parts else {}).values()):
+            params = getattr(part, "params", None) or {}
+            found = params.get("distributed_attention") if isinstance(params, dict) else None
+            if found is not None or (found := getattr(part, CONTEXT, None)) is not None:
+                return found  # type: ignore[no-any-return]
+    return next((layer._dfa for layer in model.modules() if hasattr(layer, "_dfa")), None)

@@ -172,14 +172,6 @@ class DistributedCoreAttention(torch.nn.Module):
 
         return DotProductAttention.sharded_state_dict(self, *args, **kwargs)
 
-    def extra_repr(self) -> str:
-        """Return the text that `print(model)` shows."""
-        window = "" if self.window_size == (-1, -1) else f", window_size={self.window_size}"
-        return (
-            f"schedule={self.options.schedule}, data_layout={self.options.data_layout}, "
-            f"kernel={self.options.kernel}{window}"
-        )
-
 
 def _softmax_offset(config: Any) -> torch.Tensor | None:
     """Return the offset (heads / TP), a parameter if it is learned, as in Megatron's own attention, or None."""

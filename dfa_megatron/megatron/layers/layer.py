@@ -52,7 +52,7 @@ class DistributedLayer:
             weigh_losses(self)
         self._dfa_mixes = mixes(self, context.options.layout_inside)
         self._dfa_built = _group_holders(self)
-        """Every object that holds a group of this layer's, the attribute, and what it held when the layer was built."""
+        """Every object that holds a group of this layer's, the attribute, and what it was when the layer was built."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward, with the same result."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from dfa_megatron.plan.language.layout import Layout, by_name
 from dfa_megatron.runtime.cu_seqlens import Offsets
 from dfa_megatron.sharding import positions_of
 
-_MARK = "_dfa_megatron"
 _HOME = "megatron.core.transformer.multi_token_prediction"
 
 
@@ -41,9 +39,8 @@ def shift(x: torch.Tensor, whole: Layout, group: dist.ProcessGroup, ends: Offset
     gathered = firsts.new_empty(ranks, *firsts.shape)
     dist.all_gather(list(gathered), firsts, group=group)
     every = torch.nn.functional.pad(gathered.movedim(0, -2).flatten(-2), (0, 1))  # 0 follows the last chunk
-    places = [chunk for owner in range(ranks) for chunk in whole.of(owner)]
-    place_of = {chunk: place for place, chunk in enumerate(places)}
-    following = torch.tensor([place_of.get(chunk + 1, len(places)) for chunk in mine], device=x.device)
+    gathered_at = {chunk: at for at, chunk in enumerate(chunk for owner in range(ranks) for chunk in whole.of(owner))}
+    following = torch.tensor([gathered_at.get(chunk + 1, len(gathered_at)) for chunk in mine], device=x.device)
     lengths = torch.tensor([len(whole.chunks[chunk]) for chunk in mine], device=x.device)
     shifted = x.roll(-1, -1)
     shifted[..., starts + lengths - 1] = every.index_select(-1, following)
@@ -53,29 +50,9 @@ def shift(x: torch.Tensor, whole: Layout, group: dist.ProcessGroup, ends: Offset
     return shifted
 
 
-def follow_batches() -> None:
-    """Make Megatron's roll_tensor and prediction loss follow the ranks that share a sequence.
+def rolling(megatrons: Callable[..., Any]) -> Callable[..., Any]:
+    """Make roll_tensor follow the ranks and documents of a distributed model's call; outside it is Megatron's."""
 
-    Outside a distributed model they stay Megatron's. A second call changes nothing.
-    """
-    replace(_HOME, "roll_tensor", _rolling)
-    replace(_HOME, "process_mtp_loss", _counting)  # Megatron-Core 0.17 and later
-
-
-def replace(home: str, name: str, replacing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a function of a Megatron module and of every module that has imported it; once."""
-    megatrons = getattr(importlib.import_module(home), name, None)
-    if megatrons is None or hasattr(megatrons, _MARK):
-        return
-    ours = replacing(megatrons)
-    setattr(ours, _MARK, megatrons)
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("megatron.") and vars(module).get(name) is megatrons:
-            vars(module)[name] = ours
-
-
-def _rolling(megatrons: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(megatrons)
     def roll_tensor(
         tensor: Any,
         shifts: int = -1,
@@ -94,7 +71,7 @@ def _rolling(megatrons: Callable[..., Any]) -> Callable[..., Any]:
                 "shifts=-1, dims=-1",
             )
         ranks = visit.group.size()
-        layout = by_name("contiguous" if ranks == 1 else visit.layout, tensor.shape[-1] * ranks, ranks)
+        layout = by_name(visit.layout, tensor.shape[-1] * ranks, ranks)
         # Multimodal position_ids have three dimensions: they are whole, and prediction layers do not read them.
         rolled = tensor if tensor.dim() == 3 else shift(tensor, layout, visit.group, visit.offsets)
         return rolled, _of_group(rolled.sum(), visit.group) if others.get("return_sum", True) else None
@@ -115,7 +92,7 @@ def _of_group(count: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.where(total == 0, 1.0, total / group.size())
 
 
-def _counting(megatrons: Callable[..., Any]) -> Callable[..., Any]:
+def counting(megatrons: Callable[..., Any]) -> Callable[..., Any]:
     """Make the loss of prediction layers the mean over all counted tokens of the ranks that share the sequence.
 
     Megatron does not divide by counts under 1, so the mean count of `_of_group` is not enough: here a token weighs as
@@ -124,7 +101,6 @@ def _counting(megatrons: Callable[..., Any]) -> Callable[..., Any]:
     place the factor of the loss has those of all ranks.
     """
 
-    @functools.wraps(megatrons)
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(megatrons).bind(*args, **kwargs)
         bound.apply_defaults()

@@ -156,7 +156,7 @@ def image_rows(table: Any, pack: Pack, exchange: Relayout, tokens: int, *, row_s
     for known, rows in pack.tables:
         if known is table:
             return rows
-    places = torch.argsort(order.inside_of_rows())[exchange.member * tokens :][:tokens]
-    rows = table.index_select(0, places.to(table.device))
+    mine = torch.argsort(order.inside_of_rows())[exchange.member * tokens :][:tokens]
+    rows = table.index_select(0, mine.to(table.device))
     pack.tables.append((table, rows))
     return rows

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.megatron.layers.prediction import replace
+from dfa_megatron.megatron.replace import replace
 
 
 class _Running(threading.local):
@@ -78,21 +78,20 @@ def _gradient(loss: torch.Tensor, tokens: Any, group: Any) -> torch.Tensor:
 
 def weigh_losses(layer: Any) -> None:
     """Weigh the losses of a layer's router, if it has one, by the tokens of all ranks."""
-    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe import router as home
 
     router: Any = getattr(getattr(layer, "mlp", None), "router", None)
-    if not isinstance(router, TopKRouter):
+    if not isinstance(router, home.TopKRouter):
         return
     base: Any = type(router)
     router.__class__ = _router_class(base)
-    replace(TopKRouter.__module__, "z_loss_func", _mean_over_ranks)
-    replace(TopKRouter.__module__, "get_tokens_per_expert_and_token_count", _counting_first)
+    replace(home, "z_loss_func", _mean_over_ranks)
+    replace(home, "get_tokens_per_expert_and_token_count", _counting_first)
 
 
 def _mean_over_ranks(megatrons: Callable[..., Any]) -> Callable[..., Any]:
     """The z-loss, which Megatron divides by the tokens of one rank; their mean count makes it that of all ranks."""
 
-    @functools.wraps(megatrons)
     def z_loss_func(logits: torch.Tensor, *args: Any, padding_mask: Any = None, **others: Any) -> Any:
         loss = megatrons(logits, *args, padding_mask=padding_mask, **others)
         if _RUNNING.router is None:
@@ -108,7 +107,6 @@ def _mean_over_ranks(megatrons: Callable[..., Any]) -> Callable[..., Any]:
 def _counting_first(megatrons: Callable[..., Any]) -> Callable[..., Any]:
     """The counts of tokens; with a padding mask Megatron sums over the ranks in place before it counts its own."""
 
-    @functools.wraps(megatrons)
     def get_tokens_per_expert_and_token_count(routing_map: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         own = routing_map.sum()
         per_expert, local, every = megatrons(routing_map, *args, **kwargs)

@@ -52,6 +52,13 @@ def _check(args: Any, options: DistAttentionConfig) -> None:
         UnsupportedError: naming the flag.
     """
     asked = vars(args)
+    ranks = asked.get("context_parallel_size", 1)
+    if asked.get("create_attention_mask_in_dataloader") and ranks > 1:
+        raise UnsupportedError(
+            "an attention mask made in the data loader",
+            "attention is causal by construction and would ignore it",
+            "--no-create-attention-mask-in-dataloader",
+        )
     if asked.get("reset_attention_mask"):
         raise UnsupportedError(
             "--reset-attention-mask",
@@ -64,7 +71,7 @@ def _check(args: Any, options: DistAttentionConfig) -> None:
             "Megatron does not divide the gradients of PyTorch's FSDP2 by the number of tokens",
             "--use-megatron-fsdp, or no --calculate-per-token-loss",
         )
-    for name, layout in _BY_PLACE.items() if asked.get("context_parallel_size", 1) > 1 else ():
+    for name, layout in _BY_PLACE.items() if ranks > 1 else ():
         if asked.get(name) and options.data_layout == layout:
             raise UnsupportedError(
                 f"--{name.replace('_', '-')} in data_layout={layout!r}",

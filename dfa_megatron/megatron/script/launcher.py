@@ -7,18 +7,15 @@ looks up at call time.
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.replace import replace
 from dfa_megatron.megatron.script.dfa_flags import add_dfa_arguments
 
 _FLAGS_IN_FILE = "Megatron then takes its settings from the file alone and drops every flag, the --dfa flags as well"
-_MARK = "_dfa_megatron"
-"""Set on a function that stands in for one of Megatron's, so that a second call replaces nothing."""
+Parser = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
 def prepare(flags: Sequence[str]) -> DistAttentionConfig:
@@ -76,24 +73,20 @@ def _add_flags() -> None:
     import megatron.core
 
     try:
-        module = importlib.import_module("megatron.training.arguments")
-        add_megatron_arguments: Callable[..., Any] = module.add_megatron_arguments
-    except (ImportError, AttributeError) as error:
+        from megatron.training import arguments
+        from megatron.training.arguments import add_megatron_arguments  # noqa: F401 - must be there
+    except ImportError as error:
         raise UnsupportedError(
             f"megatron.training.arguments.add_megatron_arguments of Megatron-Core {megatron.core.__version__}",
             f"it cannot be imported: {error}",
             "a script in a Megatron-LM clone, or a megatron-core wheel from 0.17 on, which have megatron.training; "
             "distribute_attention and shard_batch in a loop of your own need neither",
         ) from error
-    if hasattr(add_megatron_arguments, _MARK):
-        return
+    replace(arguments, "add_megatron_arguments", _with_ours)
 
-    @functools.wraps(add_megatron_arguments)
-    def with_dfa_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return _with_printable_help(add_dfa_arguments(add_megatron_arguments(parser)))
 
-    setattr(with_dfa_arguments, _MARK, add_megatron_arguments)
-    vars(module)["add_megatron_arguments"] = with_dfa_arguments
+def _with_ours(megatrons: Parser) -> Parser:
+    return lambda parser: _with_printable_help(add_dfa_arguments(megatrons(parser)))
 
 
 def _with_printable_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

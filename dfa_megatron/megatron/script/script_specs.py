@@ -5,7 +5,6 @@ In a patched clone `--cp-comm-type dfa` alone, without --spec, makes Megatron's 
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -15,8 +14,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.layers.prediction import replace
 from dfa_megatron.megatron.proved_job import prove_if_asked
+from dfa_megatron.megatron.replace import replace
 from dfa_megatron.megatron.script.dfa_flags import global_args, options_of
 from dfa_megatron.megatron.spec import distribute_attention
 
@@ -115,13 +114,11 @@ def _distribute_predictions() -> None:
     """Make the layers of multi-token prediction that a script builds distributed; Megatron makes their spec itself."""
 
     def replacing(megatrons: Any) -> Any:
-        @functools.wraps(megatrons)
-        def distributed(config: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
-            return megatrons(config, distribute_prediction(spec, config), *args, **kwargs)
+        return lambda config, spec, *args, **kwargs: megatrons(
+            config, distribute_prediction(spec, config), *args, **kwargs
+        )
 
-        return distributed
-
-    replace(gpt_layer_specs.__name__, "get_gpt_mtp_block_spec", replacing)
+    replace(gpt_layer_specs, "get_gpt_mtp_block_spec", replacing)
 
 
 def distribute_prediction(spec: Any, config: Any) -> Any:

@@ -213,7 +213,7 @@ def check_declared(
     Args:
         tokens: of this rank.
         packed: there are documents.
-        ours: `packed_seq_params` told them, so `shard_batch` cut them.
+        ours: `packed_seq_params` made them, so `shard_batch` cut them.
 
     Raises:
         UnsupportedError: the batches are sliced for another layout, or this one is not sliced at all.

@@ -53,17 +53,17 @@ class DocumentOrder:
         lengths, rooms = zip(*documents, strict=True)
         return cls((0, *accumulate(lengths)), (0, *accumulate(rooms)))
 
-    def check_tokens(self, held: int) -> None:
-        """Refuse a pack of other than the `held` tokens that the ranks hold together.
+    def check_tokens(self, tokens: int) -> None:
+        """Refuse a pack of other than the `tokens` that the ranks have together.
 
         Raises:
             UnsupportedError: says both numbers.
         """
-        if self.padded[-1] != held:
+        if self.padded[-1] != tokens:
             raise UnsupportedError(
                 f"packed documents of {self.padded[-1]} tokens, padding included",
-                f"the ranks hold {held} tokens together",
-                f"offsets whose last one is {held}",
+                f"the ranks hold {tokens} tokens together",
+                f"offsets whose last one is {tokens}",
             )
 
     @lru_cache(maxsize=64)  # noqa: B019 an order is a value of a few numbers

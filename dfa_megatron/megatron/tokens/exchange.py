@@ -54,16 +54,16 @@ class ExchangePlan:
 
 def plan_exchange(source: LayoutName, target: LayoutName, length: int, ranks: int, member: int) -> ExchangePlan:
     """Return the exchange of one of the ranks."""
-    held = {
+    tokens_of = {
         layout: torch.stack([positions(layout, length, ranks, rank) for rank in range(ranks)])
         for layout in (source, target)
     }
 
     def order(mine: LayoutName, theirs: LayoutName) -> tuple[torch.Tensor, list[int]]:
-        holder = torch.empty(length, dtype=torch.int64)
-        holder[held[theirs].flatten()] = torch.arange(ranks).repeat_interleave(length // ranks)
-        here = held[mine][member]
-        peer = holder[here]
+        owner = torch.empty(length, dtype=torch.int64)
+        owner[tokens_of[theirs].flatten()] = torch.arange(ranks).repeat_interleave(length // ranks)
+        here = tokens_of[mine][member]
+        peer = owner[here]
         return torch.argsort(peer * length + here), torch.bincount(peer, minlength=ranks).tolist()
 
     send_rows, send_counts = order(source, target)

@@ -1,0 +1,33 @@
+"""Replace functions of Megatron in this process, each once; nothing on disk changes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_MARK = "_dfa_megatron"
+"""The attribute of a function of ours that holds the one in whose place it stands."""
+
+
+def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]]) -> None:
+    """Replace a function of a class or module, and of every module that has imported it from there.
+
+    A second call changes nothing, and so does the name of another release.
+
+    Args:
+        owner: the class or the module.
+        name: of the function, or of None where a package is missing.
+        replacing: makes ours of Megatron's.
+    """
+    if name not in vars(owner) or hasattr(vars(owner)[name], _MARK):
+        return
+    megatrons = vars(owner)[name]
+    ours = replacing(megatrons) if megatrons is None else functools.wraps(megatrons)(replacing(megatrons))
+    setattr(ours, _MARK, megatrons)
+    setattr(owner, name, ours)
+    if getattr(megatrons, "__module__", None) == getattr(owner, "__name__", ""):
+        for module in list(sys.modules.values()):
+            if getattr(module, "__name__", "").startswith("megatron.") and vars(module).get(name) is megatrons:
+                vars(module)[name] = ours
