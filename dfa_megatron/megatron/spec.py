@@ -19,7 +19,7 @@ from dfa_megatron.megatron.door import with_door
 from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, in_order_class, is_delta
 from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.layers.layer import DistributedLayer, layer_class
+from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer, DistributedLayer, layer_class
 from dfa_megatron.megatron.layers.prediction import counting, rolling
 from dfa_megatron.megatron.layers.recompute import take_over
 from dfa_megatron.megatron.output import tiling
@@ -134,10 +134,10 @@ def _layer(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
     return layer
 
 
-def _wrapped(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
+def _wrapped(spec: Any, config: Any, context: AttentionContext, mixin: type = DistributedAttentionLayer) -> ModuleSpec:
     layer = copy.copy(spec)  # the changed parts are copied, the rest is shared with the given spec
     layer.submodules = copy.copy(spec.submodules)
-    layer.module = layer_class(spec.module)
+    layer.module = layer_class(spec.module, mixin)
     layer.params = {**(spec.params or {}), "distributed_attention": context}
     _replace_norms(layer.submodules, config)
     return layer
@@ -176,11 +176,7 @@ def _stack(spec: Any, config: Any, context: AttentionContext) -> ModuleSpec:
         if slot in _ATTENTION_SLOTS:
             made = _layer(layer, config, context)
         else:
-            made = copy.copy(layer)
-            made.submodules = copy.copy(layer.submodules)
-            made.module = layer_class(layer.module, DistributedLayer)
-            made.params = {**(layer.params or {}), "distributed_attention": context}
-            _replace_norms(made.submodules, config)
+            made = _wrapped(layer, config, context, DistributedLayer)
             if slot in _MIXERS and context.options.layout_inside == "contiguous":
                 mixer = getattr(made.submodules, _MIXERS[slot], None)
                 if not isinstance(mixer, ModuleSpec):

@@ -137,7 +137,7 @@ def test_core_attention_refuses_what_it_would_ignore_at_a_call() -> None:
         ({"attention_bias": q}, "called with attention_bias=tensor"),
         ({"attn_mask_type": "padding"}, "attn_mask_type='padding'"),
         ({"num_splits": 4}, "num_splits=4"),
-        ({"packed_seq_params": object()}, "packed_seq_params for core attention by itself"),
+        ({"packed_seq_params": object()}, "called with packed_seq_params=<object"),
         ({"query": q[:1]}, "attention of 1 rows over 4"),
     ):
         with pytest.raises(UnsupportedError, match=message):

@@ -22,6 +22,7 @@ from dfa_megatron.megatron.hybrid.convolutions import by_causal_conv1d, by_fla, 
 from dfa_megatron.megatron.replace import replace
 from dfa_megatron.megatron.tokens.visit import current_visit
 from dfa_megatron.recurrence import Convolve, dist_conv, dist_mamba2, dist_scan, fla_scan
+from dfa_megatron.runtime.agreement.calls import at_layer
 
 OTHER_ORDER = (
     "it is neither Megatron's MambaMixer nor its GatedDeltaNet, and may assume zigzag order of the tokens",
@@ -68,8 +69,6 @@ class InOrder:
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the mixer's own forward, with the same result."""
-        from dfa_megatron.runtime.agreement.calls import at_layer
-
         mixer: Any = self
         before, _RUNNING.mixer = _RUNNING.mixer, None if kwargs.get("inference_context") is not None else self
         try:

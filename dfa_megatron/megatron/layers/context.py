@@ -88,10 +88,14 @@ class AttentionContext:
             UnsupportedError: the documents, their group or the order of the tokens do not fit the model.
         """
         pack = None if packed is None else read_pack(packed)
-        if pack is None:
-            self._check_unpacked()
-            if cp_group.size() == 1:
-                return None
+        if pack is None and packs_of_args():  # Megatron-Core 0.16 tells the first and the last stage only
+            raise UnsupportedError(
+                "a pipeline stage that was given no packed_seq_params",
+                "the script's data are packed documents, and attention here would not stop at their ends",
+                "at most two pipeline stages, or scripts of Megatron-Core 0.17 and later",
+            )
+        if pack is None and cp_group.size() == 1:
+            return None
         group = cp_group if pack is None or pack.group is None else pack.group
         if not known:
             # A micro-batch of one document is cut in the same way by rows and by documents.
@@ -174,18 +178,6 @@ class AttentionContext:
         if not self._said and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.info(message, *args)
         self._said = True
-
-    def _check_unpacked(self) -> None:
-        """Refuse a batch without documents where the script's flags promise documents.
-
-        Scripts of Megatron-Core 0.16 pass them to the first and the last pipeline stage only.
-        """
-        if packs_of_args():
-            raise UnsupportedError(
-                "a pipeline stage that was given no packed_seq_params",
-                "the script's data are packed documents, and attention here would not stop at their ends",
-                "at most two pipeline stages, or scripts of Megatron-Core 0.17 and later",
-            )
 
 
 def context_of(model: Any) -> AttentionContext | None:

@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
+from dfa_megatron import attention
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
+from dfa_megatron.megatron.tokens.packed_documents import Pack
 from dfa_megatron.megatron.tokens.visit import current_visit
+from dfa_megatron.runtime.agreement.calls import at_layer
 
 _BUILT_WITH = {
     "attn_mask_type": (None, "causal"),
@@ -105,16 +108,14 @@ class DistributedCoreAttention(torch.nn.Module):
         **others: Any,
     ) -> torch.Tensor:
         """Compute attention of this rank's rows over all earlier rows of the same sequence or document."""
-        from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
-        from dfa_megatron.runtime.agreement.calls import at_layer
-
         visit = current_visit()
         pack = None if visit is None else visit.pack
         cached = query.shape[0] != key.shape[0]
         given = {"attention_mask": attention_mask, "attention_bias": attention_bias, **_unknown(others)}
-        if not cached:  # Megatron says no_mask past the prompt
-            given["attn_mask_type"] = None if _name_of(attn_mask_type) == "causal" else attn_mask_type
-        self._check_call(given, packed_seq_params, query, key)
+        given["packed_seq_params"] = packed_seq_params
+        if not cached and _name_of(attn_mask_type) != "causal":  # Megatron says no_mask past the prompt
+            given["attn_mask_type"] = attn_mask_type
+        self._check_call(given, pack, query, key)
         if cached:
             rest = (self.softmax_scale, self.window_size, self.softmax_offset)
             return _attend_over_cache(query, key, value, *rest)
@@ -132,30 +133,24 @@ class DistributedCoreAttention(torch.nn.Module):
         out: Any
         with at_layer(self.layer_number):
             if pack is None:
-                out = dist_flash_attn_func(q, k, v, **asked)
+                out = attention.dist_flash_attn_func(q, k, v, **asked)
             else:
                 q, k, v = (x.squeeze(0) for x in (q, k, v))
-                out = dist_flash_attn_varlen_func(q, k, v, pack.offsets, **asked)
+                out = attention.dist_flash_attn_varlen_func(q, k, v, pack.offsets, **asked)
                 out = out.unsqueeze(0)
         rows: torch.Tensor = out.transpose(0, 1).flatten(2)
         return rows
 
-    def _check_call(self, given: dict[str, Any], packed: Any, query: torch.Tensor, key: torch.Tensor) -> None:
+    def _check_call(self, given: dict[str, Any], pack: Pack | None, query: torch.Tensor, key: torch.Tensor) -> None:
         """Refuse what this attention would ignore."""
         if name := next((name for name, value in given.items() if value is not None), None):
             raise UnsupportedError(
                 f"core attention called with {name}={given[name]!r:.80}",
                 "it is causal by construction, and the kernels take neither mask nor bias nor what is not known here",
-                "leaving it unset; documents are described by packed_seq_params",
+                "leaving it unset; packed_seq_params are for the layers of distribute_attention, which rotate each "
+                "token by its position in its document",
             )
-        if packed is not None:
-            raise UnsupportedError(
-                "packed_seq_params for core attention by itself",
-                "Megatron's rotary embeddings of packed tokens assume its zigzag order of every document",
-                "the layers of distribute_attention, which give every token its own",
-            )
-        visit = current_visit()
-        if visit is not None and visit.pack is not None and query.shape[1] != 1:
+        if pack is not None and query.shape[1] != 1:
             raise UnsupportedError(
                 f"packed documents in {query.shape[1]} rows", "a pack is one row of tokens", "a batch from shard_batch"
             )

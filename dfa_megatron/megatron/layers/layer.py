@@ -19,6 +19,7 @@ from dfa_megatron.megatron.layers.rotary import image_rows, order_rotary, rotary
 from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.visit import Visit, current_visit, running
+from dfa_megatron.remat import remat_checkpoint
 
 
 class DistributedLayer:
@@ -100,8 +101,6 @@ class DistributedLayer:
         # A re-entrant checkpoint gives the layer's parameters no gradient if the input has none.
         if not (wanted and torch.is_grad_enabled() and hidden_states.requires_grad):
             return body(hidden_states, context)
-        from dfa_megatron.remat import remat_checkpoint
-
         checkpoint = checkpoint_of(layer.config, self._dfa_groups.tp)
         offload = self._dfa.options.remat_offload
         return remat_checkpoint(body, hidden_states, context, checkpoint=checkpoint, offload=offload)

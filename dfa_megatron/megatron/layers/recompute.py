@@ -92,15 +92,9 @@ def checkpoint_of(config: Any, tp_group: Any) -> Callable[..., Any]:
     if getattr(config, "fp8", None) or getattr(config, "fp4", None):
         from megatron.core.extensions.transformer_engine import te_checkpoint
 
-        def with_transformer_engine(run: Callable[..., Any], *args: Any) -> Any:
-            return te_checkpoint(run, distribute, tensor_parallel.random.get_cuda_rng_tracker, tp_group, *args)
-
-        return with_transformer_engine
-
-    def with_megatron(run: Callable[..., Any], *args: Any) -> Any:
-        return tensor_parallel.checkpoint(run, distribute, *args)
-
-    return with_megatron
+        tracker = tensor_parallel.random.get_cuda_rng_tracker
+        return lambda run, *args: te_checkpoint(run, distribute, tracker, tp_group, *args)
+    return lambda run, *args: tensor_parallel.checkpoint(run, distribute, *args)
 
 
 def tile_mlp(layer: Any, options: DistAttentionConfig) -> None:
