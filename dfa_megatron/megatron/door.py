@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -27,12 +28,22 @@ from dfa_megatron.megatron.output import deferring
 from dfa_megatron.megatron.tokens.batch import check_positions
 from dfa_megatron.megatron.tokens.visit import Visit, running
 
-_KNOWN = "_dfa_door"
+_FOUND = "_dfa_found"
 """The attribute of a model with what its first call found."""
 _KEEPS_MASKS = importlib.util.find_spec("megatron.core.recompute") is not None
 """Whether Megatron's recomputation hands the padding mask to every layer, as since 0.19, where it has this module."""
 
 Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Hold what the first call of a model finds in it."""
+
+    context: AttentionContext | None
+    layers: list[DistributedLayer]
+    has_others: bool
+    """A layer has an attention that assumes another order of the tokens."""
 
 
 def with_door(megatrons: Callable[..., None]) -> Callable[..., None]:
@@ -53,13 +64,13 @@ def _forward_of(base: Any) -> Forward:
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         cls: Any = type(model)
         run = functools.partial(cls.forward, model)
-        if _KNOWN not in vars(model):
-            vars(model)[_KNOWN] = _look(model)
-        context, has_others, layers = vars(model)[_KNOWN]
+        if _FOUND not in vars(model):
+            vars(model)[_FOUND] = _look(model)
+        found: _Found = vars(model)[_FOUND]
         names = _names(cls, cls.forward)[: len(args)]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         with deferring(model, given):
-            if context is None:
+            if found.context is None:
                 with running(None):  # not even within the call of a distributed model
                     return run(*args, **kwargs)
             if len(names) < len(args):
@@ -68,7 +79,7 @@ def _forward_of(base: Any) -> Forward:
                     "it does not name them, and those of tokens must change their order",
                     "arguments by name",
                 )
-            visit = _checked_visit(model, context, given, has_others=has_others, layers=layers)
+            visit = _visit(model, found, given)
             with running(visit):
                 if visit is None or not visit.moves:
                     return run(*args, **kwargs)
@@ -77,22 +88,21 @@ def _forward_of(base: Any) -> Forward:
     return forward
 
 
-def _checked_visit(
-    model: Any, context: AttentionContext, given: dict[str, Any], *, has_others: bool, layers: list[DistributedLayer]
-) -> Visit | None:
+def _visit(model: Any, found: _Found, given: dict[str, Any]) -> Visit | None:
     """Return what a call needs to know, None where one rank has a sequence without documents.
 
     Raises:
         UnsupportedError: the tokens are in another order than the model's layout believes, or a layer does not follow.
     """
-    cache = given.get("inference_context")
+    context, cache = found.context, given.get("inference_context")
+    assert context is not None
     if cache is not None and not (model.cp_group.size() == 1 and cache.is_static_batching()):
         raise UnsupportedError(
             "an inference context of dynamic batching, or of several context-parallel ranks",
             "a rank would cache the keys and states of its own tokens only",
             "a static one with --context-parallel-size 1, or evaluation on whole sequences",
         )
-    for layer in layers:
+    for layer in found.layers:
         check_groups(layer)
     rows = _rows(model, given)
     visit = context.visit(model, given.get("packed_seq_params"), model.cp_group, rows)
@@ -105,7 +115,7 @@ def _checked_visit(
             "--recompute-method uniform, or --dfa-remat auto",
         )
     layout = context.options.data_layout
-    if has_others and visit is not None and visit.group.size() > 1 and (layout != "zigzag" or visit.offsets):
+    if found.has_others and visit is not None and visit.group.size() > 1 and (layout != "zigzag" or visit.offsets):
         raise UnsupportedError(
             f"a layer with Megatron's own attention in a distributed model, in layout {layout!r}",
             "it assumes Megatron's zigzag order of the tokens, of every document in a pack",
@@ -114,8 +124,8 @@ def _checked_visit(
     return visit
 
 
-def _look(model: Any) -> tuple[AttentionContext | None, bool, list[DistributedLayer]]:
-    """Return a model's context, whether a layer's attention assumes another order, and the distributed layers."""
+def _look(model: Any) -> _Found:
+    """Look at the modules of a model, and prepare those around distributed layers."""
     from megatron.core.transformer.attention import Attention
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -123,7 +133,7 @@ def _look(model: Any) -> tuple[AttentionContext | None, bool, list[DistributedLa
     context, has_others = context_of(model), False
     layers = [module for module in model.modules() if isinstance(module, DistributedLayer)]
     if context is None:
-        return None, False, []
+        return _Found(None, [], has_others=False)
     took_over = {layer for layer in layers if layer._dfa_took_over}
     for module in model.modules():
         if isinstance(module, DistributedLayer):
@@ -135,7 +145,7 @@ def _look(model: Any) -> tuple[AttentionContext | None, bool, list[DistributedLa
         around = module is not model and not took_over.isdisjoint({*module.modules()} - {module})
         if around and "config" in vars(module):
             hide_flags(module)
-    return context, has_others, layers
+    return _Found(context, layers, has_others)
 
 
 def _check_extracted(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

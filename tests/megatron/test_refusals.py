@@ -171,7 +171,7 @@ CONTIGUOUS = DistAttentionConfig(mlp_tile=8)
 @pytest.mark.parametrize(
     ("message", "refused"),
     [
-        ("gated delta net with determin", lambda: in_order.InOrderDelta(SimpleNamespace(deterministic_mode=True))),
+        ("delta net with", lambda: in_order.InOrderDelta(SimpleNamespace(deterministic_mode=True))),
         ("the mixer Linear where tokens are in", lambda: in_order.in_order_class(torch.nn.Linear)),
         ("the mixer Linear where tokens", lambda: layer.mixes(of_another_class(mixer=1), "contiguous")),
         ("mlp_tile with an MLP of class Linear", lambda: recompute.tile_mlp(of_another_class(mlp=1), CONTIGUOUS)),
