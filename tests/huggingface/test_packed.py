@@ -188,13 +188,3 @@ def test_collators_of_transformers_tell_documents_in_two_ways() -> None:
 def test_a_batch_whose_documents_are_not_clear_is_refused(given: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         dfa_hf.shard_batch({"input_ids": torch.ones(1, 8), **given})
-
-
-def test_documents_of_a_recompute_that_nothing_tells_are_refused() -> None:
-    model = dfa_hf.distribute_attention(build("Llama"))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    keep_keywords(model)
-    model(**dfa_hf.shard_batch(text(1, 8, seed=1))).loss.backward()
-    loss = model(**dfa_hf.shard_batch(pack(8, seed=1))).loss
-    with pytest.raises(UnsupportedError, match="a layer of type LlamaAttention that runs again in the backward"):
-        loss.backward()

@@ -58,7 +58,7 @@ def models(rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_loss_by_tiles_and_its_gradients_are_those_of_one_process(ranks: int) -> None:
+def test_causal_loss_and_its_gradients_are_those_of_one_process(ranks: int) -> None:
     run_ranks(ranks, models, timeout=120)
 
 
@@ -82,7 +82,7 @@ def sharded(rank: int, ranks: int) -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), wants[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_loss_by_tiles_of_parameters_sharded_by_fsdp_has_the_gradients_of_one_process() -> None:
+def test_causal_loss_of_parameters_sharded_by_fsdp_has_the_gradients_of_one_process() -> None:
     run_ranks(2, sharded, timeout=120)
 
 
