@@ -54,7 +54,7 @@ BUDGETS = {
     "cli": 1_118,
     "deepspeed": 1_454,
     "doctor": 1_276,
-    "huggingface": 4_551,
+    "huggingface": 4_550,
     "kernels": 3_742,
     "loss": 791,
     "megatron": 4_675,

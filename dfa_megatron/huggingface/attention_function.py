@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -68,7 +68,7 @@ def attention(
     images = attention_mask.images if isinstance(attention_mask, ImageMask) else None
     mask = attention_mask.window if isinstance(attention_mask, ImageMask) else attention_mask
     batch, whole, forward = query.shape[0], query.shape[2] * context.size, forward_of(module)
-    asks = Asks(
+    asks = (
         mask if isinstance(mask, WindowMask) else None if mask is None else type(mask),
         sliding_window,
         (whole, query.shape[2], key.shape[2]),
@@ -124,57 +124,48 @@ def _by_rows(
     return out[0][None] if len(out) == 1 else torch.stack(out)
 
 
-class Asks(NamedTuple):
-    """What a layer asks of attention beside its tensors; what was checked once needs no second check.
-
-    mask: its window, or the class of another kind of mask.
-    lengths: of whole sequences, of this rank's queries and keys.
-    kept: names of what a layer may have as an attribute, but did not hand over.
-    more: names of what no kernel takes.
-    """
-
-    mask: Any
-    window: int | None
-    lengths: tuple[int, int, int]
-    dropout: float
-    causal: bool | None
-    kept: tuple[str, ...]
-    more: tuple[str, ...]
-
-
 _CHECKED = "_dfa_checked"
 """The attribute of a layer for what it asked last, and of a mask that need not be read."""
 
 
-def _checked(module: torch.nn.Module, asks: Asks) -> tuple[tuple[int, int], int | None]:
-    """Return a layer's window and the tokens of its chunks; check a call that is not like its last one.
+def _checked(module: torch.nn.Module, asks: tuple[Any, ...]) -> tuple[tuple[int, int], int | None]:
+    """Return a layer's window and the tokens of its chunks; check a call that asks for other things than its last one.
 
     Raises:
         UnsupportedError: attention would not be what the layer asks for.
     """
-    known: tuple[Asks, tuple[int, int], int | None] | None = vars(module).get(_CHECKED)
+    known: tuple[Any, tuple[int, int], int | None] | None = vars(module).get(_CHECKED)
     if known is not None and known[0] == asks:
         return known[1:]
-    _check_layer(module, asks)
-    chunk = chunk_of(module, asks.mask)
-    window = window_of(module, None if chunk else asks.mask, asks.window, asks.lengths[0])
+    mask, size, lengths, dropout, causal, kept, more = asks
+    _check_layer(module, dropout, causal, kept, more)
+    _check_mask(mask, lengths)
+    chunk = chunk_of(module, mask)
+    window = window_of(module, None if chunk else mask, size, lengths[0])
     setattr(module, _CHECKED, (asks, window, chunk))
     return window, chunk
 
 
-def _check_layer(module: torch.nn.Module, asks: Asks) -> None:
-    """Refuse a layer that is not causal, or whose scores the kernels would not make."""
-    layer, (_, queries, keys) = type(module).__name__, asks.lengths
-    if asks.dropout:
+def _check_layer(
+    module: torch.nn.Module, dropout: float, causal: bool | None, kept: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    """Refuse a layer that is not causal, or whose scores the kernels would not make.
+
+    Args:
+        kept: what a layer may have as an attribute, but did not hand over.
+        more: what no kernel takes.
+    """
+    layer = type(module).__name__
+    if dropout:
         raise UnsupportedError(
-            f"attention dropout {asks.dropout}", "the block kernels have no dropout", "config.attention_dropout=0.0"
+            f"attention dropout {dropout}", "the block kernels have no dropout", "config.attention_dropout=0.0"
         )
-    if asks.causal is False or getattr(module, "is_causal", True) is False:
+    if causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedError("attention that is not causal", "models are distributed with a causal mask", CAUSAL)
-    for name in asks.more:
+    for name in more:
         why = "the block kernels take no bias" if name == "position_bias" else "the block kernels mask no heads"
         raise UnsupportedError(f"{name} in a layer of type {layer}", why, CAUSAL)
-    for name in asks.kept:
+    for name in kept:
         # A layer that has one of these and keeps it applies it in a way that would be lost here.
         if getattr(module, name, None) is not None:
             raise UnsupportedError(
@@ -182,13 +173,18 @@ def _check_layer(module: torch.nn.Module, asks: Asks) -> None:
                 "the layer does not hand it to its attention implementation",
                 "a layer that passes softcap and s_aux, as those of Gemma 2 and GPT-OSS do",
             )
+
+
+def _check_mask(mask: Any, lengths: tuple[int, int, int]) -> None:
+    """Refuse a key cache, and masks that the plan does not hold."""
+    _, queries, keys = lengths
     if queries != keys:
         raise UnsupportedError(
             f"attention of {queries} tokens over {keys}",
             "there is no key cache: every rank holds as many queries as keys",
             "with dfa_megatron.huggingface.local_attention(model), on whole sequences",
         )
-    if isinstance(asks.mask, type):
+    if isinstance(mask, type):
         raise UnsupportedError(
             "a mask beyond causal and sliding window",
             "prefixes and blocks are not planned, and verify='off' does not see packed documents; under torch.compile "

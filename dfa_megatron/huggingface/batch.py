@@ -141,13 +141,13 @@ def _documents(
 ) -> packed.Documents | None:
     """Return the documents of every row, or None if each row is one."""
     rows, length = tokens.shape[:2]
-    told = packed.of_offsets(dict(batch), rows, length) if {"cu_seq_lens_q", "cu_seq_lens_k"} & set(batch) else None
+    stated = packed.of_offsets(dict(batch), rows, length) if {"cu_seq_lens_q", "cu_seq_lens_k"} & set(batch) else None
     seen = None if positions is None else packed.of_positions(positions.expand(rows, -1))
     if positions is not None and seen is None:
         _refuse_positions()
-    if told is not None and seen is not None and told != seen:
+    if stated is not None and seen is not None and stated != seen:
         raise UnsupportedError(
             "cu_seq_lens_q that disagree with position_ids", "they say where documents begin in two ways", "one of them"
         )
-    documents = seen if told is None else told
+    documents = seen if stated is None else stated
     return None if documents is None or packed.single(documents) else documents

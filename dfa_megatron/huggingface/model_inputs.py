@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,16 @@ from dfa_megatron.huggingface.checkpointing import keep_forward
 from dfa_megatron.huggingface.checks import call_checks as checks
 from dfa_megatron.huggingface.checks.padding import check_right
 from dfa_megatron.huggingface.checks.wrappers import check_adapters
-from dfa_megatron.huggingface.current_forward import CONTEXT, KEYWORD, NAME, Forward, LayerContext, enter, running
+from dfa_megatron.huggingface.current_forward import (
+    CONTEXT,
+    KEYWORD,
+    NAME,
+    Forward,
+    LayerContext,
+    WholeBatch,
+    enter,
+    running,
+)
 from dfa_megatron.huggingface.implementation import is_distributed, set_attention
 from dfa_megatron.huggingface.multimodal import embed_first
 from dfa_megatron.huggingface.multimodal.image_masks import ImageMask
@@ -70,15 +80,14 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     checks.check_loss(model, given, context)
     checks.check_part(given, context)
     if context.multimodal and not alone:
-        args, kept, facts = embed_first.take_whole(model, decoder, args, kept, given.get(batch_number.KEY))
+        args, kept, forward = embed_first.take_whole(model, decoder, args, kept, given.get(batch_number.KEY))
     elif context.multimodal:
-        facts = embed_first.whole_facts(context, given, given.get("position_ids"))
+        forward = embed_first.forward_of_whole(context, given, given.get("position_ids"))
     else:
-        facts = _part_facts(decoder, context, given, args)
-    facts = _with_longest(decoder, context, facts, given.get(WHOLE))
-    forward = Forward(context, distributed=True, tile=tile, whole=given.get(WHOLE), **facts)
+        forward = _forward_of_part(decoder, context, given, args)
+    forward = _with_lengths(forward, decoder, given.get(WHOLE))
     context.varied = context.varied or forward.documents is not None or forward.tree is not None
-    enter(model, forward)
+    enter(model, replace(forward, tile=tile))
     return args, kept
 
 
@@ -126,14 +135,14 @@ def _tokens(given: Arguments, args: tuple[Any, ...]) -> torch.Tensor:
     return found
 
 
-def _part_facts(decoder: Any, context: LayerContext, given: Arguments, args: tuple[Any, ...]) -> Arguments:
-    """Return the facts of a batch of this rank's part: check by the positions that it is one, and find its documents.
+def _forward_of_part(decoder: Any, context: LayerContext, given: Arguments, args: tuple[Any, ...]) -> Forward:
+    """Return the forward of this rank's part of a batch: check by the positions that it is one, and find its documents.
 
     Only a single rank may omit the positions. With several ranks they are required: code that omits them does not
     slice sequences, and its whole batch would be treated as a part.
     """
-    tokens, told = _tokens(given, args), places(decoder, given)
-    if told is None and context.size > 1:
+    tokens, stated = _tokens(given, args), places(decoder, given)
+    if stated is None and context.size > 1:
         raise UnsupportedError(
             f"a batch without position_ids on {context.size} ranks",
             "each rank takes its part of a sequence, and the batch does not show that it is a part",
@@ -146,9 +155,9 @@ def _part_facts(decoder: Any, context: LayerContext, given: Arguments, args: tup
         beside = [name for name in packed.FLASH_KEYS if given.get(name) is not None]
         tree = trees.tree_of(given[trees.KEY], tokens.shape[1] * context.size, beside)
         positions = shard_sequence(tree.positions(tokens.device), group=context.group)
-        _check_told(told, positions, context, number)
+        _check_stated(stated, positions, context, number)
     else:
-        documents, positions = _documents(given, told, tokens, context, number)
+        documents, positions = _documents(given, stated, tokens, context, number)
     padding = padding_of(decoder)
     if padding is not None and tokens.dim() == 2:
         positions = after_padding(tokens, documents, padding, context.group)
@@ -157,67 +166,71 @@ def _part_facts(decoder: Any, context: LayerContext, given: Arguments, args: tup
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor):
         check_right(mask, context.group)
-    return {
-        "documents": documents,
-        "tree": tree,
-        "given": given.get("position_ids"),
-        "positions": positions,
-        "mask": mask if isinstance(mask, torch.Tensor) else None,
-        "longest": tokens.shape[1] * context.size,
-    }
+    return Forward(
+        context,
+        distributed=True,
+        documents=documents,
+        tree=tree,
+        given=given.get("position_ids"),
+        positions=positions,
+        mask=mask if isinstance(mask, torch.Tensor) else None,
+    )
 
 
 def _documents(
     given: Arguments,
-    told: torch.Tensor | None,
+    stated: torch.Tensor | None,
     tokens: torch.Tensor,
     context: LayerContext,
     number: torch.Tensor | None,
 ) -> tuple[packed.Documents | None, torch.Tensor]:
     """Return the documents of every row, None if each row is one, and the positions of this rank's tokens."""
     batch, local = tokens.shape[:2]
-    device = tokens.device if told is None else told.device
+    device = tokens.device if stated is None else stated.device
     plain = local_positions(local * context.size, group=context.group, device=device)[None]
     if given.get("cu_seq_lens_q") is not None or given.get("cu_seq_lens_k") is not None:
         found = packed.of_offsets(given, batch, local * context.size)
         if not packed.single(found):
             plain = shard_sequence(packed.positions_of(found, device), group=context.group)
-        _check_told(told, plain, context, number)
-    elif told is None or context.options.verify == "off":
-        return None, plain if told is None else told
+        _check_stated(stated, plain, context, number)
+    elif stated is None or context.options.verify == "off":
+        return None, plain if stated is None else stated
     else:
-        known = packed.of_ranks(told, plain, local, context.group, number)
+        known = packed.of_ranks(stated, plain, local, context.group, number)
         if known is None:
-            checks.refuse_positions(told, context, local)
+            checks.refuse_positions(stated, context, local)
         found = known * batch if len(known) == 1 else known
-    return (None if packed.single(found) else found), plain if told is None else told
+    return (None if packed.single(found) else found), plain if stated is None else stated
 
 
-def _check_told(
-    told: torch.Tensor | None, expected: torch.Tensor, context: LayerContext, number: torch.Tensor | None
+def _check_stated(
+    stated: torch.Tensor | None, expected: torch.Tensor, context: LayerContext, number: torch.Tensor | None
 ) -> None:
     """Check a batch whose documents are known: the ranks hold parts of one, and its positions are theirs."""
     if context.options.verify == "off":
         return
     batch_number.check_same(number, context.group, expected.device)
-    if told is not None and not checks.equal(told, expected):
-        checks.refuse_positions(told, context, expected.shape[1])
+    if stated is not None and not checks.equal(stated, expected):
+        checks.refuse_positions(stated, context, expected.shape[1])
 
 
-def _with_longest(decoder: Any, context: LayerContext, facts: Arguments, whole: Any) -> Arguments:
-    """Return the facts with the tokens that were added, the longest document, and no position beyond it.
+def _with_lengths(forward: Forward, decoder: Any, whole: WholeBatch | None) -> Forward:
+    """Return the forward with its longest document, the tokens that were added, and no position beyond that document.
 
     Nothing attends to added tokens, but a table may end before their positions.
     """
-    length, positions, padding = facts["longest"], facts["positions"], padding_of(decoder)
+    assert forward.positions is not None
+    positions, padding = forward.positions, padding_of(decoder)
+    length = positions.shape[1] * forward.context.size
     added = 0 if whole is None else length - whole.length
-    if (tree := facts.get("tree")) is not None:
-        return facts | {"longest": int(tree.positions().max()) + 1, "added": added}
-    ends = facts["documents"] or ((0, length),)
-    longest = max(hi - lo for offsets in ends for lo, hi in pairwise((*offsets[:-1], offsets[-1] - added)))
-    if added:
-        positions = positions.clamp(max=longest + (-1 if padding is None else padding))
-    return facts | {"longest": longest, "added": added, "positions": positions}
+    if forward.tree is not None:
+        longest = int(forward.tree.positions().max()) + 1
+    else:
+        ends = forward.documents or ((0, length),)
+        longest = max(hi - lo for offsets in ends for lo, hi in pairwise((*offsets[:-1], offsets[-1] - added)))
+        if added:
+            positions = positions.clamp(max=longest + (-1 if padding is None else padding))
+    return replace(forward, longest=longest, added=added, positions=positions, whole=whole)
 
 
 def _positions(kwargs: Arguments, forward: Forward, tokens: torch.Tensor) -> torch.Tensor:

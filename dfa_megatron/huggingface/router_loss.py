@@ -46,16 +46,14 @@ def _balance(forward: Forward, gate_logits: tuple[torch.Tensor, ...], experts: i
         gate_logits: of every layer (batch x local_seq, experts).
     """
     device = gate_logits[0].device
-    counts = torch.zeros(experts, device=device)
-    chances, rows = torch.zeros_like(counts), torch.zeros(1, device=device)
+    counted = _counted(forward, len(gate_logits[0]), device)
+    counts, chances = torch.zeros(2, experts, device=device)
     for logits in gate_logits:
         weights = torch.softmax(logits.to(device), dim=-1)
-        counted = _counted(forward, len(weights), device)
         chosen = torch.topk(weights, top_k, dim=-1).indices
         counts = counts.scatter_add(0, chosen.flatten(), counted.repeat_interleave(top_k))
         chances = chances + (weights.float() * counted[:, None]).sum(0)
-        rows = rows + counted.sum()
-    sums = torch.cat((counts, chances, rows))
+    sums = torch.cat((counts, chances, counted.sum()[None] * len(gate_logits)))
     if forward.context.group:
         sums = _Summed.apply(sums, forward.context.group)  # type: ignore[no-untyped-call]
     counts, chances, rows = sums.split((experts, experts, 1))

@@ -198,7 +198,6 @@ def test_a_recompute_in_another_thread_has_its_documents(reentrant: bool) -> Non
 
 
 def own_checkpoint(model: Any, keeps: bool) -> Any:
-    """Checkpoint every layer by a function of the user's own, which keeps keywords or not."""
     for layer in model.model.layers:
 
         def forward(*args: Any, own: Any = layer.forward, **kwargs: Any) -> Any:
@@ -210,16 +209,14 @@ def own_checkpoint(model: Any, keeps: bool) -> Any:
 
 
 def two_models(rank: int, world_size: int) -> None:
-    """Two models between whose forwards and backwards the other one runs, one of them on packs."""
     whole = text(1, 12, seed=3)
     pack = whole | {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])}
     parts = [dfa_hf.shard_batch(batch) for batch in (pack, whole)]
     wanted = []
     for checkpointed in (False, True):
         models = [dfa_hf.distribute_attention(build(kind).double(), accelerate=True) for kind in ("Llama", "Qwen3")]
-        if checkpointed:
-            own_checkpoint(models[0], keeps=True)
-            own_checkpoint(models[1], keeps=False)
+        for model, keeps in zip(models, (True, False), strict=True) if checkpointed else ():
+            own_checkpoint(model, keeps)
         losses = [model(**part).loss for model, part in zip(models, parts, strict=True)]
         for loss in losses:
             loss.backward()

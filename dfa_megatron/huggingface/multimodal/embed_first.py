@@ -6,9 +6,11 @@ So images may lie anywhere in the sequence, across ranks too, and every rank run
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import TYPE_IDS
@@ -33,11 +35,11 @@ _OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 
 def take_whole(
     model: Any, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: torch.Tensor | None
-) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+) -> tuple[tuple[Any, ...], dict[str, Any], Forward]:
     """Check that a multimodal model is given whole sequences; the ranks compare a number made of their tokens.
 
     Returns:
-        The arguments for the model, and the facts of the call for its `Forward`.
+        The arguments for the model, and the forward of the call.
 
     Raises:
         UnsupportedError: other tokens than the other ranks', embeddings, a tree, or padding that is not on the right.
@@ -59,19 +61,19 @@ def take_whole(
         own = batch_number.number_of(seen, cut=False)
         batch_number.check_same(own if number is None else own + number, context.group, own.device)
     images = take_images(model, kept)
-    facts = whole_facts(context, kept, positions)
-    if facts["mask"] is not None:
+    forward = forward_of_whole(context, kept, positions)
+    if forward.mask is not None:
         del kept["attention_mask"]
     if positions is not None and positions.dim() == 2:
         # Models would look for documents in them, and make masks of their own.
         if has_axes(decoder):
             refuse_axes(decoder, positions, embedded=True)
         del kept["position_ids"]
-    return (), kept, facts | {"images": images}
+    return (), kept, replace(forward, images=images)
 
 
-def whole_facts(context: LayerContext, given: dict[str, Any], positions: torch.Tensor | None) -> dict[str, Any]:
-    """Return the facts of whole sequences, the same on every rank, for a `Forward`.
+def forward_of_whole(context: LayerContext, given: dict[str, Any], positions: torch.Tensor | None) -> Forward:
+    """Return the forward of whole sequences, which are the same on every rank.
 
     Args:
         given: the arguments of the call, with input_ids or inputs_embeds.
@@ -82,27 +84,29 @@ def whole_facts(context: LayerContext, given: dict[str, Any], positions: torch.T
     """
     tokens = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
     rows, length = tokens.shape[:2]
-    told = None if positions is None else positions if positions.dim() == 2 else positions[0]
-    own_axes = positions is not None and positions.dim() == 3 and positions.shape[0] == 3
-    documents = None
-    if told is not None and not own_axes and context.options.verify != "off":
-        documents = of_positions(told.expand(rows, -1))
+    stated, documents = positions, None
+    if positions is not None and positions.dim() == 3:
+        stated = None if positions.shape[0] == 3 else positions[0]  # three axes of a tower's own have no places
+    if stated is None:
+        stated = torch.arange(length, device=tokens.device)[None]
+    elif context.options.verify != "off":
+        documents = of_positions(stated.expand(rows, -1))
         if documents is None:
-            refuse_positions(told, context, length // context.size)
+            refuse_positions(stated, context, length // context.size)
         documents = None if single(documents) else documents
-    plain = torch.arange(length, device=tokens.device)[None] if told is None or own_axes else told
     mask = given.get("attention_mask")
     mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
     if mask is not None:
         check_right(mask)
         mask = shard_sequence(mask, group=context.group)
-    return {
-        "documents": documents,
-        "given": positions if positions is not None and positions.dim() == 2 else None,
-        "positions": shard_sequence(plain, group=context.group),
-        "mask": mask,
-        "longest": length,
-    }
+    return Forward(
+        context,
+        distributed=True,
+        documents=documents,
+        given=positions if positions is not None and positions.dim() == 2 else None,
+        positions=shard_sequence(stated, group=context.group),
+        mask=mask,
+    )
 
 
 def _tokens_of_text(given: dict[str, Any], context: LayerContext) -> dict[str, Any]:
@@ -112,10 +116,10 @@ def _tokens_of_text(given: dict[str, Any], context: LayerContext) -> dict[str, A
         for name in ("input_ids", "attention_mask", TYPE_IDS)
         if given.get(name) is not None
     }
-    told = dict.fromkeys({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k"} & {*given})  # by positions alone
+    known = dict.fromkeys({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k"} & {*given})  # by positions alone
     if given.get("cu_seq_lens_q") is not None:
-        told["position_ids"] = torch.cat(gathered(given["position_ids"], context.group), 1)
-    return whole | told
+        known["position_ids"] = torch.cat(gathered(given["position_ids"], context.group), 1)
+    return whole | known
 
 
 def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward) -> dict[str, Any]:
@@ -126,7 +130,8 @@ def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], forward: For
     """
     check_by_name(args)
     known = (*_ALONG, *_OF_LOSS, _OF_IMAGES)
-    uncut = ", ".join(name for name, x in kwargs.items() if _has_tensors(x) and name not in known)
+    tensors = {name for name, x in kwargs.items() if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(x))}
+    uncut = ", ".join(name for name in kwargs if name in tensors and name not in known)
     if uncut:
         raise UnsupportedError(
             f"{uncut} for the decoder of a multimodal model",
@@ -158,8 +163,3 @@ def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], forward: For
         mine[:, local_positions(length, group=group, device=marked.device)] = True
         kept[_OF_IMAGES] = [x[mine[marked]] for x in features]
     return kept
-
-
-def _has_tensors(value: Any) -> bool:
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-    return any(isinstance(x, torch.Tensor) for x in values)

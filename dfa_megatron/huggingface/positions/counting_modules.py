@@ -24,7 +24,8 @@ LOCAL_ROPE = ("dynamic", "longrope")
 
 def rotaries_of(decoder: Any) -> list[torch.nn.Module]:
     """Return the rotary embeddings that a decoder calls itself and whose frequencies depend on the batch."""
-    return [child for child in decoder.children() if _local(getattr(child, "rope_type", None))]
+    kinds = {child: getattr(child, "rope_type", None) for child in decoder.children()}  # one, or by kind of layer
+    return [c for c, k in kinds.items() if any(x in LOCAL_ROPE for x in (k.values() if isinstance(k, dict) else (k,)))]
 
 
 def table_of(decoder: Any) -> torch.nn.Module | None:
@@ -50,11 +51,6 @@ def hook(decoder: Any) -> None:
     if (table := table_of(decoder)) is not None:
         table.register_forward_pre_hook(_with_positions, with_kwargs=True)
         table.register_forward_hook(_of_rows)
-
-
-def _local(kind: Any) -> bool:
-    """Return whether a rotary embedding's type, or one of its types by kind of layer, depends on the batch."""
-    return any(each in LOCAL_ROPE for each in (kind.values() if isinstance(kind, dict) else (kind,)))
 
 
 def _takes(module: Any) -> bool:

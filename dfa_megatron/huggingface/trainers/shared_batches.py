@@ -66,7 +66,8 @@ def _cut(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     whole = WholeBatch(rows, length, None if labels is None else (labels[..., 1:] != IGNORED).any())
     part = shard_batch(padded(batch, context.size), group=context.group or None)
     made = part.keys() - {"num_items_in_batch"}
-    others = ", ".join(name for name, x in given.items() if name in made or _has_tokens(x, length))
+    of_tokens = {name for name, x in given.items() if isinstance(x, torch.Tensor) and length in x.shape}
+    others = ", ".join(name for name in given if name in made | of_tokens)
     if others:
         raise UnsupportedError(
             f"{others} beside the tokens of a shared batch",
@@ -117,11 +118,6 @@ def _join(model: Any, args: Any, output: Any) -> Any:
         elif not model.training and name in _OF_TOKENS and (name != "logits" or reads_logits() is not False):
             output[name] = tree_map_only(torch.Tensor, whole, value)  # type: ignore[index]
     return output
-
-
-def _has_tokens(value: Any, length: int) -> bool:
-    """Return whether an argument may hold something for each token of whole sequences."""
-    return isinstance(value, torch.Tensor) and length in value.shape
 
 
 _OF_TOKENS = ("loss", "logits", "last_hidden_state", "hidden_states")
