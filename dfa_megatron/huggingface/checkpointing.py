@@ -103,6 +103,8 @@ def keep_forward(model: torch.nn.Module) -> None:
         own = vars(module).get(_FUNCTION)
         if own is not None and getattr(own, "func", None) is not _checkpoint:
             setattr(module, _FUNCTION, functools.partial(_checkpoint, own))
+        elif hasattr(module, "gradient_checkpointing"):
+            return  # transformers sets those of all modules together
 
 
 def _checkpoint(own: Callable[..., Any], layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:

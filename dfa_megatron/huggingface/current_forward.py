@@ -37,8 +37,8 @@ class LayerContext:
     accelerate: batches come from accelerate: in evaluation every rank has whole sequences of its own, and the loss of
         this rank's tokens is weighed by who called the model.
     multimodal: the decoder belongs to a model with towers, which embeds whole sequences.
-    local: within `local_attention`, in training and evaluation alike.
-    varied: whether a forward was ever unlike a plain one: local, or with documents. A recompute then needs its own.
+    local: within `local_attention`.
+    varied: a forward was local, or had documents or a tree, so that a recompute needs its own.
     """
 
     group: str

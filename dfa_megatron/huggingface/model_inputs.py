@@ -121,9 +121,8 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> Call:
         del kept["position_ids"]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         kept[KEYWORD] = forward  # the decoder passes every keyword to its layers
-    if forward.images is not None:
+    if (images := forward.images) is not None:
         assert isinstance(mask, dict)
-        images = forward.images
         kept["attention_mask"] = {k: ImageMask(m, images[k]) if k in images else m for k, m in mask.items()}
     elif not isinstance(mask, dict) and (forward.documents or forward.tree or forward.added):
         kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)

@@ -66,9 +66,8 @@ def _counted(forward: Forward, rows: int, device: torch.device) -> torch.Tensor:
     context, positions = forward.context, forward.positions
     assert positions is not None
     local = positions.shape[-1]
-    counted = torch.ones(rows // local, local, device=device)
-    if forward.mask is not None:
-        counted = counted * forward.mask.to(counted)
+    shape = rows // local, local
+    counted = torch.ones(shape, device=device) if forward.mask is None else forward.mask.to(device, torch.float32)
     if forward.added:
         whole = local * context.size
         counted = counted * (local_positions(whole, group=context.group, device=device) < whole - forward.added)
