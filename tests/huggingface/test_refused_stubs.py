@@ -50,9 +50,9 @@ def trained(**given: Any) -> None:
     from transformers import Trainer
 
     names = ("eval_use_gather_object", "include_num_input_tokens_seen", "gradient_checkpointing")
-    own = {"label_smoother": None, "compute_loss_func": None, "model_init": given.get("model_init")}
-    asked = Stub(**dict.fromkeys(names, False) | given)
-    distribute_trainer._check(Stub(**own, compute_loss=Trainer.compute_loss, args=asked), REMAT)
+    own = dict.fromkeys(("label_smoother", "compute_loss_func", "model_init")) | given
+    asked, model = Stub(**dict.fromkeys(names, False) | given), Stub(config=Stub(output_router_logits=True))
+    distribute_trainer._check(Stub(**own, model=model, compute_loss=Trainer.compute_loss, args=asked), REMAT)
 
 
 def accelerated(tp_size: int = 1, distributed_type: str = "NO", dispatch_batches: bool = False) -> None:
@@ -99,6 +99,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("with DeepSpeed", lambda: accelerated(distributed_type="DEEPSPEED")),
     ("dispatch_batches=True", lambda: accelerated(dispatch_batches=True)),
     ("model_init", lambda: trained(model_init=build)),
+    ("label_smoothing_factor with", lambda: trained(label_smoother=1)),
     ("tokens_seen with", lambda: trained(include_num_input_tokens_seen="all")),
     ("gradient_checkpointing=True", lambda: trained(gradient_checkpointing=True)),
 ]

@@ -137,7 +137,7 @@ def check_loss(model: Any, given: dict[str, Any], context: LayerContext) -> None
         return
     if (mask := given.get("attention_mask")) is not None and mask.dim() == 2:
         shifted = given.get("shift_labels")
-        if context.multimodal:
+        if context.multimodal and not batch_number.is_cut(given.get(batch_number.KEY)):
             mask = shard_sequence(mask, group=context.group)
         check_unlabelled(mask, given["labels"] if shifted is None else shifted)
     if context.size == 1:

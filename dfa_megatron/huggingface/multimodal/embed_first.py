@@ -59,7 +59,7 @@ def take_whole(
     if context.options.verify != "off":
         seen = {name: kept[name] for name in ("input_ids", "position_ids") if kept.get(name) is not None}
         own = batch_number.number_of(seen, cut=False)
-        batch_number.check_same(own if number is None else own + number, context.group, own.device)
+        batch_number.check_same(own if number is None else own + number.to(own.device), context.group, own.device)
     images = take_images(model, kept)
     forward = forward_of_whole(context, kept, positions)
     if forward.mask is not None:
@@ -152,7 +152,7 @@ def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], forward: For
         if has_axes(module):
             refuse_axes(module, theirs, embedded=kwargs.get("inputs_embeds") is not None)
         if forward.given is None and not equal(theirs, torch.arange(length, device=theirs.device)[None]):
-            refuse_positions(theirs, forward.context, length)
+            refuse_positions(theirs, forward.context, length // forward.context.size)
     elif theirs is not None and theirs.shape[0] == 3:  # of a tower's own: beside them the places of tokens
         kept["position_ids"] = torch.cat((plain.expand(1, rows, -1), kept["position_ids"]))
     elif theirs is None and forward.given is None and has_axes(module):
