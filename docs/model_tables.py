@@ -10,7 +10,7 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "models.json"
-LIST = DOCS.parent / "dfa_megatron" / "huggingface" / "exact_types.py"
+LIST = DOCS.parent / "dfa_megatron" / "huggingface" / "checks" / "exact_types.py"
 
 
 def results() -> dict[str, Any]:

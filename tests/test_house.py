@@ -52,11 +52,11 @@ LONG_FUNCTIONS_FOR_NOW = {
 BUDGETS = {
     "benchmarks": 7_513,
     "cli": 1_118,
-    "deepspeed": 1_454,
+    "deepspeed": 1_440,
     "doctor": 1_276,
-    "huggingface": 4_554,
+    "huggingface": 4_550,
     "kernels": 3_742,
-    "loss": 800,
+    "loss": 791,
     "megatron": 4_639,
     "plan": 5_603,
     "plan_run": 182,
@@ -65,7 +65,7 @@ BUDGETS = {
     "remat": 535,
     "runtime": 6_276,
     "testing": 487,
-    "tests": 40_186,
+    "tests": 40_181,
     "top": 1_437,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

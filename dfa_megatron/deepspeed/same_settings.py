@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dfa_megatron.deepspeed.json_block import KEY, keys_like_ours
@@ -31,7 +30,8 @@ def check_same(settings: Mapping[str, Any]) -> None:
         return
     asked = {key: settings[key] for key in settings if key in _COUNTS or key in keys_like_ours(settings)}
     asked["zero_optimization.stage"] = (settings.get("zero_optimization") or {}).get("stage", 0)
-    found = [json.loads(text) for text in _gathered(json.dumps(asked, sort_keys=True, default=str))]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, json.loads(json.dumps(asked, sort_keys=True, default=str)))
     other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
     if other is not None and any(keys_like_ours(each) for each in found):
         difference = _difference(found, other)
@@ -48,17 +48,3 @@ def _difference(found: list[dict[str, Any]], rank: int) -> str:
     key = min((key for key in first | other if first.get(key) != other.get(key)), key=lambda key: (key != KEY, key))
     said = [f"{key}={json.dumps(each[key])}" if key in each else f"no {key}" for each in (first, other)]
     return f"{said[0]} on rank 0, {said[1]} on rank {rank}"
-
-
-def _gathered(text: str) -> list[str]:
-    """Gather a text from every rank of the default group, in their order."""
-    from deepspeed.accelerator import get_accelerator
-
-    device = "cpu" if "gloo" in str(dist.get_backend()) else get_accelerator().current_device_name()
-    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(mine)], device=device))
-    longest = max(int(length) for length in lengths)
-    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in lengths]
-    dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - len(mine))))
-    return [bytes(each[: int(length)].tolist()).decode() for each, length in zip(texts, lengths, strict=True)]

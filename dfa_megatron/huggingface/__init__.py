@@ -12,8 +12,8 @@ dfa_hf.distribute_trainer(trainer, size=8)  # or let HF Trainer, TRL's SFTTraine
 dfa_hf.distribute_accelerator(accelerator, model, size=8)   # or a loop around accelerate
 """
 
-from dfa_megatron.huggingface.attention_function import NAME
 from dfa_megatron.huggingface.batch import shard_batch
+from dfa_megatron.huggingface.current_forward import NAME
 from dfa_megatron.huggingface.distribute import distribute_attention, local_attention
 from dfa_megatron.huggingface.loss import causal_lm_loss
 from dfa_megatron.huggingface.proof import prove

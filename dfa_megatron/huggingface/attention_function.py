@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from dfa_megatron.attention import dist_flash_attn_func, dist_flash_attn_varlen_func
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext, run_of
-from dfa_megatron.huggingface.padding import CAUSAL, refuse_ready_mask
-from dfa_megatron.huggingface.parts.image_masks import ImageMask, Images, mask_of
-from dfa_megatron.huggingface.positions.document_starts import KEYWORD, Documents, in_chunks
-from dfa_megatron.huggingface.positions.prompt_trees import Tree, refuse_in_layer
-from dfa_megatron.huggingface.positions.temperature import has_temperature, tempered
+from dfa_megatron.huggingface.checks.padding import CAUSAL
+from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, forward_of
+from dfa_megatron.huggingface.multimodal.image_masks import ImageMask, Images, mask_of
+from dfa_megatron.huggingface.positions.counting_modules import has_temperature, tempered
+from dfa_megatron.huggingface.positions.document_starts import Documents, in_chunks
+from dfa_megatron.huggingface.positions.prompt_trees import refuse_in_layer
 from dfa_megatron.huggingface.windows import OtherMask, WindowMask, chunk_of, window_of
 from dfa_megatron.runtime.agreement.calls import at_layer
-
-NAME = "dfa"
-"""As in `model.set_attn_implementation(NAME)`. A name with "flash" in it would change how models build their inputs."""
-
-_CHECKED = "_dfa_checked"
-"""The attribute of a mask that need not be read."""
 
 
 def register() -> None:
@@ -71,74 +65,109 @@ def attention(
             "the layer does not know the process group",
             "dfa_megatron.huggingface.distribute_attention(model, group=...)",
         )
-    if dropout:
-        raise UnsupportedError(
-            f"attention dropout {dropout}", "the block kernels have no dropout", "config.attention_dropout=0.0"
-        )
-    if is_causal is False:
-        _refuse_not_causal()
-    _check_layer(module, {"attn_logit_softcapping": softcap, "sinks": s_aux}, others)
-    _check_tokens(query.shape[2], key.shape[2], attention_mask)
-    assert not isinstance(attention_mask, torch.Tensor | OtherMask)
     images = attention_mask.images if isinstance(attention_mask, ImageMask) else None
-    attention_mask = attention_mask.window if isinstance(attention_mask, ImageMask) else attention_mask
-    windowed = attention_mask if isinstance(attention_mask, WindowMask) else None
-    batch, whole = query.shape[0], query.shape[2] * context.size
-    documents = others[KEYWORD] if KEYWORD in others else run_of(module)[0]
-    tree, documents = (documents, None) if isinstance(documents, Tree) else (None, documents)
-    query = tempered(module, query, documents, context.group)
-    if chunk := chunk_of(module, windowed):
-        windowed, documents = None, in_chunks(documents or ((0, whole),) * batch, chunk)
-    window = window_of(module, windowed, sliding_window, whole)
-    asked: dict[str, Any] = {
+    mask = attention_mask.window if isinstance(attention_mask, ImageMask) else attention_mask
+    batch, whole, forward = query.shape[0], query.shape[2] * context.size, forward_of(module)
+    asks = (
+        mask if isinstance(mask, WindowMask) else None if mask is None else type(mask),
+        sliding_window,
+        (whole, query.shape[2], key.shape[2]),
+        dropout,
+        is_causal,
+        tuple(name for name, value in (("attn_logit_softcapping", softcap), ("sinks", s_aux)) if value is None),
+        tuple(name for name in ("position_bias", "head_mask") if others.get(name) is not None),
+    )
+    window, chunk = _checked(module, asks)
+    call: dict[str, Any] = {
         "group": context.group,
-        "causal": True,
         "softmax_scale": scaling,
-        "window_size": window,
         "softcap": softcap or 0.0,
         "sinks": s_aux,
         "config": context.options,
     }
-    q, k, v = (x.transpose(1, 2) for x in _autocast(query, key, value))
+    documents = forward.documents
+    if documents is None and (chunk or images is not None):
+        documents = ((0, whole),) * batch
+    if documents is not None and chunk:
+        documents = in_chunks(documents, chunk)
+    q, k, v = (x.transpose(1, 2) for x in _autocast(tempered(module, query, forward), key, value))
     number = int(getattr(module, "layer_idx", None) or 0) + 1
     # Without autocast: kernels choose their precision themselves.
     with torch.autocast(query.device.type, enabled=False), at_layer(number):
-        if tree is not None:
-            counting = {
-                "a window": window != (-1, -1),
-                "chunks": chunk,
-                "a temperature": has_temperature(module),
-            }
-            if any(counting.values()):
-                refuse_in_layer(module, " and ".join(name for name, there in counting.items() if there))
-            return _run_tree(q, k, v, tree, asked), None
-        if images is not None:
-            return _run_with_images((q, k, v), documents or ((0, whole),) * batch, images, asked), None
-        return _run(q, k, v, documents, asked), None
+        if forward.tree is not None:
+            counts = {"a window": window != (-1, -1), "chunks": chunk, "a temperature": has_temperature(module)}
+            if any(counts.values()):
+                refuse_in_layer(module, " and ".join(name for name, there in counts.items() if there))
+            out: Any = dist_flash_attn_func(q, k, v, mask=forward.tree.mask, **call)
+        elif documents is None:
+            out = dist_flash_attn_func(q, k, v, causal=True, window_size=window, **call)
+        else:
+            out = _by_rows((q, k, v), documents, images, window, call)
+        return out, None
 
 
-def _refuse_not_causal() -> NoReturn:
-    raise UnsupportedError("attention that is not causal", "models are distributed with a causal mask", CAUSAL)
+def _by_rows(
+    qkv: tuple[torch.Tensor, ...],
+    documents: Documents,
+    images: tuple[Images, ...] | None,
+    window: tuple[int, int],
+    call: dict[str, Any],
+) -> torch.Tensor:
+    """Compute attention row by row: each has documents, and images, at places of its own."""
+    rows, out = zip(*qkv, strict=True), list[Any]()
+    for at, (row, offsets) in enumerate(zip(rows, documents, strict=True)):
+        if images is None:
+            out.append(dist_flash_attn_varlen_func(*row, offsets, causal=True, window_size=window, **call))
+        else:
+            mask = mask_of(images[at], offsets, window[0])
+            out.append(dist_flash_attn_func(*(x[None] for x in row), mask=mask, **call)[0])
+    return out[0][None] if len(out) == 1 else torch.stack(out)
 
 
-def _check_layer(module: torch.nn.Module, passed: dict[str, Any], others: dict[str, Any]) -> None:
+_CHECKED = "_dfa_checked"
+"""The attribute of a layer for what it asked last, and of a mask that need not be read."""
+
+
+def _checked(module: torch.nn.Module, asks: tuple[Any, ...]) -> tuple[tuple[int, int], int | None]:
+    """Return a layer's window and the tokens of its chunks; check a call that asks for other things than its last one.
+
+    Raises:
+        UnsupportedError: attention would not be what the layer asks for.
+    """
+    known: tuple[Any, tuple[int, int], int | None] | None = vars(module).get(_CHECKED)
+    if known is not None and known[0] == asks:
+        return known[1:]
+    mask, size, lengths, dropout, causal, kept, more = asks
+    _check_layer(module, dropout, causal, kept, more)
+    _check_mask(mask, lengths)
+    chunk = chunk_of(module, mask)
+    window = window_of(module, None if chunk else mask, size, lengths[0])
+    setattr(module, _CHECKED, (asks, window, chunk))
+    return window, chunk
+
+
+def _check_layer(
+    module: torch.nn.Module, dropout: float, causal: bool | None, kept: tuple[str, ...], more: tuple[str, ...]
+) -> None:
     """Refuse a layer that is not causal, or whose scores the kernels would not make.
 
     Args:
-        passed: what a layer may have as an attribute and must hand over.
-        others: the layer's other keywords.
+        kept: what a layer may have as an attribute, but did not hand over.
+        more: what no kernel takes.
     """
     layer = type(module).__name__
-    if getattr(module, "is_causal", True) is False:
-        _refuse_not_causal()
-    if others.get("position_bias") is not None:
-        asked = f"position_bias in a layer of type {layer}"
-        raise UnsupportedError(asked, "the block kernels take no bias", CAUSAL)
-    if others.get("head_mask") is not None:
-        raise UnsupportedError(f"head_mask in a layer of type {layer}", "the block kernels mask no heads", CAUSAL)
-    for name, value in passed.items():
+    if dropout:
+        raise UnsupportedError(
+            f"attention dropout {dropout}", "the block kernels have no dropout", "config.attention_dropout=0.0"
+        )
+    if causal is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedError("attention that is not causal", "models are distributed with a causal mask", CAUSAL)
+    for name in more:
+        why = "the block kernels take no bias" if name == "position_bias" else "the block kernels mask no heads"
+        raise UnsupportedError(f"{name} in a layer of type {layer}", why, CAUSAL)
+    for name in kept:
         # A layer that has one of these and keeps it applies it in a way that would be lost here.
-        if value is None and getattr(module, name, None) is not None:
+        if getattr(module, name, None) is not None:
             raise UnsupportedError(
                 f"{name} in a layer of type {layer}",
                 "the layer does not hand it to its attention implementation",
@@ -146,58 +175,22 @@ def _check_layer(module: torch.nn.Module, passed: dict[str, Any], others: dict[s
             )
 
 
-def _check_tokens(queries: int, keys: int, mask: Any) -> None:
+def _check_mask(mask: Any, lengths: tuple[int, int, int]) -> None:
     """Refuse a key cache, and masks that the plan does not hold."""
+    _, queries, keys = lengths
     if queries != keys:
         raise UnsupportedError(
             f"attention of {queries} tokens over {keys}",
             "there is no key cache: every rank holds as many queries as keys",
             "with dfa_megatron.huggingface.local_attention(model), on whole sequences",
         )
-    if isinstance(mask, OtherMask):
+    if isinstance(mask, type):
         raise UnsupportedError(
             "a mask beyond causal and sliding window",
             "prefixes and blocks are not planned, and verify='off' does not see packed documents; under torch.compile "
             "transformers asks for such a mask whatever the batch",
             f"{CAUSAL}, in a model that is not compiled",
         )
-    if isinstance(mask, torch.Tensor):
-        refuse_ready_mask()
-
-
-def _run_with_images(
-    qkv: tuple[torch.Tensor, ...], documents: Documents, images: tuple[Images, ...], asked: dict[str, Any]
-) -> torch.Tensor:
-    """Compute attention row by row, each with a mask of its own: the images of rows lie at other places."""
-    left, _ = asked.pop("window_size")
-    del asked["causal"]
-    rows: list[Any] = [
-        dist_flash_attn_func(*(x[row : row + 1] for x in qkv), mask=mask_of(images[row], offsets, left), **asked)
-        for row, offsets in enumerate(documents)
-    ]
-    return torch.cat(rows)
-
-
-def _run_tree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: Tree, asked: dict[str, Any]) -> torch.Tensor:
-    """Compute attention of segments that share prefixes."""
-    del asked["causal"], asked["window_size"]
-    out: Any = dist_flash_attn_func(q, k, v, mask=tree.mask, **asked)
-    whole: torch.Tensor = out
-    return whole
-
-
-def _run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents | None, asked: dict[str, Any]
-) -> torch.Tensor:
-    """Compute attention of whole sequences, or of packed documents row by row."""
-    out: Any
-    if documents is None:
-        out = dist_flash_attn_func(q, k, v, **asked)
-    else:
-        out = [dist_flash_attn_varlen_func(*row, **asked) for row in zip(q, k, v, documents, strict=True)]
-        out = out[0][None] if len(out) == 1 else torch.stack(out)
-    whole: torch.Tensor = out
-    return whole
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

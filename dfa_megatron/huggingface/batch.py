@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.padding import IGNORED, check_right, check_unlabelled
+from dfa_megatron.huggingface.checks.padding import IGNORED, check_right, check_unlabelled
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions import prompt_trees as trees
@@ -21,7 +21,7 @@ TYPE_IDS = "token_type_ids"
 KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", TYPE_IDS, *packed.FLASH_KEYS, trees.KEY)
 """What may be in a batch of text."""
 
-OTHER_SENSES = (
+MEDIA = (
     *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_grid_thw", "video_grid_thw", "image_sizes"),
     *("second_per_grid_ts", "image_position_ids", "video_position_ids", "mm_token_type_ids"),
     *("input_features", "input_features_mask", "feature_attention_mask"),
@@ -36,13 +36,14 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
 
     Args:
         batch: "input_ids" (batch, seq) and, if wanted, "labels" (batch, seq), not shifted, -100 where there is no loss.
-            "attention_mask" may be there with padding on the right, whose labels are -100; it is checked and left out,
-            because a causal mask hides padding. "position_ids" (batch or 1, seq) may be there; they restart
+            "attention_mask" may be there with padding on the right, whose labels are -100; it is checked, and kept only
+            for losses that count tokens, because a causal mask hides padding. "position_ids" (batch or 1, seq) may be
+            there; they restart
             at 0 where a document of a packed row begins. "cu_seq_lens_q", "cu_seq_lens_k", as transformers'
             padding-free collators make them, say the same. In place of both, "prompt_tree" may hold (lengths, parents)
             of segments that share prefixes, as `masks.prompt_tree` takes them; all rows have these segments.
             "token_type_ids" (batch, seq) go with the tokens.
-            With `OTHER_SENSES`, such as "pixel_values", the batch is for a model of several parts, which embeds whole
+            With `MEDIA`, such as "pixel_values", the batch is for a multimodal model, which embeds whole
             sequences; "position_ids" may then have axes (4, batch, seq), the first of them places.
         group: the ranks that share the sequence; seq must be a multiple of their number.
 
@@ -52,14 +53,14 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         ranks, divided by P. With these a transformers model computes `causal_lm_loss` by itself. Of packed documents
         also "cu_seq_lens_q" = "cu_seq_lens_k", int32 (documents + 1) on the CPU: offsets into the whole rows, one row
         after another. Left there they cost the layers no synchronisation. On several ranks "dfa_batch_number", by which
-        the model's forward finds that the ranks had the same batch. For a model of several parts, "input_ids" and
+        the model's forward finds that the ranks had the same batch. For a multimodal model, "input_ids" and
         "position_ids", if documents or axes need them, are whole, and so is what else was in the batch.
 
     Raises:
         UnsupportedError: padding elsewhere or with labels, positions that are not those of documents, an unknown key,
             or a length that does not divide.
     """
-    unknown = sorted(set(batch) - {*KNOWN, *OTHER_SENSES})
+    unknown = sorted(set(batch) - {*KNOWN, *MEDIA})
     if unknown or "input_ids" not in batch:
         refuse_batch(batch)
     tokens = batch["input_ids"]
@@ -67,7 +68,7 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         check_right(mask)
         if "labels" in batch:
             check_unlabelled(mask, batch["labels"])
-    others = {name: batch[name] for name in OTHER_SENSES if name in batch}
+    others = {name: batch[name] for name in MEDIA if name in batch}
     types = {TYPE_IDS: batch[TYPE_IDS]} if batch.get(TYPE_IDS) is not None else {}
     positions = batch.get("position_ids")
     if axes := bool(others) and positions is not None and positions.dim() == 3:
@@ -89,6 +90,8 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
     else:
         local = _cut(tokens, documents, group)
         local |= {name: shard_sequence(x, group=group) for name, x in types.items()}
+    if mask is not None and not bool(mask.all()):
+        local["attention_mask"] = mask if others else shard_sequence(mask, group=group)
     if trees.KEY in batch:
         local |= {"position_ids": shard_sequence(tree.positions(tokens.device), group=group)}
         local |= {trees.KEY: (tree.lengths, tree.parents)}
@@ -138,13 +141,13 @@ def _documents(
 ) -> packed.Documents | None:
     """Return the documents of every row, or None if each row is one."""
     rows, length = tokens.shape[:2]
-    told = packed.of_offsets(dict(batch), rows, length) if {"cu_seq_lens_q", "cu_seq_lens_k"} & set(batch) else None
+    stated = packed.of_offsets(dict(batch), rows, length) if {"cu_seq_lens_q", "cu_seq_lens_k"} & set(batch) else None
     seen = None if positions is None else packed.of_positions(positions.expand(rows, -1))
     if positions is not None and seen is None:
         _refuse_positions()
-    if told is not None and seen is not None and told != seen:
+    if stated is not None and seen is not None and stated != seen:
         raise UnsupportedError(
             "cu_seq_lens_q that disagree with position_ids", "they say where documents begin in two ways", "one of them"
         )
-    documents = seen if told is None else told
+    documents = seen if stated is None else stated
     return None if documents is None or packed.single(documents) else documents

@@ -11,9 +11,9 @@ import torch
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.check_model import kind_of
-from dfa_megatron.huggingface.layer_context import CONTEXT, TOLD, Current, Run
-from dfa_megatron.huggingface.parts.text_part import attention_of, switch_attention
+from dfa_megatron.huggingface.checks.check_model import kind_of
+from dfa_megatron.huggingface.current_forward import Forward, enter, innermost, leave
+from dfa_megatron.huggingface.implementation import attention_of, set_attention
 
 _FUNCTION = "_gradient_checkpointing_func"
 """The attribute in which transformers keeps the checkpoint function of a layer."""
@@ -53,7 +53,7 @@ def set_checkpointing(
                 chosen = functools.partial(remat.remat_checkpoint, checkpoint=chosen, offload=offload)
             elif offload:
                 chosen = remat.keeping_inputs_on_host(chosen)
-            setattr(module, _FUNCTION, telling(chosen, model))
+            setattr(module, _FUNCTION, chosen)
     if not reentrant:
         return
     embeddings: torch.nn.Module = model.get_input_embeddings()
@@ -97,28 +97,29 @@ def check_options(options: DistAttentionConfig, *, reentrant: bool) -> None:
         )
 
 
-def telling(checkpoint: Callable[..., Any], model: torch.nn.Module) -> Callable[..., Any]:
-    """Return a checkpoint function that tells layers the documents and the attention of their forward, whenever they
-    run.
-
-    Args:
-        checkpoint: called as checkpoint(layer, *inputs).
-        model: it has a `LayerContext` by the time of a forward.
-    """
-    return functools.partial(_checkpoint, checkpoint, model)
-
-
-def _checkpoint(checkpoint: Callable[..., Any], model: torch.nn.Module, layer: Any, *inputs: Any, **more: Any) -> Any:
-    current: Current = getattr(model, CONTEXT).current
-    run = (current.documents, current.longest)
-    return checkpoint(functools.partial(_run, run, model, attention_of(model), layer), *inputs, **more)
+def keep_forward(model: torch.nn.Module) -> None:
+    """Let the checkpoint functions of a model's layers, whoever set them, run a layer again in its own forward."""
+    for module in model.modules():
+        own = vars(module).get(_FUNCTION)
+        if own is not None and getattr(own, "func", None) is not _checkpoint:
+            setattr(module, _FUNCTION, functools.partial(_checkpoint, own))
+        elif hasattr(module, "gradient_checkpointing"):
+            return  # transformers sets those of all modules together
 
 
-def _run(run: Run, model: torch.nn.Module, attention: str, layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    token, present = TOLD.set(run), attention_of(model)
-    switch_attention(model, attention)
+def _checkpoint(own: Callable[..., Any], layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+    call = innermost()
+    if call is None:
+        return own(layer, *inputs, **more)
+    return own(functools.partial(_run, *call, attention_of(call[0]), layer), *inputs, **more)
+
+
+def _run(model: Any, forward: Forward, attention: str, layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+    present = attention_of(model)
+    set_attention(model, attention)
+    enter(model, forward)
     try:
         return layer(*inputs, **more)
     finally:
-        switch_attention(model, present)
-        TOLD.reset(token)
+        leave(model)
+        set_attention(model, present)

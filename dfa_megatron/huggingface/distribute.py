@@ -14,28 +14,24 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import attention_function as attention
 from dfa_megatron.huggingface import model_inputs as inputs
-from dfa_megatron.huggingface.attention_function import NAME
-from dfa_megatron.huggingface.check_model import check_model, foreign_code, kind_of
 from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
-from dfa_megatron.huggingface.exact_types import EXACT
-from dfa_megatron.huggingface.layer_context import CONTEXT, Current, LayerContext
-from dfa_megatron.huggingface.parts.text_part import (
+from dfa_megatron.huggingface.checks.check_model import check_model, foreign_code, kind_of
+from dfa_megatron.huggingface.checks.exact_types import EXACT
+from dfa_megatron.huggingface.checks.wrappers import check_wrappers
+from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end, hook_layer
+from dfa_megatron.huggingface.implementation import (
     attention_of,
-    has_parts,
+    copy_configs,
     is_distributed,
-    own_configs,
+    is_multimodal,
     set_attention,
-    switch_attention,
 )
-from dfa_megatron.huggingface.parts.whole_inputs import take_whole
-from dfa_megatron.huggingface.parts.wrappers import check_wrappers
-from dfa_megatron.huggingface.positions import own_positions
+from dfa_megatron.huggingface.positions import counting_modules
 from dfa_megatron.huggingface.positions.embedded_positions import padding_of
-from dfa_megatron.huggingface.positions.tree_inputs import take_added
 from dfa_megatron.huggingface.recurrent import layers as recurrent
+from dfa_megatron.huggingface.router_loss import follow_router
 from dfa_megatron.huggingface.tiles.tiled_head import set_tile
 from dfa_megatron.huggingface.tiles.tiled_layers import tile_layers
-from dfa_megatron.huggingface.trainers.shared_batches import check_parallelism
 from dfa_megatron.plan.language.heads import check_degree
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 
@@ -52,7 +48,7 @@ def distribute_attention(
 ) -> torch.nn.Module:
     """Give a causal language model distributed attention; it then takes this rank's part of each sequence.
 
-    A model of several parts (images, sound) takes whole sequences and gives the logits of this rank's tokens: its
+    A multimodal model (images, sound) takes whole sequences and gives the logits of this rank's tokens: its
     language model alone is distributed. `shard_batch` makes the batches of both.
 
     Attention is distributed in training and evaluation alike. For whole sequences on one rank, generation among them,
@@ -87,7 +83,7 @@ def distribute_attention(
     if options.fixed_degree > 1:  # "auto" takes one that divides
         check_degree(options.fixed_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
-    before = own_configs(model, inner) if known is None else known.before
+    before = copy_configs(model, inner) if known is None else known.before
     set_attention(inner, NAME)
     if not is_distributed(inner):  # transformers only warns
         raise UnsupportedError(
@@ -101,13 +97,13 @@ def distribute_attention(
         options=options.within("function"),
         before=before,
         accelerate=accelerate,
-        parts=has_parts(inner),
-        current=Current() if known is None else known.current,
+        multimodal=is_multimodal(inner),
+        varied=known is not None and known.varied,
     )
     decoder = inner.get_decoder()
     if known is None:
         _hook(inner, decoder, layers)
-    others = (*own_positions.modules_of(decoder), *recurrent.modules_of(decoder))
+    others = (*counting_modules.modules_of(decoder), *recurrent.modules_of(decoder))
     for module in {inner, decoder, *layers, *others}:
         setattr(module, CONTEXT, context)
     set_tile(inner, options)
@@ -119,9 +115,9 @@ def distribute_attention(
 def _check_loaded(model: Any) -> None:
     """Refuse a model to which accelerate's loaders do not give what it needs."""
     kind = kind_of(model)
-    if has_parts(model):
+    if is_multimodal(model):
         raise UnsupportedError(
-            f"{kind} with several parts under accelerate",
+            f"{kind}, a multimodal model, under accelerate",
             "its loader cuts tokens, but images are embedded in whole sequences",
             "dfa_megatron.deepspeed.initialize or distribute_attention in a loop of your own, with shard_batch",
         )
@@ -136,19 +132,16 @@ def _check_loaded(model: Any) -> None:
 
 def _hook(inner: Any, decoder: Any, layers: list[torch.nn.Module]) -> None:
     """Register the hooks of a model, its decoder and its layers, which need a `LayerContext` when they run."""
-    inner.register_forward_pre_hook(check_parallelism, with_kwargs=True)
-    inner.register_forward_pre_hook(inputs.follow_mode, with_kwargs=True)
     if inner is not decoder:
-        inner.register_forward_pre_hook(inputs.check_loss, with_kwargs=True)
-        inner.register_forward_pre_hook(take_added, with_kwargs=True)
-        inner.register_forward_hook(inputs.end_forward, always_call=True)
-    if has_parts(inner):
-        inner.register_forward_pre_hook(take_whole, with_kwargs=True)
+        inner.register_forward_pre_hook(inputs.begin, with_kwargs=True)
+        inner.register_forward_hook(end, always_call=True)
     decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
-    own_positions.hook(decoder)
+    decoder.register_forward_hook(end, always_call=True)
+    for layer in {*layers, *recurrent.modules_of(decoder)}:
+        hook_layer(layer)
+    counting_modules.hook(decoder)
     recurrent.hook(decoder)
-    for layer in layers:
-        layer.register_forward_pre_hook(inputs.check_told, with_kwargs=True)
+    follow_router(inner)
 
 
 @contextmanager
@@ -159,14 +152,13 @@ def local_attention(model: torch.nn.Module) -> Iterator[None]:
     if context is None:
         yield
         return
-    current = context.current
-    before, present, current.held = current.held, attention_of(inner), True
-    switch_attention(inner, context.before)
+    before, present, context.local = context.local, attention_of(inner), True
+    set_attention(inner, context.before)
     try:
         yield
     finally:
-        switch_attention(inner, present)
-        current.held = before
+        set_attention(inner, present)
+        context.local = before
 
 
 def transformers_model(model: torch.nn.Module) -> Any:
@@ -204,26 +196,18 @@ def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _note_untested(model: Any) -> None:
-    _note_type(model.config.model_type)
+    """Warn once of a type, and of code, that no test compared with one rank."""
+    if model.config.model_type not in EXACT:
+        _warn(
+            f"models of type {model.config.model_type!r} pass the checks of distribute_attention, but their gradients "
+            "have not been compared with eager attention; `dfa-megatron prove huggingface CONFIG` compares them"
+        )
     for name in foreign_code(model):
-        _note_foreign(name)
-
-
-@functools.cache
-def _note_type(model_type: str) -> None:
-    if model_type not in EXACT:
-        logger.warning(
-            "models of type %r pass the checks of distribute_attention, but their gradients have not been compared "
-            "with eager attention; `dfa-megatron prove huggingface CONFIG` compares them",
-            model_type,
+        _warn(
+            f"{name} is not of transformers itself, so it was never compared with one rank: what it computes from "
+            "several tokens at once would see those of one rank alone. dfa_megatron.huggingface.prove(model) compares "
+            "them with one rank"
         )
 
 
-@functools.cache
-def _note_foreign(name: str) -> None:
-    logger.warning(
-        "%s is not of transformers itself, so it was never compared with one rank: what it computes from several "
-        "tokens at once would see those of one rank alone. dfa_megatron.huggingface.prove(model) compares them "
-        "with one rank",
-        name,
-    )
+_warn = functools.cache(logger.warning)

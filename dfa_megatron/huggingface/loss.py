@@ -9,15 +9,20 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.huggingface.padding import IGNORED
-from dfa_megatron.huggingface.tiles.tiled_head import run_in, tiled_head
+from dfa_megatron.huggingface.checks.padding import IGNORED
+from dfa_megatron.huggingface.tiles.tiled_head import run_in, summed_loss, tiled_head
 from dfa_megatron.loss.head import TILE, Head
 from dfa_megatron.loss.scores import token_scores
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size, resolve
 
 
 def causal_lm_loss(
-    logits: torch.Tensor, shift_labels: torch.Tensor, *, group: Group = None, ignore_index: int = IGNORED
+    logits: torch.Tensor,
+    shift_labels: torch.Tensor,
+    *,
+    group: Group = None,
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Return the cross-entropy of this rank's tokens, scaled so that the mean over ranks is the whole batch's loss.
 
@@ -28,15 +33,10 @@ def causal_lm_loss(
         shift_labels: (batch, local_seq), the label of the next token (`shard_batch`), ignore_index where there is none.
         group: the ranks that share the sequence.
         ignore_index: the label of a token that has no loss.
+        label_smoothing: ε of PyTorch's `cross_entropy`.
     """
-    return mean_of_sequences(summed_loss(logits, shift_labels, ignore_index), shift_labels, group, ignore_index)
-
-
-def summed_loss(logits: torch.Tensor, shift_labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
-    """Return the summed cross-entropy of these tokens, in float32, or float64 for float64."""
-    scores = logits.flatten(0, -2)
-    scores = scores if scores.dtype == torch.float64 else scores.float()
-    return torch.nn.functional.cross_entropy(scores, shift_labels.flatten(), ignore_index=ignore_index, reduction="sum")
+    total = summed_loss(logits, shift_labels, ignore_index, label_smoothing)
+    return mean_of_sequences(total, shift_labels, group, ignore_index)
 
 
 def mean_of_sequences(

@@ -1,367 +1,267 @@
-"""Check and complete the inputs of a distributed model: positions in the whole sequence or document, shifted labels.
+"""Make the `Forward` of a call from its arguments, and give the decoder its inputs.
 
-These are forward pre-hooks. They do nothing while the model has another attention.
+`begin` is a forward pre-hook of a model, `prepare` one of its decoder, which may be called alone.
+While attention is the model's own, they only say so.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
+import math
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.attention_function import NAME, nothing_hidden
-from dfa_megatron.huggingface.check_model import refuse_router_loss
-from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext, run_of
-from dfa_megatron.huggingface.padding import check_right, check_unlabelled
-from dfa_megatron.huggingface.parts.image_masks import IMAGES, with_images
-from dfa_megatron.huggingface.parts.text_part import is_distributed, switch_attention
-from dfa_megatron.huggingface.parts.whole_inputs import check_by_name, cut
-from dfa_megatron.huggingface.parts.wrappers import check_adapters
-from dfa_megatron.huggingface.positions import batch_number, tree_inputs
+from dfa_megatron.huggingface.attention_function import nothing_hidden
+from dfa_megatron.huggingface.checkpointing import keep_forward
+from dfa_megatron.huggingface.checks import call_checks as checks
+from dfa_megatron.huggingface.checks.padding import check_right
+from dfa_megatron.huggingface.checks.wrappers import check_adapters
+from dfa_megatron.huggingface.current_forward import (
+    CONTEXT,
+    KEYWORD,
+    NAME,
+    Forward,
+    LayerContext,
+    WholeBatch,
+    enter,
+    running,
+)
+from dfa_megatron.huggingface.implementation import is_distributed, set_attention
+from dfa_megatron.huggingface.multimodal import embed_first
+from dfa_megatron.huggingface.multimodal.image_masks import ImageMask
+from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions import prompt_trees as trees
 from dfa_megatron.huggingface.positions.embedded_positions import after_padding, padding_of, places
-from dfa_megatron.huggingface.trainers.embedding_noise import scale_noise
-from dfa_megatron.huggingface.windows import WindowMask
+from dfa_megatron.huggingface.tiles.tiled_head import tile_of
 from dfa_megatron.sharding import local_positions, shard_sequence
 
-_LOSS = "dfa_megatron.huggingface.shard_batch, or no labels and causal_lm_loss on the logits"
+WHOLE = "dfa_whole_batch"
+"""The key of a call for the `WholeBatch` of which a model cut its arguments."""
 
-_OTHER_SENSES = ("pixel_values", "pixel_values_videos", "input_features")
-"""Endings of the names of arguments for images and sound."""
+_OF_HOOKS = (trees.KEY, batch_number.KEY, WHOLE)
+"""Keys of a call that a model's own forward does not know."""
+
+_ALPHA = "neftune_noise_alpha"
+"""The attribute of embeddings by which transformers' hook scales NEFTune's noise, over the root of length and width."""
+
+Arguments = dict[str, Any]
+Call = tuple[tuple[Any, ...], Arguments]
 
 
-def prepare(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Find the documents, and check by the positions that the tokens are this rank's part of the sequences.
+def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool = False) -> Call:
+    """Make the forward of a model's call, or of a decoder's that is called alone, and enter it.
 
-    Only a single rank may omit the positions. With several ranks they are required: code that omits them does not
-    slice sequences, and its whole batch would be treated as a part.
+    Under accelerate it is distributed in training and local in evaluation.
 
     Raises:
-        UnsupportedError: no or other positions (of a whole sequence, or that begin nowhere), padding that is not on the
-            right, a cache, images or sound, or masks of another model.
+        UnsupportedError: the call asks for what is wrong on parts of sequences, or its batch is not this rank's part.
     """
-    context: LayerContext = getattr(module, CONTEXT)
-    if not context.current.running:  # a decoder that is called alone
-        follow_mode(module, args, kwargs)
-        context.current.running = False
-    if module.config._attn_implementation != NAME:
-        return args, _of_local(kwargs, context)
-    told, context.current.told = context.current.told, {}
-    kwargs = kwargs | told if context.parts else told | kwargs  # a model of several parts fills in positions
-    images = kwargs.pop(IMAGES, None)
-    told_tree = kwargs.pop(trees.KEY, None)
-    _check_arguments(args, kwargs, context)
-    number = kwargs.pop(batch_number.KEY, None)
-    if context.parts:
-        kwargs = cut(module, args, kwargs, context)
-    tokens = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if x is not None)
-    given = _places(module, kwargs, context)
-    documents: packed.Documents | trees.Tree | None
-    if told_tree is None:
-        documents, positions = _documents(kwargs, given, tokens, context, number)
+    context: LayerContext = getattr(model, CONTEXT)
+    check_adapters(model)  # which may be added later than attention is distributed
+    if follows := context.accelerate and not context.local:
+        set_attention(model, NAME if model.training else context.before)
+    if torch.is_grad_enabled():
+        keep_forward(model)
+    given = checks.arguments_of(model, args, kwargs)
+    tile, kept = tile_of(model, given), {name: x for name, x in kwargs.items() if name not in _OF_HOOKS}
+    if not is_distributed(model):
+        checks.check_local(given, context, evaluation=follows)
+        context.varied = True
+        enter(model, Forward(context, distributed=False, tile=tile))
+        return args, kept
+    if WHOLE not in given:
+        checks.check_parallelism()
+    decoder = model if alone else model.get_decoder()
+    checks.check_loss(model, given, context)
+    checks.check_part(given, context)
+    if context.multimodal and not alone:
+        args, kept, forward = embed_first.take_whole(model, decoder, args, kept, given.get(batch_number.KEY))
+    elif context.multimodal:
+        forward = embed_first.forward_of_whole(context, given, given.get("position_ids"))
     else:
-        documents, positions = tree_inputs.segments(told_tree, module, kwargs, tokens)
-        if context.options.verify != "off":
-            batch_number.check_same(number, context.group, tokens.device)
-        if given is not None and context.options.verify != "off" and not _equal(given, positions):
-            _refuse_positions(given, context, tokens.shape[1])
+        forward = _forward_of_part(decoder, context, given, args)
+    forward = _with_lengths(forward, decoder, given.get(WHOLE))
+    context.varied = context.varied or forward.documents is not None or forward.tree is not None
+    enter(model, replace(forward, tile=tile))
+    return args, kept
+
+
+def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> Call:
+    """Give a decoder the positions of this rank's tokens, and its layers the forward.
+
+    Raises:
+        UnsupportedError: as `begin` does, or the model changed what it was given.
+    """
+    context: LayerContext = getattr(decoder, CONTEXT)
+    if running(context) is None:
+        args, kwargs = begin(decoder, args, kwargs, alone=True)
+    forward = running(context)
+    assert forward is not None
+    if not forward.distributed:
+        return args, kwargs
+    checks.check_decoder(args, kwargs, context)
+    if context.multimodal:
+        kwargs = embed_first.cut(decoder, args, kwargs, forward)
+    tokens = _tokens(kwargs, args)
+    _scale_noise(decoder, tokens, forward)
     kept = {name: value for name, value in kwargs.items() if name not in packed.FLASH_KEYS}
-    kept |= {"position_ids": _embedded(module, kwargs, tokens, documents, positions), "use_cache": False}
+    kept |= {"position_ids": _positions(kwargs, forward, tokens), "use_cache": False}
     mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor):
-        check_right(mask, context.group)
+        if mask is not forward.mask:
+            check_right(mask, context.group)
         kept["attention_mask"] = None
-    _note(context, documents, tokens)
-    scale_noise(module, tokens, context)
-    kept["position_ids"] = context.current.positions = _within_longest(module, kept["position_ids"])
-    parameters = _parameters(module.__class__)
+    parameters = checks.parameters_of(decoder.__class__)
     if not any(parameter.name == "position_ids" for parameter in parameters):
         del kept["position_ids"]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        kept[packed.KEYWORD] = documents  # the decoder passes every keyword to its layers
-    if images is not None:
+        kept[KEYWORD] = forward  # the decoder passes every keyword to its layers
+    if (images := forward.images) is not None:
         assert isinstance(mask, dict)
-        kept["attention_mask"] = with_images(mask, images)
-    elif (documents is not None or context.current.added) and not isinstance(mask, dict):
+        kept["attention_mask"] = {k: ImageMask(m, images[k]) if k in images else m for k, m in mask.items()}
+    elif not isinstance(mask, dict) and (forward.documents or forward.tree or forward.added):
         kept["attention_mask"] = nothing_hidden(tokens.shape[0], tokens.shape[1], tokens.device)
     return args, kept
 
 
-def _places(module: Any, kwargs: dict[str, Any], context: LayerContext) -> torch.Tensor | None:
-    """Return the places of this rank's tokens; only a single rank may have none."""
-    given = places(module, kwargs)
-    if given is None and context.size > 1:
+def _tokens(given: Arguments, args: tuple[Any, ...]) -> torch.Tensor:
+    found: torch.Tensor = next(x for x in (given.get("input_ids"), given.get("inputs_embeds"), *args) if x is not None)
+    return found
+
+
+def _forward_of_part(decoder: Any, context: LayerContext, given: Arguments, args: tuple[Any, ...]) -> Forward:
+    """Return the forward of this rank's part of a batch: check by the positions that it is one, and find its documents.
+
+    Only a single rank may omit the positions. With several ranks they are required: code that omits them does not
+    slice sequences, and its whole batch would be treated as a part.
+    """
+    tokens, stated = _tokens(given, args), places(decoder, given)
+    if stated is None and context.size > 1:
         raise UnsupportedError(
             f"a batch without position_ids on {context.size} ranks",
             "each rank takes its part of a sequence, and the batch does not show that it is a part",
             "dfa_megatron.huggingface.shard_batch, which brings them",
         )
-    return given
-
-
-def _of_local(kwargs: dict[str, Any], context: LayerContext) -> dict[str, Any]:
-    """Return the arguments of a forward whose attention is local, on one rank also of a part, which is whole there."""
-    tree_inputs.taken(kwargs, context, distributed=False)
-    context.current.longest, context.current.positions = 0, None
-    return {name: value for name, value in kwargs.items() if name != batch_number.KEY}
-
-
-def _note(context: LayerContext, documents: packed.Documents | trees.Tree | None, tokens: torch.Tensor) -> None:
-    """Note the facts of this forward for the modules that do not receive them."""
-    current = context.current
-    current.documents = documents
-    current.packed = current.packed or documents is not None
-    if isinstance(documents, trees.Tree):
-        current.longest = int(documents.positions()[0].max()) + 1
-        return
-    ends = documents or ((0, tokens.shape[1] * context.size),)
-    real = [(*offsets[:-1], offsets[-1] - current.added) for offsets in ends]
-    current.longest = max(hi - lo for offsets in real for lo, hi in pairwise(offsets))
-
-
-def _within_longest(module: Any, positions: torch.Tensor) -> torch.Tensor:
-    """Limit positions to those of the longest document. Nothing attends to added tokens, but a table may end there."""
-    current, padding = getattr(module, CONTEXT).current, padding_of(module)
-    if not current.added or positions.dim() == 3:
-        return positions
-    return positions.clamp(max=current.longest + (-1 if padding is None else padding))
-
-
-def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerContext) -> None:
-    """Refuse arguments that need a whole sequence, and arguments that these checks cannot find."""
-    check_by_name(args[1:])
-    if kwargs.get("use_cache") or _key_cache(kwargs) is not None:
-        raise UnsupportedError(
-            "a key cache",
-            "ranks hold parts of the sequence",
-            "use_cache=False, or generation within dfa_megatron.huggingface.local_attention(model)",
-        )
-    if kwargs.get("output_attentions"):
-        raise UnsupportedError("output_attentions", "attention weights are never in memory", "output_attentions=False")
-    masks = kwargs.get("attention_mask")
-    if isinstance(masks, dict) and not (context.parts and all(map(_plain, masks.values()))):
-        raise UnsupportedError(
-            "masks made by the model around this one",
-            "they may let tokens see others in ways of their own",
-            "distribute_attention of the whole model, if its masks are causal but for the images of Gemma 3 and 4",
-        )
-    others = ", ".join(name for name in kwargs if name.endswith(_OTHER_SENSES) and kwargs[name] is not None)
-    if others and context.size > 1:
-        raise UnsupportedError(
-            f"{others} on {context.size} ranks",
-            "images and sound belong to the whole sequence, and this rank holds a part of its tokens",
-            "distribute_attention of the whole model, which embeds whole sequences and then cuts them",
-        )
-    if not context.parts and batch_number.KEY in kwargs and not batch_number.is_cut(kwargs[batch_number.KEY]):
-        raise UnsupportedError(
-            "a batch with images or sound for a model of text",
-            "shard_batch leaves the tokens of such a batch whole, for a model of several parts",
-            "a batch of text alone, or distribute_attention of the whole model of several parts",
-        )
-
-
-def _key_cache(given: dict[str, Any]) -> Any:
-    """Return the cache of keys and values that a call brings, under its name before and since transformers 5.24."""
-    return next((given[name] for name in ("past_key_values", "cache") if given.get(name) is not None), None)
-
-
-def _plain(mask: Any) -> bool:
-    """Return whether a mask is causal, with a window or without."""
-    return mask is None or isinstance(mask, WindowMask)
-
-
-def _embedded(
-    module: Any,
-    kwargs: dict[str, Any],
-    tokens: torch.Tensor,
-    documents: packed.Documents | trees.Tree | None,
-    positions: torch.Tensor,
-) -> torch.Tensor:
-    """Return the positions that the model embeds, from the tokens' positions in their sequence or document."""
-    given: torch.Tensor | None = kwargs.get("position_ids")
-    if given is not None and given.dim() == 3:
-        return given
-    padding = padding_of(module)
-    if padding is None:
-        return positions
-    if tokens.dim() > 2:  # embeddings: none is known to be padding, as in the model itself
-        return positions + padding + 1
-    assert not isinstance(documents, trees.Tree)  # refused in `tree_inputs.segments`
-    context: LayerContext = getattr(module, CONTEXT)
-    return after_padding(tokens, documents, padding, context.group)
+    documents, tree, number = None, None, given.get(batch_number.KEY)
+    if given.get(trees.KEY) is not None:
+        if padding_of(decoder) is not None:
+            trees.refuse_for("a table behind its padding")
+        beside = [name for name in packed.FLASH_KEYS if given.get(name) is not None]
+        tree = trees.tree_of(given[trees.KEY], tokens.shape[1] * context.size, beside)
+        positions = shard_sequence(tree.positions(tokens.device), group=context.group)
+        _check_stated(stated, positions, context, number)
+    else:
+        documents, positions = _documents(given, stated, tokens, context, number)
+    padding = padding_of(decoder)
+    if padding is not None and tokens.dim() == 2:
+        positions = after_padding(tokens, documents, padding, context.group)
+    elif padding is not None:  # embeddings: none is known to be padding, as in the model itself
+        positions = positions + padding + 1
+    mask = given.get("attention_mask")
+    if isinstance(mask, torch.Tensor):
+        check_right(mask, context.group)
+    return Forward(
+        context,
+        distributed=True,
+        documents=documents,
+        tree=tree,
+        given=given.get("position_ids"),
+        positions=positions,
+        mask=mask if isinstance(mask, torch.Tensor) else None,
+    )
 
 
 def _documents(
-    kwargs: dict[str, Any],
-    given: torch.Tensor | None,
+    given: Arguments,
+    stated: torch.Tensor | None,
     tokens: torch.Tensor,
     context: LayerContext,
     number: torch.Tensor | None,
 ) -> tuple[packed.Documents | None, torch.Tensor]:
     """Return the documents of every row, None if each row is one, and the positions of this rank's tokens."""
     batch, local = tokens.shape[:2]
-    device = tokens.device if given is None else given.device
+    device = tokens.device if stated is None else stated.device
     plain = local_positions(local * context.size, group=context.group, device=device)[None]
-    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None:
-        found = packed.of_offsets(kwargs, batch, local * context.size)
+    if given.get("cu_seq_lens_q") is not None or given.get("cu_seq_lens_k") is not None:
+        found = packed.of_offsets(given, batch, local * context.size)
         if not packed.single(found):
             plain = shard_sequence(packed.positions_of(found, device), group=context.group)
-        if context.options.verify != "off":
-            batch_number.check_same(number, context.group, device)
-        if given is not None and context.options.verify != "off" and not _equal(given, plain):
-            _refuse_positions(given, context, local)
-    elif given is None or context.options.verify == "off":
-        return None, plain if given is None else given
+        _check_stated(stated, plain, context, number)
+    elif stated is None or context.options.verify == "off":
+        return None, plain if stated is None else stated
     else:
-        known = packed.of_ranks(given, plain, local, context.group, number)
+        known = packed.of_ranks(stated, plain, local, context.group, number)
         if known is None:
-            _refuse_positions(given, context, local)
+            checks.refuse_positions(stated, context, local)
         found = known * batch if len(known) == 1 else known
-    return (None if packed.single(found) else found), plain if given is None else given
+    return (None if packed.single(found) else found), plain if stated is None else stated
 
 
-def follow_mode(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Under accelerate, switch to distributed attention in training and to the model's own in evaluation.
+def _check_stated(
+    stated: torch.Tensor | None, expected: torch.Tensor, context: LayerContext, number: torch.Tensor | None
+) -> None:
+    """Check a batch whose documents are known: the ranks hold parts of one, and its positions are theirs."""
+    if context.options.verify == "off":
+        return
+    batch_number.check_same(number, context.group, expected.device)
+    if stated is not None and not checks.equal(stated, expected):
+        checks.refuse_positions(stated, context, expected.shape[1])
 
-    Raises:
-        UnsupportedError: a part of a sequence in evaluation.
+
+def _with_lengths(forward: Forward, decoder: Any, whole: WholeBatch | None) -> Forward:
+    """Return the forward with its longest document, the tokens that were added, and no position beyond that document.
+
+    Nothing attends to added tokens, but a table may end before their positions.
     """
-    context: LayerContext = getattr(module, CONTEXT)
-    context.current.running = True
-    check_adapters(module)  # which may be added later than attention is distributed
-    if not context.accelerate or context.current.held:
-        return
-    wanted = NAME if module.training else context.before
-    switch_attention(module, wanted)
-    if wanted != NAME and context.size > 1 and context.options.verify != "off":
-        _check_whole(arguments_of(module, args, kwargs))
+    assert forward.positions is not None
+    positions, padding = forward.positions, padding_of(decoder)
+    length = positions.shape[1] * forward.context.size
+    added = 0 if whole is None else length - whole.length
+    if forward.tree is not None:
+        longest = int(forward.tree.positions().max()) + 1
+    else:
+        ends = forward.documents or ((0, length),)
+        longest = max(hi - lo for offsets in ends for lo, hi in pairwise((*offsets[:-1], offsets[-1] - added)))
+        if added:
+            positions = positions.clamp(max=longest + (-1 if padding is None else padding))
+    return replace(forward, longest=longest, added=added, positions=positions, whole=whole)
 
 
-def _check_whole(given: dict[str, Any]) -> None:
-    """Refuse a batch in which a sequence begins at a later position: the first rank's part of one goes unseen.
+def _positions(kwargs: Arguments, forward: Forward, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the positions that a decoder embeds: those of the forward, or the axes that it was given."""
+    theirs: torch.Tensor | None = kwargs.get("position_ids")
+    theirs = forward.given if theirs is None else theirs
+    context, positions = forward.context, forward.positions
+    assert positions is not None
+    if theirs is None or (theirs is forward.given and theirs.dim() == 2) or (context.multimodal and theirs.dim() == 2):
+        return positions
+    if theirs.dim() == 3:
+        return theirs
+    if context.options.verify != "off" and not checks.equal(theirs, positions):
+        checks.refuse_positions(theirs, context, tokens.shape[1])
+    return positions
 
-    The ranks do not communicate: each evaluates its own sequences, possibly another number of them.
+
+def _scale_noise(decoder: Any, tokens: torch.Tensor, forward: Forward) -> None:
+    """Let NEFTune's noise be that of whole sequences, if a decoder embeds tokens itself.
+
+    transformers' hook of the embeddings divides it by the length of this rank's part.
     """
-    positions: torch.Tensor | None = given.get("position_ids")
-    if positions is None or not positions.numel() or _key_cache(given) is not None:
+    embeddings = decoder.get_input_embeddings()
+    alpha: float | None = getattr(embeddings, _ALPHA, None)
+    if alpha is None or forward.context.size == 1 or tokens.dim() != 2:
         return
-    later = positions[..., 0] > 0
-    mask = given.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # generation gives padding on the left any position
-        later = later & mask[:, 0].bool()
-    if bool(later.any()):
-        ends = _ends(positions)
-        raise UnsupportedError(
-            f"position_ids {ends} in evaluation",
-            "attention is local there under accelerate, and this is a part of a sequence that was cut over the ranks, "
-            "as by loaders that are prepared together with the model",
-            "the evaluation loader prepared alone, accelerator.prepare(loader), which leaves sequences whole; or "
-            "model.train() within torch.no_grad(), for a model without dropout",
-        )
+    local = tokens.shape[1]
+    whole = local * forward.context.size - forward.added
+    setattr(embeddings, _ALPHA, alpha * math.sqrt(local / whole))
 
+    def restore(*_: Any) -> None:
+        setattr(embeddings, _ALPHA, alpha)
+        handle.remove()
 
-def arguments_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call, positional ones too, by their names in the forward of the module's class."""
-    names = [parameter.name for parameter in _parameters(module.__class__)[1:]]  # without self
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
-@functools.cache
-def _parameters(model: Any) -> tuple[inspect.Parameter, ...]:
-    return tuple(inspect.signature(model.forward).parameters.values())
-
-
-def end_forward(module: Any, args: tuple[Any, ...], output: Any) -> None:
-    """Note that a forward ended, or failed."""
-    context: LayerContext = getattr(module, CONTEXT)
-    context.current.running = False
-
-
-def check_told(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse to run an attention layer again after attention was switched, where nothing tells what it was.
-
-    Raises:
-        UnsupportedError: its checkpoint function did not tell.
-    """
-    context: LayerContext = getattr(module, CONTEXT)
-    present = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if context.current.switched and not (packed.KEYWORD in kwargs and present == NAME):
-        run_of(module)
-
-
-def check_loss(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse the ways in which a model's own loss would be wrong on a part of a sequence.
-
-    Raises:
-        UnsupportedError: a loss of the router, labels that the model would shift by itself, a mean over the tokens of
-            this rank, or labels of padded tokens.
-    """
-    context: LayerContext = getattr(module, CONTEXT)
-    if not is_distributed(module):
-        return
-    given = arguments_of(module, args, kwargs)
-    context.current.told = {
-        name: given[name] for name in ("position_ids", *packed.FLASH_KEYS) if given.get(name) is not None
-    }
-    asked = given.get("output_router_logits")
-    if getattr(module.config, "output_router_logits", False) if asked is None else asked:
-        refuse_router_loss("a call")
-    if given.get("labels") is None:
-        return
-    if (mask := given.get("attention_mask")) is not None and mask.dim() == 2:
-        shifted = given.get("shift_labels")
-        if context.parts:
-            mask = shard_sequence(mask, group=context.group)
-        check_unlabelled(mask, given["labels"] if shifted is None else shifted)
-    if context.size == 1:
-        return
-    if not computes_loss(module):
-        raise UnsupportedError(
-            f"labels for a model of type {type(module).__name__}",
-            "its loss is a mean over the tokens of this rank, not of all",
-            "no labels, and causal_lm_loss on its logits",
-        )
-    if given.get("shift_labels") is None:
-        raise UnsupportedError(
-            "labels without shift_labels",
-            "the model would shift them and lose a token at every boundary between ranks",
-            _LOSS,
-        )
-    if given.get("num_items_in_batch") is None and not context.accelerate:
-        raise UnsupportedError(
-            "labels without num_items_in_batch",
-            "the model would take the mean over the tokens of this rank, not of all",
-            _LOSS,
-        )
-
-
-def computes_loss(model: Any) -> bool:
-    """Return whether a model computes its loss by transformers' loss function, which takes the number of labels."""
-    return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
-
-
-def _equal(given: torch.Tensor, expected: torch.Tensor) -> bool:
-    return given.dim() == 2 and given.shape[1] == expected.shape[1] and bool((given == expected).all())
-
-
-def _refuse_positions(given: torch.Tensor, context: LayerContext, local: int) -> NoReturn:
-    first, shape, ends = int(local_positions(local * context.size, group=context.group)[0]), given.shape, _ends(given)
-    last = first + local - 1
-    raise UnsupportedError(
-        f"position_ids {ends} of shape {tuple(shape)}",
-        f"this rank holds the tokens {first} to {last} of each sequence, and every sequence, or every document in it, "
-        "must begin at position 0 and go up by 1, across the ranks",
-        "the position_ids of dfa_megatron.huggingface.shard_batch, or of dfa_megatron.local_positions",
-    )
-
-
-def _ends(positions: torch.Tensor) -> str:
-    flat = positions.flatten()
-    return f"from {int(flat[0])} to {int(flat[-1])}" if flat.numel() else "without a token"
+    handle = embeddings.register_forward_hook(restore, always_call=True)  # it runs behind transformers' hook

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import shard_batch
+from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext
 from dfa_megatron.huggingface.distribute import local_attention, transformers_model
-from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
 from dfa_megatron.huggingface.trainers.shared_batches import takes_whole_batches
 from dfa_megatron.proving import Job, Proof, Text, examine
 from dfa_megatron.runtime.comm.groups import resolve
@@ -36,7 +36,7 @@ def prove(model: torch.nn.Module, *, tokens: int | None = None) -> Proof:
 
     Raises:
         ProofError: something differs; the first layer, rank and token are named.
-        UnsupportedError: attention is not distributed, or the model has several parts.
+        UnsupportedError: attention is not distributed, or the model is multimodal.
     """
     return examine(ModelJob(model), tokens)
 
@@ -55,9 +55,9 @@ class ModelJob(Job):
                 "its attention is not distributed, so there is nothing to compare",
                 "distribute_attention before it",
             )
-        if context.parts:
+        if context.multimodal:
             raise UnsupportedError(
-                f"prove of a {kind}, a model of several parts",
+                f"prove of a {kind}, a multimodal model",
                 "its texts have no images or sound",
                 "prove of a model that has its language model alone",
             )

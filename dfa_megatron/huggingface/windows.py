@@ -8,23 +8,35 @@ layer whose keyword disagrees is refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from dfa_megatron.errors import UnsupportedError
 
 
+class OtherMask:
+    """Replace a mask beyond causality and windows, for a layer that may never run. Models do not copy it: no tensor."""
+
+    def __getitem__(self, index: Any) -> Self:
+        """Return itself for any slice."""
+        return self
+
+    def to(self, *_: Any) -> Self:
+        """Return itself for any dtype."""
+        return self
+
+
 @dataclass(frozen=True, slots=True)
-class WindowMask:
-    """Replace a causal mask with a sliding window or chunks. It is no tensor, so models do not copy it.
+class WindowMask(OtherMask):
+    """Replace a causal mask with a sliding window or chunks.
 
     size: tokens that a token sees, including itself; of layers with chunks, the tokens of a chunk.
     """
 
     size: int
 
-    def __getitem__(self, index: tuple[slice, ...]) -> WindowMask:
+    def __getitem__(self, index: tuple[slice, ...]) -> Self:
         """Return itself for a slice of all rows, which models with shared keys take (Gemma 4).
 
         Raises:
@@ -36,22 +48,6 @@ class WindowMask:
                 "the layers that share them would have fewer queries than keys",
                 "logits_to_keep=0",
             )
-        return self
-
-    def to(self, *_: Any) -> WindowMask:
-        """Return itself for any dtype."""
-        return self
-
-
-class OtherMask:
-    """Replace a mask beyond causality and windows. A layer that is given it is refused, but one may never run."""
-
-    def __getitem__(self, index: Any) -> OtherMask:
-        """Return itself for any slice."""
-        return self
-
-    def to(self, *_: Any) -> OtherMask:
-        """Return itself for any dtype."""
         return self
 
 
@@ -67,8 +63,8 @@ def window_of(module: torch.nn.Module, mask: WindowMask | None, named: int | Non
         UnsupportedError: mask, keyword and the layer's type in the configuration disagree.
     """
     size = whole if mask is None else min(mask.size, whole)
-    if mask is None and named is None:
-        named = _of_its_type(module)
+    if mask is None and named is None and _type(module) == "sliding_attention":  # else it may be a leftover
+        named = getattr(module.config, "sliding_window", None)
     if size < 1 or (named is not None and min(named, whole) != size):
         layer, mask_window = type(module).__name__, "no window" if mask is None else f"one of {mask.size}"
         raise UnsupportedError(
@@ -104,9 +100,3 @@ def _type(module: torch.nn.Module) -> str | None:
     types = getattr(getattr(module, "config", None), "layer_types", None)
     number: Any = getattr(module, "layer_idx", None)  # none where layers share an attention (Zamba)
     return None if types is None or number is None else str(types[number])
-
-
-def _of_its_type(module: torch.nn.Module) -> int | None:
-    """Return the window of a layer that the configuration calls sliding; `sliding_window` alone may be a leftover."""
-    sliding = _type(module) == "sliding_attention"
-    return getattr(module.config, "sliding_window", None) if sliding else None

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.loss.head import Head
-from dfa_megatron.loss.scores import IGNORED, token_scores
+from dfa_megatron.loss.scores import IGNORED, cross_entropy, token_scores
 from dfa_megatron.loss.tiled import Tiling, best
 
 logger = logging.getLogger(__name__)
@@ -46,13 +46,15 @@ class DeferredLogits:
         self._inner, self._outer = 1.0, 1.0
         self._capped = False
 
-    def losses(self, labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
-        """Return minus the log-probability of each label, 0 for an ignored one; in the shape of the labels."""
-        watching: Scores | None = getattr(self._watched, WATCHED, None)
+    def losses(self, labels: torch.Tensor, ignore_index: int = IGNORED, smoothing: float = 0.0) -> torch.Tensor:
+        """Return the loss of each label, 0 for an ignored one; `scores_of` finds nothing where labels are smoothed."""
+        watching: Scores | None = None if smoothing else getattr(self._watched, WATCHED, None)
 
         def use(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, ...]:
-            asked = watching is not None
-            scores = token_scores(hidden, head, labels, tile=self._tile, ignore_index=ignore_index, entropy=asked)
+            given: Any = {"tile": self._tile, "ignore_index": ignore_index}
+            if smoothing:
+                return (cross_entropy(hidden, head, labels, reduction="none", label_smoothing=smoothing, **given),)
+            scores = token_scores(hidden, head, labels, entropy=watching is not None, **given)
             # A tuple, in which the hooks of ZeRO 3 look for tensors, and no view, which those of FSDP2 warn of.
             return (-scores.logprobs,) if scores.entropy is None else (-scores.logprobs, scores.entropy)
 
@@ -60,17 +62,6 @@ class DeferredLogits:
         if watching is not None:
             watching.logprobs, watching.entropy = -found[0], found[1]
         return found[0]
-
-    def whole(self) -> torch.Tensor:
-        """Return the logits of all tokens after all, in float32 without gradients, for a check of a small model."""
-
-        def use(hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, ...]:
-            tiling = Tiling(head, self._tile, 0, entropy=False, total=False)
-            return (tiling.logits(hidden.detach(), head.weight.detach(), head.bias),)
-
-        with torch.no_grad():
-            logits: torch.Tensor = self._run(use, *self._shape())[0]
-        return logits
 
     def max(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the largest logit of each token and its row of this rank, (seq, batch) each: Megatron counts hits."""

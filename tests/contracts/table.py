@@ -208,7 +208,7 @@ TRANSFORMERS = (
        attributes="set_attn_implementation get_decoder get_input_embeddings get_output_embeddings loss_function "
                   "gradient_checkpointing_enable enable_input_require_grads supports_gradient_checkpointing config"),
     on("transformers.configuration_utils:PreTrainedConfig transformers.configuration_utils:PretrainedConfig",
-       "huggingface/parts/text_part.py",
+       "huggingface/implementation.py",
        attributes="get_text_config sub_configs _attn_implementation _attn_implementation_internal model_type"),
     on("transformers.modeling_utils:AttentionInterface", "huggingface/attention_function.py", attributes="register"),
     on("transformers.masking_utils:AttentionMaskInterface", "huggingface/attention_function.py", attributes="register"),
@@ -222,8 +222,10 @@ TRANSFORMERS = (
        attributes="compute_loss prediction_step _get_num_items_in_batch _prepare_context_parallel_inputs get_cp_size "
                   "floating_point_ops gather_function accelerator label_smoother compute_loss_func model_init "
                   "model_accepts_loss_kwargs args"),
-    on("transformers.trainer:Trainer.prediction_step", "huggingface/trainers/distribute_trainer.py",
+    on("transformers.trainer:Trainer.prediction_step", "huggingface/trainers/read_logits.py",
        replaced="model inputs prediction_loss_only ignore_keys"),
+    on("transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func", "huggingface/router_loss.py",
+       replaced="gate_logits num_experts top_k attention_mask"),
     on("transformers.training_args:TrainingArguments", "huggingface/trainers/distribute_trainer.py",
        attributes="average_tokens_across_devices include_num_input_tokens_seen neftune_noise_alpha "
                   "gradient_checkpointing eval_use_gather_object torch_compile"),

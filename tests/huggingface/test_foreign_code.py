@@ -73,7 +73,7 @@ def hook(model: Any) -> None:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[[Any], list[str]]:
-    distribute._note_foreign.cache_clear()
+    distribute._warn.cache_clear()
 
     def of(model: Any, **options: Any) -> list[str]:
         caplog.clear()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.current_forward import KEYWORD
 from dfa_megatron.sharding import shard_sequence
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
@@ -159,23 +162,74 @@ def test_a_decoder_that_is_called_alone_follows_training_and_evaluation() -> Non
     run_ranks(2, called_alone, timeout=150)
 
 
-def own_checkpoint(rank: int, world_size: int) -> None:
-    """A checkpoint function that nobody tells: right where the layers' keywords say enough, refused elsewhere."""
+def later_checkpoint(rank: int, world_size: int) -> None:
     part = dfa_hf.shard_batch(text(1, 12, seed=3))
-    model = dfa_hf.distribute_attention(build("Llama").double(), accelerate=True)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    model(**part).loss.backward()
-    want = summed(model)
-    model.zero_grad()
-    loss = model(**part).loss
-    evaluate(model)
-    with pytest.raises(UnsupportedError, match="runs again in the backward"):
+    for reentrant in (True, False):
+        model = dfa_hf.distribute_attention(build("Llama").double(), accelerate=True)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model(**part).loss.backward()
+        want = summed(model)
+        model.zero_grad()
+        loss = model(**part).loss
+        ThreadPoolExecutor(1).submit(evaluate, model).result()
         loss.backward()
-    model.zero_grad()
-    model(**part).loss.backward()
-    for name, gradient in summed(model).items():
-        assert_close(gradient, want[name], tolerance=1e-12, name=name)
+        for name, gradient in summed(model).items():
+            assert_close(gradient, want[name], tolerance=1e-12, name=name)
 
 
-def test_a_recompute_in_another_mode_that_nothing_tells_is_refused() -> None:
-    run_ranks(2, own_checkpoint, timeout=150)
+def test_checkpoints_that_are_set_later_keep_the_forward_too() -> None:
+    run_ranks(2, later_checkpoint, timeout=150)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recompute_in_another_thread_has_its_documents(reentrant: bool) -> None:
+    pack = text(1, 12, seed=3) | {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])}
+    found = []
+    for checkpoint in ("none", "full"):
+        model = build("Llama").double()
+        options = DistAttentionConfig(checkpoint=checkpoint)
+        dfa_hf.distribute_attention(model, config=options, reentrant=reentrant and checkpoint != "none")
+        loss = model(**dfa_hf.shard_batch(pack)).loss
+        model(**dfa_hf.shard_batch(text(1, 12, seed=4)))
+        ThreadPoolExecutor(1).submit(loss.backward).result()
+        found.append(gradients(model))
+    for name, gradient in found[0].items():
+        assert_close(found[1][name], gradient, tolerance=1e-12, name=name)
+
+
+def own_checkpoint(model: Any, keeps: bool) -> Any:
+    for layer in model.model.layers:
+
+        def forward(*args: Any, own: Any = layer.forward, **kwargs: Any) -> Any:
+            kept = {name: value for name, value in kwargs.items() if keeps or name != KEYWORD}
+            return torch.utils.checkpoint.checkpoint(functools.partial(own, **kept), *args, use_reentrant=True)
+
+        layer.forward = forward
+    return model
+
+
+def two_models(rank: int, world_size: int) -> None:
+    whole = text(1, 12, seed=3)
+    pack = whole | {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])}
+    parts = [dfa_hf.shard_batch(batch) for batch in (pack, whole)]
+    wanted = []
+    for checkpointed in (False, True):
+        models = [dfa_hf.distribute_attention(build(kind).double(), accelerate=True) for kind in ("Llama", "Qwen3")]
+        for model, keeps in zip(models, (True, False), strict=True) if checkpointed else ():
+            own_checkpoint(model, keeps)
+        losses = [model(**part).loss for model, part in zip(models, parts, strict=True)]
+        for loss in losses:
+            loss.backward()
+        wanted.append([summed(model) for model in models])
+    for found, want in zip(wanted[1], wanted[0], strict=True):
+        for name, gradient in want.items():
+            assert_close(found[name], gradient, tolerance=1e-12, name=name)
+    losses = [model(**part).loss for model, part in zip(models, parts, strict=True)]
+    for model, loss in zip(models, losses, strict=True):
+        evaluate(model)
+        with pytest.raises(UnsupportedError, match=r"a layer of type .*Attention that runs again in the backward"):
+            loss.backward()
+
+
+def test_a_recompute_that_nothing_tells_is_right_where_keywords_say_enough_and_else_refused() -> None:
+    run_ranks(2, two_models, timeout=150)

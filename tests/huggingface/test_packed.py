@@ -102,24 +102,12 @@ def test_transformers_own_mask_for_packs_says_the_same() -> None:
     run_ranks(2, packed_at_once)
 
 
-def keep_keywords(model: Any) -> None:
-    """Have the decoder's layers keep keywords from their attention, as in StableLM."""
-    for layer in model.model.layers:
-        forward = layer.self_attn.forward
-        layer.self_attn.forward = lambda hidden_states, position_embeddings, forward=forward, **more: forward(
-            hidden_states, position_embeddings, more.get("attention_mask")
-        )
-
-
 def checkpointed(rank: int, world_size: int) -> None:
     batch = pack(24, seed=11)
     other = text(1, 24, seed=12)
     seen = {}
-    for checkpoint in ("none", "full", "remat", "keeps keywords"):
-        config = DistAttentionConfig(checkpoint="full" if checkpoint == "keeps keywords" else checkpoint)
-        model = dfa_hf.distribute_attention(build("Qwen2"), config=config)
-        if checkpoint == "keeps keywords":
-            keep_keywords(model)
+    for checkpoint in ("none", "full", "remat"):
+        model = dfa_hf.distribute_attention(build("Qwen2"), config=DistAttentionConfig(checkpoint=checkpoint))
         COUNTERS.reset()
         plain = model(**dfa_hf.shard_batch(other)).loss
         loss = model(**dfa_hf.shard_batch(batch)).loss  # before the other's backward, whose recompute is of no pack
@@ -132,7 +120,7 @@ def checkpointed(rank: int, world_size: int) -> None:
     assert seen["remat"][1]["attention_forwards"] == 2 * LAYERS
     assert seen["remat"][1]["replays"] == 2 * LAYERS
     for name, gradient in want.items():
-        for others in ("full", "remat", "keeps keywords"):
+        for others in ("full", "remat"):
             assert torch.equal(seen[others][0][name], gradient)
 
 
@@ -188,13 +176,3 @@ def test_collators_of_transformers_tell_documents_in_two_ways() -> None:
 def test_a_batch_whose_documents_are_not_clear_is_refused(given: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         dfa_hf.shard_batch({"input_ids": torch.ones(1, 8), **given})
-
-
-def test_documents_of_a_recompute_that_nothing_tells_are_refused() -> None:
-    model = dfa_hf.distribute_attention(build("Llama"))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    keep_keywords(model)
-    model(**dfa_hf.shard_batch(text(1, 8, seed=1))).loss.backward()
-    loss = model(**dfa_hf.shard_batch(pack(8, seed=1))).loss
-    with pytest.raises(UnsupportedError, match="a layer of type LlamaAttention that runs again in the backward"):
-        loss.backward()

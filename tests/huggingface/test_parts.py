@@ -1,4 +1,4 @@
-"""Models of several parts embed whole sequences with their images, and are then cut: exact, or refused."""
+"""Multimodal models embed whole sequences with their images, and are then cut: exact, or refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_images_lie_anywhere_and_towers_get_their_gradients(ranks: int, sections
 
 
 def causal_images(rank: int, world_size: int) -> dict[str, Any]:
-    from dfa_megatron.huggingface.parts import image_masks
+    from dfa_megatron.huggingface.multimodal import image_masks
 
     real = image_masks.two_way_blocks
     vars(image_masks)["two_way_blocks"] = lambda lengths, blocks, left: real(lengths, (), left)
@@ -61,7 +61,7 @@ def built(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
 def other_tokens(rank: int, world_size: int) -> None:
     model, batch = built("llava")
     cut = {"input_ids": batch["input_ids"].tensor_split(world_size, 1)[rank], "pixel_values": batch["pixel_values"]}
-    with pytest.raises(UnsupportedError, match="other input_ids than those of another of 2 ranks"):
+    with pytest.raises(UnsupportedError, match="batches that differ between the ranks"):
         model(**cut)
     batch["labels"][:, 30:] = -100
     batch["attention_mask"] = (torch.arange(40) < 30).long().expand(2, 40)
@@ -75,7 +75,7 @@ def test_ranks_that_bring_other_tokens_and_padding_on_the_left_are_refused() -> 
     run_ranks(2, other_tokens, timeout=100)
 
 
-def test_what_a_model_of_several_parts_cannot_be_given_is_refused() -> None:
+def test_what_a_multimodal_model_cannot_be_given_is_refused() -> None:
     model, batch = built("qwen3_vl")
     del batch["labels"]
     places = torch.arange(40)[None]
@@ -85,7 +85,7 @@ def test_what_a_model_of_several_parts_cannot_be_given_is_refused() -> None:
         model(inputs_embeds=torch.zeros(1, 40, 32).double())
     with pytest.raises(UnsupportedError, match="cross_attention_states for the decoder"):
         model(**batch, cross_attention_states=torch.zeros(1, 3, 32))
-    with pytest.raises(UnsupportedError, match="a qwen3_vl model with several parts under accelerate"):
+    with pytest.raises(UnsupportedError, match="a qwen3_vl model, a multimodal model, under accelerate"):
         dfa_hf.distribute_attention(model, accelerate=True)
     with dfa_hf.local_attention(model):
         want = model(**batch, use_cache=False).logits

@@ -10,8 +10,8 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.layer_context import CONTEXT
-from dfa_megatron.huggingface.model_inputs import computes_loss
+from dfa_megatron.huggingface.checks.call_checks import computes_loss
+from dfa_megatron.huggingface.current_forward import CONTEXT
 from tests.huggingface.test_parity import NEWER
 from tests.support.models import build, text
 

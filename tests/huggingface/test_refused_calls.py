@@ -11,25 +11,12 @@ import torch
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
+from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 from dfa_megatron.testing.workers import run_ranks
 from tests.support.models import build, text
 
 pytestmark = pytest.mark.support("models", "models that are not supported are refused")
-
-
-def test_a_loss_of_the_router_is_refused_at_the_call() -> None:
-    model = dfa_hf.distribute_attention(build("Mixtral", num_local_experts=2))
-    tokens = text(1, 8, seed=0)["input_ids"]
-    with pytest.raises(UnsupportedError, match="a call with a loss of its router"):
-        model(input_ids=tokens, output_router_logits=True)
-    model.config.output_router_logits = True
-    with pytest.raises(UnsupportedError, match="a call with a loss of its router"):
-        model(input_ids=tokens)
-    model(input_ids=tokens, output_router_logits=False)
-    with dfa_hf.local_attention(model):
-        assert model(input_ids=tokens).aux_loss is not None
 
 
 def test_a_model_that_was_only_switched_by_name_says_what_is_missing() -> None:

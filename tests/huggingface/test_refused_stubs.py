@@ -13,10 +13,10 @@ import torch
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface import attention_function, model_inputs, windows
-from dfa_megatron.huggingface.check_model import check_model
-from dfa_megatron.huggingface.layer_context import CONTEXT
-from dfa_megatron.huggingface.parts.whole_inputs import check_by_name
+from dfa_megatron.huggingface import attention_function, windows
+from dfa_megatron.huggingface.checks import call_checks
+from dfa_megatron.huggingface.checks.check_model import check_model
+from dfa_megatron.huggingface.current_forward import CONTEXT
 from dfa_megatron.huggingface.small.shrink import _heads
 from dfa_megatron.huggingface.trainers import distribute_accelerator, distribute_trainer
 from dfa_megatron.proving.small_job import Reductions, Small
@@ -50,9 +50,9 @@ def trained(**given: Any) -> None:
     from transformers import Trainer
 
     names = ("eval_use_gather_object", "include_num_input_tokens_seen", "gradient_checkpointing")
-    own = {"label_smoother": None, "compute_loss_func": None, "model_init": given.get("model_init")}
-    asked = Stub(**dict.fromkeys(names, False) | given)
-    distribute_trainer._check(Stub(**own, compute_loss=Trainer.compute_loss, args=asked), REMAT)
+    own = dict.fromkeys(("label_smoother", "compute_loss_func", "model_init")) | given
+    asked, model = Stub(**dict.fromkeys(names, False) | given), Stub(config=Stub(output_router_logits=True))
+    distribute_trainer._check(Stub(**own, model=model, compute_loss=Trainer.compute_loss, args=asked), REMAT)
 
 
 def accelerated(tp_size: int = 1, distributed_type: str = "NO", dispatch_batches: bool = False) -> None:
@@ -81,12 +81,11 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("an attention_mask with padding", lambda: attention_function.mask(attention_mask=torch.tensor([[1, 0]]))),
     ("chunks of 8 tokens in a layer", lambda: windows.chunk_of(CHUNKED, windows.WindowMask(4))),
     ("cross-attention is not planned", lambda: check_model(with_config(is_encoder_decoder=True))),
-    ("a llama model with several parts", lambda: check_model(with_config(get_text_config=dict))),
+    ("a llama model, a multimodal model", lambda: check_model(with_config(get_text_config=dict))),
     ("a config without num_attention_heads", lambda: _heads(Small({}, Reductions(), {}), 1)),
-    ("positional arguments", lambda: check_by_name((1,))),
+    ("positional arguments", lambda: call_checks.check_by_name((1,))),
     ("1 attentions, 1 of them not causal", lambda: check_model(with_config(causal=False))),
     ("attention dropout 0.1", lambda: check_model(with_config(attention_dropout=0.1))),
-    ("a llama model with a loss of its router", lambda: check_model(with_config(output_router_logits=True))),
     ("layers of type sparse", lambda: check_model(with_config(second="sparse"))),
     ("its layers mask tokens by their values", lambda: check_model(with_config(model_type="doge"))),
     ("embeddings of n-grams", lambda: check_model(with_config(ple_layer_ids=[0]))),
@@ -94,12 +93,13 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("0 layers whose state is distributed, of 1", lambda: check_model(with_config(second="conv"))),
     ("it takes no position_ids", lambda: check_model(without_positions())),
     ("prove of a LlamaModel.*no head", lambda: dfa_hf.prove(changed(build("Llama").model))),
-    ("a model of several parts", lambda: dfa_hf.prove(changed(build("Llama"), parts=True))),
+    ("a multimodal model", lambda: dfa_hf.prove(changed(build("Llama"), multimodal=True))),
     ("size=3 on 2 ranks", lambda: distribute_accelerator.share_sequences(ALONE, None, 3, REMAT, loop=True)),
     ("ParallelismConfig.tp_size=2", lambda: accelerated(tp_size=2)),
     ("with DeepSpeed", lambda: accelerated(distributed_type="DEEPSPEED")),
     ("dispatch_batches=True", lambda: accelerated(dispatch_batches=True)),
     ("model_init", lambda: trained(model_init=build)),
+    ("label_smoothing_factor with", lambda: trained(label_smoother=1)),
     ("tokens_seen with", lambda: trained(include_num_input_tokens_seen="all")),
     ("gradient_checkpointing=True", lambda: trained(gradient_checkpointing=True)),
 ]
@@ -112,6 +112,7 @@ def test_a_request_is_refused_by_name(message: str, refused: Callable[[], Any]) 
 
 
 def test_labels_for_a_loss_of_its_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_inputs, "computes_loss", lambda model: False)
+    monkeypatch.setattr(call_checks, "computes_loss", lambda model: False)
+    model = changed(build("Llama"), size=2)
     with pytest.raises(UnsupportedError, match="labels for a model of type LlamaForCausalLM"):
-        model_inputs.check_loss(changed(build("Llama"), size=2), (), {"labels": torch.ones(1, 8)})
+        call_checks.check_loss(model, {"labels": torch.ones(1, 8)}, getattr(model, CONTEXT))

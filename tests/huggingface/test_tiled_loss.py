@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.tiles.tiled_head import causal_loss
 from dfa_megatron.loss import by_document, scores_of
 from dfa_megatron.loss.deferred import DeferredLogits
 from dfa_megatron.testing.workers import run_ranks
@@ -98,6 +99,10 @@ def test_tiles_end_with_the_option_and_logits_without_labels_are_whole() -> None
             refused(tiled.logits)
     whole = dfa_hf.distribute_attention(model)(**batch)
     torch.testing.assert_close(tiled.loss, whole.loss)
+    labels = batch["shift_labels"]
+    want = F.cross_entropy(whole.logits.flatten(0, 1), labels.flatten(), label_smoothing=0.3)
+    for one in (tiled, whole):
+        torch.testing.assert_close(causal_loss(one.logits, None, 61, shift_labels=labels, label_smoothing=0.3), want)
     best = whole.logits.max(dim=-1)
     torch.testing.assert_close(tuple(tiled.logits.max(dim=-1)), tuple(best))
     assert torch.equal(torch.argmax(tiled.logits, dim=-1), best.indices)

@@ -66,6 +66,7 @@ def runs() -> dict[str, dict[str, Any]]:
     return {
         "by length": {
             "train_sampling_strategy": "group_by_length",
+            "label_smoothing_factor": 0.2,
             "include_num_input_tokens_seen": "all",
             "gradient_accumulation_steps": 2,
             "max_steps": -1,
@@ -75,6 +76,7 @@ def runs() -> dict[str, dict[str, Any]]:
         },
         "padded": {
             "data": Prompts(),
+            "label_smoothing_factor": 0.2,
             "max_steps": -1,
             "num_train_epochs": 1,
             "include_num_input_tokens_seen": "non_padding",
@@ -220,7 +222,6 @@ def refused(rank: int, world_size: int, folder: str) -> None:
     for options, said in (
         ({"torch_compile": True}, "torch_compile"),
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"kind": "Seq2SeqTrainer", "predict_with_generate": True}, "predict_with_generate"),
         ({"eval_use_gather_object": True}, "eval_use_gather_object"),
     ):

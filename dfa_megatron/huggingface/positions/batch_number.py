@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,45 +53,32 @@ def _flat(numbers: Any) -> torch.Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.int64), *map(_flat, numbers)])
 
 
-def compare(*numbers: torch.Tensor | None, group: str, device: torch.device, kind: torch.Tensor | int = 0) -> list[int]:
-    """Compare numbers over the ranks of a group, None where there is none; collective, with one small message.
+def check_same(number: torch.Tensor | None, group: str, device: torch.device, kind: torch.Tensor | int = 0) -> int:
+    """Check that the ranks of a group hold parts of the same batch; collective, with one small message.
+
+    Args:
+        number: of this rank's batch, None where it is not known.
 
     Returns:
-        The largest `kind` of a rank, and for each number whether a rank had another, 0 if none had.
-    """
-    facts = torch.zeros(1 + 2 * len(numbers), dtype=torch.int64, device=device)
-    facts[0] = kind
-    for place, number in enumerate(numbers):
-        if number is not None:
-            kept = number[0].to(device) >> 2  # room for the sign
-            facts[2 * place + 1], facts[2 * place + 2] = kept, -kept
-    if group:
-        dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=resolve(group))
-    worst, *both = facts.tolist()
-    return [worst, *(most + least for most, least in zip(both[::2], both[1::2], strict=True))]
-
-
-def check_same(number: torch.Tensor | None, group: str, device: torch.device, kind: torch.Tensor | int = 0) -> int:
-    """Check that the ranks hold parts of the same batch, and return the largest `kind` of a rank; collective.
+        The largest `kind` of a rank.
 
     Raises:
         UnsupportedError: they had other batches; all raise it.
     """
-    worst, differs = compare(number, group=group, device=device, kind=kind)
-    if differs:
-        refuse_different_batches()
-    return worst
-
-
-def refuse_different_batches() -> NoReturn:
-    """Refuse the batches of ranks.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError(
-        "batches that differ between the ranks of a sequence",
-        "each rank takes its part of the same batch",
-        "the same samples on every rank of a group: a DistributedSampler with num_replicas and rank of the groups, "
-        "not of all ranks; loaders prepared after distribute_accelerator; the same data set, collator and seed",
-    )
+    facts = torch.zeros(3, dtype=torch.int64, device=device)
+    facts[0] = kind
+    if number is not None:
+        kept = number[0].to(device) >> 2  # room for the sign
+        facts[1], facts[2] = kept, -kept
+    if group:
+        dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=resolve(group))
+    worst, most, least = facts.tolist()
+    if most + least:
+        raise UnsupportedError(
+            "batches that differ between the ranks of a sequence",
+            "each rank takes its part of the same batch, and embeds all of one with images",
+            "the same samples on every rank of a group: a DistributedSampler with num_replicas and rank of the groups, "
+            "not of all ranks; loaders prepared after distribute_accelerator; the same data set, collator and seed; "
+            "shard_batch",
+        )
+    return int(worst)

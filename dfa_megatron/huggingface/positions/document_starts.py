@@ -13,13 +13,10 @@ from typing import Any
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.padding import gathered
+from dfa_megatron.huggingface.checks.padding import gathered
 from dfa_megatron.huggingface.positions.batch_number import check_same
 from dfa_megatron.runtime.comm.groups import group_size
 from dfa_megatron.runtime.cu_seqlens import Offsets
-
-KEYWORD = "dfa_documents"
-"""The keyword argument by which a decoder passes `Documents` to its layers."""
 
 FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """The keys by which transformers' collators describe packed documents, with or without position_ids."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.padding import gathered
+from dfa_megatron.huggingface.checks.padding import gathered
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.sharding import shard_sequence
 

@@ -69,6 +69,19 @@ def tree_of(given: Any, length: int, beside: list[str]) -> Tree:
     return tree
 
 
+def refuse_for(model: str) -> NoReturn:
+    """Refuse a tree for a model.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        f"a prompt_tree for {model}",
+        "tokens of one path would be taken for those of another",
+        "a distributed model of text whose positions are counted from 0",
+    )
+
+
 def refuse_in_layer(module: object, why: str) -> NoReturn:
     """Refuse a tree in a layer that counts places.
 

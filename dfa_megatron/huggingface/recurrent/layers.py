@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext, run_of
-from dfa_megatron.huggingface.positions.document_starts import KEYWORD
-from dfa_megatron.huggingface.positions.prompt_trees import Tree, refuse_in_layer
+from dfa_megatron.huggingface.current_forward import forward_of
+from dfa_megatron.huggingface.positions.prompt_trees import refuse_in_layer
 from dfa_megatron.huggingface.recurrent.lightning import lightning
 from dfa_megatron.huggingface.recurrent.stand_ins import FUSED, STANDS_IN, Sequence
 from dfa_megatron.runtime.agreement.calls import at_layer
@@ -24,7 +23,9 @@ _RUNNING: ContextVar[tuple[Sequence | None, ...]] = ContextVar("recurrent layers
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
     """Return the layers that call one of the functions that can be replaced, or whose forward can be."""
-    return [module for module in model.modules() if _called(module) & set(STANDS_IN) or _name(module) in FORWARDS]
+    return [
+        module for module in model.modules() if _called(module) & set(STANDS_IN) or type(module).__name__ in FORWARDS
+    ]
 
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
@@ -39,10 +40,6 @@ def modules_of(model: Any) -> list[torch.nn.Module]:
     ]
 
 
-def _name(module: torch.nn.Module) -> str:
-    return type(module).__name__
-
-
 def _called(module: torch.nn.Module) -> set[str]:
     """Return the names that the forward of a module's class uses."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -50,17 +47,16 @@ def _called(module: torch.nn.Module) -> set[str]:
 
 
 def hook(model: Any) -> None:
-    """Hook these modules, which need a `LayerContext` when they run, and replace functions of their modelling files."""
-    for module in modules_of(model):
-        module.register_forward_pre_hook(_enter, with_kwargs=True)
-        module.register_forward_hook(_leave, always_call=True)
+    """Hook these layers, which need a `LayerContext` when they run, and replace functions of their modelling files."""
     for layer in layers_of(model):
+        layer.register_forward_pre_hook(_enter)
+        layer.register_forward_hook(_leave, always_call=True)
         names = vars(sys.modules[type(layer).__module__])
         for name in _called(layer) & {*STANDS_IN, *FUSED}:
             if not hasattr(names[name], _REAL):
                 names[name] = _replacing(name, names[name])
-        if _name(layer) in FORWARDS and not hasattr(type(layer).forward, _REAL):
-            type(layer).forward = _replacing(_name(layer), type(layer).forward)
+        if type(layer).__name__ in FORWARDS and not hasattr(type(layer).forward, _REAL):
+            type(layer).forward = _replacing(type(layer).__name__, type(layer).forward)
 
 
 FORWARDS = {"MiniMaxLightningAttention": lightning}
@@ -89,23 +85,14 @@ def _replacing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     return replaced
 
 
-def _enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Say what a layer computes over: its keywords tell, or the layer around it, or the forward that it runs in.
-
-    Raises:
-        UnsupportedError: nothing tells a recompute.
-    """
-    context: LayerContext = getattr(module, CONTEXT)
-    running = _RUNNING.get()
-    over = running[-1] if running else None
-    told = KEYWORD in kwargs
-    if told or over is None:
-        documents, longest = (kwargs[KEYWORD], 1) if told else run_of(module, needed=True)
-        if isinstance(documents, Tree):
-            refuse_in_layer(module, "a state")
-        number = int(getattr(module, "layer_idx", None) or 0) + 1
-        over = Sequence(number, context.group, context.options, documents) if longest else None
-    _RUNNING.set((*running, over))
+def _enter(module: Any, args: tuple[Any, ...]) -> None:
+    """Say what a layer computes over."""
+    forward = forward_of(module)
+    if forward.tree is not None:
+        refuse_in_layer(module, "a state")
+    number, context = int(getattr(module, "layer_idx", None) or 0) + 1, forward.context
+    over = Sequence(number, context.group, context.options, forward.documents) if forward.distributed else None
+    _RUNNING.set((*_RUNNING.get(), over))
 
 
 def _leave(module: Any, args: tuple[Any, ...], output: Any) -> None:

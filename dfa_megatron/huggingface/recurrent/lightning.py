@@ -23,9 +23,9 @@ def lightning(real: Real, over: Sequence, given: Given) -> tuple[torch.Tensor, N
     """Compute a layer's forward, given as a function of itself and hidden_states (batch, local_seq, hidden)."""
     module = given["self"]
 
-    def of_rows(row: Given, told: dict[str, Any]) -> torch.Tensor:
+    def of_rows(row: Given, options: dict[str, Any]) -> torch.Tensor:
         hidden, others = row["hidden_states"], {name: x for name, x in row.items() if name != "self"}
-        place = Place.of(hidden, 1, told["group"], told.get("cu_seqlens"), told["config"])
+        place = Place.of(hidden, 1, options["group"], options.get("cu_seqlens"), options["config"])
         pieces = list(pairwise(place.share.pieces))
         last: QKV | None = None
         outs = []
@@ -35,7 +35,7 @@ def lightning(real: Real, over: Sequence, given: Given) -> tuple[torch.Tensor, N
             last = last or piece.qkv
         return torch.cat(outs[::-1], 1)
 
-    return torch.cat([of_rows(row, told) for row, told in over.rows(given, "hidden_states")]), None
+    return torch.cat([of_rows(row, options) for row, options in over.rows(given, "hidden_states")]), None
 
 
 class _Piece:

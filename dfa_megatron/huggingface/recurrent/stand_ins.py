@@ -37,51 +37,51 @@ class Sequence:
     documents: Documents | None
 
     def rows(self, given: Given, *names: str) -> Iterator[tuple[Given, dict[str, Any]]]:
-        """Yield the arguments, with those named cut to rows that share documents, and how a recurrence is told these.
+        """Yield the arguments, with those named cut to rows that share documents, and options of a recurrence.
 
         Arguments that are missing or None are left as they are.
         """
-        told: dict[str, Any] = {"group": self.group, "config": self.config}
+        options: dict[str, Any] = {"group": self.group, "config": self.config}
         if self.documents is None:
-            yield given, told
+            yield given, options
             return
         present = [name for name in names if given.get(name) is not None]
         for row, offsets in enumerate(self.documents):
-            yield given | {name: given[name][row : row + 1] for name in present}, told | {"cu_seqlens": offsets}
+            yield given | {name: given[name][row : row + 1] for name in present}, options | {"cu_seqlens": offsets}
 
 
 def convolution(real: Real, over: Sequence, given: Given) -> torch.Tensor:
     """Compute a causal convolution of hidden_states (batch, channels, local_seq) with weight (channels, width)."""
 
-    def of_rows(row: Given, told: Given) -> torch.Tensor:
+    def of_rows(row: Given, options: Given) -> torch.Tensor:
         def run(x: torch.Tensor, documents: Offsets) -> torch.Tensor:
             out: torch.Tensor = real(**row | {"hidden_states": x})
             return out
 
-        return dist_conv(run, row["hidden_states"], row["weight"].shape[-1], dim=2, **told)
+        return dist_conv(run, row["hidden_states"], row["weight"].shape[-1], dim=2, **options)
 
-    return torch.cat([of_rows(row, told) for row, told in over.rows(given, "hidden_states")])
+    return torch.cat([of_rows(row, options) for row, options in over.rows(given, "hidden_states")])
 
 
 def delta_rule(real: Real, over: Sequence, given: Given) -> tuple[torch.Tensor, None]:
     """Compute a delta rule whose states are (batch, heads, k_dim, v_dim): gated, or Kimi's with a gate per channel."""
     names = ("query", "key", "value", "g", "beta")
 
-    def of_rows(row: Given, told: Given) -> torch.Tensor:
+    def of_rows(row: Given, options: Given) -> torch.Tensor:
         def run(x: Given, state: torch.Tensor | None, documents: Offsets) -> tuple[torch.Tensor, torch.Tensor]:
             out, last = real(**row | x | {"initial_state": state, "output_final_state": True})
             return out, last
 
-        return dist_scan(Scan(run, "key", "value"), {name: row[name] for name in names}, **told)[0]
+        return dist_scan(Scan(run, "key", "value"), {name: row[name] for name in names}, **options)[0]
 
-    return torch.cat([of_rows(row, told) for row, told in over.rows(given, *names)]), None
+    return torch.cat([of_rows(row, options) for row, options in over.rows(given, *names)]), None
 
 
 def mamba2(real: Real, over: Sequence, given: Given) -> torch.Tensor:
     """Compute Mamba-2's scan, whose states (batch, heads, head_dim, state) decay by a number per head."""
     names = ("hidden_states", "dt", "B", "C")
 
-    def of_rows(row: Given, told: Given) -> torch.Tensor:
+    def of_rows(row: Given, options: Given) -> torch.Tensor:
         def run(x: Given, state: torch.Tensor | None, documents: Offsets) -> tuple[torch.Tensor, torch.Tensor]:
             out, last = real(**row | x | {"return_final_states": True})
             return out, last.transpose(2, 3)
@@ -89,9 +89,9 @@ def mamba2(real: Real, over: Sequence, given: Given) -> torch.Tensor:
         low, high = row.get("dt_limit", (0.0, float("inf")))
         decay = Decay(row["C"], row["A"].float() * _steps(row, "dt_bias", "dt_softplus").clamp(low, high).float())
         scan = Scan(run, "B", "hidden_states")
-        return dist_scan(scan, {name: row[name] for name in names}, decay=decay, **told)[0]
+        return dist_scan(scan, {name: row[name] for name in names}, decay=decay, **options)[0]
 
-    return torch.cat([of_rows(row, told) for row, told in over.rows(given, *names)])
+    return torch.cat([of_rows(row, options) for row, options in over.rows(given, *names)])
 
 
 def mamba(real: Real, over: Sequence, given: Given) -> torch.Tensor:
@@ -101,8 +101,8 @@ def mamba(real: Real, over: Sequence, given: Given) -> torch.Tensor:
     """
     names = ("hidden_states", "dt", "B", "C", "z")
 
-    def of_rows(row: Given, told: Given) -> torch.Tensor:
-        place = Place.of(row["hidden_states"], 2, told["group"], told.get("cu_seqlens"), told["config"])
+    def of_rows(row: Given, options: Given) -> torch.Tensor:
+        place = Place.of(row["hidden_states"], 2, options["group"], options.get("cu_seqlens"), options["config"])
         parts, last = [], None
         for lo, hi in pairwise(place.share.pieces):
             cut = {name: row[name][..., lo:hi] for name in names if row.get(name) is not None}
@@ -117,7 +117,7 @@ def mamba(real: Real, over: Sequence, given: Given) -> torch.Tensor:
         gate = silu(first["z"]) if "z" in first else 1.0
         return torch.cat([parts[0] + (added * gate).to(parts[0].dtype), *parts[1:]], -1)
 
-    return torch.cat([of_rows(row, told) for row, told in over.rows(given, *names)])
+    return torch.cat([of_rows(row, options) for row, options in over.rows(given, *names)])
 
 
 def _steps(given: Given, bias: str, softplus_of: str) -> torch.Tensor:

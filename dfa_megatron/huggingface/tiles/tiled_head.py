@@ -7,23 +7,19 @@ losses. So hooks that gather the weight (ZeRO 3, FSDP) run around the work, in t
 from __future__ import annotations
 
 import functools
-import logging
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.model_inputs import arguments_of
-from dfa_megatron.huggingface.padding import IGNORED
-from dfa_megatron.huggingface.tiles.tiled_class import tiled_class
+from dfa_megatron.huggingface.checks.padding import IGNORED
+from dfa_megatron.huggingface.current_forward import CONTEXT, running
+from dfa_megatron.huggingface.tiles.tiled_layers import tiled_class
+from dfa_megatron.huggingface.trainers.read_logits import follow_trainers, reads_logits
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
-
-logger = logging.getLogger(__name__)
 
 _TILE = "_dfa_tile"
 """The attribute of a model that holds the tile of its loss, None where logits are dense."""
@@ -35,18 +31,16 @@ class TiledLinear:
     The first base of a `tiled_class`.
     """
 
-    dfa_tile: int | None = None
-    """Tokens of a tile, during a call whose logits are deferred."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, or defer its logits; then hooks run once, around the call that makes the losses.
 
         With two runs FSDP would free the weights of a group, such as the last norm and the head, between them.
         """
         layer: Any = self
-        if self.dfa_tile is None or "dfa_use" in kwargs:
+        forward = running(getattr(self, CONTEXT, None))
+        if forward is None or forward.tile is None or "dfa_use" in kwargs:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        return DeferredLogits(functools.partial(run_in, layer, *args), self.dfa_tile, layer.out_features, layer)
+        return DeferredLogits(functools.partial(run_in, layer, *args), forward.tile, layer.out_features, layer)
 
     def forward(self, hidden: torch.Tensor, dfa_use: Callable[[torch.Tensor, Any], Any] | None = None) -> Any:
         """Run the layer's own forward, or a function in its place."""
@@ -96,7 +90,7 @@ def set_tile(model: Any, options: DistAttentionConfig) -> None:
             setattr(model, _TILE, None)
         return
     own = getattr(model, "loss_function", None)
-    if own not in (ForCausalLMLoss, loss_by_tiles):
+    if own is not ForCausalLMLoss and getattr(own, "func", own) is not causal_loss:
         name = getattr(own, "__name__", own)
         raise UnsupportedError(
             f"loss_tile with the loss function {name}",
@@ -104,28 +98,31 @@ def set_tile(model: Any, options: DistAttentionConfig) -> None:
             "loss_tile='off', or dfa_megatron.loss.cross_entropy on hidden states",
         )
     tiled_head(model.get_output_embeddings())
-    known = hasattr(model, _TILE)
     setattr(model, _TILE, options.loss_tile)
     say_tiled(options.loss_tile)
-    model.loss_function = loss_by_tiles
-    if not known:
-        model.register_forward_pre_hook(_look, with_kwargs=True)
-        model.register_forward_hook(_forget, always_call=True)
+    if own is ForCausalLMLoss:
+        model.loss_function = causal_loss
+    follow_trainers()
 
 
-def loss_by_tiles(
+def causal_loss(
     logits: Any,
     labels: torch.Tensor | None,
     vocab_size: int,
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = IGNORED,
     shift_labels: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
     **_: Any,
 ) -> torch.Tensor:
-    """Return what transformers' ForCausalLMLoss does, but 0 in training without a label that counts."""
+    """Return what transformers' ForCausalLMLoss does, by tiles where logits are deferred, and with smoothed labels.
+
+    By tiles it is 0 in training without a label that counts.
+    """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    if not isinstance(logits, DeferredLogits):
+    deferred = isinstance(logits, DeferredLogits)
+    if not deferred and not label_smoothing:
         dense: torch.Tensor = ForCausalLMLoss(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels
         )
@@ -133,7 +130,11 @@ def loss_by_tiles(
     if shift_labels is None:
         assert labels is not None
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-    total = logits.losses(shift_labels, ignore_index).sum()
+    total: torch.Tensor
+    if deferred:
+        total = logits.losses(shift_labels, ignore_index, label_smoothing).sum()
+    else:
+        total = summed_loss(logits, shift_labels.to(logits.device), ignore_index, label_smoothing)
     if num_items_in_batch is None:
         count = (shift_labels != ignore_index).sum()
         return total / (count.clamp(min=1) if torch.is_grad_enabled() else count)
@@ -142,37 +143,25 @@ def loss_by_tiles(
     return total / num_items_in_batch
 
 
-def _look(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Defer the logits of a call with labels, but for a Trainer that reads them.
+def summed_loss(
+    logits: torch.Tensor, shift_labels: torch.Tensor, ignore_index: int = IGNORED, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """Return the summed cross-entropy of these tokens, in float32, or float64 for float64."""
+    scores = logits.flatten(0, -2)
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    return torch.nn.functional.cross_entropy(
+        scores, shift_labels.flatten(), ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    )
+
+
+def tile_of(model: Any, given: dict[str, Any]) -> int | None:
+    """Return the tokens of a tile for the loss of a call, None for one whose logits are made.
 
     Raises:
         UnsupportedError: the head was replaced since `set_tile`, by one with an adapter.
     """
-    tile = getattr(model, _TILE)
-    if tile is None or arguments_of(model, args, kwargs).get("labels") is None:
-        return
-    if not model.training and _trainer_reads_logits():
-        _say_whole()
-        return
-    tiled_head(model.get_output_embeddings()).dfa_tile = tile
-
-
-def _trainer_reads_logits() -> bool:
-    """Return whether HF Trainer's `prediction_step` runs, and wants more than the loss; it does not tell the model."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "prediction_step":
-            return not frame.f_locals.get("prediction_loss_only", True)
-        frame = frame.f_back
-    return False
-
-
-@functools.cache
-def _say_whole() -> None:
-    logger.info("dfa: Trainer reads logits (compute_metrics, predict), so evaluation makes those of all tokens at once")
-
-
-def _forget(model: Any, args: Any, output: Any) -> None:
-    head = model.get_output_embeddings()
-    if isinstance(head, TiledLinear):
-        head.dfa_tile = None
+    tile: int | None = getattr(model, _TILE, None)
+    if tile is None or given.get("labels") is None or (not model.training and reads_logits()):
+        return None
+    setattr(tiled_head(model.get_output_embeddings()), CONTEXT, getattr(model, CONTEXT))
+    return tile

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -12,13 +14,32 @@ from torch import nn
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.tiles.tiled_class import tiled_class
 from dfa_megatron.remat.by_tiles import by_tiles
 
 _MLP = re.compile(r"mlp|feed_?forward|ffn|moe", re.IGNORECASE)
 """In the name of a child of a layer, or of its class."""
 _NORM = re.compile(r"RMSNorm|LayerNorm")
 """In the name of a class that norms the last dimension."""
+
+
+@functools.cache
+def tiled_class(first: type, base: type) -> type:
+    """Return the class of both, made once, for a module to get in place of its own.
+
+    Its instances pickle by the two classes, which are found by their names; it has no name of its own.
+    """
+    made = type(f"Tiled{base.__name__}", (first, base), {"__module__": __name__})
+    copyreg.pickle(made, _reduced)
+    return made
+
+
+def _reduced(module: Any) -> tuple[Any, ...]:
+    return (_empty, type(module).__bases__, *module.__reduce_ex__(2)[2:])
+
+
+def _empty(first: type, base: type) -> Any:
+    made: Any = tiled_class(first, base)
+    return made.__new__(made)
 
 
 class TiledTokens:

@@ -11,11 +11,13 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checks.padding import IGNORED
 from dfa_megatron.huggingface.distribute import transformers_model
-from dfa_megatron.huggingface.padding import IGNORED
+from dfa_megatron.huggingface.tiles.tiled_head import causal_loss
 from dfa_megatron.huggingface.trainers.distribute_accelerator import share_sequences
 from dfa_megatron.huggingface.trainers.group_accelerator import refuse_objects
-from dfa_megatron.huggingface.trainers.shared_batches import Shared, take_whole_batches
+from dfa_megatron.huggingface.trainers.read_logits import follow_trainers
+from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 
 
 def distribute_trainer(trainer: Any, *, size: int | None = None, config: DistAttentionConfig | None = None) -> None:
@@ -38,7 +40,11 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: DistAtt
     size = share_sequences(accelerator, trainer.model, size, options, loop=False)
     if accelerator.num_processes == 1:
         return
-    shared = take_whole_batches(transformers_model(trainer.model))
+    model = transformers_model(trainer.model)
+    if trainer.label_smoother is not None:  # the model's own loss is the same, and each rank has its labels' part
+        model.loss_function = functools.partial(causal_loss, label_smoothing=trainer.label_smoother.epsilon)
+        trainer.label_smoother = None
+    take_whole_batches(model, counts=False)  # TRL divides its loss itself, and does not hand the model a count
     trainer.get_cp_size = lambda: size
     trainer._prepare_context_parallel_inputs = lambda model, inputs: (nullcontext, inputs)
     flops = trainer.floating_point_ops
@@ -47,9 +53,8 @@ def distribute_trainer(trainer: Any, *, size: int | None = None, config: DistAtt
         trainer._track_num_input_tokens = functools.partial(_track, trainer, size, trainer._track_num_input_tokens)
     if hasattr(trainer, "_tp_size"):  # by which TRL divides the tokens that all ranks count
         trainer._tp_size = size
-    shared.count_of_whole = False  # TRL divides its loss itself, and does not hand the model a count
     trainer._get_num_items_in_batch = functools.partial(_count, trainer, size)
-    trainer.prediction_step = functools.partial(_predict, shared, trainer.prediction_step)
+    follow_trainers()
     trainer.gather_function = accelerator.gather_for_metrics
 
 
@@ -93,11 +98,17 @@ def _check(trainer: Any, options: DistAttentionConfig) -> None:
 
 def _check_loss(trainer: Any) -> None:
     """Refuse losses that do not add up over the ranks."""
-    if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+    if trainer.compute_loss_func is not None:
         raise UnsupportedError(
-            "label_smoothing_factor or compute_loss_func",
-            "they would compare the labels of all tokens with the logits of this rank's",
+            "compute_loss_func",
+            "it would compare the labels of all tokens with the logits of this rank's",
             "the model's own loss",
+        )
+    if trainer.label_smoother is not None and getattr(trainer.model.config, "output_router_logits", False):
+        raise UnsupportedError(
+            "label_smoothing_factor with output_router_logits",
+            "in one process Trainer leaves the router's loss out of the smoothed one",
+            "one of them",
         )
     own = trainer.compute_loss
     name = getattr(own, "__qualname__", repr(own))
@@ -128,19 +139,3 @@ def _track(trainer: Any, size: int, own: Callable[[Any], None], inputs: Any) -> 
     before = trainer.state.num_input_tokens_seen
     own(inputs)
     trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // size
-
-
-def _predict(
-    shared: Shared,
-    own: Callable[..., Any],
-    model: Any,
-    inputs: Any,
-    prediction_loss_only: bool,
-    ignore_keys: list[str] | None = None,
-) -> Any:
-    """Run the Trainer's own step, with the logits of all tokens only where they are wanted."""
-    shared.logits = not prediction_loss_only
-    try:
-        return own(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-    finally:
-        shared.logits = True

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.exact_types import EXACT
-from dfa_megatron.huggingface.padding import IGNORED
+from dfa_megatron.huggingface.checks.exact_types import EXACT
+from dfa_megatron.huggingface.checks.padding import IGNORED
 from tests.fuzz.frameworks import uneven
 from tests.huggingface.sweep import images, tiny
 from tests.support.models import VOCABULARY, build

@@ -6,7 +6,6 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,7 +29,9 @@ def check_wrappers(model: Any, inner: Any) -> None:
     Raises:
         UnsupportedError: one reads the tokens itself, or it holds adapters that do.
     """
-    for wrapper, holder in _around(model, inner):
+    wrapper = model
+    while wrapper is not inner:
+        holder, child = next((n, x) for n, x in wrapper.named_children() if any(y is inner for y in x.modules()))
         check_adapters(wrapper)
         kind = type(wrapper).__name__
         if type(wrapper).__module__.split(".")[0] not in _PASS_ON and _reads_tokens(wrapper, holder):
@@ -39,6 +40,7 @@ def check_wrappers(model: Any, inner: Any) -> None:
                 "it is given this rank's part of the tokens",
                 "the transformers model alone, if what is around it treats each token by itself",
             )
+        wrapper = child
     check_adapters(inner)
 
 
@@ -61,14 +63,6 @@ def check_adapters(model: Any) -> None:
             raise UnsupportedError(asked, why, "adapters that treat each token alone, such as LoRA and IA3")
 
 
-def _around(model: Any, inner: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the modules around a model from the outermost in, each with the name of the child that holds it."""
-    while model is not inner:
-        name, child = next((n, x) for n, x in model.named_children() if any(y is inner for y in x.modules()))
-        yield model, name
-        model = child
-
-
 def _reads_tokens(wrapper: torch.nn.Module, holder: str) -> bool:
     """Return whether a wrapper's forward does more with input_ids than to hand it to the model, or to a part of it."""
     forward = inspect.unwrap(type(wrapper).forward)
@@ -83,11 +77,5 @@ def _reads_tokens(wrapper: torch.nn.Module, holder: str) -> bool:
         if isinstance(call, ast.Call) and re.fullmatch(rf"self\.{holder}(\.\w+)*", ast.unparse(call.func))
         for value in (*call.args, *(keyword.value for keyword in call.keywords))
     }
-    return any(
-        id(node) not in handed
-        and (
-            (isinstance(node, ast.Name) and node.id == "input_ids")
-            or (isinstance(node, ast.Constant) and node.value == "input_ids")
-        )
-        for node in ast.walk(tree)
-    )
+    named = (x for x in ast.walk(tree) if "input_ids" in (getattr(x, "id", None), getattr(x, "value", None)))
+    return any(id(node) not in handed for node in named)

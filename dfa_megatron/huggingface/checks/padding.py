@@ -6,8 +6,6 @@ loss. The outputs of padded tokens differ from those of an attention that masks 
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 import torch.distributed as dist
 
@@ -30,15 +28,6 @@ def gathered(mine: torch.Tensor, group: str) -> list[torch.Tensor]:
     return parts
 
 
-def refuse_ready_mask() -> NoReturn:
-    """Refuse a mask of pairs.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError("a ready-made attention mask", "attention is causal by construction", CAUSAL)
-
-
 def check_right(mask: torch.Tensor, group: str = "") -> None:
     """Check that a mask hides only the ends of the sequences; in a group this is collective, with one small message.
 
@@ -51,7 +40,7 @@ def check_right(mask: torch.Tensor, group: str = "") -> None:
             1, or it has other dimensions. All ranks raise it.
     """
     if mask.dim() != 2:
-        refuse_ready_mask()
+        raise UnsupportedError("a ready-made attention mask", "attention is causal by construction", CAUSAL)
     real = mask.bool()
     contiguous = (real[:, 1:] <= real[:, :-1]).all()
     other = (mask != real.to(mask.dtype)).any()

@@ -1,9 +1,10 @@
 """Give the whole sequence's positions to modules that would count them in this rank's part.
 
 RoPE of the types `dynamic` and `longrope` takes its frequencies from the longest position that it is given: it is given
-that of the longest document as well. A table of positions in a decoder that takes no position_ids is given them.
+that of the longest document as well. A table of positions in a decoder that takes no position_ids is given them. The
+decoder itself calls both, outside the layers that may be recomputed.
 
-These are hooks of modules that the decoder itself calls, outside the layers that may be recomputed.
+Llama 4's layers without RoPE scale their queries by places (a temperature): they get the scale of the whole document.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.huggingface.layer_context import CONTEXT, LayerContext
+from dfa_megatron.huggingface.current_forward import Forward, forward_of
+from dfa_megatron.huggingface.positions.document_starts import positions_of
+from dfa_megatron.sharding import local_positions, shard_sequence
 
 LOCAL_ROPE = ("dynamic", "longrope")
 """Types of rotary embeddings whose frequencies depend on the longest position in the batch."""
@@ -21,7 +24,8 @@ LOCAL_ROPE = ("dynamic", "longrope")
 
 def rotaries_of(decoder: Any) -> list[torch.nn.Module]:
     """Return the rotary embeddings that a decoder calls itself and whose frequencies depend on the batch."""
-    return [child for child in decoder.children() if _local(getattr(child, "rope_type", None))]
+    kinds = {child: getattr(child, "rope_type", None) for child in decoder.children()}  # one, or by kind of layer
+    return [c for c, k in kinds.items() if any(x in LOCAL_ROPE for x in (k.values() if isinstance(k, dict) else (k,)))]
 
 
 def table_of(decoder: Any) -> torch.nn.Module | None:
@@ -34,13 +38,13 @@ def table_of(decoder: Any) -> torch.nn.Module | None:
 
 
 def modules_of(decoder: Any) -> list[torch.nn.Module]:
-    """Return the modules of a decoder that count positions by themselves."""
+    """Return the modules of a decoder that count positions by themselves, to be hooked."""
     table = table_of(decoder)
     return [*rotaries_of(decoder), *([] if table is None else [table])]
 
 
 def hook(decoder: Any) -> None:
-    """Hook these modules; they need a `LayerContext` when they run."""
+    """Hook these modules, which need a `LayerContext` when they run."""
     for rotary in rotaries_of(decoder):
         rotary.register_forward_pre_hook(_with_longest, with_kwargs=True)
         rotary.register_forward_hook(_without_longest)
@@ -49,23 +53,12 @@ def hook(decoder: Any) -> None:
         table.register_forward_hook(_of_rows)
 
 
-def _local(kind: Any) -> bool:
-    """Return whether a rotary embedding's type, or one of its types by kind of layer, depends on the batch."""
-    return any(each in LOCAL_ROPE for each in (kind.values() if isinstance(kind, dict) else (kind,)))
-
-
 def _takes(module: Any) -> bool:
     return "position_ids" in inspect.signature(type(module).forward).parameters
 
 
-def _longest(module: Any) -> int:
-    """Return the tokens of the longest document; 0 while attention is local."""
-    context: LayerContext = getattr(module, CONTEXT)
-    return context.current.longest
-
-
 def _with_longest(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not (longest := _longest(module)):
+    if not (longest := forward_of(module).longest):
         return None
     given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     del given["self"]
@@ -75,20 +68,45 @@ def _with_longest(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _without_longest(module: Any, args: tuple[Any, ...], output: Any) -> Any:
-    if not _longest(module):
+    if not forward_of(module).longest:
         return None
     cut = [x[..., :-1, :] for x in (output if isinstance(output, tuple) else (output,))]
     return tuple(cut) if isinstance(output, tuple) else cut[0]
 
 
 def _with_positions(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    context: LayerContext = getattr(module, CONTEXT)
-    positions = context.current.positions
+    positions = forward_of(module).positions
     return None if positions is None else (args, kwargs | {"position_ids": positions})
 
 
 def _of_rows(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
     """Return the embeddings by row: tables that expect the positions of one row add a dimension."""
-    context: LayerContext = getattr(module, CONTEXT)
-    positions = context.current.positions
+    positions = forward_of(module).positions
     return None if positions is None else output.view(*positions.shape, -1)
+
+
+def has_temperature(layer: Any) -> bool:
+    """Return whether an attention layer scales its queries by their places."""
+    return bool(getattr(layer, "attn_temperature_tuning", False)) and not getattr(layer, "use_rope", True)
+
+
+def tempered(layer: Any, query: torch.Tensor, forward: Forward) -> torch.Tensor:
+    """Return queries (batch, heads, local_seq, head_dim), scaled by places in this rank's part, with the right scale.
+
+    A layer without a temperature gets its queries back as they are.
+    """
+    if not has_temperature(layer):
+        return query
+    local, group = query.shape[2], forward.context.group
+    if forward.documents is None:
+        whole = local_positions(local * forward.context.size, group=group, device=query.device)[None]
+    else:
+        whole = shard_sequence(positions_of(forward.documents, query.device), group=group)
+    ratio = _scale(layer, whole) / _scale(layer, torch.arange(local, device=query.device)[None])
+    return (query * ratio[:, None, :, None]).to(query.dtype)
+
+
+def _scale(layer: Any, places: torch.Tensor) -> torch.Tensor:
+    """Return the scale as the fields of Llama 4's configuration define it."""
+    scale: torch.Tensor = torch.log1p(((places + 1.0) / layer.floor_scale).floor()) * layer.attn_scale + 1.0
+    return scale

@@ -16,9 +16,6 @@ from dfa_megatron.runtime.cu_seqlens import Offsets
 Images = tuple[tuple[int, int], ...]
 """The first token of each image and the one behind its last, in the sequence of all ranks, of one row."""
 
-IMAGES = "dfa_images"
-"""The key of a forward's images in what a model tells its decoder."""
-
 _BOTH_WAYS = {
     "gemma3": ("token_type_ids", (1,), {"full_attention", "sliding_attention"}),
     "gemma4": ("mm_token_type_ids", (1, 2), {"sliding_attention"}),
@@ -57,13 +54,6 @@ def take_images(model: Any, kwargs: dict[str, Any]) -> dict[str, tuple[Images, .
         for row in edges
     )
     return dict.fromkeys(kinds, found)
-
-
-def with_images(
-    masks: dict[str, WindowMask | None], images: dict[str, tuple[Images, ...]]
-) -> dict[str, ImageMask | WindowMask | None]:
-    """Return the masks of a model's kinds of layers, with the images in those that see both ways."""
-    return {kind: ImageMask(mask, images[kind]) if kind in images else mask for kind, mask in masks.items()}
 
 
 @lru_cache(maxsize=64)

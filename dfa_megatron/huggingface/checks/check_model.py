@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.parts.text_part import has_parts, part_of
-from dfa_megatron.huggingface.positions.own_positions import LOCAL_ROPE, rotaries_of, table_of
+from dfa_megatron.huggingface.implementation import is_multimodal, text_field
+from dfa_megatron.huggingface.positions.counting_modules import LOCAL_ROPE, rotaries_of, table_of
 from dfa_megatron.huggingface.recurrent.layers import layers_of
 
 _ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -38,7 +38,7 @@ def check_model(model: Any) -> list[torch.nn.Module]:
     _check_stack(model)
     _check_config(model)
     decoder = model.get_decoder()
-    within = decoder if has_parts(model) else model
+    within = decoder if is_multimodal(model) else model
     named = {n: x for n, x in within.named_modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")}
     layers = [module for name, module in named.items() if name.split(".")[-1] not in _AT_ENCODER]
     _check_layers(model, decoder, layers)
@@ -49,9 +49,9 @@ def check_model(model: Any) -> list[torch.nn.Module]:
 def _check_stack(model: Any) -> None:
     """Refuse a model that is no single stack of decoder layers with a head of a language model."""
     config, kind = model.config.get_text_config(), kind_of(model)
-    if has_parts(model) and (part_of(model) is None or model.get_decoder().config is not config):
+    if is_multimodal(model) and (text_field(model) is None or model.get_decoder().config is not config):
         raise UnsupportedError(
-            f"{kind} with several parts",
+            f"{kind}, a multimodal model",
             "its decoder was not found by its configuration of the text",
             "its language model and causal_lm_loss",
         )
@@ -90,26 +90,11 @@ def _check_config(model: Any) -> None:
             "they read tokens before this rank's part",
             "no ple_layer_ids",
         )
-    if getattr(config, "output_router_logits", False):
-        refuse_router_loss(kind)
     dropout = getattr(config, "attention_dropout", 0.0) or getattr(config, "attn_pdrop", 0.0)
     if dropout:
         raise UnsupportedError(
             f"{kind} with attention dropout {dropout}", "the block kernels have no dropout", "attention_dropout=0.0"
         )
-
-
-def refuse_router_loss(kind: str) -> NoReturn:
-    """Refuse the loss of a router, for a type of model or a call.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError(
-        f"{kind} with a loss of its router (output_router_logits)",
-        "it would balance the experts over this rank's part of a sequence",
-        "output_router_logits=False",
-    )
 
 
 def _check_layers(model: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:

@@ -1,0 +1,230 @@
+"""Refuse a call that asks for something that would be wrong on parts of sequences."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import Any, NoReturn
+
+import torch
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.checks.padding import check_unlabelled
+from dfa_megatron.huggingface.current_forward import LayerContext
+from dfa_megatron.huggingface.positions import batch_number
+from dfa_megatron.huggingface.positions import prompt_trees as trees
+from dfa_megatron.huggingface.windows import WindowMask
+from dfa_megatron.sharding import local_positions, shard_sequence
+
+_LOSS = "dfa_megatron.huggingface.shard_batch, or no labels and causal_lm_loss on the logits"
+
+_MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
+"""Endings of the names of arguments for images and sound."""
+
+
+def arguments_of(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call, positional ones too, by their names in the forward of the module's class."""
+    names = [parameter.name for parameter in parameters_of(module.__class__)[1:]]  # without self
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+@functools.cache
+def parameters_of(model: Any) -> tuple[inspect.Parameter, ...]:
+    """Return the parameters of a class's forward."""
+    return tuple(inspect.signature(model.forward).parameters.values())
+
+
+def check_by_name(args: tuple[Any, ...]) -> None:
+    """Refuse positional arguments, in which nothing is looked for.
+
+    Raises:
+        UnsupportedError: there are some.
+    """
+    if args:
+        raise UnsupportedError(
+            "positional arguments after input_ids", "positions and caches are looked for by name", "keyword arguments"
+        )
+
+
+def check_local(given: dict[str, Any], context: LayerContext, *, evaluation: bool) -> None:
+    """Refuse a call with local attention on a part of a sequence.
+
+    Args:
+        evaluation: attention is local because the model evaluates under accelerate.
+
+    Raises:
+        UnsupportedError: it is one, or a prompt tree.
+    """
+    if trees.KEY in given:
+        trees.refuse_for("a model with its own attention")
+    if batch_number.KEY in given and context.size > 1:
+        raise UnsupportedError(
+            "a batch of shard_batch with local attention",
+            f"it is this rank's part of sequences that {context.size} ranks share, and attention would end with the "
+            "part",
+            "whole sequences within local_attention, and in evaluation under accelerate; or distributed attention, in "
+            "model.train() within torch.no_grad() under accelerate",
+        )
+    if evaluation and context.size > 1 and context.options.verify != "off":
+        _check_first_positions(given)
+
+
+def _check_first_positions(given: dict[str, Any]) -> None:
+    """Refuse a batch in which a sequence begins at a later position: the first rank's part of one goes unseen.
+
+    The ranks do not communicate: each evaluates its own sequences, possibly another number of them.
+    """
+    positions: torch.Tensor | None = given.get("position_ids")
+    if positions is None or not positions.numel() or _key_cache(given) is not None:
+        return
+    later = positions[..., 0] > 0
+    mask = given.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # generation gives padding on the left any position
+        later = later & mask[:, 0].bool()
+    if bool(later.any()):
+        ends = _ends(positions)
+        raise UnsupportedError(
+            f"position_ids {ends} in evaluation",
+            "attention is local there under accelerate, and this is a part of a sequence that was cut over the ranks, "
+            "as by loaders that are prepared together with the model",
+            "the evaluation loader prepared alone, accelerator.prepare(loader), which leaves sequences whole; or "
+            "model.train() within torch.no_grad(), for a model without dropout",
+        )
+
+
+def check_part(given: dict[str, Any], context: LayerContext) -> None:
+    """Refuse a call whose batch belongs to another kind of model, or that accelerate would cut as well.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    if context.multimodal and trees.KEY in given:
+        trees.refuse_for("a multimodal model")
+    if not context.multimodal and batch_number.KEY in given and not batch_number.is_cut(given[batch_number.KEY]):
+        raise UnsupportedError(
+            "a batch with images or sound for a model of text",
+            "shard_batch leaves the tokens of such a batch whole, for a multimodal model",
+            "a batch of text alone, or distribute_attention of the whole multimodal model",
+        )
+
+
+def check_parallelism() -> None:
+    """Refuse accelerate's own context parallelism, where `distribute_accelerator` did not leave it out.
+
+    Raises:
+        UnsupportedError: a process has it.
+    """
+    state = sys.modules.get("accelerate.state")
+    config = None if state is None else state.AcceleratorState._shared_state.get("parallelism_config")
+    size = getattr(config, "cp_size", 1)
+    if size > 1:
+        raise UnsupportedError(
+            f"distribute_attention beside ParallelismConfig(cp_size={size}) of accelerate",
+            "accelerate would drop the masks of layers, and cut batches a second time",
+            "distribute_accelerator(accelerator, model), or distribute_trainer(trainer)",
+        )
+
+
+def check_loss(model: Any, given: dict[str, Any], context: LayerContext) -> None:
+    """Refuse the ways in which a model's own loss would be wrong on a part of a sequence.
+
+    Raises:
+        UnsupportedError: labels that the model would shift by itself, a mean over the tokens of this rank, or labels
+            of padded tokens.
+    """
+    if given.get("labels") is None:
+        return
+    if (mask := given.get("attention_mask")) is not None and mask.dim() == 2:
+        shifted = given.get("shift_labels")
+        if context.multimodal and not batch_number.is_cut(given.get(batch_number.KEY)):
+            mask = shard_sequence(mask, group=context.group)
+        check_unlabelled(mask, given["labels"] if shifted is None else shifted)
+    if context.size == 1:
+        return
+    if not computes_loss(model):
+        raise UnsupportedError(
+            f"labels for a model of type {type(model).__name__}",
+            "its loss is a mean over the tokens of this rank, not of all",
+            "no labels, and causal_lm_loss on its logits",
+        )
+    if given.get("shift_labels") is None:
+        raise UnsupportedError(
+            "labels without shift_labels",
+            "the model would shift them and lose a token at every boundary between ranks",
+            _LOSS,
+        )
+    if given.get("num_items_in_batch") is None and not context.accelerate:
+        raise UnsupportedError(
+            "labels without num_items_in_batch",
+            "the model would take the mean over the tokens of this rank, not of all",
+            _LOSS,
+        )
+
+
+def computes_loss(model: Any) -> bool:
+    """Return whether a model computes its loss by transformers' loss function, which takes the number of labels."""
+    return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
+
+
+def check_decoder(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerContext) -> None:
+    """Refuse arguments of a decoder that need a whole sequence, and arguments that these checks cannot find.
+
+    Raises:
+        UnsupportedError: a cache, images or sound, attention weights, or masks of another model.
+    """
+    check_by_name(args[1:])
+    if kwargs.get("use_cache") or _key_cache(kwargs) is not None:
+        raise UnsupportedError(
+            "a key cache",
+            "ranks hold parts of the sequence",
+            "use_cache=False, or generation within dfa_megatron.huggingface.local_attention(model)",
+        )
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError("output_attentions", "attention weights are never in memory", "output_attentions=False")
+    masks = kwargs.get("attention_mask")
+    plain = isinstance(masks, dict) and all(mask is None or isinstance(mask, WindowMask) for mask in masks.values())
+    if isinstance(masks, dict) and not (context.multimodal and plain):
+        raise UnsupportedError(
+            "masks made by the model around this one",
+            "they may let tokens see others in ways of their own",
+            "distribute_attention of the whole model, if its masks are causal but for the images of Gemma 3 and 4",
+        )
+    media = ", ".join(name for name in kwargs if name.endswith(_MEDIA) and kwargs[name] is not None)
+    if media and context.size > 1:
+        raise UnsupportedError(
+            f"{media} on {context.size} ranks",
+            "images and sound belong to the whole sequence, and this rank holds a part of its tokens",
+            "distribute_attention of the whole model, which embeds whole sequences and then cuts them",
+        )
+
+
+def _key_cache(given: dict[str, Any]) -> Any:
+    """Return the cache of keys and values that a call brings, under its name before and since transformers 5.24."""
+    return next((given[name] for name in ("past_key_values", "cache") if given.get(name) is not None), None)
+
+
+def equal(given: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether positions (batch or 1, local_seq) are those expected; waits for the device."""
+    return given.dim() == 2 and given.shape[1] == expected.shape[1] and bool((given == expected).all())
+
+
+def refuse_positions(given: torch.Tensor, context: LayerContext, local: int) -> NoReturn:
+    """Refuse positions that are not those of this rank's tokens.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    first, shape, ends = int(local_positions(local * context.size, group=context.group)[0]), given.shape, _ends(given)
+    last = first + local - 1
+    raise UnsupportedError(
+        f"position_ids {ends} of shape {tuple(shape)}",
+        f"this rank holds the tokens {first} to {last} of each sequence, and every sequence, or every document in it, "
+        "must begin at position 0 and go up by 1, across the ranks",
+        "the position_ids of dfa_megatron.huggingface.shard_batch, or of dfa_megatron.local_positions",
+    )
+
+
+def _ends(positions: torch.Tensor) -> str:
+    flat = positions.flatten()
+    return f"from {int(flat[0])} to {int(flat[-1])}" if flat.numel() else "without a token"

@@ -1,0 +1,161 @@
+"""What belongs to one call of a model: whether attention is distributed, the documents of its batch, its positions.
+
+A `Forward` is made once, by the hooks in model_inputs.py, and never changes. What runs in the call reads it here:
+attention, rotary embeddings, recurrent layers, losses. A layer that is checkpointed runs again in the backward, perhaps
+in another thread and after other calls: its checkpoint function brings the `Forward` back (checkpointing.py).
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.positions.document_starts import Documents
+from dfa_megatron.huggingface.positions.prompt_trees import Tree
+
+NAME = "dfa"
+"""As in `model.set_attn_implementation(NAME)`. A name with "flash" in it would change how models build their inputs."""
+
+CONTEXT = "_dfa_attention"
+"""The attribute of a module that holds its `LayerContext`."""
+
+KEYWORD = "dfa_forward"
+"""The keyword argument by which a decoder hands the `Forward` to its layers, for checkpoint functions that keep it."""
+
+
+@dataclass(slots=True)
+class LayerContext:
+    """Hold the settings of a model, the same object on all of its modules that need them.
+
+    group: name of the process group that shares the sequence, "" for a single process.
+    before: the attention implementation that the model had.
+    accelerate: batches come from accelerate: in evaluation every rank has whole sequences of its own, and the loss of
+        this rank's tokens is weighed by who called the model.
+    multimodal: the decoder belongs to a model with towers, which embeds whole sequences.
+    local: within `local_attention`.
+    varied: a forward was local, or had documents or a tree, so that a recompute needs its own.
+    """
+
+    group: str
+    size: int
+    options: DistAttentionConfig
+    before: str
+    accelerate: bool = False
+    multimodal: bool = False
+    local: bool = False
+    varied: bool = False
+
+
+class WholeBatch(NamedTuple):
+    """What a model that cuts its batches itself needs to put outputs together again.
+
+    length: tokens of a row, without those that made it divide.
+    labelled: whether a label of it counts, on its device; None without labels.
+    """
+
+    rows: int
+    length: int
+    labelled: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Hold what the modules of one call need to know of its batch.
+
+    distributed: attention is over the ranks; else it is the model's own, over whole sequences of this rank.
+    documents: of every row, None if each row is one.
+    tree: the segments of every row of a prompt tree, in place of documents.
+    images: where those are whose tokens see each other both ways, by kind of layer.
+    given: the position_ids of the call.
+    positions: int64 (batch or 1, local_seq), what the decoder embeds for this rank's tokens, unless along several axes.
+    longest: tokens of the longest document, or path, on all ranks, without added ones.
+    mask: (batch, local_seq), 0 for padding; None without.
+    added: tokens behind each row that only make its length divide.
+    whole: the batch that the model cut itself.
+    tile: tokens of a tile of the loss; None where logits are made.
+    """
+
+    context: LayerContext
+    distributed: bool
+    documents: Documents | None = None
+    tree: Tree | None = None
+    images: dict[str, Any] | None = None
+    given: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    longest: int = 0
+    mask: torch.Tensor | None = None
+    added: int = 0
+    whole: WholeBatch | None = None
+    tile: int | None = None
+
+
+_RUNNING: ContextVar[tuple[tuple[object, Forward], ...]] = ContextVar("forwards that run", default=())
+"""The forwards that run in this thread with who entered them, the innermost last."""
+
+
+def enter(owner: object, forward: Forward) -> None:
+    """Let a forward run from now on, until its owner leaves."""
+    _RUNNING.set((*_RUNNING.get(), (owner, forward)))
+
+
+def leave(owner: object) -> None:
+    """End the forward that an owner entered last; nothing if it failed to enter, or runs in that of another."""
+    running = _RUNNING.get()
+    if running and running[-1][0] is owner:
+        _RUNNING.set(running[:-1])
+
+
+def end(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """End the forward that a module entered, as a hook that is called if the module fails, too."""
+    leave(module)
+
+
+def innermost() -> tuple[object, Forward] | None:
+    """Return the innermost forward that runs, behind who entered it."""
+    stack = _RUNNING.get()
+    return stack[-1] if stack else None
+
+
+def running(context: LayerContext | None) -> Forward | None:
+    """Return the forward that runs, if it is one of this model."""
+    call = innermost()
+    return call[1] if call is not None and call[1].context is context else None
+
+
+def forward_of(module: torch.nn.Module) -> Forward:
+    """Return the forward that a module runs in; a layer that is called alone has a plain one."""
+    context: LayerContext = getattr(module, CONTEXT)
+    return running(context) or Forward(context, distributed=True)
+
+
+def hook_layer(layer: torch.nn.Module) -> None:
+    """Let a layer find its forward in a recompute by a checkpoint function that keeps its keywords."""
+    layer.register_forward_pre_hook(_enter_again, with_kwargs=True)
+    layer.register_forward_hook(end, always_call=True)
+
+
+def _enter_again(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Enter the forward of a layer that runs again, where nothing else did.
+
+    Raises:
+        UnsupportedError: nothing tells which it was, or attention was switched since.
+    """
+    context: LayerContext = getattr(layer, CONTEXT)
+    backward = torch._C._current_graph_task_id() != -1  # in which a layer that runs was checkpointed
+    if running(context) is not None or not backward:
+        return
+    forward: Forward | None = kwargs.get(KEYWORD)
+    present = getattr(getattr(layer, "config", None), "_attn_implementation", NAME)
+    if present == NAME and forward is not None:
+        enter(layer, forward)
+    elif context.varied or present != NAME:
+        raise UnsupportedError(
+            f"a layer of type {type(layer).__name__} that runs again in the backward",
+            "the function that checkpoints it does not tell it the documents, or whether its attention was local",
+            "checkpoint='full' or 'remat' of DistAttentionConfig, or gradient_checkpointing_enable, which do",
+        )

@@ -1,0 +1,1 @@
+"""Multimodal models: towers for images, video and sound, and a language model whose attention is distributed."""

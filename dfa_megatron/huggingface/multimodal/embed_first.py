@@ -1,0 +1,165 @@
+"""Embed first, then shard: a multimodal model embeds the whole batch on every rank, then its decoder's is cut.
+
+So images may lie anywhere in the sequence, across ranks too, and every rank runs every tower: those that gather weights
+(ZeRO-3, FSDP) stay together. Gradients are those of a rank's own tokens; their mean over ranks is the whole batch's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.huggingface.batch import TYPE_IDS
+from dfa_megatron.huggingface.checks.call_checks import check_by_name, equal, refuse_positions
+from dfa_megatron.huggingface.checks.padding import check_right, gathered
+from dfa_megatron.huggingface.current_forward import CONTEXT, Forward, LayerContext
+from dfa_megatron.huggingface.multimodal.image_masks import take_images
+from dfa_megatron.huggingface.positions import batch_number
+from dfa_megatron.huggingface.positions.document_starts import of_positions, single
+from dfa_megatron.huggingface.positions.embedded_positions import has_axes, refuse_axes
+from dfa_megatron.sharding import local_positions, shard_sequence
+
+_ALONG = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "visual_pos_masks": 1, "per_layer_inputs": 1}
+"""The dimension of tokens in a decoder's arguments."""
+
+_OF_IMAGES = "deepstack_visual_embeds"
+"""Features (image tokens of all rows, hidden) for some layers, at the tokens that `visual_pos_masks` marks."""
+
+_OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+"""Arguments that a whole model hands on to its decoder, which has no use for them."""
+
+
+def take_whole(
+    model: Any, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: torch.Tensor | None
+) -> tuple[tuple[Any, ...], dict[str, Any], Forward]:
+    """Check that a multimodal model is given whole sequences; the ranks compare a number made of their tokens.
+
+    Returns:
+        The arguments for the model, and the forward of the call.
+
+    Raises:
+        UnsupportedError: other tokens than the other ranks', embeddings, a tree, or padding that is not on the right.
+    """
+    context: LayerContext = getattr(model, CONTEXT)
+    check_by_name(args[1:])
+    kept = {"input_ids": args[0]} | kwargs if args else dict(kwargs)
+    if kept.get("input_ids") is None or kept.get("inputs_embeds") is not None:
+        raise UnsupportedError(
+            "inputs_embeds, or no input_ids, for a multimodal model",
+            "the ranks compare their tokens, so that each is known to have the whole sequences",
+            "input_ids",
+        )
+    if batch_number.is_cut(number):
+        kept |= _tokens_of_text(kept, context)
+    positions: torch.Tensor | None = kept.get("position_ids")
+    if context.options.verify != "off":
+        seen = {name: kept[name] for name in ("input_ids", "position_ids") if kept.get(name) is not None}
+        own = batch_number.number_of(seen, cut=False)
+        batch_number.check_same(own if number is None else own + number.to(own.device), context.group, own.device)
+    images = take_images(model, kept)
+    forward = forward_of_whole(context, kept, positions)
+    if forward.mask is not None:
+        del kept["attention_mask"]
+    if positions is not None and positions.dim() == 2:
+        # Models would look for documents in them, and make masks of their own.
+        if has_axes(decoder):
+            refuse_axes(decoder, positions, embedded=True)
+        del kept["position_ids"]
+    return (), kept, replace(forward, images=images)
+
+
+def forward_of_whole(context: LayerContext, given: dict[str, Any], positions: torch.Tensor | None) -> Forward:
+    """Return the forward of whole sequences, which are the same on every rank.
+
+    Args:
+        given: the arguments of the call, with input_ids or inputs_embeds.
+        positions: (batch or 1, length), or (4, batch, length) with places in front of axes; None for plain ones.
+
+    Raises:
+        UnsupportedError: the positions are not those of documents, or padding is not on the right.
+    """
+    tokens = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    rows, length = tokens.shape[:2]
+    stated, documents = positions, None
+    if positions is not None and positions.dim() == 3:
+        stated = None if positions.shape[0] == 3 else positions[0]  # three axes of a tower's own have no places
+    if stated is None:
+        stated = torch.arange(length, device=tokens.device)[None]
+    elif context.options.verify != "off":
+        documents = of_positions(stated.expand(rows, -1))
+        if documents is None:
+            refuse_positions(stated, context, length // context.size)
+        documents = None if single(documents) else documents
+    mask = given.get("attention_mask")
+    mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    if mask is not None:
+        check_right(mask)
+        mask = shard_sequence(mask, group=context.group)
+    return Forward(
+        context,
+        distributed=True,
+        documents=documents,
+        given=positions if positions is not None and positions.dim() == 2 else None,
+        positions=shard_sequence(stated, group=context.group),
+        mask=mask,
+    )
+
+
+def _tokens_of_text(given: dict[str, Any], context: LayerContext) -> dict[str, Any]:
+    """Return the whole sequences of a batch of text, which `shard_batch` cut; collective."""
+    whole = {
+        name: torch.cat(gathered(given[name], context.group), 1)
+        for name in ("input_ids", "attention_mask", TYPE_IDS)
+        if given.get(name) is not None
+    }
+    known = dict.fromkeys({"position_ids", "cu_seq_lens_q", "cu_seq_lens_k"} & {*given})  # by positions alone
+    if given.get("cu_seq_lens_q") is not None:
+        known["position_ids"] = torch.cat(gathered(given["position_ids"], context.group), 1)
+    return whole | known
+
+
+def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward) -> dict[str, Any]:
+    """Return this rank's part of a decoder's arguments, which are of whole sequences.
+
+    Raises:
+        UnsupportedError: an argument that may have tokens of the whole sequence is not known.
+    """
+    check_by_name(args)
+    known = (*_ALONG, *_OF_LOSS, _OF_IMAGES)
+    tensors = {name for name, x in kwargs.items() if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(x))}
+    uncut = ", ".join(name for name in kwargs if name in tensors and name not in known)
+    if uncut:
+        raise UnsupportedError(
+            f"{uncut} for the decoder of a multimodal model",
+            "it is not known whether they have the tokens of the whole sequence",
+            "a model that hands on inputs_embeds, position_ids and the features of images alone",
+        )
+    group = forward.context.group
+    tokens = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    rows, length = tokens.shape[:2]
+    kept = kwargs | {
+        name: shard_sequence(kwargs[name], group=group, dim=dim)
+        for name, dim in _ALONG.items()
+        if kwargs.get(name) is not None
+    }
+    plain = local_positions(length, group=group, device=tokens.device)[None]
+    theirs: torch.Tensor | None = kwargs.get("position_ids")
+    if theirs is not None and theirs.dim() == 2:
+        if has_axes(module):
+            refuse_axes(module, theirs, embedded=kwargs.get("inputs_embeds") is not None)
+        if forward.given is None and not equal(theirs, torch.arange(length, device=theirs.device)[None]):
+            refuse_positions(theirs, forward.context, length // forward.context.size)
+    elif theirs is not None and theirs.shape[0] == 3:  # of a tower's own: beside them the places of tokens
+        kept["position_ids"] = torch.cat((plain.expand(1, rows, -1), kept["position_ids"]))
+    elif theirs is None and forward.given is None and has_axes(module):
+        kept["position_ids"] = plain.expand(4, rows, -1)
+    if (features := kwargs.get(_OF_IMAGES)) is not None:
+        marked = kwargs["visual_pos_masks"]
+        mine = torch.zeros_like(marked)
+        mine[:, local_positions(length, group=group, device=marked.device)] = True
+        kept[_OF_IMAGES] = [x[mine[marked]] for x in features]
+    return kept

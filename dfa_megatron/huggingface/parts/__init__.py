@@ -1,1 +1,0 @@
-"""Models of several parts: towers for images, video and sound, and a language model whose attention is distributed."""

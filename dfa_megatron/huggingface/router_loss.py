@@ -1,0 +1,91 @@
+"""The loss by which transformers' models balance their experts (output_router_logits), over all ranks of a sequence.
+
+It is a product of sums over tokens, so the mean of the ranks' own losses would be another. The ranks add up these sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dfa_megatron.huggingface.current_forward import Forward, innermost
+from dfa_megatron.runtime.comm.groups import resolve
+from dfa_megatron.sharding import local_positions
+
+_NAME = "load_balancing_loss_func"
+"""The function in a model's file, the same in all of them; and the attribute that marks what stands in for it."""
+
+
+def follow_router(model: Any) -> None:
+    """Let the loss of a model's router count the tokens of all ranks; may be called again."""
+    names = inspect.unwrap(type(model).forward).__globals__
+    real: Callable[..., Any] | None = names.get(_NAME)
+    if real is None or hasattr(real, _NAME):
+        return
+
+    @functools.wraps(real)
+    def loss(gate_logits: Any, num_experts: int | None = None, top_k: int = 2, *masks: Any, **more: Any) -> Any:
+        call = innermost()
+        if call is None or not call[1].distributed or not isinstance(gate_logits, tuple) or num_experts is None:
+            return real(gate_logits, num_experts, top_k, *masks, **more)
+        return _balance(call[1], gate_logits, num_experts, top_k)
+
+    setattr(loss, _NAME, real)
+    names[_NAME] = loss
+
+
+def _balance(forward: Forward, gate_logits: tuple[torch.Tensor, ...], experts: int, top_k: int) -> torch.Tensor:
+    """Return the loss of Switch Transformer's equations 4 to 6 as transformers computes it, of the whole sequences.
+
+    Args:
+        gate_logits: of every layer (batch x local_seq, experts).
+    """
+    device = gate_logits[0].device
+    counted = _counted(forward, len(gate_logits[0]), device)
+    counts, chances = torch.zeros(2, experts, device=device)
+    for logits in gate_logits:
+        weights = torch.softmax(logits.to(device), dim=-1)
+        chosen = torch.topk(weights, top_k, dim=-1).indices
+        counts = counts.scatter_add(0, chosen.flatten(), counted.repeat_interleave(top_k))
+        chances = chances + (weights.float() * counted[:, None]).sum(0)
+    sums = torch.cat((counts, chances, counted.sum()[None] * len(gate_logits)))
+    if forward.context.group:
+        sums = _Summed.apply(sums, forward.context.group)  # type: ignore[no-untyped-call]
+    counts, chances, rows = sums.split((experts, experts, 1))
+    balance: torch.Tensor = (counts / rows * (chances / rows)).sum() * experts
+    return balance
+
+
+def _counted(forward: Forward, rows: int, device: torch.device) -> torch.Tensor:
+    """Return 1 for a token of this rank, 0 for padding and for tokens that only made the length divide; (rows,)."""
+    context, positions = forward.context, forward.positions
+    assert positions is not None
+    local = positions.shape[-1]
+    shape = rows // local, local
+    counted = torch.ones(shape, device=device) if forward.mask is None else forward.mask.to(device, torch.float32)
+    if forward.added:
+        whole = local * context.size
+        counted = counted * (local_positions(whole, group=context.group, device=device) < whole - forward.added)
+    return counted.flatten()
+
+
+class _Summed(torch.autograd.Function):
+    """Sum over the ranks of a group; so are the gradients, because every rank's loss depends on every rank's tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        whole = sums.clone()
+        dist.all_reduce(whole, group=resolve(group))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        whole = gradients[0].contiguous().clone()
+        dist.all_reduce(whole, group=resolve(ctx.group))
+        return whole, None
