@@ -99,6 +99,7 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("with DeepSpeed", lambda: accelerated(distributed_type="DEEPSPEED")),
     ("dispatch_batches=True", lambda: accelerated(dispatch_batches=True)),
     ("model_init", lambda: trained(model_init=build)),
+    ("compute_loss_func", lambda: trained(compute_loss_func=print)),
     ("label_smoothing_factor with", lambda: trained(label_smoother=1)),
     ("tokens_seen with", lambda: trained(include_num_input_tokens_seen="all")),
     ("gradient_checkpointing=True", lambda: trained(gradient_checkpointing=True)),

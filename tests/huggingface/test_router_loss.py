@@ -19,8 +19,7 @@ EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "experts_im
 
 
 def compared(rank: int, ranks: int, kind: str, checkpoint: str) -> None:
-    length = 9 * ranks
-    batch = text(2, length, seed=4)
+    batch = text(2, length := 9 * ranks, seed=4)
     mask = torch.ones(2, length, dtype=torch.long)
     mask[0, -4 * ranks :] = 0
     padded = batch | {"attention_mask": mask, "labels": batch["labels"].where(mask.bool(), -100)}

@@ -49,7 +49,7 @@ def small_config(
 
     Raises:
         OSError: the file cannot be read.
-        UnsupportedError: there is no causal language model of it, or it has several parts.
+        UnsupportedError: there is no causal language model of it, or it is multimodal.
     """
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -66,7 +66,7 @@ def small_config(
         raise UnsupportedError(what, "transformers has no such type", "a config of a type that it has")
     config = CONFIG_MAPPING[kind].from_dict(values)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.get_text_config() is not config:
-        what, why = f"a {kind} model", "it is no causal language model, or has several parts"
+        what, why = f"a {kind} model", "it is no causal language model, or is multimodal"
         raise UnsupportedError(what, why, "a decoder's config, such as the text_config in the file")
     few = max(1, min(ranks, MOST_RANKS))
     reduced.note("ranks that share a sequence", ranks, few)
