@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.cli.main import main
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import ProofError, UnsupportedError
+from dfa_megatron.errors import DisagreementError, ProofError, UnsupportedError
 from dfa_megatron.huggingface import attention_function
 from dfa_megatron.huggingface.small.small_model import small_job
 from dfa_megatron.testing.workers import run_ranks
 from tests.huggingface.test_foreign_code import shifted
 from tests.huggingface.test_trainer import prepare_worker
 from tests.support.models import build, text
-from tests.support.plants import attention_with, documents_lost
+from tests.support.plants import attention_with, documents_lost, states_dropped
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HYBRID = {
@@ -227,6 +227,22 @@ def test_where_nothing_is_wrong_nothing_is_found_in_any_wrapper() -> None:
             assert len(rows) == 8, table
             assert "2 ranks compute what one rank computes" in table
         assert "a sequence, 12 tokens" in found["remat, dropout, 10 tokens"]
+
+
+def faults_of_ranks(rank: int, world_size: int) -> None:
+    model = dfa_hf.distribute_attention(made("Qwen3Next", **HYBRID))
+    with (
+        states_dropped(),
+        pytest.raises(ProofError, match=r"first difference: .*layers.0.linear_attn on rank 1, token 48:"),
+    ):
+        dfa_hf.prove(model)
+    other = {"config": DistAttentionConfig(schedule="ring")} if rank == 1 else {}
+    with attention_with(attention_function, **other), pytest.raises(DisagreementError, match="schedule"):
+        dfa_hf.prove(dfa_hf.distribute_attention(made()))
+
+
+def test_states_that_are_dropped_and_another_plan_on_one_rank_are_found() -> None:
+    run_ranks(2, faults_of_ranks, timeout=120)
 
 
 def unreduced(rank: int, world_size: int) -> str:

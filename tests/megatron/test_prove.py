@@ -103,6 +103,20 @@ def local_rope(models: Any) -> Any:
         yield
 
 
+def labels_of_chunks(models: Any) -> Any:
+    """Labels are shifted inside each of a rank's two chunks."""
+    from dfa_megatron.megatron import proved_job
+
+    real = proved_job.batches.shard_batch
+
+    def wrong(*args: Any) -> Any:
+        cut = dict(real(*args))
+        chunks = cut["tokens"].unflatten(1, (2, -1)).roll(-1, 2)
+        return {**cut, "labels": chunks.flatten(1)}
+
+    return patch.object(proved_job.batches, "shard_batch", wrong)
+
+
 @contextmanager
 def unreduced(models: Any) -> Any:
     config = models[0].config
@@ -126,6 +140,7 @@ FOUND = {
     wrong_scale: "a sequence, 96 tokens, output of layers: decoder.layers.0.self_attention on rank 0, token",
     lost_window: "a sequence, 96 tokens, output of layers: decoder.layers.0.self_attention on rank 0, token 10:",
     lost_documents: "a pack of 3, 96 tokens, output of layers: decoder.layers.0.self_attention on rank 0, token 32:",
+    labels_of_chunks: "a sequence, 96 tokens, gradient at layers: decoder.layers.3.mlp on rank",
     unreduced: "a sequence, 96 tokens, gradient of parameters: ",
 }
 

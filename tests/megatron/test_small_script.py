@@ -13,6 +13,7 @@ from dfa_megatron.errors import ProofError, UnsupportedError
 from dfa_megatron.megatron.small_script import small_job
 from dfa_megatron.testing.workers import run_ranks
 from tests.megatron.test_prove import lost_window
+from tests.support.plants import states_dropped
 
 FLAGS = """
 --num-layers 12 --hidden-size 512 --num-attention-heads 16 --group-query-attention --num-query-groups 8
@@ -44,6 +45,12 @@ def proved(rank: int, world_size: int) -> list[str]:
     said = [str(job.prove())]
     from megatron.core import parallel_state
 
+    parallel_state.destroy_model_parallel()
+    with (
+        states_dropped(),
+        pytest.raises(ProofError, match=r"first difference: .*output of layers: decoder.layers.0.mixer"),
+    ):
+        small(HYBRID).prove()
     parallel_state.destroy_model_parallel()
     with pytest.raises(UnsupportedError, match=r"Megatron says: num_"):
         small(

@@ -60,3 +60,12 @@ def the_backward_has_stale_keys() -> None:
         return real(self, replace(call, k=first.setdefault(call.k.shape, call.k.clone())), *results)
 
     setattr(CpuKernel, "backward", wrong)  # noqa: B010
+
+
+@contextmanager
+def states_dropped() -> Iterator[None]:
+    """Let the recurrences of every rank start from zero."""
+    from dfa_megatron.recurrence import passing
+
+    with patch.object(passing, "fold", lambda carries, matrix: None):
+        yield
