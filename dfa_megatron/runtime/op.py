@@ -50,7 +50,7 @@ class Call:
 
     trains: see `needs_gradient`.
     known: its (out, lse), in a recompute whose first pass saved them; then nothing is computed or sent.
-    keeps: the backward may have q, k and v as heads were exchanged to, which takes the same memory.
+    keeps: the backward may save q, k and v as they are after the exchange of heads: one exchange less.
     """
 
     request: Request
