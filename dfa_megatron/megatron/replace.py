@@ -14,7 +14,7 @@ _MARK = "_dfa_megatron"
 def replace(owner: Any, name: str, replacing: Callable[[Any], Callable[..., Any]]) -> None:
     """Replace a function of a class or module, and of every module that has imported it from there.
 
-    A second call changes nothing, and so does the name of another release.
+    Nothing changes at a second call, or where this release has no such name.
 
     Args:
         owner: the class or the module.
