@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, plan_exchange, positions
 from dfa_megatron.plan.language.layout import by_name, leaving
 from dfa_megatron.testing.workers import run_ranks
@@ -49,6 +50,12 @@ def exchange_there_and_back(rank: int, world_size: int) -> None:
     assert torch.equal(relayout(moved, "contiguous", "zigzag"), rows)
     (moved * weight[mine["contiguous"]]).sum().backward()
     assert torch.equal(rows.grad, weight[mine["zigzag"]])
+
+    for end in range(1, 4 * world_size + 1):  # every pack has plans of its own
+        relayout.move(rows.detach(), DocumentOrder((0, end), (0, 4 * world_size)), "contiguous")
+    held = sum(plan.send_rows.nbytes + plan.arrived_rows.nbytes for plan in relayout._plans.values())
+    assert held <= 8 * 32 * len(rows), "of eight packs"
+    assert torch.equal(relayout(rows, "zigzag", "contiguous"), moved), "a plan is made again"
 
     tables = TableCache(capacity=2)
     first = tables.contiguous(rows.detach(), relayout, 4)

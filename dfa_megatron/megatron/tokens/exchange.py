@@ -27,8 +27,8 @@ def positions(layout: str | DocumentOrder | RowOrder, length: int, ranks: int, r
     return positions_of(by_name(layout, length, ranks), rank)
 
 
-_KEPT = 128
-"""Plans of a group that are kept: two for each of its latest packs."""
+_KEPT = 16
+"""Plans of a group that are kept, there and back: packs rarely come again, and one holds 32 bytes of a token."""
 
 
 @dataclass(frozen=True, slots=True)
