@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,6 +74,10 @@ def exchange_there_and_back(rank: int, world_size: int) -> None:
         expected = relayout.move(table, "zigzag", "contiguous")
         assert torch.equal(tables.contiguous(table, relayout, 4), expected)
     assert len(tables._entries) == 2
+    kept = [weakref.ref(table), weakref.ref(tables.contiguous(table, relayout, 4))]
+    del table
+    tables.contiguous(first, relayout, 4)
+    assert world_size == 1 or [each() for each in kept] == [None, None], "a table that is gone is held no longer"
     with pytest.raises(UnsupportedError, match=r"a rotary table of shape \(2, 4, 1\) for 4 tokens of a rank"):
         tables.contiguous(torch.zeros(2, 4, 1), relayout, 4)  # local and global ones, stacked
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.kernels.leaf import differentiable_once
@@ -124,14 +125,14 @@ class _Exchange(torch.autograd.Function):
 class TableCache:
     """Cache rotary tables in the contiguous layout: exchange each table once, not once per layer.
 
-    The key is a table's memory, because activation checkpoints pass new tensor objects over the same memory. An entry
-    holds its source, so its memory is not reused. All ranks see the same tables in the same order, so they agree on
-    the exchanges.
+    The key is a table's storage, because activation checkpoints pass new tensor objects over the same memory. An entry
+    whose source is gone gives up its copy, but not its place: all ranks see the same tables in the same order, and must
+    agree on the exchanges, while each frees memory when it likes.
     """
 
     def __init__(self, capacity: int = 8) -> None:
         self.capacity = capacity
-        self._entries: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._entries: dict[tuple[Any, ...], torch.Tensor | None] = {}
 
     @torch.inference_mode(False)  # training saves it for its backward
     def contiguous(self, table: Any, relayout: Relayout, rows: int, source: LayoutName = "zigzag") -> Any:
@@ -150,16 +151,12 @@ class TableCache:
                 "its first dimension must be these tokens, because they change places",
                 "a table (tokens, 1, 1, rotary_dim) or a tuple of such, or --dfa-data-layout zigzag",
             )
-        key = (
-            table.untyped_storage().data_ptr(),
-            table.storage_offset(),
-            tuple(table.shape),
-            table.dtype,
-            table.device,
-        )
+        memory = StorageWeakRef(table.untyped_storage())
+        key = (memory, table.storage_offset(), tuple(table.shape), table.dtype)
         if key not in self._entries:
+            self._entries.update(dict.fromkeys(old for old in self._entries if old[0].expired()))
             if len(self._entries) >= self.capacity:
                 del self._entries[next(iter(self._entries))]
             with torch.no_grad():
-                self._entries[key] = (table, relayout.move(table.detach(), source, "contiguous"))
-        return self._entries[key][1]
+                self._entries[key] = relayout.move(table.detach(), source, "contiguous")
+        return self._entries[key]
