@@ -21,7 +21,7 @@ from dfa_megatron.megatron.layers.context import CONTEXT, AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
 from dfa_megatron.megatron.layers.layer import DistributedAttentionLayer, DistributedLayer, layer_class
 from dfa_megatron.megatron.layers.prediction import counting, rolling
-from dfa_megatron.megatron.layers.recompute import take_over
+from dfa_megatron.megatron.layers.recompute import recompute_asked
 from dfa_megatron.megatron.output import tiling
 from dfa_megatron.megatron.replace import replace
 
@@ -83,7 +83,7 @@ def distribute_attention(
     if context.hybrid:
         return _stack(spec, transformer_config, context)
     if getattr(transformer_config, "heterogeneous_block_specs", False):
-        context.recompute = take_over(transformer_config, context)
+        context.recompute = recompute_asked(transformer_config, context)
     if isinstance(spec, TransformerBlockSubmodules):
         block = copy.copy(spec)
         setattr(block, CONTEXT, context)

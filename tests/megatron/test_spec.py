@@ -15,7 +15,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron import DistributedAttentionLayer, DistributedCoreAttention, distribute_attention
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.layer import layer_class
-from dfa_megatron.megatron.layers.recompute import take_over
+from dfa_megatron.megatron.layers.recompute import recompute_asked
 from dfa_megatron.megatron.spec import SequenceParallelNorm
 from tests.megatron.harness import Topology, case, make_config
 
@@ -123,15 +123,15 @@ def test_full_recomputation_is_taken_over_once_for_all_chunks_of_a_model() -> No
     spec = distribute_attention(local_spec(), config(), config=OPTIONS)
     context = spec.params["distributed_attention"]
     taken = make_config(Topology(), case(recompute=("block", 2)))
-    asked = take_over(taken, context)
+    asked = recompute_asked(taken, context)
     assert asked is not None
     assert [asked.covers(layer) for layer in (1, 2, 3)] == [True, True, False]
     assert (taken.recompute_granularity, taken.recompute_method, taken.recompute_num_layers) == ("full", "block", 2)
-    assert take_over(taken, context) == asked
-    assert take_over(config(), context) is None
+    assert recompute_asked(taken, context) == asked
+    assert recompute_asked(config(), context) is None
     left = make_config(Topology(), case(recompute=("uniform", 1)))
     off = distribute_attention(local_spec(), left, config=OPTIONS.replace(remat="off")).params["distributed_attention"]
-    assert take_over(left, off) is None
+    assert recompute_asked(left, off) is None
     assert left.recompute_granularity == "full"
 
 
@@ -143,10 +143,10 @@ def test_an_option_of_another_framework_is_refused() -> None:
 def test_offloading_what_nothing_recomputes_is_refused() -> None:
     context = AttentionContext(OPTIONS.replace(remat_offload=True))
     full = config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    assert take_over(full, context) == take_over(full, context)
+    assert recompute_asked(full, context) == recompute_asked(full, context)
     with pytest.raises(UnsupportedError, match="remat_offload without --recompute-granularity full"):
-        take_over(config(), context)
-    assert take_over(config(), AttentionContext(OPTIONS.replace(remat_offload=True, remat="on"))) is None
+        recompute_asked(config(), context)
+    assert recompute_asked(config(), AttentionContext(OPTIONS.replace(remat_offload=True, remat="on"))) is None
 
 
 def test_megatrons_spec_flag_finds_get_spec() -> None:

@@ -14,7 +14,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.hybrid.in_order import OTHER_ORDER, InOrder
 from dfa_megatron.megatron.layers.context import AttentionContext
 from dfa_megatron.megatron.layers.core_attention import DistributedCoreAttention
-from dfa_megatron.megatron.layers.recompute import checkpoint_of, take_over, tile_mlp
+from dfa_megatron.megatron.layers.recompute import checkpoint_of, recompute_asked, tile_mlp
 from dfa_megatron.megatron.layers.rotary import image_rows, order_rotary, rotary_rows
 from dfa_megatron.megatron.layers.router import weigh_losses
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
@@ -33,7 +33,7 @@ class DistributedLayer:
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
         context = distributed_attention
         context.check(config)
-        asked = take_over(config, context)
+        asked = recompute_asked(config, context)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         layer: Any = self
         self._dfa = context

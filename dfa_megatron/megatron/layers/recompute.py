@@ -20,7 +20,7 @@ _FLAGS = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """The flags of Megatron's full recomputation before they were cleared."""
+    """What Megatron's flags of full recomputation ask for; `hide_flags` hides them from the blocks."""
 
     method: str | None
     num_layers: int | None
@@ -30,7 +30,7 @@ class Recompute:
         return self.method != "block" or local_layer <= (self.num_layers or 0)
 
 
-def take_over(config: Any, context: AttentionContext) -> Recompute | None:
+def recompute_asked(config: Any, context: AttentionContext) -> Recompute | None:
     """Return the flags of full recomputation, None if it is off or left to Megatron by remat='off'.
 
     Raises:
