@@ -15,7 +15,7 @@ from dfa_megatron.megatron.layers.router import has_losses
 from dfa_megatron.megatron.script.dfa_flags import packs_of_args
 from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
-from dfa_megatron.megatron.tokens.exchange import LayoutName, Relayout, TableCache
+from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, TokenOrder
 from dfa_megatron.megatron.tokens.packed_documents import Pack, check_samples, is_ours, read_pack
 from dfa_megatron.megatron.tokens.visit import Visit
 from dfa_megatron.runtime.agreement.guard import Guard
@@ -105,7 +105,7 @@ class AttentionContext:
             if pack is not None:
                 self._check_pack(model, packed, pack)
         inside: Any = self.options.layout_inside
-        order: LayoutName = inside
+        order: TokenOrder = inside
         if self.options.data_layout == "boundary":
             if pack is not None and pack.is_cut_by_documents(group):
                 pack = self.cut_pack(packed, group, rows[1])

@@ -18,7 +18,7 @@ from dfa_megatron.megatron.tokens.document_order import DocumentOrder, RowOrder
 from dfa_megatron.plan.language.layout import by_name
 from dfa_megatron.sharding import positions_of
 
-LayoutName = Literal["contiguous", "zigzag"] | DocumentOrder | RowOrder
+TokenOrder = Literal["contiguous", "zigzag"] | DocumentOrder | RowOrder
 
 
 def positions(layout: str | DocumentOrder | RowOrder, length: int, ranks: int, rank: int) -> torch.Tensor:
@@ -53,14 +53,14 @@ class ExchangePlan:
         return ExchangePlan(send, self.receive_counts, self.send_counts, arrived)
 
 
-def plan_exchange(source: LayoutName, target: LayoutName, length: int, ranks: int, member: int) -> ExchangePlan:
+def plan_exchange(source: TokenOrder, target: TokenOrder, length: int, ranks: int, member: int) -> ExchangePlan:
     """Return the exchange of one of the ranks."""
     tokens_of = {
         layout: torch.stack([positions(layout, length, ranks, rank) for rank in range(ranks)])
         for layout in (source, target)
     }
 
-    def order(mine: LayoutName, theirs: LayoutName) -> tuple[torch.Tensor, list[int]]:
+    def order(mine: TokenOrder, theirs: TokenOrder) -> tuple[torch.Tensor, list[int]]:
         owner = torch.empty(length, dtype=torch.int64)
         owner[tokens_of[theirs].flatten()] = torch.arange(ranks).repeat_interleave(length // ranks)
         here = tokens_of[mine][member]
@@ -81,9 +81,9 @@ class Relayout:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks, self.member = group, dist.get_world_size(group), dist.get_rank(group)
-        self._plans: dict[tuple[LayoutName, LayoutName, int, torch.device], ExchangePlan] = {}
+        self._plans: dict[tuple[TokenOrder, TokenOrder, int, torch.device], ExchangePlan] = {}
 
-    def move(self, rows: torch.Tensor, source: LayoutName, target: LayoutName) -> torch.Tensor:
+    def move(self, rows: torch.Tensor, source: TokenOrder, target: TokenOrder) -> torch.Tensor:
         """Return this rank's rows (local rows, ...) in the target layout, given its rows in the source; no autograd."""
         if self.ranks == 1 or source == target:
             return rows
@@ -100,7 +100,7 @@ class Relayout:
         dist.all_to_all_single(incoming, outgoing, plan.receive_counts, plan.send_counts, group=self.group)
         return incoming.index_select(0, plan.arrived_rows)
 
-    def __call__(self, rows: torch.Tensor, source: LayoutName, target: LayoutName) -> torch.Tensor:
+    def __call__(self, rows: torch.Tensor, source: TokenOrder, target: TokenOrder) -> torch.Tensor:
         """Move rows like `move`, and gradients in the other direction."""
         if self.ranks == 1 or source == target:
             return rows
@@ -111,7 +111,7 @@ class Relayout:
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, relayout: Relayout, source: LayoutName, target: LayoutName
+        ctx: Any, rows: torch.Tensor, relayout: Relayout, source: TokenOrder, target: TokenOrder
     ) -> torch.Tensor:
         ctx.relayout, ctx.source, ctx.target = relayout, source, target
         return relayout.move(rows, source, target)
@@ -135,7 +135,7 @@ class TableCache:
         self._entries: dict[tuple[Any, ...], torch.Tensor | None] = {}
 
     @torch.inference_mode(False)  # training saves it for its backward
-    def contiguous(self, table: Any, relayout: Relayout, rows: int, source: LayoutName = "zigzag") -> Any:
+    def contiguous(self, table: Any, relayout: Relayout, rows: int, source: TokenOrder = "zigzag") -> Any:
         """Return the contiguous counterpart of a table (rows, ...) in order `source`, or of each member of a tuple.
 
         Raises:

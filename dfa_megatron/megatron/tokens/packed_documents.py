@@ -20,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.megatron.tokens.batch import cuts_documents
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
-from dfa_megatron.megatron.tokens.exchange import LayoutName, TableCache
+from dfa_megatron.megatron.tokens.exchange import TableCache, TokenOrder
 from dfa_megatron.runtime.cu_seqlens import Offsets, check_offsets, offsets_of
 
 _READ = "_dfa_pack"
@@ -45,7 +45,7 @@ class Pack:
     """The ranks that share the micro-batch; None: the model's context-parallel group."""
     is_sliced: bool = False
     """Megatron slices its rotary table as for one sequence without documents."""
-    order: LayoutName = "zigzag"
+    order: TokenOrder = "zigzag"
     """Megatron's order of the tokens outside the layers, in layout `boundary`."""
     slices: TableCache = field(default_factory=TableCache)
     """Tables that were exchanged for this micro-batch. The ranks of `group` have seen different ones before it."""
@@ -125,7 +125,7 @@ def read_pack(params: Any, ranks: int = 0) -> Pack:
             "every pack is one row of tokens",
             "format 'thd'; 'sbhd' is for one document with a cp_group of its own",
         )
-    order: LayoutName = "zigzag"
+    order: TokenOrder = "zigzag"
     if ranks:
         order = document_order(params, ranks)
         offsets = order.inside(ranks)

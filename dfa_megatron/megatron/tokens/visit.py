@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.megatron.tokens.exchange import LayoutName, Relayout
+from dfa_megatron.megatron.tokens.exchange import Relayout, TokenOrder
 from dfa_megatron.megatron.tokens.packed_documents import Pack
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
@@ -29,7 +29,7 @@ class Visit:
     """The ranks that share the tokens."""
     layout: Literal["contiguous", "zigzag"]
     """Their order inside the model: contiguous or zigzag."""
-    order: LayoutName
+    order: TokenOrder
     """The caller's; another one than `layout` in layout `boundary` alone."""
     pack: Pack | None
     """The documents."""
@@ -72,7 +72,7 @@ class Visit:
         """Return (batch, tokens, ...) in the caller's order; gradients go the other way."""
         return self._by_token(x, self.layout, self.order)
 
-    def _by_token(self, x: torch.Tensor, source: LayoutName, target: LayoutName) -> torch.Tensor:
+    def _by_token(self, x: torch.Tensor, source: TokenOrder, target: TokenOrder) -> torch.Tensor:
         return self.exchange(x.transpose(0, 1).contiguous(), source, target).transpose(0, 1).contiguous()
 
     def hidden(self, x: torch.Tensor, *, back: bool) -> torch.Tensor:
