@@ -26,17 +26,17 @@ class DistributedLayer:
     """Run any layer of a distributed model; the first base of every class that `layer_class` makes.
 
     Its modules find the documents and ranks of the call by `current_visit`, in a recomputation too. Where the layer is
-    rematerialized, it runs inside Megatron's own checkpoint: the first pass records attention's output and lse, and the
-    recompute replays them, so attention and its messages never run twice.
+    rematerialized, it runs inside Megatron's own checkpoint: the first pass saves attention's output and lse, and the
+    recompute takes them, so attention and its messages never run twice.
     """
 
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
-        context = distributed_attention
-        context.check(config)
-        asked = recompute_asked(config, context)
+        shared = distributed_attention
+        shared.check(config)
+        asked = recompute_asked(config, shared)
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         layer: Any = self
-        self._dfa = context
+        self._dfa = shared
         self._dfa_groups: Any = getattr(layer, "pg_collection", None) or kwargs["pg_collection"]
         if (ranks := self._dfa_groups.cp.size()) != config.context_parallel_size:
             raise UnsupportedError(
@@ -46,12 +46,12 @@ class DistributedLayer:
                 "the same number in both",
             )
         local_layer = kwargs.get("layer_number", 1)
-        self._dfa_remat = context.options.remat == "on" or (asked is not None and asked.covers(local_layer))
+        self._dfa_remat = shared.options.remat == "on" or (asked is not None and asked.covers(local_layer))
         self._dfa_took_over = asked is not None
-        tile_mlp(self, context.options)
+        tile_mlp(self, shared.options)
         if ranks > 1 or config.sequence_parallel:
             weigh_losses(self)
-        self._dfa_mixes = mixes(self, context.options.layout_inside)
+        self._dfa_mixes = mixes(self, shared.options.layout_inside)
         self._dfa_built = _group_holders(self)
         """Every object that holds a group of this layer's, the attribute, and what it was when the layer was built."""
 
@@ -116,11 +116,11 @@ class DistributedAttentionLayer(DistributedLayer):
     """
 
     def __init__(self, config: Any, *args: Any, distributed_attention: AttentionContext, **kwargs: Any) -> None:
-        context = distributed_attention
-        super().__init__(config, *args, distributed_attention=context, **kwargs)
+        shared = distributed_attention
+        super().__init__(config, *args, distributed_attention=shared, **kwargs)
         layer: Any = self
-        alone = getattr(config, "is_hybrid_model", False) and not context.hybrid
-        if alone and config.context_parallel_size > 1 and context.options.data_layout != "zigzag":
+        alone = getattr(config, "is_hybrid_model", False) and not shared.hybrid
+        if alone and config.context_parallel_size > 1 and shared.options.data_layout != "zigzag":
             raise UnsupportedError(
                 "an attention layer by itself in a hybrid model",
                 "the layers beside it rely on Megatron's zigzag order",
@@ -134,12 +134,12 @@ class DistributedAttentionLayer(DistributedLayer):
                 "leaving the spec as it is (attention_backend other than 'local')",
             )
         if core is not None and getattr(layer.config, "multi_latent_attention", False):
-            order_rotary(layer.self_attention, context.options.layout_inside)
-        context.say_once(
+            order_rotary(layer.self_attention, shared.options.layout_inside)
+        shared.say_once(
             "dfa: distributed attention over %d context-parallel ranks, layout %s, schedule %s; %s",
             config.context_parallel_size,
-            context.options.data_layout,
-            context.options.schedule,
+            shared.options.data_layout,
+            shared.options.schedule,
             "layers are recomputed without their attention" if self._dfa_remat else "recomputation is left to Megatron",
         )
 

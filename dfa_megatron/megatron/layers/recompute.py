@@ -1,4 +1,4 @@
-"""Replace Megatron's `--recompute-granularity full`: decide which layers run under record and replay."""
+"""Replace Megatron's `--recompute-granularity full`: decide which layers save attention's output and take it later."""
 
 from __future__ import annotations
 
