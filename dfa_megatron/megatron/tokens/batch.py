@@ -189,9 +189,9 @@ def _one_row(batch: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Ten
 def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:
     """Declare how this process slices batches over a context-parallel group: "contiguous" or "zigzag".
 
-    `shard_batch` calls it. Call it yourself only if your own code slices. A model cannot tell contiguous tokens from
-    zigzag ones, so in layout `contiguous` it refuses to run on undeclared batches. Where only `shard_batch` slices, it
-    refuses batches of other lengths too, because nobody cut them.
+    `shard_batch` declares its own batches. Call this only if your own code slices. A model cannot tell contiguous
+    tokens from zigzag ones, so in layout `contiguous` it refuses to run on undeclared batches. Where only `shard_batch`
+    slices, it refuses batches of other lengths too, because nobody cut them.
     """
     if layout not in ("contiguous", "zigzag"):
         raise UnsupportedError(f"the batch layout {layout!r}", "there is no such layout", "contiguous or zigzag")

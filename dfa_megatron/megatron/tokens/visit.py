@@ -30,7 +30,7 @@ class Visit:
     layout: Literal["contiguous", "zigzag"]
     """Their order inside the model: contiguous or zigzag."""
     order: TokenOrder
-    """The caller's; another one than `layout` in layout `boundary` alone."""
+    """The caller's, of `_DATA_LAYOUT` or the pack's own; another one than `layout` in layout `boundary` alone."""
     pack: Pack | None
     """The documents."""
     rows: tuple[int, int]
