@@ -12,7 +12,7 @@ from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.megatron.check_config import check_config
 from dfa_megatron.megatron.layers.router import has_losses
-from dfa_megatron.megatron.script.dfa_flags import packs_of_args
+from dfa_megatron.megatron.script.dfa_flags import packing_of_script
 from dfa_megatron.megatron.tokens.batch import check_declared
 from dfa_megatron.megatron.tokens.document_order import DocumentOrder
 from dfa_megatron.megatron.tokens.exchange import Relayout, TableCache, TokenOrder
@@ -88,7 +88,7 @@ class AttentionContext:
             UnsupportedError: the documents, their group or the order of the tokens do not fit the model.
         """
         pack = None if packed is None else read_pack(packed)
-        if pack is None and packs_of_args():  # Megatron-Core 0.16 tells the first and the last stage only
+        if pack is None and packing_of_script():  # Megatron-Core 0.16 tells the first and the last stage only
             raise UnsupportedError(
                 "a pipeline stage that was given no packed_seq_params",
                 "the script's data are packed documents, and attention here would not stop at their ends",

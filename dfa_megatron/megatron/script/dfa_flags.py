@@ -92,7 +92,7 @@ def global_args() -> Any:
         return None
 
 
-def packs_of_args() -> str:
+def packing_of_script() -> str:
     """Return how a script cuts packed documents: "" (none), "documents" (zigzag in each) or "rows" (in each row)."""
     args = global_args()
     if getattr(args, "sft", False):

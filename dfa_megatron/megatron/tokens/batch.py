@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.megatron.script.dfa_flags import packs_of_args
+from dfa_megatron.megatron.script.dfa_flags import packing_of_script
 from dfa_megatron.sharding import shard_sequence
 
 logger = logging.getLogger("dfa_megatron.megatron")
@@ -200,7 +200,7 @@ def declare_batch_layout(cp_group: dist.ProcessGroup, layout: str) -> None:
 
 def cuts_documents(cp_group: dist.ProcessGroup) -> bool:
     """Return whether undeclared packs of a group count as cut zigzag document by document, as by TransformerEngine."""
-    return dist.get_world_size(cp_group) > 1 and cp_group not in _DECLARED and packs_of_args() != "rows"
+    return dist.get_world_size(cp_group) > 1 and cp_group not in _DECLARED and packing_of_script() != "rows"
 
 
 def check_declared(
@@ -234,7 +234,7 @@ def check_declared(
             "each rank would take the whole of it for its own part of a longer sequence",
             "shard_batch for every batch, of evaluation too; or declare_batch_layout where your own code slices",
         )
-    if packed and slicing.tokens is not None and not ours and packs_of_args() != "rows":
+    if packed and slicing.tokens is not None and not ours and packing_of_script() != "rows":
         raise UnsupportedError(
             "documents that `packed_seq_params` did not make, after batches that `shard_batch` cut",
             "a trainer's own packs are cut document by document, and would be read as a row that was cut whole",
