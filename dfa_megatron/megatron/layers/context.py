@@ -73,7 +73,7 @@ class AttentionContext:
         return self._relayouts[group]
 
     def visit(
-        self, model: Any, packed: Any, cp_group: dist.ProcessGroup, rows: tuple[int, int], *, known: bool = False
+        self, model: Any, packed: Any, cp_group: dist.ProcessGroup, rows: tuple[int, int], *, checked: bool = False
     ) -> Visit | None:
         """Return what a call needs to know, None where one rank has a sequence without documents.
 
@@ -82,7 +82,7 @@ class AttentionContext:
             packed: Megatron's PackedSeqParams, or None.
             cp_group: of the model; a micro-batch may name its own.
             rows: the batch and the tokens of this rank.
-            known: the same call was checked before.
+            checked: the same call was checked before.
 
         Raises:
             UnsupportedError: the documents, their group or the order of the tokens do not fit the model.
@@ -97,7 +97,7 @@ class AttentionContext:
         if pack is None and cp_group.size() == 1:
             return None
         group = cp_group if pack is None or pack.group is None else pack.group
-        if not known:
+        if not checked:
             # A micro-batch of one document is cut in the same way by rows and by documents.
             several = pack is not None and (pack.group is None or len(pack.offsets) > 2)
             ours = packed is not None and is_ours(packed)

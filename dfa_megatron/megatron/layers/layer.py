@@ -70,7 +70,7 @@ class DistributedLayer:
         layer: Any = self
         rows = hidden_states.shape[1], self._dfa_tokens(hidden_states)
         if torch._C._current_graph_task_id() != -1:  # Megatron recomputes what its language model has checked
-            return self._dfa.visit(layer, packed, self._dfa_groups.cp, rows, known=True)
+            return self._dfa.visit(layer, packed, self._dfa_groups.cp, rows, checked=True)
         check_groups(self)
         visit = self._dfa.visit(layer, packed, self._dfa_groups.cp, rows)
         if visit is not None and visit.moves:
