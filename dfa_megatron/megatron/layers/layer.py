@@ -170,7 +170,7 @@ class DistributedAttentionLayer(DistributedLayer):
         """Return the rotary rows of this rank's tokens, of Megatron's table."""
         layer: Any = self
         pack = visit.pack
-        if pack is not None and not pack.is_sliced and getattr(layer.config, "mrope_section", None) is None:
+        if pack is not None and not pack.table_is_sliced and getattr(layer.config, "mrope_section", None) is None:
             return rotary_rows(table, pack, tokens, visit.group, visit.layout)
         if self._dfa.options.data_layout == "zigzag" or visit.group.size() == 1:
             return table

@@ -109,7 +109,7 @@ def rotary_rows(table: Any, pack: Pack, tokens: int, group: dist.ProcessGroup, l
         return tuple(rotary_rows(member, pack, tokens, group, layout) for member in table)
     if not isinstance(table, torch.Tensor):
         return table
-    for known, rows in pack.tables:
+    for known, rows in pack.rows_of_tables:
         if known is table:
             return rows
     length = tokens * dist.get_world_size(group)
@@ -123,7 +123,7 @@ def rotary_rows(table: Any, pack: Pack, tokens: int, group: dist.ProcessGroup, l
         )
     positions = local_positions(length, group=group, layout=layout, device=table.device, cu_seqlens=pack.offsets)
     rows = table.index_select(0, positions)
-    pack.tables.append((table, rows))
+    pack.rows_of_tables.append((table, rows))
     return rows
 
 
@@ -153,10 +153,10 @@ def image_rows(table: Any, pack: Pack, exchange: Relayout, tokens: int, *, row_s
                 "the table of all tokens with padding, or dfa_megatron.megatron.shard_batch with the model's options",
             )
         return pack.slices.contiguous(table, exchange, tokens, RowOrder(order))
-    for known, rows in pack.tables:
+    for known, rows in pack.rows_of_tables:
         if known is table:
             return rows
     mine = torch.argsort(order.inside_of_rows())[exchange.member * tokens :][:tokens]
     rows = table.index_select(0, mine.to(table.device))
-    pack.tables.append((table, rows))
+    pack.rows_of_tables.append((table, rows))
     return rows

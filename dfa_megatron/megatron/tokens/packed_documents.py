@@ -39,11 +39,11 @@ class Pack:
 
     offsets: Offsets
     """Global token offsets of the documents, without empty ones."""
-    tables: list[tuple[Any, Any]] = field(default_factory=list)
+    rows_of_tables: list[tuple[Any, Any]] = field(default_factory=list)
     """Rotary tables as Megatron made them, each with its rows for the tokens of this rank."""
     group: dist.ProcessGroup | None = None
     """The ranks that share the micro-batch; None: the model's context-parallel group."""
-    is_sliced: bool = False
+    table_is_sliced: bool = False
     """Megatron slices its rotary table as for one sequence without documents."""
     order: TokenOrder = "zigzag"
     """Megatron's order of the tokens outside the layers, in layout `boundary`."""
@@ -132,7 +132,7 @@ def read_pack(params: Any, ranks: int = 0) -> Pack:
     kept = f"{_READ}_{ranks}"
     known: Pack | None = getattr(params, kept, None)
     if known is None or (known.offsets, known.group, known.order) != (offsets, group, order):
-        known = Pack(offsets, group=group, is_sliced=params.qkv_format == "sbhd", order=order)
+        known = Pack(offsets, group=group, table_is_sliced=params.qkv_format == "sbhd", order=order)
         setattr(params, kept, known)
     return known
 
