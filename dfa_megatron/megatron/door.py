@@ -33,7 +33,7 @@ _FOUND = "_dfa_found"
 _KEEPS_MASKS = importlib.util.find_spec("megatron.core.recompute") is not None
 """Whether Megatron's recomputation hands the padding mask to every layer, as since 0.19, where it has this module."""
 
-Forward = Callable[..., Any]
+ForwardMethod = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def with_door(megatrons: Callable[..., None]) -> Callable[..., None]:
 
 
 @functools.cache
-def _forward_of(base: Any) -> Forward:
+def _forward_of(base: Any) -> ForwardMethod:
     @functools.wraps(base.forward)
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         cls: Any = type(model)
@@ -79,7 +79,7 @@ def _forward_of(base: Any) -> Forward:
                     "it does not name them, and those of tokens must change their order",
                     "arguments by name",
                 )
-            visit = _visit(model, found, given)
+            visit = _checked_visit(model, found, given)
             with running(visit):
                 if visit is None or not visit.moves:
                     return run(*args, **kwargs)
@@ -88,7 +88,7 @@ def _forward_of(base: Any) -> Forward:
     return forward
 
 
-def _visit(model: Any, found: _Found, given: dict[str, Any]) -> Visit | None:
+def _checked_visit(model: Any, found: _Found, given: dict[str, Any]) -> Visit | None:
     """Return what a call needs to know, None where one rank has a sequence without documents.
 
     Raises:
@@ -172,7 +172,7 @@ def _loses_masks(model: Any, context: AttentionContext) -> bool:
 
 
 @functools.cache
-def _names(model: Any, forward: Forward) -> list[str]:
+def _names(model: Any, forward: ForwardMethod) -> list[str]:
     """Return the names of the arguments that a model's class takes by place, from the first class that says them.
 
     forward: its method, which someone may have replaced since the last call.
@@ -214,7 +214,7 @@ def _check_positions(context: AttentionContext, positions: Any, tokens: int, vis
         check_positions(visit.group, context.options.data_layout, positions)
 
 
-def _moved(visit: Visit, run: Forward, given: dict[str, Any], names: list[str]) -> Any:
+def _moved(visit: Visit, run: ForwardMethod, given: dict[str, Any], names: list[str]) -> Any:
     """Run a model on tokens in its own order, and return its result in the caller's."""
     model, labelled, hook = visit.model, given.get("labels") is not None, None
     more = (given.get("extra_block_kwargs") or {}).items()
@@ -264,7 +264,9 @@ def _output(visit: Visit, layer: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return args, {**kwargs, "input_": visit.hidden(kwargs["input_"], back=True)}
 
 
-def _process(visit: Visit, processor: Forward, outside: dict[str, Any], *, hidden_states: Any, **asked: Any) -> Any:
+def _process(
+    visit: Visit, processor: Callable[..., Any], outside: dict[str, Any], *, hidden_states: Any, **asked: Any
+) -> Any:
     """Call the caller's own output processor with everything in the caller's order."""
     known = {name: x for name, x in outside.items() if name in asked and x is not None}
     if "decoder_input" not in known and asked.get("decoder_input") is not None:
