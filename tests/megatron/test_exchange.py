@@ -42,8 +42,7 @@ def test_a_length_that_does_not_divide_is_refused() -> None:
 def exchange_there_and_back(rank: int, world_size: int) -> None:
     relayout = Relayout(dist.group.WORLD)
     generator = torch.Generator().manual_seed(world_size)
-    whole = torch.randn(4 * world_size, 2, 3, generator=generator, dtype=torch.float64)
-    weight = torch.randn(4 * world_size, 2, 3, generator=generator, dtype=torch.float64)
+    whole, weight = torch.randn(2, 4 * world_size, 2, 3, generator=generator, dtype=torch.float64)
     mine = {layout: positions(layout, 4 * world_size, world_size, rank) for layout in ("zigzag", "contiguous")}
     rows = whole[mine["zigzag"]].requires_grad_()
     moved = relayout(rows, "zigzag", "contiguous")
@@ -64,15 +63,13 @@ def exchange_there_and_back(rank: int, world_size: int) -> None:
     assert torch.equal(first, moved)
     assert tables.contiguous(rows.detach(), relayout, 4) is first, "the same memory is exchanged once"
     pair = tables.contiguous((rows.detach(), None), relayout, 4)
-    assert pair[0] is first
-    assert pair[1] is None
+    assert (pair[0] is first, pair[1]) == (True, None)
     both = torch.randn(8, 1, dtype=torch.float64)
     for half in (both[:4], both[4:]):  # two tables in one memory
         assert torch.equal(tables.contiguous(half, relayout, 4), relayout.move(half, "zigzag", "contiguous"))
     for _ in range(5):  # older tables are let go of, and a new one is never taken for an old one
         table = torch.randn(4, 1, dtype=torch.float64) + rank
-        expected = relayout.move(table, "zigzag", "contiguous")
-        assert torch.equal(tables.contiguous(table, relayout, 4), expected)
+        assert torch.equal(tables.contiguous(table, relayout, 4), relayout.move(table, "zigzag", "contiguous"))
     assert len(tables._entries) == 2
     kept = [weakref.ref(table), weakref.ref(tables.contiguous(table, relayout, 4))]
     del table
