@@ -20,8 +20,8 @@ def keeping_inputs_on_host(checkpoint: Callable[..., Any]) -> Callable[..., Any]
     """Return a checkpoint function that saves the inputs of its regions in pinned host memory.
 
     Args:
-        checkpoint: a function that saves a region's inputs by autograd, and nothing else in its first pass: PyTorch's two
-            forms, and the re-entrant functions of Megatron-Core, Transformer Engine and DeepSpeed.
+        checkpoint: a function that saves a region's inputs by autograd, and nothing else in its first pass: PyTorch's
+            two forms, and the re-entrant functions of Megatron-Core, Transformer Engine and DeepSpeed.
 
     Raises:
         RematError: in the backward, where an input was changed in place since.
