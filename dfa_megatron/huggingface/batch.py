@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.padding import IGNORED, check_right, check_unlabelled
+from dfa_megatron.huggingface.checks.padding import IGNORED, check_right
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions import prompt_trees as trees
@@ -65,9 +65,7 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         refuse_batch(batch)
     tokens = batch["input_ids"]
     if (mask := batch.get("attention_mask")) is not None:
-        check_right(mask)
-        if "labels" in batch:
-            check_unlabelled(mask, batch["labels"])
+        check_right(mask, labels=batch.get("labels"))
     others = {name: batch[name] for name in MEDIA if name in batch}
     types = {TYPE_IDS: batch[TYPE_IDS]} if batch.get(TYPE_IDS) is not None else {}
     positions = batch.get("position_ids")

@@ -164,7 +164,7 @@ def _forward_of_part(decoder: Any, context: LayerContext, given: Arguments, args
         positions = positions + padding + 1
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor):
-        check_right(mask, context.group)
+        check_right(mask, context.group, checks.labels_of(given))
     return Forward(
         context,
         distributed=True,

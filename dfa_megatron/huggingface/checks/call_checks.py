@@ -10,12 +10,11 @@ from typing import Any, NoReturn
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.padding import check_unlabelled
 from dfa_megatron.huggingface.current_forward import LayerContext
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import prompt_trees as trees
 from dfa_megatron.huggingface.windows import WindowMask
-from dfa_megatron.sharding import local_positions, shard_sequence
+from dfa_megatron.sharding import local_positions
 
 _LOSS = "dfa_megatron.huggingface.shard_batch, or no labels and causal_lm_loss on the logits"
 
@@ -130,17 +129,9 @@ def check_loss(model: Any, given: dict[str, Any], context: LayerContext) -> None
     """Refuse the ways in which a model's own loss would be wrong on a part of a sequence.
 
     Raises:
-        UnsupportedError: labels that the model would shift by itself, a mean over the tokens of this rank, or labels
-            of padded tokens.
+        UnsupportedError: labels that the model would shift by itself, or a mean over the tokens of this rank.
     """
-    if given.get("labels") is None:
-        return
-    if (mask := given.get("attention_mask")) is not None and mask.dim() == 2:
-        shifted = given.get("shift_labels")
-        if context.multimodal and not batch_number.is_cut(given.get(batch_number.KEY)):
-            mask = shard_sequence(mask, group=context.group)
-        check_unlabelled(mask, given["labels"] if shifted is None else shifted)
-    if context.size == 1:
+    if given.get("labels") is None or context.size == 1:
         return
     if not computes_loss(model):
         raise UnsupportedError(
@@ -160,6 +151,13 @@ def check_loss(model: Any, given: dict[str, Any], context: LayerContext) -> None
             "the model would take the mean over the tokens of this rank, not of all",
             _LOSS,
         )
+
+
+def labels_of(given: dict[str, Any]) -> torch.Tensor | None:
+    """Return the labels of this rank's tokens in a call, shifted ones if there are."""
+    labels: torch.Tensor | None = given.get("labels")
+    shifted: torch.Tensor | None = given.get("shift_labels")
+    return labels if labels is None or shifted is None else shifted
 
 
 def computes_loss(model: Any) -> bool:

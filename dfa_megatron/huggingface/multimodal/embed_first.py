@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import TYPE_IDS
-from dfa_megatron.huggingface.checks.call_checks import check_by_name, equal, refuse_positions
+from dfa_megatron.huggingface.checks.call_checks import check_by_name, equal, labels_of, refuse_positions
 from dfa_megatron.huggingface.checks.padding import check_right, gathered
 from dfa_megatron.huggingface.current_forward import CONTEXT, Forward, LayerContext
 from dfa_megatron.huggingface.multimodal.image_masks import take_images
@@ -97,8 +97,8 @@ def forward_of_whole(context: LayerContext, given: dict[str, Any], positions: to
     mask = given.get("attention_mask")
     mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
     if mask is not None:
-        check_right(mask)
         mask = shard_sequence(mask, group=context.group)
+        check_right(mask, context.group, labels_of(given))
     return Forward(
         context,
         distributed=True,
