@@ -18,6 +18,9 @@ from dfa_megatron.sharding import local_positions
 
 _LOSS = "dfa_megatron.huggingface.shard_batch, or no labels and causal_lm_loss on the logits"
 
+LABELS = ("shift_labels", "labels")
+_CACHES = ("past_key_values", "cache")  # before and since transformers 5.24
+
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
 """Endings of the names of arguments for images and sound."""
 
@@ -75,7 +78,7 @@ def _check_first_positions(given: dict[str, Any]) -> None:
     The ranks do not communicate: each evaluates its own sequences, possibly another number of them.
     """
     positions: torch.Tensor | None = given.get("position_ids")
-    if positions is None or not positions.numel() or _key_cache(given) is not None:
+    if positions is None or not positions.numel() or first_of(given, _CACHES) is not None:
         return
     later = positions[..., 0] > 0
     mask = given.get("attention_mask")
@@ -153,13 +156,6 @@ def check_loss(model: Any, given: dict[str, Any], context: LayerContext) -> None
         )
 
 
-def labels_of(given: dict[str, Any]) -> torch.Tensor | None:
-    """Return the labels of this rank's tokens in a call, shifted ones if there are."""
-    labels: torch.Tensor | None = given.get("labels")
-    shifted: torch.Tensor | None = given.get("shift_labels")
-    return labels if labels is None or shifted is None else shifted
-
-
 def computes_loss(model: Any) -> bool:
     """Return whether a model computes its loss by transformers' loss function, which takes the number of labels."""
     return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
@@ -172,7 +168,7 @@ def check_decoder(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerC
         UnsupportedError: a cache, images or sound, attention weights, or masks of another model.
     """
     check_by_name(args[1:])
-    if kwargs.get("use_cache") or _key_cache(kwargs) is not None:
+    if kwargs.get("use_cache") or first_of(kwargs, _CACHES) is not None:
         raise UnsupportedError(
             "a key cache",
             "ranks hold parts of the sequence",
@@ -197,9 +193,9 @@ def check_decoder(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerC
         )
 
 
-def _key_cache(given: dict[str, Any]) -> Any:
-    """Return the cache of keys and values that a call brings, under its name before and since transformers 5.24."""
-    return next((given[name] for name in ("past_key_values", "cache") if given.get(name) is not None), None)
+def first_of(given: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """Return the first of some arguments that a call brings, None if it brings none of them."""
+    return next((given[name] for name in names if given.get(name) is not None), None)
 
 
 def equal(given: torch.Tensor, expected: torch.Tensor) -> bool:
