@@ -199,6 +199,9 @@ def _documents(
             plain = shard_sequence(packed.positions_of(found, device), group=context.group)
         _check_stated(stated, plain, context, number)
     elif stated is None or context.options.verify == "off":
+        # A document that begins amid this rank's tokens is seen by the layers.
+        if stated is not None and bool((stated[..., :1] != plain[:, :1]).any()):
+            checks.refuse_positions(stated, context, local)
         return None, plain if stated is None else stated
     else:
         known = packed.of_ranks(stated, plain, local, context.group, number)

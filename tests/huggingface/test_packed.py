@@ -138,6 +138,10 @@ def ends_between_ranks(rank: int, world_size: int) -> None:
         local = dfa_hf.shard_batch(batch)
         got = model(input_ids=local["input_ids"], **{key: local[key] for key in keys})
         assert_close(got.logits, shard_sequence(want.logits), tolerance=1e-5, name=f"told by {keys}")
+    unchecked = dfa_hf.distribute_attention(build("Llama"), config=DistAttentionConfig(verify="off"))
+    if rank:  # alone: the first one would wait
+        with pytest.raises(UnsupportedError, match="position_ids from 0 to 11"):
+            unchecked(input_ids=local["input_ids"], position_ids=local["position_ids"])
 
 
 def test_documents_that_end_where_a_rank_does_are_seen() -> None:
