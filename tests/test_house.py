@@ -65,7 +65,7 @@ BUDGETS = {
     "remat": 535,
     "runtime": 6_276,
     "testing": 487,
-    "tests": 40_250,
+    "tests": 40_253,
     "top": 1_437,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

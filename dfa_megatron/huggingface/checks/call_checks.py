@@ -85,9 +85,8 @@ def _check_first_positions(given: dict[str, Any]) -> None:
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # generation gives padding on the left any position
         later = later & mask[:, 0].bool()
     if bool(later.any()):
-        ends = _ends(positions)
         raise UnsupportedError(
-            f"position_ids {ends} in evaluation",
+            f"position_ids {_ends(positions)} in evaluation",
             "attention is local there under accelerate, and this is a part of a sequence that was cut over the ranks, "
             "as by loaders that are prepared together with the model",
             "the evaluation loader prepared alone, accelerator.prepare(loader), which leaves sequences whole; or "
