@@ -54,7 +54,7 @@ BUDGETS = {
     "cli": 1_118,
     "deepspeed": 1_440,
     "doctor": 1_276,
-    "huggingface": 4_550,
+    "huggingface": 4_548,
     "kernels": 3_742,
     "loss": 791,
     "megatron": 4_639,

@@ -101,12 +101,13 @@ def check_options(options: DistAttentionConfig, *, reentrant: bool) -> None:
 
 def keep_forward(model: torch.nn.Module) -> None:
     """Let the checkpoint functions of a model's layers, whoever set them, run a layer again in its own forward."""
+    # The keyword and `_enter_again` serve checkpoint functions that this does not see.
     for module in model.modules():
         own = vars(module).get(_FUNCTION)
         if own is not None and getattr(own, "func", None) is not _checkpoint:
             setattr(module, _FUNCTION, functools.partial(_checkpoint, own))
         elif hasattr(module, "gradient_checkpointing"):
-            return  # transformers sets those of all modules together
+            return  # the first such module tells of all: transformers sets their functions together
 
 
 def _checkpoint(own: Callable[..., Any], layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:

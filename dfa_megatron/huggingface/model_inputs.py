@@ -28,7 +28,7 @@ from dfa_megatron.huggingface.current_forward import (
     LayerContext,
     WholeBatch,
     enter,
-    running,
+    forward_of_context,
 )
 from dfa_megatron.huggingface.implementation import is_distributed, set_attention
 from dfa_megatron.huggingface.multimodal import embed_first
@@ -104,9 +104,9 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> Call:
         UnsupportedError: as `begin` does, or the model changed what it was given.
     """
     context: LayerContext = getattr(decoder, CONTEXT)
-    if running(context) is None:
+    if forward_of_context(context) is None:
         args, kwargs = begin(decoder, args, kwargs, alone=True)
-    forward = running(context)
+    forward = forward_of_context(context)
     assert forward is not None
     if not forward.distributed:
         return args, kwargs
@@ -265,8 +265,7 @@ def _scale_noise(decoder: Any, tokens: torch.Tensor, forward: Forward) -> None:
     if alpha is None or forward.context.size == 1 or tokens.dim() != 2:
         return
     local = tokens.shape[1]
-    whole = local * forward.context.size - forward.added
-    setattr(embeddings, _ALPHA, alpha * math.sqrt(local / whole))
+    setattr(embeddings, _ALPHA, alpha * math.sqrt(local / (local * forward.context.size - forward.added)))
 
     def restore(*_: Any) -> None:
         setattr(embeddings, _ALPHA, alpha)

@@ -208,12 +208,11 @@ def refuse_positions(given: torch.Tensor, context: LayerContext, local: int) -> 
     Raises:
         UnsupportedError: always.
     """
-    first, shape, ends = int(local_positions(local * context.size, group=context.group)[0]), given.shape, _ends(given)
-    last = first + local - 1
+    first = int(local_positions(local * context.size, group=context.group)[0])
     raise UnsupportedError(
-        f"position_ids {ends} of shape {tuple(shape)}",
-        f"this rank holds the tokens {first} to {last} of each sequence, and every sequence, or every document in it, "
-        "must begin at position 0 and go up by 1, across the ranks",
+        f"position_ids {_ends(given)} of shape {tuple(given.shape)}",
+        f"this rank holds the tokens {first} to {first + local - 1} of each sequence, and every sequence, "
+        "or every document in it, must begin at position 0 and go up by 1, across the ranks",
         "the position_ids of dfa_megatron.huggingface.shard_batch, or of dfa_megatron.local_positions",
     )
 
