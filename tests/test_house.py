@@ -54,7 +54,7 @@ BUDGETS = {
     "cli": 1_118,
     "deepspeed": 1_440,
     "doctor": 1_276,
-    "huggingface": 4_550,
+    "huggingface": 4_548,
     "kernels": 3_742,
     "loss": 791,
     "megatron": 4_639,
@@ -65,7 +65,7 @@ BUDGETS = {
     "remat": 535,
     "runtime": 6_276,
     "testing": 487,
-    "tests": 40_216,
+    "tests": 40_253,
     "top": 1_437,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

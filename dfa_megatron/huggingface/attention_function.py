@@ -124,8 +124,8 @@ def _by_rows(
     return out[0][None] if len(out) == 1 else torch.stack(out)
 
 
-_CHECKED = "_dfa_checked"
-"""The attribute of a layer for what it asked last, and of a mask that need not be read."""
+_ASKED = "_dfa_asked"  # the attribute of a layer for what it asked last
+_HIDES_NOTHING = "_dfa_hides_nothing"  # the attribute of a mask that need not be read
 
 
 def _checked(module: torch.nn.Module, asks: tuple[Any, ...]) -> tuple[tuple[int, int], int | None]:
@@ -134,7 +134,7 @@ def _checked(module: torch.nn.Module, asks: tuple[Any, ...]) -> tuple[tuple[int,
     Raises:
         UnsupportedError: attention would not be what the layer asks for.
     """
-    known: tuple[Any, tuple[int, int], int | None] | None = vars(module).get(_CHECKED)
+    known: tuple[Any, tuple[int, int], int | None] | None = vars(module).get(_ASKED)
     if known is not None and known[0] == asks:
         return known[1:]
     mask, size, lengths, dropout, causal, kept, more = asks
@@ -142,7 +142,7 @@ def _checked(module: torch.nn.Module, asks: tuple[Any, ...]) -> tuple[tuple[int,
     _check_mask(mask, lengths)
     chunk = chunk_of(module, mask)
     window = window_of(module, None if chunk else mask, size, lengths[0])
-    setattr(module, _CHECKED, (asks, window, chunk))
+    setattr(module, _ASKED, (asks, window, chunk))
     return window, chunk
 
 
@@ -204,7 +204,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def nothing_hidden(batch: int, length: int, device: torch.device) -> torch.Tensor:
     """Return a mask that hides nothing; given one, transformers does not look for documents in the positions."""
     everything = torch.ones(batch, length, dtype=torch.bool, device=device)
-    setattr(everything, _CHECKED, True)
+    setattr(everything, _HIDES_NOTHING, True)
     return everything
 
 
@@ -227,8 +227,7 @@ def mask(
     """
     from transformers.masking_utils import causal_mask_function
 
-    hides = attention_mask is not None and not hasattr(attention_mask, _CHECKED) and not bool(attention_mask.all())
-    if hides:
+    if attention_mask is not None and not hasattr(attention_mask, _HIDES_NOTHING) and not bool(attention_mask.all()):
         raise UnsupportedError(
             "an attention_mask with padding",
             "padded tokens would be attended to",

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.padding import IGNORED, check_right, check_unlabelled
+from dfa_megatron.huggingface.checks.padding import IGNORED, check_right
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import document_starts as packed
 from dfa_megatron.huggingface.positions import prompt_trees as trees
@@ -36,15 +36,15 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
 
     Args:
         batch: "input_ids" (batch, seq) and, if wanted, "labels" (batch, seq), not shifted, -100 where there is no loss.
-            "attention_mask" may be there with padding on the right, whose labels are -100; it is checked, and kept only
-            for losses that count tokens, because a causal mask hides padding. "position_ids" (batch or 1, seq) may be
-            there; they restart
-            at 0 where a document of a packed row begins. "cu_seq_lens_q", "cu_seq_lens_k", as transformers'
-            padding-free collators make them, say the same. In place of both, "prompt_tree" may hold (lengths, parents)
-            of segments that share prefixes, as `masks.prompt_tree` takes them; all rows have these segments.
-            "token_type_ids" (batch, seq) go with the tokens.
-            With `MEDIA`, such as "pixel_values", the batch is for a multimodal model, which embeds whole
-            sequences; "position_ids" may then have axes (4, batch, seq), the first of them places.
+            As in transformers, the last token of a document is trained on the next one's first, unless that label is
+            -100. "attention_mask" may be there with padding on the right, whose labels are -100; it is checked, and
+            kept only for losses that count tokens, because a causal mask hides padding. "position_ids" (batch or 1,
+            seq) may be there; they restart at 0 where a document of a packed row begins. "cu_seq_lens_q",
+            "cu_seq_lens_k", as transformers' padding-free collators make them, say the same. In place of both,
+            "prompt_tree" may hold (lengths, parents) of segments that share prefixes, as `masks.prompt_tree` takes
+            them; all rows have these segments. "token_type_ids" (batch, seq) go with the tokens. With `MEDIA`, such as
+            "pixel_values", the batch is for a multimodal model, which embeds whole sequences; "position_ids" may then
+            have axes (4, batch, seq), the first of them places.
         group: the ranks that share the sequence; seq must be a multiple of their number.
 
     Returns:
@@ -60,14 +60,11 @@ def shard_batch(batch: Mapping[str, Any], *, group: Group = None) -> dict[str, A
         UnsupportedError: padding elsewhere or with labels, positions that are not those of documents, an unknown key,
             or a length that does not divide.
     """
-    unknown = sorted(set(batch) - {*KNOWN, *MEDIA})
-    if unknown or "input_ids" not in batch:
+    if set(batch) - {*KNOWN, *MEDIA} or "input_ids" not in batch:
         refuse_batch(batch)
     tokens = batch["input_ids"]
     if (mask := batch.get("attention_mask")) is not None:
-        check_right(mask)
-        if "labels" in batch:
-            check_unlabelled(mask, batch["labels"])
+        check_right(mask, labels=batch.get("labels"))
     others = {name: batch[name] for name in MEDIA if name in batch}
     types = {TYPE_IDS: batch[TYPE_IDS]} if batch.get(TYPE_IDS) is not None else {}
     positions = batch.get("position_ids")

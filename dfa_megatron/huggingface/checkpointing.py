@@ -18,6 +18,8 @@ from dfa_megatron.huggingface.implementation import attention_of, set_attention
 _FUNCTION = "_gradient_checkpointing_func"
 """The attribute in which transformers keeps the checkpoint function of a layer."""
 
+_SET = "_dfa_checkpointing"  # the attribute of a model whose checkpoints `set_checkpointing` set
+
 
 def set_checkpointing(
     model: Any,
@@ -30,14 +32,17 @@ def set_checkpointing(
     """Checkpoint the layers of a transformers model.
 
     Args:
-        checkpoint: a value of `DistAttentionConfig.checkpoint`.
+        checkpoint: a value of `DistAttentionConfig.checkpoint`; "none" undoes what an earlier call set.
         reentrant: with PyTorch's re-entrant form, which saves only a layer's input. This input must have a gradient,
             so frozen embeddings (PEFT) are made to give it one.
         offload: save each layer's input, and with 'remat' attention's output and lse, in pinned host memory.
         function: a re-entrant checkpoint function in place of PyTorch's, called as function(layer, *inputs).
     """
     if checkpoint == "none":
+        if vars(model).pop(_SET, False):
+            (getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable)()
         return
+    setattr(model, _SET, True)
     reentrant = reentrant or function is not None
     keywords: dict[str, Any] = {"use_reentrant": reentrant}
     if checkpoint == "remat" and not reentrant:
@@ -54,10 +59,7 @@ def set_checkpointing(
             elif offload:
                 chosen = remat.keeping_inputs_on_host(chosen)
             setattr(module, _FUNCTION, chosen)
-    if not reentrant:
-        return
-    embeddings: torch.nn.Module = model.get_input_embeddings()
-    if not any(parameter.requires_grad for parameter in embeddings.parameters()):
+    if reentrant and not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
         model.enable_input_require_grads()
 
 
@@ -99,12 +101,13 @@ def check_options(options: DistAttentionConfig, *, reentrant: bool) -> None:
 
 def keep_forward(model: torch.nn.Module) -> None:
     """Let the checkpoint functions of a model's layers, whoever set them, run a layer again in its own forward."""
+    # The keyword and `_enter_again` serve checkpoint functions that this does not see.
     for module in model.modules():
         own = vars(module).get(_FUNCTION)
         if own is not None and getattr(own, "func", None) is not _checkpoint:
             setattr(module, _FUNCTION, functools.partial(_checkpoint, own))
         elif hasattr(module, "gradient_checkpointing"):
-            return  # transformers sets those of all modules together
+            return  # the first such module tells of all: transformers sets their functions together
 
 
 def _checkpoint(own: Callable[..., Any], layer: Callable[..., Any], *inputs: Any, **more: Any) -> Any:

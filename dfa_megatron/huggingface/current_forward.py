@@ -121,7 +121,7 @@ def innermost() -> tuple[object, Forward] | None:
     return stack[-1] if stack else None
 
 
-def running(context: LayerContext | None) -> Forward | None:
+def forward_of_context(context: LayerContext | None) -> Forward | None:
     """Return the forward that runs, if it is one of this model."""
     call = innermost()
     return call[1] if call is not None and call[1].context is context else None
@@ -130,13 +130,13 @@ def running(context: LayerContext | None) -> Forward | None:
 def forward_of(module: torch.nn.Module) -> Forward:
     """Return the forward that a module runs in; a layer that is called alone has a plain one."""
     context: LayerContext = getattr(module, CONTEXT)
-    return running(context) or Forward(context, distributed=True)
+    return forward_of_context(context) or Forward(context, distributed=True)
 
 
-def hook_layer(layer: torch.nn.Module) -> None:
-    """Let a layer find its forward in a recompute by a checkpoint function that keeps its keywords."""
-    layer.register_forward_pre_hook(_enter_again, with_kwargs=True)
-    layer.register_forward_hook(end, always_call=True)
+def hook_mixer(mixer: torch.nn.Module) -> None:
+    """Let an attention or a recurrent layer find its forward in a recompute by a function that keeps its keywords."""
+    mixer.register_forward_pre_hook(_enter_again, with_kwargs=True)
+    mixer.register_forward_hook(end, always_call=True)
 
 
 def _enter_again(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def _enter_again(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     """
     context: LayerContext = getattr(layer, CONTEXT)
     backward = torch._C._current_graph_task_id() != -1  # in which a layer that runs was checkpointed
-    if running(context) is not None or not backward:
+    if forward_of_context(context) is not None or not backward:
         return
     forward: Forward | None = kwargs.get(KEYWORD)
     present = getattr(getattr(layer, "config", None), "_attn_implementation", NAME)

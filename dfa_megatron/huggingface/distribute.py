@@ -18,7 +18,7 @@ from dfa_megatron.huggingface.checkpointing import check_layers, check_options, 
 from dfa_megatron.huggingface.checks.check_model import check_model, foreign_code, kind_of
 from dfa_megatron.huggingface.checks.exact_types import EXACT
 from dfa_megatron.huggingface.checks.wrappers import check_wrappers
-from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end, hook_layer
+from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, end, hook_mixer
 from dfa_megatron.huggingface.implementation import (
     attention_of,
     copy_configs,
@@ -73,7 +73,7 @@ def distribute_attention(
     check_options(options, reentrant=reentrant)
     inner = transformers_model(model)
     check_wrappers(model, inner)
-    layers = check_model(inner)
+    attentions = check_model(inner)
     check_layers(inner, options, reentrant=reentrant)
     if accelerate:
         _check_loaded(inner)
@@ -102,9 +102,9 @@ def distribute_attention(
     )
     decoder = inner.get_decoder()
     if known is None:
-        _hook(inner, decoder, layers)
+        _hook(inner, decoder, attentions)
     others = (*counting_modules.modules_of(decoder), *recurrent.modules_of(decoder))
-    for module in {inner, decoder, *layers, *others}:
+    for module in {inner, decoder, *attentions, *others}:
         setattr(module, CONTEXT, context)
     set_tile(inner, options)
     tile_layers(inner, options, kind_of(inner))
@@ -130,15 +130,15 @@ def _check_loaded(model: Any) -> None:
         )
 
 
-def _hook(inner: Any, decoder: Any, layers: list[torch.nn.Module]) -> None:
-    """Register the hooks of a model, its decoder and its layers, which need a `LayerContext` when they run."""
+def _hook(inner: Any, decoder: Any, attentions: list[torch.nn.Module]) -> None:
+    """Register the hooks of a model, its decoder and its mixers, which need a `LayerContext` when they run."""
     if inner is not decoder:
         inner.register_forward_pre_hook(inputs.begin, with_kwargs=True)
         inner.register_forward_hook(end, always_call=True)
     decoder.register_forward_pre_hook(inputs.prepare, with_kwargs=True)
     decoder.register_forward_hook(end, always_call=True)
-    for layer in {*layers, *recurrent.modules_of(decoder)}:
-        hook_layer(layer)
+    for mixer in {*attentions, *recurrent.modules_of(decoder)}:
+        hook_mixer(mixer)
     counting_modules.hook(decoder)
     recurrent.hook(decoder)
     follow_router(inner)

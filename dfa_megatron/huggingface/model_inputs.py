@@ -28,7 +28,7 @@ from dfa_megatron.huggingface.current_forward import (
     LayerContext,
     WholeBatch,
     enter,
-    running,
+    forward_of_context,
 )
 from dfa_megatron.huggingface.implementation import is_distributed, set_attention
 from dfa_megatron.huggingface.multimodal import embed_first
@@ -63,7 +63,8 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     """
     context: LayerContext = getattr(model, CONTEXT)
     check_adapters(model)  # which may be added later than attention is distributed
-    if follows := context.accelerate and not context.local:
+    follows = context.accelerate and not context.local
+    if follows:
         set_attention(model, NAME if model.training else context.before)
     if torch.is_grad_enabled():
         keep_forward(model)
@@ -77,14 +78,19 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments, *, alone: bool =
     if WHOLE not in given:
         checks.check_parallelism()
     decoder = model if alone else model.get_decoder()
-    checks.check_loss(model, given, context)
-    checks.check_part(given, context)
-    if context.multimodal and not alone:
-        args, kept, forward = embed_first.take_whole(model, decoder, args, kept, given.get(batch_number.KEY))
-    elif context.multimodal:
-        forward = embed_first.forward_of_whole(context, given, given.get("position_ids"))
-    else:
-        forward = _forward_of_part(decoder, context, given, args)
+    try:
+        checks.check_loss(model, given, context)
+        checks.check_part(given, context)
+        if context.multimodal and not alone:
+            args, kept, forward = embed_first.take_whole(model, decoder, args, kept, given.get(batch_number.KEY))
+        elif context.multimodal:
+            forward = embed_first.forward_of_whole(context, given, given.get("position_ids"))
+        else:
+            forward = _forward_of_part(decoder, context, given, args)
+    except UnsupportedError:  # on this rank alone before the ranks compare their batches, and on all from then on
+        if context.options.verify != "off" and not (context.multimodal and alone):
+            batch_number.check_same(None, context.group, _tokens(given, args).device, batch_number.REFUSED)
+        raise
     forward = _with_lengths(forward, decoder, given.get(WHOLE))
     context.varied = context.varied or forward.documents is not None or forward.tree is not None
     enter(model, replace(forward, tile=tile))
@@ -98,9 +104,9 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> Call:
         UnsupportedError: as `begin` does, or the model changed what it was given.
     """
     context: LayerContext = getattr(decoder, CONTEXT)
-    if running(context) is None:
+    if forward_of_context(context) is None:
         args, kwargs = begin(decoder, args, kwargs, alone=True)
-    forward = running(context)
+    forward = forward_of_context(context)
     assert forward is not None
     if not forward.distributed:
         return args, kwargs
@@ -110,7 +116,7 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> Call:
     tokens = _tokens(kwargs, args)
     _scale_noise(decoder, tokens, forward)
     kept = {name: value for name, value in kwargs.items() if name not in packed.FLASH_KEYS}
-    kept |= {"position_ids": _positions(kwargs, forward, tokens), "use_cache": False}
+    kept |= {"position_ids": _positions(kwargs, forward), "use_cache": False}
     mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor):
         if mask is not forward.mask:
@@ -164,7 +170,7 @@ def _forward_of_part(decoder: Any, context: LayerContext, given: Arguments, args
         positions = positions + padding + 1
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor):
-        check_right(mask, context.group)
+        check_right(mask, context.group, checks.first_of(given, checks.LABELS))
     return Forward(
         context,
         distributed=True,
@@ -193,6 +199,9 @@ def _documents(
             plain = shard_sequence(packed.positions_of(found, device), group=context.group)
         _check_stated(stated, plain, context, number)
     elif stated is None or context.options.verify == "off":
+        # A document that begins amid this rank's tokens is seen by the layers.
+        if stated is not None and bool((stated[..., :1] != plain[:, :1]).any()):
+            checks.refuse_positions(stated, context, local)
         return None, plain if stated is None else stated
     else:
         known = packed.of_ranks(stated, plain, local, context.group, number)
@@ -205,12 +214,12 @@ def _documents(
 def _check_stated(
     stated: torch.Tensor | None, expected: torch.Tensor, context: LayerContext, number: torch.Tensor | None
 ) -> None:
-    """Check a batch whose documents are known: the ranks hold parts of one, and its positions are theirs."""
+    """Check positions that are known: the ranks hold parts of one batch, and its positions are theirs; collective."""
     if context.options.verify == "off":
         return
-    batch_number.check_same(number, context.group, expected.device)
-    if stated is not None and not checks.equal(stated, expected):
-        checks.refuse_positions(stated, context, expected.shape[1])
+    seen = expected if stated is None else stated
+    if batch_number.check_same(number, context.group, expected.device, not checks.equal(seen, expected)):
+        checks.refuse_positions(seen, context, expected.shape[1])
 
 
 def _with_lengths(forward: Forward, decoder: Any, whole: WholeBatch | None) -> Forward:
@@ -232,7 +241,7 @@ def _with_lengths(forward: Forward, decoder: Any, whole: WholeBatch | None) -> F
     return replace(forward, longest=longest, added=added, positions=positions, whole=whole)
 
 
-def _positions(kwargs: Arguments, forward: Forward, tokens: torch.Tensor) -> torch.Tensor:
+def _positions(kwargs: Arguments, forward: Forward) -> torch.Tensor:
     """Return the positions that a decoder embeds: those of the forward, or the axes that it was given."""
     theirs: torch.Tensor | None = kwargs.get("position_ids")
     theirs = forward.given if theirs is None else theirs
@@ -242,8 +251,7 @@ def _positions(kwargs: Arguments, forward: Forward, tokens: torch.Tensor) -> tor
         return positions
     if theirs.dim() == 3:
         return theirs
-    if context.options.verify != "off" and not checks.equal(theirs, positions):
-        checks.refuse_positions(theirs, context, tokens.shape[1])
+    _check_stated(theirs, positions, context, None)
     return positions
 
 
@@ -257,8 +265,7 @@ def _scale_noise(decoder: Any, tokens: torch.Tensor, forward: Forward) -> None:
     if alpha is None or forward.context.size == 1 or tokens.dim() != 2:
         return
     local = tokens.shape[1]
-    whole = local * forward.context.size - forward.added
-    setattr(embeddings, _ALPHA, alpha * math.sqrt(local / whole))
+    setattr(embeddings, _ALPHA, alpha * math.sqrt(local / (local * forward.context.size - forward.added)))
 
     def restore(*_: Any) -> None:
         setattr(embeddings, _ALPHA, alpha)

@@ -106,8 +106,10 @@ def checkpointed(rank: int, world_size: int) -> None:
     batch = pack(24, seed=11)
     other = text(1, 24, seed=12)
     seen = {}
+    undone = dfa_hf.distribute_attention(build("Qwen2"), config=DistAttentionConfig(checkpoint="remat"))
     for checkpoint in ("none", "full", "remat"):
-        model = dfa_hf.distribute_attention(build("Qwen2"), config=DistAttentionConfig(checkpoint=checkpoint))
+        model = build("Qwen2") if checkpoint != "none" else undone
+        dfa_hf.distribute_attention(model, config=DistAttentionConfig(checkpoint=checkpoint))
         COUNTERS.reset()
         plain = model(**dfa_hf.shard_batch(other)).loss
         loss = model(**dfa_hf.shard_batch(batch)).loss  # before the other's backward, whose recompute is of no pack
@@ -115,6 +117,7 @@ def checkpointed(rank: int, world_size: int) -> None:
         plain.backward()
         seen[checkpoint] = (gradients(model), COUNTERS.snapshot())
     want, once = seen["none"]
+    assert once["replays"] == 0
     assert once["attention_forwards"] == 2 * LAYERS
     assert seen["full"][1]["attention_forwards"] == 4 * LAYERS
     assert seen["remat"][1]["attention_forwards"] == 2 * LAYERS
@@ -138,6 +141,10 @@ def ends_between_ranks(rank: int, world_size: int) -> None:
         local = dfa_hf.shard_batch(batch)
         got = model(input_ids=local["input_ids"], **{key: local[key] for key in keys})
         assert_close(got.logits, shard_sequence(want.logits), tolerance=1e-5, name=f"told by {keys}")
+    unchecked = dfa_hf.distribute_attention(build("Llama"), config=DistAttentionConfig(verify="off"))
+    if rank:  # alone: the first one would wait
+        with pytest.raises(UnsupportedError, match="position_ids from 0 to 11"):
+            unchecked(input_ids=local["input_ids"], position_ids=local["position_ids"])
 
 
 def test_documents_that_end_where_a_rank_does_are_seen() -> None:

@@ -63,6 +63,9 @@ def other_tokens(rank: int, world_size: int) -> None:
     cut = {"input_ids": batch["input_ids"].tensor_split(world_size, 1)[rank], "pixel_values": batch["pixel_values"]}
     with pytest.raises(UnsupportedError, match="batches that differ between the ranks"):
         model(**cut)
+    alone = {"input_ids": batch["input_ids"]}
+    with pytest.raises(UnsupportedError, match="batches that differ between the ranks"):
+        model(**dfa_hf.shard_batch(alone | {"pixel_values": batch["pixel_values"]} if rank else alone))
     batch["labels"][:, 30:] = -100
     batch["attention_mask"] = (torch.arange(40) < 30).long().expand(2, 40)
     padded = model(**batch | dfa_hf.shard_batch(batch))

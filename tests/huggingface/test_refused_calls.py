@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dfa_megatron import huggingface as dfa_hf
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 from dfa_megatron.testing.workers import run_ranks
@@ -161,12 +161,27 @@ def call_on_two_ranks(rank: int, world_size: int) -> None:
     hidden[:, -1] = rank  # the first rank's last token, before the second's: each part alone would pass
     with pytest.raises(UnsupportedError, match="not on the right"):
         model(input_ids=batch["input_ids"], position_ids=positions, attention_mask=hidden)
-    with pytest.raises(UnsupportedError, match="labels of padded tokens"):
-        model(**batch, position_ids=positions, attention_mask=1 - hidden)
+    some = {"labels": batch["input_ids"], "shift_labels": batch["input_ids"], "num_items_in_batch": torch.tensor(8)}
+    with pytest.raises(UnsupportedError, match="labels of padded tokens"):  # of the last rank, and all raise
+        model(**batch | some, position_ids=positions, attention_mask=torch.arange(8)[None] < 8 - rank)
     with pytest.raises(UnsupportedError, match="other values than 0 and 1"):  # on one rank, and all raise
         model(input_ids=batch["input_ids"], position_ids=positions, attention_mask=torch.ones(1, 8) + rank)
+    own, words = (UnsupportedError, "labels without") if rank else (DisagreementError, "another rank of the group")
+    with pytest.raises(own, match=words):
+        model(input_ids=batch["input_ids"], position_ids=positions, labels=batch["labels"] if rank else None)
+    documents = torch.tensor([0, 16])
+    with pytest.raises(UnsupportedError, match="position_ids from"):  # of one rank, and all raise
+        model(input_ids=batch["input_ids"], position_ids=positions + rank, cu_seq_lens_q=documents)
+    model.model.register_forward_pre_hook(_later_positions, with_kwargs=True, prepend=True)
+    with pytest.raises(UnsupportedError, match="position_ids from"):
+        model(input_ids=batch["input_ids"], position_ids=positions)
     with pytest.raises(UnsupportedError, match="7"):
         dfa_hf.shard_batch(text(1, 7, seed=0))
+
+
+def _later_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A model that changes the positions of its second rank."""
+    return args, kwargs | {"position_ids": kwargs["position_ids"] + (kwargs["position_ids"][0, 0] > 0)}
 
 
 def _positional(model: Any, tokens: torch.Tensor, **named: torch.Tensor) -> Any:

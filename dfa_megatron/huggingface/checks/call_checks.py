@@ -10,14 +10,16 @@ from typing import Any, NoReturn
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.huggingface.checks.padding import check_unlabelled
 from dfa_megatron.huggingface.current_forward import LayerContext
 from dfa_megatron.huggingface.positions import batch_number
 from dfa_megatron.huggingface.positions import prompt_trees as trees
 from dfa_megatron.huggingface.windows import WindowMask
-from dfa_megatron.sharding import local_positions, shard_sequence
+from dfa_megatron.sharding import local_positions
 
 _LOSS = "dfa_megatron.huggingface.shard_batch, or no labels and causal_lm_loss on the logits"
+
+LABELS = ("shift_labels", "labels")
+_CACHES = ("past_key_values", "cache")  # before and since transformers 5.24
 
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
 """Endings of the names of arguments for images and sound."""
@@ -76,16 +78,15 @@ def _check_first_positions(given: dict[str, Any]) -> None:
     The ranks do not communicate: each evaluates its own sequences, possibly another number of them.
     """
     positions: torch.Tensor | None = given.get("position_ids")
-    if positions is None or not positions.numel() or _key_cache(given) is not None:
+    if positions is None or not positions.numel() or first_of(given, _CACHES) is not None:
         return
     later = positions[..., 0] > 0
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:  # generation gives padding on the left any position
         later = later & mask[:, 0].bool()
     if bool(later.any()):
-        ends = _ends(positions)
         raise UnsupportedError(
-            f"position_ids {ends} in evaluation",
+            f"position_ids {_ends(positions)} in evaluation",
             "attention is local there under accelerate, and this is a part of a sequence that was cut over the ranks, "
             "as by loaders that are prepared together with the model",
             "the evaluation loader prepared alone, accelerator.prepare(loader), which leaves sequences whole; or "
@@ -130,17 +131,9 @@ def check_loss(model: Any, given: dict[str, Any], context: LayerContext) -> None
     """Refuse the ways in which a model's own loss would be wrong on a part of a sequence.
 
     Raises:
-        UnsupportedError: labels that the model would shift by itself, a mean over the tokens of this rank, or labels
-            of padded tokens.
+        UnsupportedError: labels that the model would shift by itself, or a mean over the tokens of this rank.
     """
-    if given.get("labels") is None:
-        return
-    if (mask := given.get("attention_mask")) is not None and mask.dim() == 2:
-        shifted = given.get("shift_labels")
-        if context.multimodal and not batch_number.is_cut(given.get(batch_number.KEY)):
-            mask = shard_sequence(mask, group=context.group)
-        check_unlabelled(mask, given["labels"] if shifted is None else shifted)
-    if context.size == 1:
+    if given.get("labels") is None or context.size == 1:
         return
     if not computes_loss(model):
         raise UnsupportedError(
@@ -174,7 +167,7 @@ def check_decoder(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerC
         UnsupportedError: a cache, images or sound, attention weights, or masks of another model.
     """
     check_by_name(args[1:])
-    if kwargs.get("use_cache") or _key_cache(kwargs) is not None:
+    if kwargs.get("use_cache") or first_of(kwargs, _CACHES) is not None:
         raise UnsupportedError(
             "a key cache",
             "ranks hold parts of the sequence",
@@ -199,9 +192,9 @@ def check_decoder(args: tuple[Any, ...], kwargs: dict[str, Any], context: LayerC
         )
 
 
-def _key_cache(given: dict[str, Any]) -> Any:
-    """Return the cache of keys and values that a call brings, under its name before and since transformers 5.24."""
-    return next((given[name] for name in ("past_key_values", "cache") if given.get(name) is not None), None)
+def first_of(given: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """Return the first of some arguments that a call brings, None if it brings none of them."""
+    return next((given[name] for name in names if given.get(name) is not None), None)
 
 
 def equal(given: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -215,12 +208,11 @@ def refuse_positions(given: torch.Tensor, context: LayerContext, local: int) -> 
     Raises:
         UnsupportedError: always.
     """
-    first, shape, ends = int(local_positions(local * context.size, group=context.group)[0]), given.shape, _ends(given)
-    last = first + local - 1
+    first = int(local_positions(local * context.size, group=context.group)[0])
     raise UnsupportedError(
-        f"position_ids {ends} of shape {tuple(shape)}",
-        f"this rank holds the tokens {first} to {last} of each sequence, and every sequence, or every document in it, "
-        "must begin at position 0 and go up by 1, across the ranks",
+        f"position_ids {_ends(given)} of shape {tuple(given.shape)}",
+        f"this rank holds the tokens {first} to {first + local - 1} of each sequence, and every sequence, "
+        "or every document in it, must begin at position 0 and go up by 1, across the ranks",
         "the position_ids of dfa_megatron.huggingface.shard_batch, or of dfa_megatron.local_positions",
     )
 

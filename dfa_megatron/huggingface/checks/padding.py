@@ -28,23 +28,25 @@ def gathered(mine: torch.Tensor, group: str) -> list[torch.Tensor]:
     return parts
 
 
-def check_right(mask: torch.Tensor, group: str = "") -> None:
+def check_right(mask: torch.Tensor, group: str = "", labels: torch.Tensor | None = None) -> None:
     """Check that a mask hides only the ends of the sequences; in a group this is collective, with one small message.
 
     Args:
         mask: (batch, local_seq), 0 for padding: this rank's part of the sequences.
         group: name of the group that shares the sequences, "" for whole sequences on this rank.
+        labels: as the mask, of the tokens or, shifted, of the next ones; None without.
 
     Raises:
-        UnsupportedError: a padded token comes before a token that is not padding, a mask holds other numbers than 0 and
-            1, or it has other dimensions. All ranks raise it.
+        UnsupportedError: a padded token comes before a token that is not padding, or has a label; a mask holds other
+            numbers than 0 and 1, or it has other dimensions. All ranks raise it.
     """
     if mask.dim() != 2:
         raise UnsupportedError("a ready-made attention mask", "attention is causal by construction", CAUSAL)
     real = mask.bool()
     contiguous = (real[:, 1:] <= real[:, :-1]).all()
     other = (mask != real.to(mask.dtype)).any()
-    facts = torch.cat((real.sum(1), other.long()[None], contiguous.long()[None]))
+    labelled = torch.zeros_like(other) if labels is None else ((labels != IGNORED) & ~real).any()
+    facts = torch.cat((real.sum(1), torch.stack((labelled, other, contiguous)).long()))
     whole = gathered(facts, group)
     if any(bool(part[-2]) for part in whole):
         raise UnsupportedError(
@@ -53,7 +55,7 @@ def check_right(mask: torch.Tensor, group: str = "") -> None:
             "what is added to scores would not be",
             "1 for tokens and 0 for padding; position_ids that begin at 0 in each document, or cu_seq_lens_q",
         )
-    counts = torch.stack([part[:-2] for part in whole])  # (ranks, batch)
+    counts = torch.stack([part[:-3] for part in whole])  # (ranks, batch)
     full = counts == mask.shape[1]
     in_order = ((counts[1:] == 0) | full[:-1]).all()
     if not bool(in_order & torch.stack([part[-1] for part in whole]).all()):
@@ -62,19 +64,7 @@ def check_right(mask: torch.Tensor, group: str = "") -> None:
             "padded tokens would be attended to",
             "tokenizer.padding_side='right', or sequences without padding",
         )
-
-
-def check_unlabelled(mask: torch.Tensor, labels: torch.Tensor) -> None:
-    """Check that no padded token has a label, its own or, in shifted labels, the next token's.
-
-    Args:
-        mask: (batch, seq), 0 for padding.
-        labels: (batch, seq).
-
-    Raises:
-        UnsupportedError: a padded token has a label.
-    """
-    if bool(((labels != IGNORED) & ~mask.bool()).any()):
+    if any(bool(part[-3]) for part in whole):
         raise UnsupportedError(
             "labels of padded tokens",
             "an attention that masks padding would give them another output",

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import TYPE_IDS
-from dfa_megatron.huggingface.checks.call_checks import check_by_name, equal, refuse_positions
+from dfa_megatron.huggingface.checks.call_checks import LABELS, check_by_name, equal, first_of, refuse_positions
 from dfa_megatron.huggingface.checks.padding import check_right, gathered
 from dfa_megatron.huggingface.current_forward import CONTEXT, Forward, LayerContext
 from dfa_megatron.huggingface.multimodal.image_masks import take_images
@@ -53,13 +53,15 @@ def take_whole(
             "the ranks compare their tokens, so that each is known to have the whole sequences",
             "input_ids",
         )
-    if batch_number.is_cut(number):
+    is_part, own, device = batch_number.is_cut(number), number, kept["input_ids"].device
+    if context.options.verify != "off":  # before the ranks gather parts, which some may have and others not
+        if not is_part:
+            seen = {name: kept[name] for name in ("input_ids", "position_ids") if kept.get(name) is not None}
+            own = batch_number.number_of(seen, cut=False) + (0 if number is None else number.to(device))
+        batch_number.check_same(own, context.group, device)
+    if is_part:
         kept |= _tokens_of_text(kept, context)
     positions: torch.Tensor | None = kept.get("position_ids")
-    if context.options.verify != "off":
-        seen = {name: kept[name] for name in ("input_ids", "position_ids") if kept.get(name) is not None}
-        own = batch_number.number_of(seen, cut=False)
-        batch_number.check_same(own if number is None else own + number.to(own.device), context.group, own.device)
     images = take_images(model, kept)
     forward = forward_of_whole(context, kept, positions)
     if forward.mask is not None:
@@ -97,8 +99,8 @@ def forward_of_whole(context: LayerContext, given: dict[str, Any], positions: to
     mask = given.get("attention_mask")
     mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
     if mask is not None:
-        check_right(mask)
         mask = shard_sequence(mask, group=context.group)
+        check_right(mask, context.group, first_of(given, LABELS))
     return Forward(
         context,
         distributed=True,

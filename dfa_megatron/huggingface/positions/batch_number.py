@@ -11,11 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.errors import DisagreementError, UnsupportedError
 from dfa_megatron.runtime.comm.groups import resolve
 
 KEY = "dfa_batch_number"
 """The key of a part of a batch, and of a call."""
+
+REFUSED = 3
+"""The `kind` of a call that its rank refuses: `check_same` tells those that wait in theirs."""
 
 _ODD = (-7046029254386353131, 0x2545F4914F6CDD1D)
 """Factors that spread numbers over 64 bits."""
@@ -64,6 +67,7 @@ def check_same(number: torch.Tensor | None, group: str, device: torch.device, ki
 
     Raises:
         UnsupportedError: they had other batches; all raise it.
+        DisagreementError: another rank refuses its call.
     """
     facts = torch.zeros(3, dtype=torch.int64, device=device)
     facts[0] = kind
@@ -73,6 +77,10 @@ def check_same(number: torch.Tensor | None, group: str, device: torch.device, ki
     if group:
         dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=resolve(group))
     worst, most, least = facts.tolist()
+    if worst == REFUSED:
+        if kind == REFUSED:
+            return REFUSED
+        raise DisagreementError("another rank of the group refuses its part of this batch; its error says why")
     if most + least:
         raise UnsupportedError(
             "batches that differ between the ranks of a sequence",

@@ -15,7 +15,7 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.checks.padding import IGNORED
-from dfa_megatron.huggingface.current_forward import CONTEXT, running
+from dfa_megatron.huggingface.current_forward import CONTEXT, forward_of_context
 from dfa_megatron.huggingface.tiles.tiled_layers import tiled_class
 from dfa_megatron.huggingface.trainers.read_logits import follow_trainers, reads_logits
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
@@ -37,7 +37,7 @@ class TiledLinear:
         With two runs FSDP would free the weights of a group, such as the last norm and the head, between them.
         """
         layer: Any = self
-        forward = running(getattr(self, CONTEXT, None))
+        forward = forward_of_context(getattr(self, CONTEXT, None))
         if forward is None or forward.tile is None or "dfa_use" in kwargs:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return DeferredLogits(functools.partial(run_in, layer, *args), forward.tile, layer.out_features, layer)
