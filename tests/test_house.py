@@ -57,7 +57,7 @@ BUDGETS = {
     "huggingface": 4_548,
     "kernels": 3_742,
     "loss": 791,
-    "megatron": 4_639,
+    "megatron": 4_638,
     "plan": 5_603,
     "plan_run": 182,
     "proving": 763,
@@ -65,7 +65,7 @@ BUDGETS = {
     "remat": 535,
     "runtime": 6_276,
     "testing": 487,
-    "tests": 40_253,
+    "tests": 40_187,
     "top": 1_437,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
