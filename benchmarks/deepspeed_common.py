@@ -103,12 +103,9 @@ def _cpu_adam_fails() -> str:
     return ""
 
 
-def build(
-    shape: Shape, *, layers: int, vocabulary: int, longest: int, tiled: str, offload: bool, dry: bool
-) -> tuple[Any, str]:
-    """Build a ZeRO-3 engine around a new model with PyTorch's own attention; return it and its optimizer's name."""
-    before = held()
-    config = getattr(transformers, f"{shape.family}Config")(
+def config_of(shape: Shape, *, layers: int, vocabulary: int, longest: int) -> Any:
+    """Return the transformers config of a shape, with PyTorch's own attention."""
+    return getattr(transformers, f"{shape.family}Config")(
         vocab_size=vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -122,6 +119,14 @@ def build(
         attn_implementation="sdpa",
         use_cache=False,
     )
+
+
+def build(
+    shape: Shape, *, layers: int, vocabulary: int, longest: int, tiled: str, offload: bool, dry: bool
+) -> tuple[Any, str]:
+    """Build a ZeRO-3 engine around a new model with PyTorch's own attention; return it and its optimizer's name."""
+    before = held()
+    config = config_of(shape, layers=layers, vocabulary=vocabulary, longest=longest)
     torch.manual_seed(0)
     with torch.device(device()):
         model = getattr(transformers, f"{shape.family}ForCausalLM")(config)

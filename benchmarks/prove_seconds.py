@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import transformers
-from deepspeed_common import device, join, made_with, optimizer
+from deepspeed_common import config_of, device, join, made_with, optimizer
 from deepspeed_shapes import SHAPES
 
 from dfa_megatron import deepspeed as dfa_ds
@@ -28,17 +28,7 @@ from dfa_megatron.huggingface import attention_function
 def engine_of(args: argparse.Namespace) -> Any:
     """Return a ZeRO-3 engine around a new model."""
     shape = SHAPES["llama-3-8b"].toy() if args.dry_run else SHAPES["llama-3-8b"]
-    config = transformers.LlamaConfig(
-        vocab_size=128 if args.dry_run else 32768,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=args.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
+    config = config_of(shape, layers=args.layers, vocabulary=128 if args.dry_run else 32768, longest=8192)
     torch.manual_seed(0)
     with torch.device(device()):
         model = transformers.LlamaForCausalLM(config).bfloat16()
