@@ -50,11 +50,11 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 7_513,
+    "benchmarks": 7_508,
     "cli": 1_118,
     "deepspeed": 1_440,
     "doctor": 1_276,
-    "huggingface": 4_548,
+    "huggingface": 4_550,
     "kernels": 3_742,
     "loss": 791,
     "megatron": 4_638,
@@ -65,7 +65,7 @@ BUDGETS = {
     "remat": 535,
     "runtime": 6_276,
     "testing": 487,
-    "tests": 40_187,
+    "tests": 40_189,
     "top": 1_437,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.

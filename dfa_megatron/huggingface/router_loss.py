@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.huggingface.current_forward import Forward, innermost
+from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import local_positions
 
@@ -85,6 +86,7 @@ class _Summed(torch.autograd.Function):
         return whole
 
     @staticmethod
+    @differentiable_once("the loss of a router over ranks")
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         whole = gradients[0].contiguous().clone()
         dist.all_reduce(whole, group=resolve(ctx.group))

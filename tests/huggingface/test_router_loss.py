@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import DistAttentionConfig
+from dfa_megatron.huggingface.router_loss import _Summed
 from dfa_megatron.huggingface.trainers.shared_batches import take_whole_batches
 from dfa_megatron.testing.dense import assert_close
 from dfa_megatron.testing.workers import run_ranks
+from tests.runtime.test_second_derivatives import curved, leaves, refuses
 from tests.support.models import build, gradients, text
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "experts_implementation": "eager"}
@@ -41,6 +43,7 @@ def compared(rank: int, ranks: int, kind: str, checkpoint: str) -> None:
         for name, gradient in gradients(model).items():
             dist.all_reduce(gradient)
             assert_close(gradient / ranks, gradients(want)[name], tolerance=2e-6, name=f"{kind} {number} {name}")
+    refuses(lambda x: curved(_Summed.apply(x, dist.group.WORLD.group_name).tanh()), leaves((4,)))
 
 
 @pytest.mark.support("models", "windows, caps, sinks, experts, RoPE of other lengths: logits, loss, gradients")

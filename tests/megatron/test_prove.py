@@ -110,9 +110,8 @@ def labels_of_chunks(models: Any) -> Any:
     real = proved_job.batches.shard_batch
 
     def wrong(*args: Any) -> Any:
-        cut = dict(real(*args))
-        chunks = cut["tokens"].unflatten(1, (2, -1)).roll(-1, 2)
-        return {**cut, "labels": chunks.flatten(1)}
+        cut = real(*args)
+        return {**cut, "labels": cut["tokens"].unflatten(1, (2, -1)).roll(-1, 2).flatten(1)}
 
     return patch.object(proved_job.batches, "shard_batch", wrong)
 
