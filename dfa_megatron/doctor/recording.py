@@ -87,9 +87,6 @@ class _RecordedRun:
         self.step = step
         self.run.algebra.begin(step)
 
-    def open(self, buffer: int) -> None:
-        self.run.algebra.open(buffer)
-
     def compute(self, call: Call) -> None:
         start = self._mark()
         self.run.algebra.compute(call)

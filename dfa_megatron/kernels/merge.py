@@ -18,9 +18,6 @@ logger = logging.getLogger(__name__)
 Partial = tuple[torch.Tensor, torch.Tensor]
 """(out, lse): out (batch, rows, heads, head_dim), lse (batch, heads, rows); views allowed."""
 
-MOST_PARTS = 4
-"""How many partials are merged at once."""
-
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,7 +28,7 @@ def identity_(out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def merge(parts: Sequence[Partial], into: Partial) -> None:
-    """Merge up to MOST_PARTS normalised partials of the same rows.
+    """Merge up to four normalised partials of the same rows.
 
     `into` is the first part, tensor for tensor, or memory of its own. Any dtypes; the arithmetic is float32, float64
     where any of them is. A part whose lse is -inf weighs exactly 0, and -inf everywhere leaves 0 and -inf. NaN is
@@ -49,7 +46,7 @@ def merge(parts: Sequence[Partial], into: Partial) -> None:
 
 
 def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-    """Write the sum of up to MOST_PARTS parts, (batch, rows, heads, dim) each, to `into`, rounded once.
+    """Write the sum of up to four parts, (batch, rows, heads, dim) each, to `into`, rounded once.
 
     `into` is the first part, or memory of its own.
     """

@@ -20,10 +20,6 @@ class Algebra(Protocol):
         """A step starts; what is received in it may be overwritten from now on."""
         ...
 
-    def open(self, buffer: int) -> None:
-        """Set an accumulator to the identity of its merge."""
-        ...
-
     def compute(self, call: Call) -> None:
         """Run one kernel call and merge its results into its writes."""
         ...
@@ -46,8 +42,6 @@ def rank_loop(program: Program, algebra: Algebra) -> Generator[Event, None, None
     for number, step in enumerate(program.steps):
         algebra.begin(number)
         yield "post", number, step
-        for buffer in step.opens:
-            algebra.open(buffer)
         for call in step.calls:
             algebra.compute(call)
         yield "land", number, step

@@ -13,9 +13,11 @@ import pytest
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.geometry import Band
 from dfa_megatron.plan.language.mask import causal
-from dfa_megatron.plan.language.program import Call, Program, Region, Step
+from dfa_megatron.plan.language.program import BufferMerges, Call, Destination, Program, Region, Step
+from dfa_megatron.plan.lowering.arena import ALIGNMENT, Places, place
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.proof.check import check, check_plan, check_programs
+from dfa_megatron.plan.proof.places import prove_places
 from tests.support import arrays
 from tests.support.plan_cases import every_mask, plan_of, plans
 from tests.support.plan_dense import reference
@@ -117,16 +119,48 @@ def _edit_one(
     return _with_step(programs, rank, number, replace(step, **{field: tuple(records)}))
 
 
-def flip_fresh(programs: list[Program], rng: random.Random) -> list[Program] | None:
-    def flip(record: Any) -> Any:
-        if isinstance(record, Call):
-            at = rng.randrange(len(record.writes))
-            writes = list(record.writes)
-            writes[at] = replace(writes[at], fresh=not writes[at].fresh)
-            return replace(record, writes=tuple(writes))
-        return replace(record, write=replace(record.write, fresh=not record.write.fresh))
+def _merges_otherwise(merges: BufferMerges, rng: random.Random) -> BufferMerges | None:
+    """Change one thing of how an accumulator is filled."""
+    if merges.empty and rng.random() < 0.2:
+        return replace(merges, empty=merges.empty[1:])
+    writes = list(merges.writes)
+    at = rng.randrange(len(writes)) if writes else 0
+    if not writes or not writes[at].rows:
+        return None
+    rows = list(writes[at].rows)
+    row = rng.randrange(len(rows))
+    one, by = rows[row], rng.choice([-1, 1])
+    kind = rng.choice(["drop", "into", "sum", "skip", "lo", "hi", "saved", "freed", "order"])
+    if kind == "drop":
+        del rows[row]
+    elif kind == "order":
+        rng.shuffle(rows)
+    elif kind == "into":
+        rows[row] = replace(one, into=rng.choice([into for into in Destination if into is not one.into]))
+    elif kind == "saved":
+        others = [other for other in range(len(writes)) if other not in one.saved]
+        saved = one.saved[1:] if one.saved and rng.random() < 0.7 else (*one.saved, rng.choice(others or [0]))
+        rows[row] = replace(one, saved=saved)
+    elif kind == "freed":
+        rows[row] = replace(one, freed=one.freed[1:] if one.freed else one.saved[:1])
+    elif kind == "sum":
+        rows[row] = replace(one, sum=not one.sum)
+    else:
+        rows[row] = replace(one, **{kind: getattr(one, kind) + by})
+    writes[at] = replace(writes[at], rows=tuple(rows))
+    return replace(merges, writes=tuple(writes))
 
-    return _edit_one(programs, rng, rng.choice(["calls", "merges"]), flip)
+
+def merge_otherwise(programs: list[Program], rng: random.Random) -> list[Program] | None:
+    program = rng.choice(programs)
+    at = rng.choice([number for number, buffer in enumerate(program.buffers) if buffer.merges is not None])
+    merges = program.buffers[at].merges
+    other = merges and _merges_otherwise(merges, rng)
+    if other is None or other == merges:
+        return None
+    buffers = list(program.buffers)
+    buffers[at] = replace(buffers[at], merges=other)
+    return [replace(p, buffers=tuple(buffers)) if p is program else p for p in programs]
 
 
 def wait_for_less(programs: list[Program], rng: random.Random) -> list[Program] | None:
@@ -159,11 +193,11 @@ def shift_region(programs: list[Program], rng: random.Random) -> list[Program] |
             side = rng.choice(["q", "kv", "writes"])
             if side == "writes":
                 first, *rest = record.writes
-                return replace(record, writes=(replace(first, region=_shift(first.region, rng)), *rest))
+                return replace(record, writes=(_shift(first, rng), *rest))
             return replace(record, **{side: _shift(getattr(record, side), rng)})
         if rng.random() < 0.5:
             return replace(record, source=_shift(record.source, rng))
-        return replace(record, write=replace(record.write, region=_shift(record.write.region, rng)))
+        return replace(record, write=_shift(record.write, rng))
 
     return _edit_one(programs, rng, rng.choice(["calls", "merges"]), shift)
 
@@ -212,7 +246,7 @@ def change_segments(programs: list[Program], rng: random.Random) -> list[Program
 
 
 def drop_record(programs: list[Program], rng: random.Random) -> list[Program] | None:
-    field = rng.choice(["calls", "merges", "sends", "receives", "opens"])
+    field = rng.choice(["calls", "merges", "sends", "receives"])
     place = _some_step(programs, rng, field)
     if place is None:
         return None
@@ -223,7 +257,7 @@ def drop_record(programs: list[Program], rng: random.Random) -> list[Program] | 
 
 
 EDITS: tuple[Edit, ...] = (
-    flip_fresh,
+    merge_otherwise,
     wait_for_less,
     alias_slots,
     shift_region,
@@ -257,3 +291,40 @@ def test_a_broken_program_is_refused_or_right_in_every_order(edit: Edit) -> None
                     right = arrays.is_right(plan, mutant, expected, order, seed=rng.randrange(100))
                     assert right, f"{name} {plan.phase.name} of {case.mask.name}, messages {order}"
     assert verdicts[False] > 20, verdicts
+
+
+ROW_BYTES = {"q": (2,), "kv": (3, 5), "out": (4, 4), "qdo": (2, 2, 4, 4), "dq": (7,), "dkv": (3, 4)}
+
+
+def move_a_place(places: Places, rng: random.Random) -> Places | None:
+    """Move one tensor in the arena, or at the receiver; or take bytes of the arena away."""
+    by, kind = rng.choice([-ALIGNMENT, -1, 1, ALIGNMENT]), rng.choice(["starts", "sent", "nbytes"])
+    if not places.starts or not places.sent:
+        return None
+    if kind == "nbytes":
+        return replace(places, nbytes=1)
+    if kind == "sent":
+        message = rng.choice(list(places.sent))
+        first, *others = places.sent[message]
+        return replace(places, sent=places.sent | {message: (first + by, *others)})
+    buffer = rng.choice(list(places.starts))
+    name = rng.choice(list(places.starts[buffer]))
+    first, *others = places.starts[buffer][name]
+    return replace(places, starts=places.starts | {buffer: places.starts[buffer] | {name: (first + by, *others)}})
+
+
+def test_a_wrong_place_in_an_arena_is_refused() -> None:
+    rng = random.Random(5)
+    refused = 0
+    for ranks in (2, 3, 4, 5):
+        for case in every_mask(2 * ranks, rng):
+            for _, plan in plans(case, ranks):
+                program = rng.choice(lower_all(plan))
+                places = place(plan, program, 1, ROW_BYTES)
+                prove_places(plan, program, places, 1, ROW_BYTES)
+                wrong = move_a_place(places, rng)
+                if wrong is not None:
+                    refused += 1
+                    with pytest.raises(PlanError, match=r"overlap|elsewhere|fit in"):
+                        prove_places(plan, program, wrong, 1, ROW_BYTES)
+    assert refused > 50, refused

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dfa_megatron.plan.accumulate import Accumulator
 from dfa_megatron.plan.language.geometry import Band
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.plan.language.program import Call, Message, Program, Region, Write
+from dfa_megatron.plan.language.program import Call, Message, Program, Region
 from tests.support import plan_dense as dense
 from tests.support.plan_dense import WIDTH, Reference
 
@@ -18,11 +19,43 @@ class StuckError(Exception):
     """No rank can go on."""
 
 
-class Memory:
-    """One rank's memory: buffers of one slot lie in the same array, which starts as NaN."""
+class Partials:
+    """The memory of accumulators; a sum is NaN until it is written."""
 
-    def __init__(self, plan: Plan, program: Program, reference: Reference) -> None:
+    def __init__(self, name: str, in_place: bool) -> None:
+        self.name, self.in_place = name, in_place
+
+    def new(self, rows: int, sum: bool) -> np.ndarray:
+        return np.full((rows, WIDTH[self.name]), np.nan)
+
+    def part(self, rows: np.ndarray, lo: int, hi: int) -> np.ndarray:
+        if not 0 <= lo <= hi <= len(rows):
+            raise IndexError(lo, hi)
+        return rows[lo:hi]
+
+    def merge(self, parts: list[np.ndarray], into: np.ndarray) -> None:
+        total = parts[0].copy()
+        for part in parts[1:]:
+            total = dense.merge(total, part) if self.name == "out" else total + part
+        into[:] = total
+
+    def clear(self, rows: np.ndarray) -> None:
+        rows[:] = [0.0] * (WIDTH[self.name] - 1) + [-np.inf if self.name == "out" else 0.0]
+
+    def fits(self, partial: np.ndarray, rows: int) -> bool:
+        return len(partial) == rows
+
+
+class Memory:
+    """One rank's memory: messages of one slot share an array, which starts as NaN; accumulators have their own."""
+
+    def __init__(self, plan: Plan, program: Program, reference: Reference, in_place: bool) -> None:
         self.program = program
+        self.accumulators = {
+            number: Accumulator(buffer.merges, buffer.parts[0][1], Partials(buffer.parts[0][0], in_place))
+            for number, buffer in enumerate(program.buffers)
+            if buffer.merges is not None
+        }
         sizes: dict[int, int] = {}
         for number, buffer in enumerate(program.buffers):
             slot = -1 - number if buffer.slot is None else buffer.slot
@@ -37,6 +70,8 @@ class Memory:
             self.view(program.home_buffer(name), name)[:] = np.concatenate(mine)
 
     def view(self, buffer: int, name: str) -> np.ndarray:
+        if buffer in self.accumulators:
+            return self.accumulators[buffer].result()
         shape, at = self.program.buffers[buffer], 0
         memory = self.slots[-1 - buffer if shape.slot is None else shape.slot]
         for part, rows in shape.parts:
@@ -51,10 +86,6 @@ class Memory:
             raise IndexError(region)
         return rows[region.lo : region.hi]
 
-    def open(self, buffer: int) -> None:
-        ((name, _),) = self.program.buffers[buffer].parts
-        self.view(buffer, name)[:] = [0.0] * (WIDTH[name] - 1) + [-np.inf if name == "out" else 0.0]
-
     def compute(self, call: Call) -> None:
         q, kv = self.rows(call.q), self.rows(call.kv)
         sees = np.zeros((len(q), len(kv)), dtype=bool)
@@ -62,15 +93,8 @@ class Memory:
             sees[s.q_lo : s.q_hi, s.kv_lo : s.kv_hi] = _window(s.band, s.q_hi - s.q_lo, s.kv_hi - s.kv_lo)
         forward = self.program.phase.name == "forward"
         results = (dense.forward(q, kv, sees),) if forward else dense.backward(q, kv, sees)
-        for write, result in zip(call.writes, results, strict=True):
-            self.store(write, result)
-
-    def store(self, write: Write, value: np.ndarray) -> None:
-        rows = self.rows(write.region)
-        if write.fresh:
-            rows[:] = value
-        else:
-            rows[:] = dense.merge(rows, value) if write.region.name == "out" else rows + value
+        for into, result in zip(call.writes, results, strict=True):
+            self.accumulators[into.buffer].write(result)
 
     def take(self, message: Message) -> list[np.ndarray]:
         return [np.concatenate([self.rows(region) for region in part]) for part in message.parts]
@@ -159,20 +183,21 @@ class Machine:
     def _work(self, rank: int) -> None:
         step, memory = self.programs[rank].steps[self.merged[rank]], self.memories[rank]
         if self.called[rank] == self.merged[rank]:
-            for buffer in step.opens:
-                memory.open(buffer)
             for call in step.calls:
                 memory.compute(call)
             self.called[rank] += 1
         else:
             for merge in step.merges:
-                memory.store(merge.write, memory.rows(merge.source).copy())
+                memory.accumulators[merge.write.buffer].write(memory.rows(merge.source))
             self.merged[rank] += 1
 
 
 def is_right(plan: Plan, programs: Sequence[Program], reference: Reference, order: str, seed: int = 0) -> bool:
-    """The programs compute attention when messages move in this order: "eager", "lazy" or "random"."""
-    memories = [Memory(plan, program, reference) for program in programs]
+    """The programs compute attention when messages move in this order: "eager", "lazy" or "random".
+
+    With "lazy" sums are kept in the memory of the results.
+    """
+    memories = [Memory(plan, program, reference, in_place=order == "lazy") for program in programs]
     try:
         Machine(programs, memories).run(order, random.Random(seed))
     except (StuckError, IndexError, ValueError, KeyError):

@@ -234,9 +234,6 @@ class _Clocks:
         after = self.program.steps[step].after
         self.wire.post(self.ended[after] if after >= 0 else 0.0)
 
-    def open(self, buffer: int) -> None:
-        """Do nothing: the cost is negligible beside a kernel call."""
-
     def compute(self, call: Call) -> None:
         """Put one kernel call on the compute queue."""
         rows = (call.q if self.plan.phase.name == "forward" else call.kv).rows

@@ -3,10 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
-from dfa_megatron.plan.language.geometry import Segment
+from dfa_megatron.plan.language.geometry import Segment, Span
 from dfa_megatron.plan.language.ir import Block, Phase
 from dfa_megatron.plan.language.quick import quick
+
+
+class Destination(Enum):
+    """Where rows of a partial go: saved as they came, or merged into the sum or the result."""
+
+    SAVED = "saved"
+    SUM = "sum"
+    RESULT = "result"
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class RowsMerge:
+    """Rows of a partial that are merged alike.
+
+    lo, hi: rows of the buffer. skip: the partial's row for `lo`. saved: indices of earlier writes merged in this step.
+    sum: merge the running sum too. into: destination. freed: indices of saved partials that can be freed afterwards.
+    """
+
+    lo: int
+    hi: int
+    skip: int
+    saved: tuple[int, ...]
+    sum: bool
+    into: Destination
+    freed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WriteMerge:
+    """How one write is merged; `may_stay`: a kernel's own output of all rows, whose memory may become the result."""
+
+    rows: tuple[RowsMerge, ...]
+    may_stay: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BufferMerges:
+    """How an accumulator is filled.
+
+    writes: in their order. empty: rows that no write reaches. sum: the rows from the first to the last that is ever
+    summed; empty where none is.
+    """
+
+    writes: tuple[WriteMerge, ...]
+    empty: tuple[Span, ...]
+    sum: Span
 
 
 @quick
@@ -15,13 +63,13 @@ class Buffer:
     """Rows of one or several names that live together.
 
     parts: (name, rows) in order. slot: the memory that holds it; buffers of one slot never live at the same time.
-    A buffer of the rank's own rows has no slot: it is an input or a result of the call. `accumulates`: True for an
-    accumulator (in the accumulator's dtype), False for a received message; the two share no slot.
+    A buffer of the rank's own rows has no slot: it is an input or a result of the call. merges: how an accumulator (in
+    the accumulator's dtype) is filled; None for an input or a received message. The two share no slot.
     """
 
     parts: tuple[tuple[str, int], ...]
     slot: int | None
-    accumulates: bool
+    merges: BufferMerges | None = None
 
 
 @quick
@@ -59,17 +107,8 @@ class Message:
 
 @quick
 @dataclass(frozen=True, slots=True)
-class Write:
-    """The destination of a result. `fresh`: no row of the region holds a result yet, so it is stored, not merged."""
-
-    region: Region
-    fresh: bool
-
-
-@quick
-@dataclass(frozen=True, slots=True)
 class Call:
-    """One kernel call over rows of a q and a kv buffer, and one write per name of the phase.
+    """One kernel call over rows of a q and a kv buffer, and the accumulator's rows for each name of the phase.
 
     The rows of its segments increase on both sides and are disjoint. A row between segments has the identity of the
     merge as its result. A call of one segment has no other rows.
@@ -78,7 +117,7 @@ class Call:
     q: Region
     kv: Region
     segments: tuple[Segment, ...]
-    writes: tuple[Write, ...]
+    writes: tuple[Region, ...]
     blocks: tuple[Block, ...]
     area: int
 
@@ -89,7 +128,7 @@ class Merge:
     """A merge of a landed partial into an accumulator."""
 
     source: Region
-    write: Write
+    write: Region
 
 
 @quick
@@ -104,7 +143,6 @@ class Step:
     after: int
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
-    opens: tuple[int, ...]
     calls: tuple[Call, ...]
     merges: tuple[Merge, ...]
 

@@ -50,9 +50,7 @@ class Landings:
             self._place(step, by_peer)
         self._note_reads()
         slots = assign_slots(self._parts, self._lives)
-        self.buffers = tuple(
-            Buffer(parts, slot, accumulates=False) for parts, slot in zip(self._parts, slots, strict=True)
-        )
+        self.buffers = tuple(Buffer(parts, slot) for parts, slot in zip(self._parts, slots, strict=True))
 
     def read_place(self, name: str, chunk: int, step: int) -> Place:
         """Return where the rank holds an input before a step.

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from typing import NoReturn
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan, chunk_of
-from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step, Write
+from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Program, Region, Step
 from dfa_megatron.plan.lowering.fuse import FusedTile
 from dfa_megatron.plan.lowering.landings import Landings, Place, landings_of
+from dfa_megatron.plan.lowering.merges import plan_merges
 from dfa_megatron.plan.lowering.messages import REMEMBERED_RANKS, Parts, Same
 from dfa_megatron.plan.lowering.pack import Launch, launches
-from dfa_megatron.plan.lowering.slots import Life, Stored, assign_slots
+from dfa_megatron.plan.lowering.slots import Life, assign_slots
 
 
 def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
@@ -48,7 +47,7 @@ def lower(plan: Plan, rank: int, batch: int = 1, *, bands: bool = True) -> Progr
 
 
 class _Lowering:
-    """State of one lowering: the buffers of the rank's results, their lives, and what they hold."""
+    """State of one lowering: the buffers of the rank's results, and their lives."""
 
     def __init__(self, landings: Landings, *, bands: bool = True) -> None:
         plan, self.landings, self.bands = landings.plan, landings, bands
@@ -57,7 +56,7 @@ class _Lowering:
         self.reads, self.writes = plan.phase.reads, plan.phase.writes
         self.accumulators = frozenset(plan.phase.write_names)
         self.own, self.own_rows = landings.own, landings.own_rows
-        self.stored, self.after = Stored(), landings.waits()
+        self.after = landings.waits()
         self.leaving: list[tuple[tuple[str, int], ...]] = []
         self.lives: list[Life] = []
         self.departures: dict[tuple[str, int], list[tuple[int, Place]]] = defaultdict(list)
@@ -66,23 +65,20 @@ class _Lowering:
             self._place_departures(step, by_peer)
 
     def program(self) -> Program:
-        """Lower every step in order, then assign slots to the buffers."""
-        steps = [self._step(step) for step in range(self.plan.steps)]
-        rows = self._rows(self.own_rows)
-        own = tuple(Buffer(((name, rows),), None, name in self.accumulators) for name in self.own)
+        """Lower every step in order, then assign slots to the buffers and plan their merges."""
+        steps = tuple(self._step(step) for step in range(self.plan.steps))
         taken = 1 + max((b.slot for b in self.landings.buffers if b.slot is not None), default=-1)
         slots = assign_slots(self.leaving, self.lives)
-        leaving = tuple(Buffer(parts, taken + slot, True) for parts, slot in zip(self.leaving, slots, strict=True))
-        buffers = (*own, *self.landings.buffers, *leaving)
-        opening: dict[int, list[int]] = defaultdict(list)
-        for number, buffer in enumerate(buffers):
-            if buffer.accumulates and self.stored.needs_identity(number, buffer.parts[0][1]):
-                opening[0 if number < self.first else self.lives[number - self.first].begin].append(number)
-        opened = [
-            replace(step, opens=tuple(opening[number])) if number in opening else step
-            for number, step in enumerate(steps)
-        ]
-        return Program(self.rank, self.plan.ranks, self.phase, buffers, tuple(opened))
+        own_rows = self._rows(self.own_rows)
+        rows = {self.own[name]: own_rows for name in self.accumulators}
+        rows |= {buffer: parts[0][1] for buffer, parts in enumerate(self.leaving, self.first)}
+        merges = plan_merges(steps, rows)
+        own = (Buffer(((name, own_rows),), None, merges.get(buffer)) for name, buffer in self.own.items())
+        leaving = (
+            Buffer(parts, taken + slot, merges[buffer])
+            for buffer, (parts, slot) in enumerate(zip(self.leaving, slots, strict=True), self.first)
+        )
+        return Program(self.rank, self.plan.ranks, self.phase, (*own, *self.landings.buffers, *leaving), steps)
 
     # Where results lie.
 
@@ -128,7 +124,7 @@ class _Lowering:
         after = max([self.after[step], *written])
         calls = tuple(self._calls(step))
         merges = tuple(merge for peer, parts in incoming.items() for merge in self._merges(step, peer, parts))
-        return Step(after, sends, receives, (), calls, merges)
+        return Step(after, sends, receives, calls, merges)
 
     def _send(self, step: int, peer: int, parts: Parts) -> Message:
         sent = []
@@ -137,8 +133,6 @@ class _Lowering:
             for chunk in chunks:
                 if name in self.accumulators:
                     buffer, row = next(place for at, place in self.departures[name, chunk] if at == step)
-                    if not self.stored.touches(buffer, Span(row, row + self.rows[chunk])):
-                        self._fail(f"R3: rank {self.rank} sends {name} of chunk {chunk} that it never wrote", step)
                     self.lives[buffer - self.first].moved = step
                 else:
                     buffer, row = self.landings.read_place(name, chunk, step)
@@ -195,13 +189,12 @@ class _Lowering:
             for region, into in runs:
                 yield Merge(region, self._write(step, into))
 
-    def _write(self, step: int, region: Region) -> Write:
-        """Record a write to these rows. It is fresh if none of them held a result before."""
-        fresh = self.stored.add(region.buffer, Span(region.lo, region.hi))
+    def _write(self, step: int, region: Region) -> Region:
+        """Record that these rows are written in a step."""
         if region.buffer >= self.first:
             life = self.lives[region.buffer - self.first]
             life.begin, life.computed = min(life.begin, step), step
-        return Write(region, fresh)
+        return region
 
     def _fail(self, reason: str, step: int) -> NoReturn:
         raise PlanError(reason, grid(self.plan, mark=(step, self.rank)))

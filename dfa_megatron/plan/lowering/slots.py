@@ -2,38 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from dfa_megatron.plan.language.geometry import Span, covers
-
-
-class Stored:
-    """Rows of each buffer that hold a result, in the order of the writes."""
-
-    def __init__(self) -> None:
-        self._spans: dict[int, list[Span]] = defaultdict(list)
-
-    def touches(self, buffer: int, rows: Span) -> bool:
-        """Return whether any of these rows was written."""
-        return any(old.lo < rows.hi and rows.lo < old.hi for old in self._spans[buffer])
-
-    def add(self, buffer: int, rows: Span) -> bool:
-        """Record a write; return whether all of these rows are new."""
-        fresh = not self.touches(buffer, rows)
-        self._spans[buffer].append(rows)
-        return fresh
-
-    def needs_identity(self, buffer: int, rows: int) -> bool:
-        """Return whether one of the buffer's rows is merged into before it is stored, or is never stored."""
-        stored: list[Span] = []
-        for span in self._spans[buffer]:
-            if not any(old.lo < span.hi and span.lo < old.hi for old in stored):
-                stored.append(span)
-            elif not covers(stored, span):
-                return True
-        return not covers(stored, Span(0, rows))
 
 
 @dataclass(slots=True)

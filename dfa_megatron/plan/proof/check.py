@@ -87,7 +87,7 @@ def prove(algebra: Sets, batch: int, promised: Carried) -> None:
                 _compare(algebra, *part, content, tiles)
     everything = Span(0, plan.layout.length)
     for side, name in plan.phase.writes:
-        content, spans = algebra.content[program.home_buffer(name), name], plan.layout.spans(program.rank)
+        content, spans = algebra.held(program.home_buffer(name), name), plan.layout.spans(program.rank)
         pairs = [plan.mask.restrict(*((span, everything) if side == "q" else (everything, span))) for span in spans]
         _compare(algebra, name, plan.layout.of(program.rank), content, pairs)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.plan.language.geometry import Span, Tile, covers
+from dfa_megatron.plan.accumulate import Accumulator
+from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile, covers
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import Plan
-from dfa_megatron.plan.language.program import Call, Merge, Message, Program, Region, Write
+from dfa_megatron.plan.language.program import Call, Merge, Message, Program, Region
 
 Term = tuple[int, Tile]
 """A set of pairs merged into rows of a buffer: the token on the name's own side is the row plus this number."""
@@ -21,12 +23,13 @@ class Content:
     """The content of the rows of one name in one buffer.
 
     valid: rows that hold anything. tokens: (rows, number); an input's token is its row plus the number. terms: results
-    merged into an accumulator.
+    merged into an accumulator. once: a result, whose rows are written once.
     """
 
     valid: list[Span] = field(default_factory=list)
     tokens: list[tuple[Span, int]] = field(default_factory=list)
     terms: list[Term] = field(default_factory=list)
+    once: bool = False
 
 
 def clip(terms: list[Term], rows: Span, side: str) -> list[Term]:
@@ -44,6 +47,72 @@ def clip(terms: list[Term], rows: Span, side: str) -> list[Term]:
     return out
 
 
+class View(NamedTuple):
+    """Rows of a content."""
+
+    content: Content
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class SetMemory:
+    """The memory of an accumulator of sets, see `plan.accumulate`.
+
+    Sum and result are apart, so one is never taken for the other. side: q or kv, whose rows they are.
+    """
+
+    side: str
+    in_place: bool = False
+
+    def new(self, rows: int, sum: bool) -> View:
+        """Return rows that hold nothing yet."""
+        return View(Content(once=not sum), Span(0, rows))
+
+    def part(self, rows: View, lo: int, hi: int) -> View:
+        """Return fewer rows.
+
+        Raises:
+            LookupError: there are no such rows.
+        """
+        if not 0 <= lo <= hi <= len(rows.span):
+            raise LookupError(f"rows {lo} to {hi} of {len(rows.span)}")
+        return View(rows.content, Span(rows.span.lo + lo, rows.span.lo + hi))
+
+    def merge(self, parts: list[View], into: View) -> None:
+        """Write the sum of sets in place of what the rows held.
+
+        Raises:
+            LookupError: a part has rows that hold nothing.
+        """
+        terms: list[Term] = []
+        for content, span in parts:
+            if not covers(content.valid, span):
+                raise LookupError("rows that hold nothing are merged")
+            by = span.lo - into.span.lo
+            terms += [(shift + by, tile) for shift, tile in clip(content.terms, span, self.side)]
+        self.clear(into)
+        into.content.terms += terms
+
+    def clear(self, rows: View) -> None:
+        """Write empty sets.
+
+        Raises:
+            LookupError: rows of a result are written again. In a partial's memory they would count twice.
+        """
+        content, span = rows
+        if content.once and _meet(content.valid, span):
+            raise LookupError("rows of a result are written twice")
+        if _meet(content.valid, span):
+            before, after = Span(0, span.lo), Span(span.hi, UNBOUNDED)
+            content.terms[:] = [term for rest in (before, after) for term in clip(content.terms, rest, self.side)]
+        if not covers(content.valid, span):
+            content.valid.append(span)
+
+    def fits(self, partial: View, rows: int) -> bool:
+        """Return False; see `_refuse_moved` for a result in a partial's own memory."""
+        return False
+
+
 class Sets:
     """One rank of the checker."""
 
@@ -57,12 +126,18 @@ class Sets:
         self.touched: dict[int, int] = {}
         self.side_of = {name: side for side, name in plan.phase.writes}
         self._refuse_unequal_tenants()
+        self._refuse_moved()
         for _, name in plan.phase.reads:
             content = self.content[program.home_buffer(name), name]
             for chunk, row in plan.layout.offsets(plan.layout.of(program.rank)).items():
                 span = plan.layout.chunks[chunk]
                 _append(content.tokens, Span(row, row + len(span)), span.lo - row)
             content.valid = [Span(0, content.tokens[-1][0].hi)]
+        self.accumulators = {
+            number: Accumulator(buffer.merges, buffer.parts[0][1], SetMemory(self.side_of[buffer.parts[0][0]]))
+            for number, buffer in enumerate(program.buffers)
+            if buffer.merges is not None
+        }
 
     def fail(self, reason: str) -> PlanError:
         """Raise an error that marks this rank's cell in the grid."""
@@ -83,14 +158,6 @@ class Sets:
             self._move_in(buffer)
         self.landing.update(map(self._slot, landed))
 
-    def open(self, buffer: int) -> None:
-        """Fill an accumulator with the identity of the merge: a valid, empty set."""
-        self._refuse_in_flight(buffer, "set")
-        self._move_in(buffer)
-        self.touched[self._slot(buffer)] = self.step
-        for name, rows in self.program.buffers[buffer].parts:
-            self.content[buffer, name] = Content(valid=[Span(0, rows)])
-
     def compute(self, call: Call) -> None:
         """Merge the pairs of the call's segments, as tokens, into its writes."""
         q, kv = self._read(call.q).tokens, self._read(call.kv).tokens
@@ -101,11 +168,10 @@ class Sets:
             for kv_rows, kv_shift in _among(kv, tile.kv)
             if (part := tile.restrict(q_rows, kv_rows))
         ]
-        for (side, _), write in zip(self.program.phase.writes, call.writes, strict=True):
-            source = call.q if side == "q" else call.kv
-            by = write.region.lo - source.lo
-            terms = [((q_shift if side == "q" else kv_shift) - by, tile) for q_shift, kv_shift, tile in tiles]
-            self._store(write, source.rows, terms)
+        for (side, _), into in zip(self.program.phase.writes, call.writes, strict=True):
+            source, rows = (call.q if side == "q" else call.kv), Span(0, into.rows)
+            terms = [((q_shift if side == "q" else kv_shift) + source.lo, tile) for q_shift, kv_shift, tile in tiles]
+            self._store(into, source.rows, View(Content(valid=[rows], terms=terms), rows))
 
     def _segments(self, call: Call) -> list[Tile]:
         """Return the call's segments as tiles in the rows of its two buffers."""
@@ -122,9 +188,10 @@ class Sets:
 
     def merge(self, merge: Merge) -> None:
         """Add a landed partial to an accumulator."""
-        by = merge.write.region.lo - merge.source.lo
-        terms = [(shift - by, tile) for shift, tile in self._read(merge.source).terms]
-        self._store(merge.write, merge.source.rows, terms)
+        source = merge.source
+        self._read(source)
+        landed = View(self.content[source.buffer, source.name], Span(source.lo, source.hi))
+        self._store(merge.write, source.rows, landed)
 
     def end(self, step: int) -> None:
         """Drop the accumulators that this step sent."""
@@ -167,16 +234,25 @@ class Sets:
     # Memory.
 
     def _refuse_unequal_tenants(self) -> None:
-        kinds: dict[int, bool] = {}
-        for buffer in self.program.buffers:
-            if buffer.slot is not None and kinds.setdefault(buffer.slot, buffer.accumulates) != buffer.accumulates:
-                raise self.fail(f"slot {buffer.slot} is shared by accumulators and messages")
+        messages = {buffer.slot for buffer in self.program.buffers if buffer.merges is None}
+        results = {buffer.slot for buffer in self.program.buffers if buffer.merges is not None}
+        if shared := (messages & results) - {None}:
+            raise self.fail(f"slots {shared} are shared by accumulators and messages")
+
+    def _refuse_moved(self) -> None:
+        for number, buffer in enumerate(self.program.buffers):
+            for write in buffer.merges.writes if buffer.merges else ():
+                if write.may_stay and any(rows.skip != rows.lo for rows in write.rows):
+                    raise self.fail(f"a partial that may become buffer {number} has its rows elsewhere")
 
     def _slot(self, buffer: int) -> int:
         slot = self.program.buffers[buffer].slot
         return -1 - buffer if slot is None else slot
 
     def _move_in(self, buffer: int) -> None:
+        before = self.tenant.get(self._slot(buffer), buffer)
+        for name, _ in self.program.buffers[before].parts:
+            self.content[before, name].valid.clear()  # who still has a view of it sees that it is gone
         self.tenant[self._slot(buffer)] = buffer
         for name, _ in self.program.buffers[buffer].parts:
             self.content[buffer, name] = Content()
@@ -194,7 +270,7 @@ class Sets:
             raise self.fail(f"R2: {region} was overwritten, or is not there yet")
         if self.landing.get(slot):
             raise self.fail(f"R1: {region} is read while its message is on the way")
-        content = self.content[region.buffer, region.name]
+        content = self.held(region.buffer, region.name)
         if not covers(content.valid, rows):
             raise self.fail(f"{region} is read before anything was stored in it")
         if not sent:
@@ -207,23 +283,23 @@ class Sets:
         terms = clip(content.terms, rows, self.side_of[region.name]) if content.terms else []
         return Content([rows], tokens, terms)
 
-    def _store(self, write: Write, rows: int, terms: list[Term]) -> None:
-        region, slot = write.region, self._slot(write.region.buffer)
-        buffer = self.program.buffers[region.buffer]
-        if region.rows != rows or region.lo < 0 or region.hi > dict(buffer.parts).get(region.name, 0):
-            raise self.fail(f"{region} is no place for a result of {rows} rows")
-        self._refuse_in_flight(region.buffer, "written")
-        if buffer.slot is not None and self.tenant.get(slot) != region.buffer:
-            self._move_in(region.buffer)
+    def held(self, buffer: int, name: str) -> Content:
+        """Return what a buffer holds of a name."""
+        accumulator = self.accumulators.get(buffer)
+        return self.content[buffer, name] if accumulator is None else accumulator.result().content
+
+    def _store(self, into: Region, rows: int, partial: View) -> None:
+        slot, buffer = self._slot(into.buffer), self.program.buffers[into.buffer]
+        if into.rows != rows or into.lo < 0 or into.hi > dict(buffer.parts).get(into.name, 0):
+            raise self.fail(f"{into} is no place for a result of {rows} rows")
+        self._refuse_in_flight(into.buffer, "written")
+        if buffer.slot is not None and self.tenant.get(slot) != into.buffer:
+            self._move_in(into.buffer)
         self.touched[slot] = self.step
-        content, span = self.content[region.buffer, region.name], Span(region.lo, region.hi)
-        if write.fresh and clip(content.terms, span, self.side_of[region.name]):
-            raise self.fail(f"{region} is stored over results that it already holds")
-        if write.fresh:
-            content.valid.append(span)
-        elif not covers(content.valid, span):
-            raise self.fail(f"{region} is merged into before anything was stored in it")
-        content.terms += terms
+        try:
+            self.accumulators[into.buffer].write(partial)
+        except LookupError as error:
+            raise self.fail(f"a partial of {into} is not merged as planned: {error}") from error
 
 
 def _meet(spans: list[Span], rows: Span) -> bool:

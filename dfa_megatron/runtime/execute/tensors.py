@@ -8,9 +8,10 @@ import torch
 
 from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.segments import Segments
-from dfa_megatron.plan.language.program import Call, Merge, Message, Region
+from dfa_megatron.plan.accumulate import Accumulator
+from dfa_megatron.plan.language.program import Buffer, Call, Merge, Message, Region
 from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.execute.accumulators import Accumulator, Fields
+from dfa_megatron.runtime.execute.accumulators import Fields, TensorMemory
 from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 from dfa_megatron.runtime.execute.wire_format import rows_of
@@ -52,21 +53,21 @@ class Tensors:
             dense = tuple(x.contiguous() for x in fields) if name in memory.sent else fields
             self.read[self.program.home_buffer(name)] = {name: dense}
         self.read.update(arena.tensors(memory))
-        self.write = {number: self._accumulator(number) for number in memory.merges}
+        self.write = {
+            number: self._accumulators(buffer)
+            for number, buffer in enumerate(self.program.buffers)
+            if buffer.merges is not None
+        }
 
     def result(self, name: str) -> Fields:
         """Return the tensors of this rank's own accumulator, after the last step."""
-        return self.write[self.program.home_buffer(name)].result
+        return self._result(self.program.home_buffer(name))
 
     # The algebra.
 
     def begin(self, step: int) -> None:
         """Take the segments of the step's calls; memory is where the program says."""
         self._segments = iter(self.memory.segments[step])
-
-    def open(self, buffer: int) -> None:
-        """Set rows that no call writes to the identity of the merge."""
-        self.write[buffer].open()
 
     def compute(self, call: Call) -> None:
         """Run one kernel call and write its results."""
@@ -76,17 +77,17 @@ class Tensors:
         alibi = None if self.bias is None else self.bias.of(call)
         block = BlockCall(q, k, v, segments, self.softmax_scale, self.softcap, alibi, self.deterministic)
         if self.forward:
-            self.write[call.writes[0].region.buffer].write(self.kernel.forward(block))
+            self._write(call.writes[0], self.kernel.forward(block))
             return
         dout, lse, row_stat = known
         saved = Saved(lse, row_stat) if self.format.backward_needs == "delta" else Saved(lse, out=row_stat)
         dq, dk, dv = self.kernel.backward(block, dout, saved)
-        self.write[call.writes[0].region.buffer].write((dq,))
-        self.write[call.writes[1].region.buffer].write((dk, dv))
+        for region, gradients in zip(call.writes, ((dq,), (dk, dv)), strict=True):
+            self._write(region, gradients)
 
     def merge(self, merge: Merge) -> None:
         """Merge a landed partial into an accumulator."""
-        self.write[merge.write.region.buffer].write(self.fields(merge.source))
+        self._write(merge.write, self.fields(merge.source))
 
     def end(self, step: int) -> None:
         """Free the results that were sent: their memory may be reused from here on."""
@@ -98,7 +99,7 @@ class Tensors:
     def fields(self, region: Region) -> Fields:
         """Return the tensors of some rows of a name."""
         there = self.read.get(region.buffer)
-        fields = there[region.name] if there is not None else self.write[region.buffer].result
+        fields = there[region.name] if there is not None else self._result(region.buffer)
         return tuple(rows_of(field, region.lo, region.hi) for field in fields)
 
     # Messages.
@@ -131,16 +132,28 @@ class Tensors:
         for into, value in zip(self.incoming(message), payload, strict=True):
             into.copy_(value)
 
-    def _accumulator(self, number: int) -> Accumulator:
-        buffer = self.program.buffers[number]
+    def _accumulators(self, buffer: Buffer) -> list[Accumulator[Fields]]:
+        """Return one for (out, lse), or one for each gradient: its partials are freed before the next needs a sum."""
         ((name, rows),) = buffer.parts
-        results = self.format.results(name) if buffer.slot is None else self.format.fields(name)
-        return Accumulator(
-            self.memory.merges[number],
-            self.format.batch,
-            rows,
-            self.format.sums(name),
-            results,
-            self.device,
-            with_lse=self.forward,
-        )
+        assert buffer.merges is not None
+        sums, results = self.format.sums(name), self.format.fields(name)
+        if buffer.slot is None:
+            results = self.format.results(name)
+        size = len(results) if self.forward else 1
+        return [
+            Accumulator(
+                buffer.merges,
+                rows,
+                TensorMemory(self.format.batch, sums[at : at + size], results[at : at + size], self.device),
+            )
+            for at in range(0, len(results), size)
+        ]
+
+    def _write(self, into: Region, partial: Fields) -> None:
+        accumulators = self.write[into.buffer]
+        size = len(partial) // len(accumulators)
+        for at, accumulator in enumerate(accumulators):
+            accumulator.write(partial[at * size : (at + 1) * size])
+
+    def _result(self, buffer: int) -> Fields:
+        return tuple(x for accumulator in self.write[buffer] for x in accumulator.result())

@@ -13,9 +13,6 @@ import torch
 from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.plan.language.quick import quick
 
-ALIGNMENT = 128
-"""Every field starts at a multiple of this many bytes, which suffices for any kernel's vector loads."""
-
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -72,16 +69,10 @@ class Format:
         """Return the bytes of a row of each tensor of a name."""
         return tuple(field.nbytes(self.batch, 1) for field in self.fields(name))
 
-    def places(self, names: Sequence[tuple[str, int]], start: int) -> dict[str, tuple[Placed, ...]]:
-        """Return the places of the tensors of (name, rows) pairs in a buffer that begins at this byte."""
-        places: dict[str, tuple[Placed, ...]] = {}
-        for name, rows in names:
-            placed = []
-            for field in self.fields(name):
-                placed.append(Placed(start, field.dtype, field.shape(self.batch, rows)))
-                start += aligned(field.nbytes(self.batch, rows))
-            places[name] = tuple(placed)
-        return places
+    def placed(self, name: str, rows: int, starts: Sequence[int]) -> tuple[Placed, ...]:
+        """Return the tensors of so many rows of a name that begin at these bytes."""
+        fields = zip(self.fields(name), starts, strict=True)
+        return tuple(Placed(start, field.dtype, field.shape(self.batch, rows)) for field, start in fields)
 
 
 @quick
@@ -97,11 +88,6 @@ class Placed:
         """Return the tensor as a view of a flat tensor of bytes."""
         end = self.start + math.prod(self.shape) * self.dtype.itemsize
         return flat[self.start : end].view(self.dtype).view(self.shape)
-
-
-def aligned(nbytes: int) -> int:
-    """Return where a tensor may begin that follows one of so many bytes."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @lru_cache(maxsize=4096)

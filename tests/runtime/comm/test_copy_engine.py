@@ -186,9 +186,6 @@ class Reader:
     def begin(self, step: int) -> None:
         self.step = step
 
-    def open(self, buffer: int) -> None:
-        pass
-
     def compute(self, call: Call) -> None:
         self.read(call.q.buffer)
         self.read(call.kv.buffer)

@@ -8,27 +8,28 @@ import random
 import pytest
 import torch
 
+from dfa_megatron.plan.accumulate import Accumulator
 from dfa_megatron.plan.language.mask import causal
-from dfa_megatron.plan.language.program import Region, Write
+from dfa_megatron.plan.language.program import Destination, Region
+from dfa_megatron.plan.lowering.merges import MOST_PARTS, merges_of
 from dfa_megatron.plan.proof.check import check
 from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.comm.memory.arena import Arena
-from dfa_megatron.runtime.execute.accumulators import Accumulator
+from dfa_megatron.runtime.execute.accumulators import Fields, TensorMemory
 from dfa_megatron.runtime.execute.memory_plan import plan_memory
-from dfa_megatron.runtime.execute.merge_plan import MOST_PARTS, Destination, _buffer_merges
 from dfa_megatron.runtime.execute.wire_format import Field, Format
 from dfa_megatron.testing.dense import assert_close
 
 ROWS = 12
 
 
-def draw_writes(draw: random.Random) -> list[tuple[Write, bool]]:
+def draw_writes(draw: random.Random) -> list[tuple[Region, bool]]:
     writes = []
     for _ in range(draw.randint(1, 9)):
         lo, hi = sorted(draw.sample(range(ROWS + 1), 2))
         if draw.random() < 0.4:
             lo, hi = 0, ROWS
-        writes.append((Write(Region(0, "dq", lo, hi), fresh=False), draw.random() < 0.7))
+        writes.append((Region(0, "dq", lo, hi), draw.random() < 0.7))
     return writes
 
 
@@ -41,26 +42,29 @@ def draw_writes(draw: random.Random) -> list[tuple[Write, bool]]:
 def test_every_row_is_the_sum_of_its_partials(seed: int, result: torch.dtype, came: torch.dtype) -> None:
     draw = random.Random(seed)
     writes = draw_writes(draw)
-    merges = _buffer_merges(ROWS, writes)
+    merges = merges_of(ROWS, writes)
     fields = (Field("dk", 2, 4, torch.float64), Field("dv", 2, 8, torch.float64))
     results = (Field("dk", 2, 4, result), Field("dv", 2, 8, result))
-    accumulator = Accumulator(merges, 2, ROWS, fields, results, torch.device("cpu"), with_lse=False)
-    accumulator.open()
+    accumulators = [
+        Accumulator(merges, ROWS, TensorMemory(2, fields[one], results[one], torch.device("cpu")))
+        for one in (slice(0, 1), slice(1, 2))
+    ]
     want = [torch.zeros(2, ROWS, 2, width, dtype=torch.float64) for width in (4, 8)]
     generator = torch.Generator().manual_seed(seed)
-    for write, keepable in writes:
-        lo, hi = write.region.lo, write.region.hi
+    for region, keepable in writes:
+        lo, hi = region.lo, region.hi
         partial = tuple(torch.randn(2, hi - lo, 2, w, generator=generator, dtype=came) for w in (4, 8))
         for total, x in zip(want, partial, strict=True):
             total[:, lo:hi] += x
-        accumulator.write(partial)
+        for accumulator, x in zip(accumulators, partial, strict=True):
+            accumulator.write((x,))
         if not keepable:  # its memory is used again
             for x in partial:
                 x.fill_(float("nan"))
-    for got, total in zip(accumulator.result, want, strict=True):
+    for (got,), total in zip([one.result() for one in accumulators], want, strict=True):
         assert got.dtype == result
         assert_close(got, total, tolerance=1e-14 if result == torch.float64 else 1e-6)
-    assert not any(merged._saved for _, merged in accumulator._merged)
+    assert not any(one._saved for one in accumulators)
 
 
 @pytest.mark.usefixtures("nan_memory")
@@ -70,13 +74,12 @@ def test_every_row_is_the_merge_of_its_partials(seed: int, came: torch.dtype) ->
     writes = draw_writes(random.Random(seed))
     sums = (Field("out", 2, 4, torch.float64), Field("lse", 2, 0, torch.float64))
     results = (Field("out", 2, 4, came), sums[1])
-    merges = _buffer_merges(ROWS, writes)
-    accumulator = Accumulator(merges, 2, ROWS, sums, results, torch.device("cpu"), with_lse=True)
-    accumulator.open()
+    merges = merges_of(ROWS, writes)
+    accumulator = Accumulator(merges, ROWS, TensorMemory(2, sums, results, torch.device("cpu")))
     weight, total = torch.zeros(2, ROWS, 2, 1, dtype=torch.float64), torch.zeros(2, ROWS, 2, 4, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
-    for write, keepable in writes:
-        lo, hi = write.region.lo, write.region.hi
+    for region, keepable in writes:
+        lo, hi = region.lo, region.hi
         out = torch.randn(2, hi - lo, 2, 4, generator=generator, dtype=came)
         lse = torch.randn(2, 2, hi - lo, generator=generator, dtype=torch.float64)
         share = lse.exp().transpose(1, 2).unsqueeze(-1)
@@ -86,7 +89,7 @@ def test_every_row_is_the_merge_of_its_partials(seed: int, came: torch.dtype) ->
         if not keepable:  # its memory is used again
             out.fill_(float("nan"))
             lse.fill_(float("nan"))
-    out, lse = accumulator.result
+    out, lse = accumulator.result()
     seen = weight > 0
     assert_close(out, torch.where(seen, total / weight, 0.0), tolerance=1e-14 if came == torch.float64 else 1e-6)
     assert torch.allclose(lse.exp(), weight.squeeze(-1).transpose(1, 2), rtol=1e-12)
@@ -95,13 +98,11 @@ def test_every_row_is_the_merge_of_its_partials(seed: int, came: torch.dtype) ->
 FLOAT32, FLOAT64 = (Field("dq", 2, 4, torch.float32),), (Field("dq", 2, 4, torch.float64),)
 
 
-def merged(writes: list[tuple[int, int]], partials: list[torch.Tensor], *, landed: int = 0) -> Accumulator:
+def merged(writes: list[tuple[int, int]], partials: list[torch.Tensor], *, landed: int = 0) -> Accumulator[Fields]:
     """An accumulator of float32 after these writes, the last `landed` of which came from another rank."""
-    of = [
-        (Write(Region(0, "dq", lo, hi), fresh=False), at < len(writes) - landed) for at, (lo, hi) in enumerate(writes)
-    ]
-    merges = _buffer_merges(ROWS, of)
-    accumulator = Accumulator(merges, 1, ROWS, FLOAT64, FLOAT32, torch.device("cpu"), with_lse=False)
+    of = [(Region(0, "dq", lo, hi), at < len(writes) - landed) for at, (lo, hi) in enumerate(writes)]
+    merges = merges_of(ROWS, of)
+    accumulator = Accumulator(merges, ROWS, TensorMemory(1, FLOAT64, FLOAT32, torch.device("cpu")))
     for partial in partials:
         accumulator.write((partial,))
     return accumulator
@@ -113,14 +114,14 @@ def ones(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def test_the_result_takes_the_memory_of_a_partial_of_all_rows() -> None:
     half, whole = ones(ROWS // 2), ones(ROWS)
-    (result,) = merged([(0, ROWS // 2), (0, ROWS), (0, ROWS)], [half, whole, ones(ROWS)]).result
+    (result,) = merged([(0, ROWS // 2), (0, ROWS), (0, ROWS)], [half, whole, ones(ROWS)]).result()
     assert result.data_ptr() == whole.data_ptr()
     assert result[0, :, 0, 0].tolist() == [3.0] * (ROWS // 2) + [2.0] * (ROWS // 2)
 
 
 @pytest.mark.parametrize("first", [ones(ROWS, torch.float64), ones(1).expand(1, ROWS, 2, 4)])
 def test_the_result_takes_no_memory_that_is_unlike_it(first: torch.Tensor) -> None:
-    (result,) = merged([(0, ROWS)] * 2, [first, ones(ROWS)]).result
+    (result,) = merged([(0, ROWS)] * 2, [first, ones(ROWS)]).result()
     assert result.is_contiguous()
     assert (first == 1).all()
     assert (result == 2).all()
@@ -130,16 +131,16 @@ def test_a_sum_has_the_rows_that_are_summed() -> None:
     """Of rows that wait for one more partial from elsewhere; the others go straight into the result."""
     writes = [(0, ROWS), (0, ROWS), (4, 8), (0, ROWS), (4, 8)]
     accumulator = merged(writes, [ones(hi - lo) for lo, hi in writes[:-1]], landed=2)
-    ((_, of_name),) = accumulator._merged
-    assert [x.shape[1] for x in of_name._sum] == [4]
+    assert accumulator._sum is not None
+    assert [x.shape[1] for x in accumulator._sum] == [4]
     accumulator.write((ones(4),))
-    assert not of_name._sum, "nothing needs it after the last partial"
-    assert accumulator.result[0][0, :, 0, 0].tolist() == [3.0] * 4 + [5.0] * 4 + [3.0] * 4
+    assert accumulator._sum is None, "nothing needs it after the last partial"
+    assert accumulator.result()[0][0, :, 0, 0].tolist() == [3.0] * 4 + [5.0] * 4 + [3.0] * 4
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_merge_takes_more_parts_than_the_kernel_has(seed: int) -> None:
-    merges = _buffer_merges(ROWS, draw_writes(random.Random(seed)))
+    merges = merges_of(ROWS, draw_writes(random.Random(seed)))
     for merging in merges.writes:
         for part in merging.rows:
             assert len(part.saved) + part.sum + 1 <= MOST_PARTS
@@ -149,7 +150,7 @@ def test_no_merge_takes_more_parts_than_the_kernel_has(seed: int) -> None:
 def test_partials_wait_for_one_pass_into_the_result() -> None:
     """Three blocks of a kernel and nothing from elsewhere: one merge, no sum."""
     whole = Region(0, "out", 0, ROWS)
-    merges = _buffer_merges(ROWS, [(Write(whole, fresh=False), True)] * 3)
+    merges = merges_of(ROWS, [(whole, True)] * 3)
     assert [part.into for merging in merges.writes for part in merging.rows] == [
         Destination.SAVED,
         Destination.SAVED,
@@ -162,10 +163,10 @@ def test_partials_wait_for_one_pass_into_the_result() -> None:
 def test_rows_of_a_partial_that_becomes_the_result_are_not_copied() -> None:
     whole, some = ones(ROWS), ones(4)
     accumulator = merged([(0, ROWS), (4, 8)], [whole, some])
-    assert accumulator.result[0] is whole
+    assert accumulator.result()[0] is whole
     assert whole[0, :, 0, 0].tolist() == [1.0] * 4 + [2.0] * 4 + [1.0] * 4
     landed = ones(ROWS)
-    assert merged([(0, ROWS)], [landed], landed=1).result[0] is not landed, "landed memory is used again"
+    assert merged([(0, ROWS)], [landed], landed=1).result()[0] is not landed, "landed memory is used again"
 
 
 def test_an_arena_forgets_the_plans_that_nobody_keeps() -> None:
