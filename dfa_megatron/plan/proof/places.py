@@ -7,7 +7,7 @@ from itertools import pairwise
 from dfa_megatron.errors import PlanError
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Program
-from dfa_megatron.plan.lowering.arena import ALIGNMENT, Places, RowBytes, places_of, starts_of
+from dfa_megatron.plan.lowering.arena_places import ALIGNMENT, Places, RowBytes, places_of, starts_of
 from dfa_megatron.plan.lowering.landings import landings_of
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Program
-from dfa_megatron.plan.lowering.arena import place
+from dfa_megatron.plan.lowering.arena_places import place
 from dfa_megatron.plan.lowering.positions import Tokens, tokens_of
 from dfa_megatron.plan.proof.places import prove_places
 from dfa_megatron.runtime.execute.wire_format import Format, Placed
