@@ -21,7 +21,7 @@ from benchmarks.documents import draw_documents, lengths_of
 from benchmarks.pack_programs import Shapes, both_phases, draw, requested, synchronize, write
 from dfa_megatron.flags import add_flags, flag, from_flags
 from dfa_megatron.runtime.prepare import build
-from dfa_megatron.runtime.problem import QKV
+from dfa_megatron.runtime.problem import Inputs
 
 STALL = 60.0
 """Milliseconds from which on a first call counts as stalled: more than recording takes, less than compiling."""
@@ -50,7 +50,7 @@ def measure(shapes: Packs, ranks: int) -> dict[str, Any]:
     lengths = lengths_of(shapes.mean, shapes.sigma, shapes.lengths)
     for number in range(shapes.packs):
         offsets = draw_documents(ranks * shapes.tokens_per_rank, 1, shapes.seed + number, lengths)
-        call = both_phases(build(requested(shapes, offsets), ranks, number % ranks, QKV(*given[:3])), given)
+        call = both_phases(build(requested(shapes, offsets), ranks, number % ranks, Inputs(*given[:3])), given)
         synchronize(shapes)
         start = time.perf_counter()
         call()

@@ -34,7 +34,7 @@ from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.transport import StepTransport
 from dfa_megatron.runtime.hooks import Run, hooked
 from dfa_megatron.runtime.prepare import build
-from dfa_megatron.runtime.problem import QKV
+from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.run import run_backward, run_forward
 from dfa_megatron.testing.workers import share_gpus
@@ -116,7 +116,7 @@ def program(shapes: Shapes, ranks: int) -> Call:
     q, k, v, dout = tensors(shapes)
     config = DistAttentionConfig(kernel=shapes.kernel, ulysses_degree=1)
     request = Request(softmax_scale=shapes.head_dim**-0.5, causal=True, config=config)
-    prepared = build(request, ranks, ranks - 1, QKV(q, k, v))
+    prepared = build(request, ranks, ranks - 1, Inputs(q, k, v))
 
     def call() -> object:
         with torch.no_grad():

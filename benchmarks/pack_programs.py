@@ -30,7 +30,7 @@ from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import CAUSAL, Segment
 from dfa_megatron.runtime.prepare import Prepared, build
-from dfa_megatron.runtime.problem import QKV
+from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.run import run_backward, run_forward
 
@@ -112,7 +112,7 @@ def new_packs(shapes: Shapes, ranks: int) -> dict[str, float]:
     for number in range(1, 1 + shapes.repetitions):
         request = requested(shapes, drawn(shapes, ranks, shapes.seed + number))
         start = time.perf_counter()
-        prepared = build(request, ranks, number % ranks, QKV(*given[:3]))
+        prepared = build(request, ranks, number % ranks, Inputs(*given[:3]))
         found["new pack ms"].append(1e3 * (time.perf_counter() - start))
         both = both_phases(prepared, given)
         for name in ("recorded ms", "replayed ms"):
@@ -147,7 +147,7 @@ def requested(shapes: Shapes, offsets: Offsets) -> Request:
 def program(shapes: Shapes, offsets: Offsets, ranks: int, rank: int) -> tuple[Prepared, Tensors]:
     """Return one rank's prepared attention, with a transport that moves nothing, and its tensors."""
     q, k, v, dout = draw(shapes, shapes.tokens_per_rank)
-    return build(requested(shapes, offsets), ranks, rank, QKV(q, k, v)), (q, k, v, dout)
+    return build(requested(shapes, offsets), ranks, rank, Inputs(q, k, v)), (q, k, v, dout)
 
 
 def both_phases(prepared: Prepared, given: Tensors) -> Callable[[], object]:

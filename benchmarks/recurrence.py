@@ -39,7 +39,7 @@ from dfa_megatron.recurrence.fold import fold, fold_back, gradient_of_m
 from dfa_megatron.recurrence.local_scan import local_scan
 from dfa_megatron.recurrence.share import Share
 from dfa_megatron.runtime.prepare import build
-from dfa_megatron.runtime.problem import QKV
+from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.run import run_backward, run_forward
 
@@ -265,7 +265,7 @@ def attention(shapes: Shapes, ranks: int) -> Call:
     q, k, v, dout = (normal(shapes, n, head_dim).detach() for n in (heads, kv_heads, kv_heads, heads))
     config = DistAttentionConfig(kernel=shapes.attention_kernel, ulysses_degree=1)
     request = Request(softmax_scale=head_dim**-0.5, causal=True, config=config)
-    prepared = build(request, ranks, ranks - 1, QKV(q, k, v))
+    prepared = build(request, ranks, ranks - 1, Inputs(q, k, v))
 
     def call() -> object:
         with torch.no_grad():

@@ -17,8 +17,9 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.remat import active_frame
 from dfa_megatron.runtime.comm.groups import Group, group_name
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
-from dfa_megatron.runtime.op import Call, Inputs, Pair, attend, attention, needs_gradient
+from dfa_megatron.runtime.op import Pair, attend, attention, needs_gradient
 from dfa_megatron.runtime.prepare import refuse
+from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import DEFAULTS, Request
 
 
@@ -167,13 +168,15 @@ def dist_flash_attn_varlen_func(
 def _attend(
     inputs: Inputs, group: str, config: DistAttentionConfig, *, softmax_scale: float | None, **mathematics: Any
 ) -> Pair:
-    """Run the attention, or take its results from the frame of a checkpoint region."""
+    """Make the request of a call and run it; where a compiler traces, by the operator."""
     if softmax_scale is None:
         softmax_scale = inputs.q.shape[-1] ** -0.5
-    if torch.are_deterministic_algorithms_enabled():
-        config = _deterministic(config)
     mathematics.update(
-        softmax_scale=softmax_scale, sinks=inputs.sinks is not None, alibi=inputs.slopes is not None, config=config
+        softmax_scale=softmax_scale,
+        sinks=inputs.sinks is not None,
+        alibi=inputs.slopes is not None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        config=config,
     )
     if not torch.compiler.is_compiling():
         return _run(inputs, group, mathematics)
@@ -191,16 +194,17 @@ def _attend(
 
 
 def _run(inputs: Inputs, group: str, mathematics: dict[str, Any]) -> Pair:
-    frame = active_frame()
     try:
         request = _request(**mathematics)  # checked where it is prepared: every rank hears of errors
     except TypeError:  # a value without a hash
         request = Request(**mathematics)
-    if frame is not None and not frame.recording:
-        return attend(inputs, Call(request, group, needs_gradient(inputs), known=frame.take()))
-    out, lse = attend(inputs, Call(request, group, needs_gradient(inputs), keeps=frame is None))
-    if frame is not None:
-        frame.record(out, lse)
+    frame = active_frame()
+    if frame is None:
+        return attend(inputs, request, group, may_keep=True)
+    if not frame.recording:
+        return attend(inputs, request, group, known=frame.take())
+    out, lse = attend(inputs, request, group)
+    frame.record(out, lse)
     return out, lse
 
 
@@ -211,12 +215,6 @@ _run_outside = torch.compiler.disable(_run, recursive=True)
 """For masks and plans, which Dynamo cannot take as constants: a break in the graph."""
 
 _OPTIONS = tuple(option.name for option in fields(DistAttentionConfig))
-
-
-@lru_cache(maxsize=16)
-def _deterministic(config: DistAttentionConfig) -> DistAttentionConfig:
-    """The same with torch's own switch obeyed."""
-    return config.replace(deterministic=True)
 
 
 def _constant(x: Any) -> Any:

@@ -20,7 +20,6 @@ from dfa_megatron.names import (
     SCOPES,
     TRANSPORTS,
     VERIFY,
-    WIRE_DTYPES,
     nearest,
 )
 
@@ -136,13 +135,6 @@ class DistAttentionConfig:
         ("off",),
         ("megatron", "deepspeed", "huggingface"),
         TOKENS,
-    )
-    deterministic: bool = _option(False, "The same gradients to the bit from run to run; may be slower.")
-    wire_dtype: str = _option(
-        "input",
-        "The dtype of partial outputs and gradients on the wire. input: that of q. float32: larger messages, no "
-        "rounding between ranks.",
-        WIRE_DTYPES,
     )
     transport: str = _option(
         "auto",

@@ -19,7 +19,6 @@ KERNELS = ("auto", "flash4", "flash3", "cudnn", "flash2", "aten", "cpu", "triton
 """In the order in which "auto" prefers them."""
 
 TRANSPORTS = ("auto", "p2p", "copy_engine")
-WIRE_DTYPES = ("input", "float32")
 REMAT = ("auto", "on", "off")
 CHECKPOINT = ("none", "full", "remat")
 VERIFY = ("on", "off")

@@ -12,23 +12,19 @@ Whatever calls `dist_flash_attn_varlen_func` with these documents then finds its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations
-from typing import get_args
 
 import torch
 
 from dfa_megatron.config import DistAttentionConfig
-from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.plan.language.geometry import Form
 from dfa_megatron.plan.language.heads import split_heads, split_tokens, stages_error
 from dfa_megatron.runtime.comm.groups import Group, group_name, group_size
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.cu_seqlens import check_offsets, offsets_of
 from dfa_megatron.runtime.execute.ulysses import stand_ins
-from dfa_megatron.runtime.problem import QKV, problem_of, served_by
-from dfa_megatron.runtime.rank_plan import RankPlan, Served, keep, work_out
+from dfa_megatron.runtime.problem import Inputs, problem_of
+from dfa_megatron.runtime.rank_plan import RankPlan, keep, work_out
 from dfa_megatron.runtime.request import DEFAULTS, Request
 
 
@@ -96,46 +92,28 @@ class PackPlanner:
             config=config,
         )
         request.check()
-        place, stages = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), config.head_stages
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        stages = config.head_stages
         if error := stages_error(stages, kv_heads or heads):
             raise error
         counts = heads // stages, (kv_heads or heads) // stages
         q, k = (torch.empty((), dtype=dtype, device=place).expand(1, local_tokens, count, head_dim) for count in counts)
-        qkv = QKV(q, k, k[..., :1].expand(*k.shape[:3], head_dim_v or head_dim))
-        if config.fixed_degree > 1:
+        inputs = Inputs(q, k, k[..., :1].expand(*k.shape[:3], head_dim_v or head_dim))
+        exchanged = config.fixed_degree > 1
+        if exchanged:
             split = split_heads(config.fixed_degree, ranks, *counts)
             outer = split_tokens(split.degree, self.rank, ranks, layout, local_tokens).plan_group
             self.rank, ranks, over = outer.index(self.rank), len(outer), None
-            qkv = QKV(*stand_ins(split, *qkv))
-        self.problem = problem_of(request, ranks, qkv, over)
-        self.served = _served(request, qkv, alone=ranks == 1 and config.fixed_degree == 1)
+            inputs = Inputs(*stand_ins(split, *inputs[:3]))
+        self.problem = problem_of(request, ranks, inputs, over, exchanged=exchanged)
 
     def __call__(self, cu_seqlens: torch.Tensor | Sequence[int]) -> PackPlan:
         """Return the plan of these documents: global token offsets, as `dist_flash_attn_varlen_func` takes them.
 
         Raises:
-            UnsupportedError: the offsets do not describe a pack of this length, or no kernel serves it.
+            UnsupportedError: the offsets do not describe a pack of this length.
         """
         offsets = offsets_of(cu_seqlens)
         check_offsets(offsets, self.problem.ranks * self.problem.local_length)
         problem = replace(self.problem, asks=replace(self.problem.asks, cu_seqlens=offsets))
-        return PackPlan(work_out(problem, self.rank, self._serve))
-
-    def _serve(self, forms: frozenset[Form]) -> Served:
-        found = self.served[forms]
-        if isinstance(found, str):
-            raise UnsupportedError(f"calls of the forms {sorted(forms)}", found, "another kernel")
-        return found
-
-
-def _served(request: Request, qkv: QKV, *, alone: bool) -> Mapping[frozenset[Form], Served | str]:
-    """Return what the kernel asks for that each set of forms decides; or why no kernel serves it."""
-    every: tuple[Form, ...] = get_args(Form)
-    found: dict[frozenset[Form], Served | str] = {}
-    for some in chain.from_iterable(combinations(every, count) for count in range(len(every) + 1)):
-        forms = frozenset(some)
-        try:
-            found[forms] = served_by(request, qkv, forms, alone=alone)
-        except UnsupportedError as error:
-            found[forms] = str(error)
-    return found
+        return PackPlan(work_out(problem, self.rank))

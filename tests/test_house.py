@@ -50,23 +50,23 @@ LONG_FUNCTIONS_FOR_NOW = {
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 7_508,
+    "benchmarks": 7_510,
     "cli": 1_118,
     "deepspeed": 1_440,
     "doctor": 1_273,
     "huggingface": 4_550,
-    "kernels": 3_739,
+    "kernels": 3_757,
     "loss": 791,
-    "megatron": 4_638,
+    "megatron": 4_645,
     "plan": 5_996,
     "plan_run": 182,
     "proving": 763,
     "recurrence": 1_170,
     "remat": 535,
-    "runtime": 5_972,
+    "runtime": 5_806,
     "testing": 487,
-    "tests": 40_283,
-    "top": 1_437,
+    "tests": 40_150,
+    "top": 1_404,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests and in benchmarks.
 

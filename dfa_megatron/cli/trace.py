@@ -83,7 +83,7 @@ def _both(args: TraceFlags, options: DistAttentionConfig, device: str) -> tuple[
     from dfa_megatron.doctor.recording import gathered, record
     from dfa_megatron.plan.cost.simulate import simulate
     from dfa_megatron.runtime.prepare import in_use
-    from dfa_megatron.runtime.problem import QKV, profile_of, shape_of
+    from dfa_megatron.runtime.problem import profile_of
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     assert args.seq_length is not None and args.heads is not None, "the caller has filled them in"  # noqa: PT018
@@ -103,7 +103,7 @@ def _both(args: TraceFlags, options: DistAttentionConfig, device: str) -> tuple[
         step()
     prepared = in_use()[-1]
     hardware = profile_of(options.hardware, device == "cuda", prepared.channel, prepared.kernel.name)
-    shape = dataclasses.replace(shape_of(prepared.request, QKV(q, k, v)), backward_needs=prepared.format.backward_needs)
+    shape = prepared.rank_plan.problem.shape
     phases = (prepared.plan.forward, prepared.plan.backward)
     return (
         [(plan, simulate(plan, shape, hardware)) for plan in phases],

@@ -17,7 +17,7 @@ from dfa_megatron.plan.cost.choose import EXCHANGES
 from dfa_megatron.plan.cost.hardware import Host
 from dfa_megatron.plan.cost.simulate import parts_of
 from dfa_megatron.runtime.prepare import build, in_use
-from dfa_megatron.runtime.problem import QKV
+from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.run import run_backward, run_forward
 
@@ -68,7 +68,7 @@ def _program(kernel: str, shape: Trial, ranks: int) -> Call:
     q, k, v, dout = _tensors(shape)
     config = DistAttentionConfig(kernel=kernel, ulysses_degree=1)
     request = Request(softmax_scale=shape.head_dim**-0.5, causal=True, config=config)
-    prepared = build(request, ranks, ranks - 1, QKV(q, k, v))
+    prepared = build(request, ranks, ranks - 1, Inputs(q, k, v))
 
     def call() -> object:
         with torch.no_grad():

@@ -211,6 +211,24 @@ def launched(function: Callable[..., object], *args: Any) -> None:
         tape.launch(function, *args)
 
 
+def act(action: Callable[..., object], *tensors: torch.Tensor) -> None:
+    """Call what is no tensor operation on tensors; where a tape records, a replay calls it too."""
+    tape = recording()
+    with unrecorded():
+        action(*tensors)
+    if tape is not None:
+        tape.act(action, tuple(map(tape.register, tensors)))
+
+
+def recordable(device: torch.device) -> bool:
+    """Return whether nothing else listens to the operations, and launches go to the tensors' device."""
+    if _get_current_dispatch_mode() is not None:
+        return False
+    return device.type != "cuda" or (
+        torch.cuda.current_device() == device.index and not torch.cuda.is_current_stream_capturing()
+    )
+
+
 def unrecorded() -> AbstractContextManager[None]:
     """Return a context for what a tape leaves out. Tensors made inside, such as tables, are constants to it."""
     return nullcontext() if recording() is None else _disable_current_modes()

@@ -8,6 +8,8 @@ import inspect
 import re
 from typing import Any
 
+import torch
+
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.heads import check_degree
@@ -109,6 +111,12 @@ def check_config(config: Any, options: DistAttentionConfig) -> None:
         if (value := fields.get(name)) and value != _HARMLESS.get(name):
             raise UnsupportedError(f"{name}={value!r}", *REFUSED[name])
     _check_known(config)
+    if fields.get("deterministic_mode") and not torch.are_deterministic_algorithms_enabled():
+        raise UnsupportedError(
+            "deterministic_mode=True without torch.use_deterministic_algorithms",
+            "attention obeys PyTorch's switch, which Megatron's own --deterministic-mode turns on",
+            "torch.use_deterministic_algorithms(True) before the model is built",
+        )
     if (window := fields.get("window_size")) and window[1] > 0:
         raise UnsupportedError(
             f"window_size={window}",

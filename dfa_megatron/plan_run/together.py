@@ -10,7 +10,7 @@ from dfa_megatron.plan.interpret import run_together
 from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 from dfa_megatron.runtime.prepare import Prepared, build
-from dfa_megatron.runtime.problem import QKV
+from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.runtime.run import backward_algebra, forward_algebra, needed_by_backward
 
@@ -19,7 +19,7 @@ Shards = Sequence[torch.Tensor]
 
 def prepare_together(request: Request, q: Shards, k: Shards, v: Shards) -> list[Prepared]:
     """Prepare every rank; shard r holds the tokens of rank r."""
-    return [build(request, len(q), rank, QKV(q[rank], k[rank], v[rank])) for rank in range(len(q))]
+    return [build(request, len(q), rank, Inputs(q[rank], k[rank], v[rank])) for rank in range(len(q))]
 
 
 @torch.no_grad()

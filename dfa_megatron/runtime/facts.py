@@ -12,37 +12,36 @@ from dfa_megatron.runtime.agreement.agree import Facts
 from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.cu_seqlens import describe
 from dfa_megatron.runtime.execute import alibi_positions as alibi
-from dfa_megatron.runtime.problem import QKV
+from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.prepare import Prepared
 
 
-def facts_of(prepared: Prepared, qkv: QKV, slopes: torch.Tensor | None) -> Facts:
+def facts_of(prepared: Prepared, inputs: Inputs) -> Facts:
     """Return everything about which the ranks must agree, as text."""
     from dfa_megatron import __version__
 
     request = prepared.request
     facts = {f"request.{name}": repr(getattr(request, name)) for name in _COMPARED}
     facts |= {f"request.{spec.name}": repr(getattr(request.config, spec.name)) for spec in _OPTIONS}
-    facts |= {f"shape of {name}": str(tuple(x.shape)) for name, x in zip("qkv", qkv, strict=True)}
+    facts |= {f"shape of {name}": str(tuple(x.shape)) for name, x in zip("qkv", inputs[:3], strict=True)}
     return facts | {
         "request.cu_seqlens": describe(request.cu_seqlens),
         "request.mask": str(request.mask and request.mask.name),
         "request.plan": str(request.plan),
-        "dtype": str(qkv.q.dtype),
-        "alibi_slopes": alibi.describe(slopes),
+        "dtype": str(inputs.q.dtype),
+        "alibi_slopes": alibi.describe(inputs.slopes),
         "plan": f"{prepared.rank_plan.schedule}, digest {prepared.rank_plan.digest}",
         "kernel": prepared.kernel.name,
-        "wire": str(prepared.format.wire),
         "torch": torch.__version__,
         "dfa_megatron": __version__,
     }
 
 
 _OPTIONS = DistAttentionConfig.options("function")
-_COMPARED = ("causal", "softmax_scale", "window_size", "softcap", "sinks", "alibi", "layout")
+_COMPARED = ("causal", "softmax_scale", "window_size", "softcap", "sinks", "alibi", "deterministic", "layout")
 """Fields of a request that print in a few words."""
 
 

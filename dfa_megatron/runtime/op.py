@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor, peek_interpreter_stack
@@ -17,47 +16,18 @@ from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.execute.alibi_positions import slopes_error
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_error, sinks_gradient
 from dfa_megatron.runtime.prepare import Prepared, prepare, refuse
-from dfa_megatron.runtime.problem import QKV, refuse_strangers, transformed
+from dfa_megatron.runtime.problem import Inputs, refuse_strangers, transformed
 from dfa_megatron.runtime.request import Request, from_text
-from dfa_megatron.runtime.run import needed_by_backward, run_backward, run_forward
+from dfa_megatron.runtime.run import run_backward, run_forward
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """out like q with v's head_dim, and lse (batch, heads, rows) in the accumulator's dtype."""
-
-Exchanged = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""The q, k and v that an exchange of heads made of the caller's."""
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Of q, k, v and sinks; the last is None without sinks."""
 
 Saved = tuple[torch.Tensor | None, ...]
 """What every way of running saves, in this order: q, k, v, out, lse, sinks, slopes."""
-
-
-class Inputs(NamedTuple):
-    """The tensors of one call: q (batch, rows, heads, head_dim), k and v with kv_heads; sinks, slopes (heads,)."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    sinks: torch.Tensor | None
-    slopes: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a call has beside its tensors.
-
-    trains: see `needs_gradient`.
-    known: its (out, lse), in a recompute whose first pass saved them; then nothing is computed or sent.
-    keeps: the backward may save q, k and v as they are after the exchange of heads: one exchange less.
-    """
-
-    request: Request
-    group: str
-    trains: bool
-    known: Pair | None = None
-    keeps: bool = False
 
 
 def needs_gradient(inputs: Inputs) -> bool:
@@ -72,10 +42,10 @@ def needs_gradient(inputs: Inputs) -> bool:
 
 def _forward(
     inputs: Inputs, request: Request, group: str, trains: bool
-) -> tuple[Pair, Exchanged | None, Prepared | None]:
-    """Return (out, lse), tensors that a backward may save in place of q, k and v, and what was prepared.
+) -> tuple[Pair, tuple[torch.Tensor, ...], Prepared | None]:
+    """Return (out, lse), q, k and v as an exchange of heads made them, or nothing, and what was prepared.
 
-    The last two are None where the heads run in stages.
+    Where heads run in stages the last two are () and None.
     """
     q, k, v, sinks, slopes = inputs
     error = None if sinks is None else sinks_error(sinks, q)
@@ -86,34 +56,27 @@ def _forward(
         refuse(error, group, request.guard)
         raise error
     if number == 1:
-        return _forward_of_all(inputs, request, group, trains)
+        return _forward_at_once(inputs, request, group, trains)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulator_dtype(q.dtype))
     for heads, kv_heads in stages_of(number, q.shape[2], k.shape[2]):
         some_q, some_k, some_v, _, _, *more = _of_stage((q, k, v, None, None, sinks, slopes), heads, kv_heads)
         some = Inputs(some_q, some_k, some_v, *more)
-        (out[:, :, heads], lse[:, heads]), _, _ = _forward_of_all(some, request, group, trains)
-    return (out, lse), None, None
+        (out[:, :, heads], lse[:, heads]), _, _ = _forward_at_once(some, request, group, trains)
+    return (out, lse), (), None
 
 
-def _forward_of_all(
+def _forward_at_once(
     inputs: Inputs, request: Request, group: str, trains: bool
-) -> tuple[Pair, Exchanged | None, Prepared]:
+) -> tuple[Pair, tuple[torch.Tensor, ...], Prepared]:
     """Return the same of all heads at once."""
     q, k, v, sinks, slopes = inputs
-    prepared = prepare(request, group, QKV(q, k, v), slopes, trains=trains)
-    heads, exchanged = prepared.exchange, None
+    prepared = prepare(request, group, inputs, trains=trains)
     with prepared.running[0 if trains else 2]:
-        if heads is None:
-            out, lse = run_forward(prepared, (q, k, v) if slopes is None else (q, k, v, slopes))
-        else:
-            own = () if slopes is None else (heads.own_heads(slopes),)
-            whole = heads.before_forward(q, k, v)
-            out, lse = heads.after_forward(*run_forward(prepared, (*whole, *own)))
-            exchanged = whole if heads.keeps else None
+        out, lse, *exchanged = run_forward(prepared, (q, k, v) if slopes is None else (q, k, v, slopes))
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks)
-    return (out.contiguous(), lse.contiguous()), exchanged, prepared
+    return (out.contiguous(), lse.contiguous()), tuple(exchanged), prepared
 
 
 def _backward_of(dout: torch.Tensor, saved: Saved, request: Request, group: str) -> Gradients:
@@ -122,12 +85,12 @@ def _backward_of(dout: torch.Tensor, saved: Saved, request: Request, group: str)
     assert q is not None and k is not None and v is not None  # noqa: PT018
     number = request.config.head_stages
     if number == 1:
-        return _gradients(dout, saved, prepare(request, group, QKV(q, k, v), slopes))
+        return _gradients(dout, saved, prepare(request, group, Inputs(q, k, v, slopes=slopes)))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsinks = None if sinks is None else sinks.new_empty(sinks.shape)
     for heads, kv_heads in stages_of(number, q.shape[2], k.shape[2]):
         some = _of_stage(saved, heads, kv_heads)
-        prepared = prepare(request, group, QKV(*some[:3]), some[6])
+        prepared = prepare(request, group, Inputs(some[0], some[1], some[2], slopes=some[6]))
         part = dout[:, :, heads].contiguous()
         # Unpacked at once: no gradient of a stage is held while the next one runs.
         dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads], of_sinks = _gradients(part, some, prepared)
@@ -153,25 +116,24 @@ def _gradients(dout: torch.Tensor, saved: Saved, prepared: Prepared, *, exchange
     """Return the gradients of q, k, v and sinks; exchanged: the saved q, k and v are results of the exchange."""
     q, k, v, out, lse, sinks, slopes = saved
     assert q is not None and k is not None and v is not None and out is not None and lse is not None  # noqa: PT018
-    heads = prepared.exchange
+    inputs = (dout, q, k, v, out, lse) if slopes is None else (dout, q, k, v, out, lse, slopes)
     with prepared.running[1]:
-        if heads is None:
-            inputs = dout, q, k, v, out, lse
-            gradients = run_backward(prepared, inputs if slopes is None else (*inputs, slopes))
-        else:
-            own = () if slopes is None else (heads.own_heads(slopes),)
-            needed = needed_by_backward(prepared, dout, out)
-            whole = heads.before_backward(dout, q, k, v, needed, lse, saved=exchanged)
-            gradients = heads.after_backward(*run_backward(prepared, (*whole, *own)))
+        dq, dk, dv = run_backward(prepared, inputs, exchanged=exchanged)
     if prepared.whole is not None:
         prepared.whole.end_of_backward()
-    dq, dk, dv = gradients
     dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
 
 
-def attend(inputs: Inputs, call: Call) -> Pair:
-    """Return (out, lse) of a call, past PyTorch's dispatcher where nothing listens there: it costs half a millisecond.
+def attend(inputs: Inputs, request: Request, group: str, *, known: Pair | None = None, may_keep: bool = False) -> Pair:
+    """Return (out, lse), past PyTorch's dispatcher where nothing listens there: it costs half a millisecond.
+
+    Args:
+        inputs: the tensors of the call.
+        request: what is asked of them.
+        group: the name of the ranks' group.
+        known: the results, in a recompute whose first pass saved them; then nothing is computed or sent.
+        may_keep: the backward may save q, k and v as they are after an exchange of heads: one exchange less.
 
     Raises:
         UnsupportedError: see `prepare`, and `Request.to_text` under a dispatch mode.
@@ -181,11 +143,12 @@ def attend(inputs: Inputs, call: Call) -> Pair:
         refuse_strangers(inputs.q, inputs.k, inputs.v)
     if peek_interpreter_stack() is not None:
         raise transformed()
-    if call.known is None and not plain:
-        out, lse = attention(*inputs, call.request.to_text(), call.group, call.trains)
+    if known is None and not plain:
+        out, lse = attention(*inputs, request.to_text(), group, needs_gradient(inputs))
     else:
         with without_functions():
-            out, lse = _Direct.apply(*inputs, call)  # type: ignore[no-untyped-call]
+            trains = needs_gradient(inputs)
+            out, lse = _Direct.apply(*inputs, request, group, trains, known, may_keep)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -196,39 +159,39 @@ _once = differentiable_once("attention", *(Inputs._fields.index(name) for name i
 
 
 class _Direct(torch.autograd.Function):
-    """The attention of plain tensors."""
+    """The attention without the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Pair:
-        """Return (out, lse) of the inputs and the call."""
-        *tensors, call = given
+        """Return (out, lse) of the inputs, the request, the group, whether it trains, known results, may_keep."""
+        *tensors, request, group, trains, known, may_keep = given
         q, k, v, sinks, slopes = inputs = Inputs(*tensors)
-        ctx.call, ctx.prepared, ctx.exchanged, ctx.layer = call, None, False, current_layer()
-        if call.known is None:
-            (out, lse), exchanged, ctx.prepared = _forward(inputs, call.request, call.group, call.trains)
-            if call.keeps and exchanged is not None:
+        ctx.request, ctx.group, ctx.prepared, ctx.exchanged, ctx.layer = request, group, None, False, current_layer()
+        if known is None:
+            (out, lse), exchanged, ctx.prepared = _forward(inputs, request, group, trains)
+            if may_keep and exchanged:
                 ctx.exchanged = True
                 q, k, v = exchanged
         else:
             COUNTERS.replays += 1
-            out, lse = (x.detach() for x in call.known)
+            out, lse = (x.detach() for x in known)
         _save(ctx, q, k, v, out, lse, sinks, slopes)
         return out, lse
 
     @staticmethod
     @_once
     def backward(ctx: Any, dout: torch.Tensor | None, _dlse: None) -> tuple[Any, ...]:
-        """Return the gradients of the inputs, and None for the call."""
+        """Return the gradients of the inputs, and None for the rest."""
         saved = ctx.saved_tensors
         dout = torch.zeros_like(saved[3]) if dout is None else dout
         if is_batchedtensor(dout) or is_legacy_batchedtensor(dout):
             raise transformed()
         with AtLayer(ctx.layer):
             if ctx.prepared is None:
-                gradients = _backward_of(dout, saved, ctx.call.request, ctx.call.group)
+                gradients = _backward_of(dout, saved, ctx.request, ctx.group)
             else:
                 gradients = _gradients(dout, saved, ctx.prepared, exchanged=ctx.exchanged)
-        return *gradients, None, None
+        return *gradients, *(None,) * 6
 
 
 def _save(ctx: Any, *saved: torch.Tensor | None) -> None:
@@ -255,7 +218,8 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of this rank's rows of a sequence sharded over a named group.
 
-    Tensors are those of `Inputs`; `request` is `Request.to_text()`; trains: see `Call`. lse carries no gradient.
+    Tensors are those of `Inputs`; `request` is `Request.to_text()`; trains: see `needs_gradient`.
+    lse carries no gradient.
     """
     pair, _, _ = _forward(Inputs(q, k, v, sinks, slopes), from_text(request), group, trains)
     return pair

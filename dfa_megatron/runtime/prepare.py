@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from dfa_megatron import kernels
 from dfa_megatron.errors import DistAttentionError, UnsupportedError
 from dfa_megatron.kernels.api import BlockKernel
 from dfa_megatron.plan.language.grid import grid
@@ -26,7 +27,7 @@ from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
 from dfa_megatron.runtime.execute.ulysses import HeadExchange, stand_ins
 from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.runtime.facts import facts_of, kinds_of
-from dfa_megatron.runtime.problem import QKV, degree_of, kernel_of, problem_of, refuse_tensors, served_by
+from dfa_megatron.runtime.problem import Inputs, Problem, degree_of, problem_of, refuse_tensors
 from dfa_megatron.runtime.rank_plan import RankPlan, rank_plan
 from dfa_megatron.runtime.request import Request
 
@@ -62,6 +63,7 @@ class Prepared:
     whole: the channel of the whole group, which compares calls; None if verify is off or the group has one rank.
     running: counts and compares the calls inside: a forward's, a backward's, and those of a forward that no backward
         follows.
+    forward, backward: this rank's programs, and their memory.
     arena_bytes: of receive memory: the larger of forward and backward. Equal on all ranks.
     transport: the transport to request. "auto" becomes "p2p" if the messages need more than LARGEST_ARENA.
     """
@@ -77,30 +79,24 @@ class Prepared:
     graphs: dict[tuple[str | int, ...], Captured] = field(default_factory=dict, compare=False, repr=False)
     whole: Channel | None = None
     running: tuple[AbstractContextManager[None], ...] = (_NOT_COUNTED,) * 3
+    forward: MemoryPlan = field(init=False)
+    backward: MemoryPlan = field(init=False)
     arena_bytes: int = field(init=False)
     transport: str = field(init=False)
 
     def __post_init__(self) -> None:
         """Work out once what every call asks for."""
+        object.__setattr__(self, "forward", self.rank_plan.forward)
+        object.__setattr__(self, "backward", self.rank_plan.backward)
         needed, asked = max(self.forward.arena_bytes, self.backward.arena_bytes), self.request.config.transport
         needed = _roomy(needed) if self.request.cu_seqlens else needed
         object.__setattr__(self, "arena_bytes", needed)
         object.__setattr__(self, "transport", "p2p" if asked == "auto" and needed > LARGEST_ARENA else asked)
 
     @property
-    def forward(self) -> MemoryPlan:
-        """This rank's program of the forward, and its memory."""
-        return self.rank_plan.forward
-
-    @property
-    def backward(self) -> MemoryPlan:
-        """This rank's program of the backward, and its memory."""
-        return self.rank_plan.backward
-
-    @property
     def format(self) -> Format:
         """The sizes and dtypes of messages."""
-        return self.rank_plan.served.format
+        return self.rank_plan.problem.format
 
     @property
     def plan(self) -> AttentionPlan:
@@ -121,7 +117,7 @@ class Prepared:
 
 
 def build(
-    request: Request, ranks: int, rank: int, qkv: QKV, over: Channel | None = None, *, exchanged: bool = False
+    request: Request, ranks: int, rank: int, inputs: Inputs, over: Channel | None = None, *, exchanged: bool = False
 ) -> Prepared:
     """Prepare without asking the other ranks.
 
@@ -130,18 +126,23 @@ def build(
     Raises:
         UnsupportedError: the tensors do not fit together, or nothing serves the request.
     """
-    refuse_tensors(qkv)
-    request.check()
-    if request.config.cuda_graph and not qkv.q.is_cuda:
-        raise UnsupportedError(f"cuda_graph=True on {qkv.q.device}", "it has no CUDA graphs", "cuda_graph=False")
+    _check(request, inputs)
+    return _built(request, problem_of(request, ranks, inputs, over, exchanged=exchanged), rank, inputs, over)
 
-    serve = functools.partial(served_by, request, qkv, alone=ranks == 1 and not exchanged)
-    known = rank_plan(problem_of(request, ranks, qkv, over), rank, serve)
-    kernel = kernel_of(request, known.forms, qkv)
-    binds = kernel.replays(deterministic=request.config.deterministic)
+
+def _check(request: Request, inputs: Inputs) -> None:
+    refuse_tensors(inputs)
+    request.check()
+    if request.config.cuda_graph and not inputs.q.is_cuda:
+        raise UnsupportedError(f"cuda_graph=True on {inputs.q.device}", "it has no CUDA graphs", "cuda_graph=False")
+
+
+def _built(request: Request, problem: Problem, rank: int, inputs: Inputs, over: Channel | None) -> Prepared:
+    kernel = kernels.get(problem.kernel)
+    binds = kernel.replays(deterministic=request.deterministic)
     common = replace(request, cu_seqlens=(), mask=None, plan=None)
-    kind = common, ranks, qkv.q.device, *[(x.dtype, x.shape[0], x.shape[2:]) for x in qkv]
-    return Prepared(request, known, kernel, over, binds=binds, kind=kind)
+    kind = common, problem.ranks, inputs.q.device, *[(x.dtype, x.shape[0], x.shape[2:]) for x in inputs[:3]]
+    return Prepared(request, rank_plan(problem, rank), kernel, over, binds=binds, kind=kind)
 
 
 @dataclass(slots=True)
@@ -174,15 +175,15 @@ def plans_in_use() -> tuple[AttentionPlan, ...]:
     return tuple(prepared.plan for prepared in in_use())
 
 
-def prepare(
-    request: Request, group: str, qkv: QKV, slopes: torch.Tensor | None = None, *, trains: bool = True
-) -> Prepared:
+def prepare(request: Request, group: str, inputs: Inputs, *, trains: bool = True) -> Prepared:
     """Return the prepared attention of a request over a named group; forward and backward ask for it.
 
     If the request is new, it is built, and the ranks compare theirs (unless verify is off).
 
     Args:
-        slopes: of ALiBi, compared across the ranks when the request is new.
+        request: what is asked.
+        group: its name.
+        inputs: the tensors; the slopes of ALiBi are compared across the ranks when the request is new.
         trains: whether a backward may follow, compared then and in each call.
 
     Raises:
@@ -198,7 +199,7 @@ def prepare(
         if over is not None:
             over.before_closing(functools.partial(_forget, group, over))
     _known[group] = of_group
-    known, q, k, v = of_group.prepared, *qkv
+    known, (q, k, v, *_) = of_group.prepared, inputs
     key = (request, q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape)
     try:
         prepared = known.get(key)
@@ -208,7 +209,7 @@ def prepare(
         known.move_to_end(key)
         return prepared
     with over.calls.preparing() if over is not None and request.guard.verify else contextlib.nullcontext():
-        prepared = _build_and_agree(request, over, qkv, slopes, trains=trains)
+        prepared = _build_and_agree(request, over, inputs, trains=trains)
         with over.together() if over is not None else contextlib.nullcontext():
             _open_transport(prepared, q.device)
     known[key] = prepared
@@ -220,51 +221,49 @@ def prepare(
 _Splits = tuple[HeadSplit, TokenSplit]
 
 
-def _build_and_agree(
-    request: Request, over: Channel | None, qkv: QKV, slopes: torch.Tensor | None, *, trains: bool
-) -> Prepared:
+def _build_and_agree(request: Request, over: Channel | None, inputs: Inputs, *, trains: bool) -> Prepared:
     """Build, and let every rank know of an error on any: nobody is left waiting."""
     compare = over is not None and request.guard.verify
     try:
-        prepared, splits = _build_with_degree(request, over, qkv)
+        prepared, splits = _build_with_degree(request, over, inputs)
     except Exception as error:
         if compare and over is not None:
             _tell(error, over)
         raise
     if compare and over is not None:
         # Attentions of one group must start from one thread: calls from two would have no common order.
-        own = {"thread": over.calls.thread, "device": over.place(qkv.q.device)}
-        facts = facts_of(prepared, qkv, slopes) | own
+        own = {"thread": over.calls.thread, "device": over.place(inputs.q.device)}
+        facts = facts_of(prepared, inputs) | own
         over.agree(facts | {"requires_grad": f"{trains}, for any of the inputs"})
-        running = tuple([over.running(kind, qkv.q.device) for kind in kinds_of(facts, prepared)])
+        running = tuple([over.running(kind, inputs.q.device) for kind in kinds_of(facts, prepared)])
         prepared = replace(prepared, whole=over, running=running)
     if splits is None or over is None:
         return prepared
     with over.together():
-        return _connected(prepared, *splits, over, qkv.q.device)
+        return _connected(prepared, *splits, over, inputs.q.device)
 
 
-def _build_with_degree(request: Request, over: Channel | None, qkv: QKV) -> tuple[Prepared, _Splits | None]:
+def _build_with_degree(request: Request, over: Channel | None, inputs: Inputs) -> tuple[Prepared, _Splits | None]:
     """Build for the degree of Ulysses; "auto" falls back to no exchange where its degree is refused."""
     rank, size = (over.rank, over.size) if over else (0, 1)
-    refuse_tensors(qkv)
-    request.check()
-    degree = degree_of(request, qkv, over)
+    _check(request, inputs)
+    problem = problem_of(request, size, inputs, over)
+    degree = degree_of(request, problem, over, cuda=inputs.q.is_cuda)
     if degree > 1:
         if request.plan is not None:
             why = "a plan is one of all ranks of the group"
             raise UnsupportedError(f"ulysses_degree={degree} with a plan", why, "ulysses_degree=1, or mask=")
         try:
-            heads = split_heads(degree, size, qkv.q.shape[2], qkv.k.shape[2])
-            tokens = split_tokens(degree, rank, size, request.layout, qkv.q.shape[1])
-            stands = QKV(*stand_ins(heads, *qkv))
+            heads = split_heads(degree, size, inputs.q.shape[2], inputs.k.shape[2])
+            tokens = split_tokens(degree, rank, size, request.layout, inputs.q.shape[1])
+            stands = Inputs(*stand_ins(heads, *inputs[:3]))
             ranks, place = len(tokens.plan_group), tokens.plan_group.index(rank)
             built = build(request, ranks, place, stands, over, exchanged=True)
             return replace(built, channel=None), (heads, tokens)
         except UnsupportedError:
             if request.config.ulysses_degree != "auto":
                 raise
-    return build(request, size, rank, qkv, over), None
+    return _built(request, problem, rank, inputs, over), None
 
 
 def refuse(error: DistAttentionError, group: str, guard: Guard) -> None:

@@ -1,8 +1,9 @@
-"""A call's tensors, and everything that follows from them before there is a plan: problem, kernel, format, degree."""
+"""The problem of a plan: everything that a request and its tensors decide before there is one, the kernel among it."""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import BlockKernel, Need, accumulator_dtype
+from dfa_megatron.kernels.api import Need, accumulator_dtype
 from dfa_megatron.plan.cost.choose import automatic_degree
 from dfa_megatron.plan.cost.hardware import (
     CPU_LOOPBACK,
@@ -22,23 +23,53 @@ from dfa_megatron.plan.cost.hardware import (
     computing_with,
 )
 from dfa_megatron.plan.cost.profile import profile_named
-from dfa_megatron.plan.language.geometry import Form
+from dfa_megatron.plan.language.geometry import UNBOUNDED, Form
+from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.environment import Links
 from dfa_megatron.runtime.execute.wire_format import Format
-from dfa_megatron.runtime.rank_plan import Problem, Served
 from dfa_megatron.runtime.request import Request
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class QKV(NamedTuple):
-    """The tensors of every call: q (batch, rows, heads, head_dim), k and v with kv_heads, v with head_dim_v."""
+class Inputs(NamedTuple):
+    """The tensors of one call.
+
+    q (batch, rows, heads, head_dim), k and v with kv_heads, v with head_dim_v; sinks, slopes (heads,).
+    """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    sinks: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """All that a plan and its programs follow from; equal problems give equal plans on every rank.
+
+    asks: a request with defaults for fields on which no plan depends (see `Request.for_plan`). ranks: of the plan.
+    local_length: tokens of each. shape, hardware: "auto" decides by these. kernel: computes every block, on all ranks.
+    bands: it takes windows that are neither full nor square causal. format: of messages.
+    """
+
+    asks: Request
+    schedule: str
+    ranks: int
+    local_length: int
+    shape: AttentionShape
+    hardware: Hardware
+    kernel: str
+    bands: bool
+    format: Format
+
+    @property
+    def mask(self) -> Mask:
+        """The mask over the whole sequence."""
+        return self.asks.mask_over(self.ranks * self.local_length)
 
 
 def transformed() -> UnsupportedError:
@@ -61,13 +92,13 @@ def refuse_strangers(*qkv: object) -> None:
             raise UnsupportedError(f"{name} of type {type(x).__name__}", "it is no tensor", "torch.as_tensor")
 
 
-def refuse_tensors(qkv: QKV) -> None:
+def refuse_tensors(inputs: Inputs) -> None:
     """Refuse tensors that do not fit together.
 
     Raises:
         UnsupportedError: says which shapes, dtypes or devices, and what would fit.
     """
-    q, k, v = qkv
+    q, k, v, *_ = inputs
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise UnsupportedError(shapes, "each must have 4 dimensions", "(batch, local_seq, heads, head_dim)")
@@ -100,28 +131,64 @@ def refuse_tensors(qkv: QKV) -> None:
         )
 
 
-def problem_of(request: Request, ranks: int, qkv: QKV, over: Channel | None) -> Problem:
-    """Return what the plan of a request depends on, for tensors like these on each of so many ranks.
+def problem_of(
+    request: Request, ranks: int, inputs: Inputs, over: Channel | None, *, exchanged: bool = False
+) -> Problem:
+    """Return the problem of a request, for tensors like these on each of so many ranks.
 
-    Fewer ranks than `over` has run a plan around which neighbours exchange heads.
-    """
-    shape, hardware = _timed_as(request, qkv, over)
-    if over is not None:
-        hardware = hardware.inside(over.size // ranks)
-    return Problem(request.for_plan(), request.config.schedule, ranks, qkv.q.shape[1], shape, hardware)
-
-
-def kernel_of(request: Request, forms: frozenset[Form], qkv: QKV) -> BlockKernel:
-    """Return the kernel of a request if its calls have these forms.
+    exchanged: the tensors are results of an exchange of heads. Then fewer ranks than `over` has run the plan, and
+    neighbours among these exchange.
 
     Raises:
-        UnsupportedError: none serves.
+        UnsupportedError: no kernel serves.
     """
-    return kernels.select(request.config.kernel, _need(request, forms, qkv))
+    q, k, v, *_ = inputs
+    need = _need(request, inputs, _forms(request, ranks * q.shape[1]))
+    kernel = kernels.select(request.config.kernel, need)
+    alone = ranks == 1 and not exchanged  # nothing is sent
+    shape = AttentionShape(
+        batch=q.shape[0],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        bytes_per_element=q.dtype.itemsize,
+        accumulator_bytes=accumulator_dtype(q.dtype).itemsize,
+        backward_needs=kernel.backward_needs,
+    )
+    needs = "out" if alone and kernel.takes_out else kernel.backward_needs
+    hardware = profile_of(request.config.hardware, q.is_cuda, over, kernel.name)
+    return Problem(
+        request.for_plan(),
+        request.config.schedule,
+        ranks,
+        q.shape[1],
+        shape,
+        hardware if over is None else hardware.inside(over.size // ranks),
+        kernel.name,
+        kernel.refusal(dataclasses.replace(need, forms=need.forms | {"band"})) is None,
+        Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, needs),
+    )
 
 
-def _need(request: Request, forms: frozenset[Form], qkv: QKV) -> Need:
-    q, k, v = qkv
+def _forms(request: Request, length: int) -> frozenset[Form]:
+    """Return the forms of all tiles that any rank may compute, so that all ranks choose the same kernel.
+
+    Ranks cut queries and keys at the same tokens. So a tile of a causal document is full or square causal again. A
+    pack's forms do not depend on its documents: a planner of packs has chosen the kernel before it sees them.
+    """
+    if request.cu_seqlens:
+        return frozenset({"full", "causal"} if request.window_size == (-1, -1) else {"full", "band"})
+    found: set[Form] = {"full"}
+    for tile in filter(None, (tile.shrink() for tile in request.mask_over(length).tiles)):
+        if tile.form != "full":
+            is_causal = tile.lo == -UNBOUNDED and tile.hi == 0 and tile.q == tile.kv
+            found.add("causal" if is_causal else "band")
+    return frozenset(found)
+
+
+def _need(request: Request, inputs: Inputs, forms: frozenset[Form]) -> Need:
+    q, k, v, *_ = inputs
     return Need(
         device=q.device.type,
         dtype=q.dtype,
@@ -130,7 +197,7 @@ def _need(request: Request, forms: frozenset[Form], qkv: QKV) -> Need:
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
         forms=forms,
-        deterministic=request.config.deterministic,
+        deterministic=request.deterministic,
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         softcap=request.softcap,
         alibi=request.alibi,
@@ -138,73 +205,30 @@ def _need(request: Request, forms: frozenset[Form], qkv: QKV) -> Need:
     )
 
 
-def _timed_as(request: Request, qkv: QKV, over: Channel | None) -> tuple[AttentionShape, Hardware]:
-    """The shape and the machine that candidates are timed with. The kernel follows from the plan, so it is a guess."""
-    forms: frozenset[Form] = frozenset({"full", "causal"} if request.window_size == (-1, -1) else {"full", "band"})
-    kernel = kernels.first(request.config.kernel, _need(request, forms, qkv))
-    shape = shape_of(request, qkv)
-    if kernel is not None:
-        shape = dataclasses.replace(shape, backward_needs=kernels.get(kernel).backward_needs)
-    return shape, profile_of(request.config.hardware, qkv.q.is_cuda, over, kernel)
+def degree_of(request: Request, problem: Problem, over: Channel | None, *, cuda: bool) -> int:
+    """Return the degree of Ulysses to run with, 1 for no exchange of heads.
 
-
-def shape_of(request: Request, qkv: QKV) -> AttentionShape:
-    """Return the sizes by which the planner compares costs."""
-    q, k, v = qkv
-    return AttentionShape(
-        batch=q.shape[0],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        bytes_per_element=q.dtype.itemsize,
-        accumulator_bytes=accumulator_dtype(q.dtype).itemsize,
-        wire_bytes=_wire_dtype(request, q).itemsize,
-    )
-
-
-def _wire_dtype(request: Request, q: torch.Tensor) -> torch.dtype:
-    """Of partial results while they travel."""
-    return q.dtype if request.config.wire_dtype == "input" else accumulator_dtype(q.dtype)
-
-
-def served_by(request: Request, qkv: QKV, forms: frozenset[Form], *, alone: bool) -> Served:
-    """Return what the kernel of these forms asks for, on ranks with tensors like these; alone: nothing is sent.
-
-    Raises:
-        UnsupportedError: no kernel serves.
+    problem: without an exchange. cuda: the tensors are on GPUs.
     """
-    q, k, v = qkv
-    kernel = kernel_of(request, forms, qkv)
-    needs = "out" if alone and kernel.takes_out else kernel.backward_needs
-    wire = _wire_dtype(request, q)
-    sizes = Format(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype, wire, needs)
-    return Served(sizes, "band" in forms or kernel.refusal(_need(request, forms | {"band"}, qkv)) is None)
-
-
-def degree_of(request: Request, qkv: QKV, over: Channel | None) -> int:
-    """Return the degree of Ulysses to run with, 1 for no exchange of heads."""
     degree, hardware = request.config.ulysses_degree, request.config.hardware
     if isinstance(degree, int):
         return degree
-    q = qkv.q
-    if over is None or request.cu_seqlens or request.plan is not None or (hardware == "auto" and not q.is_cuda):
+    if over is None or request.cu_seqlens or request.plan is not None or (hardware == "auto" and not cuda):
         return 1
-    shape, machine = _timed_as(request, qkv, over)
     return automatic_degree(
-        request.mask_over(over.size * q.shape[1]),
+        problem.mask,
         over.size,
         schedule=request.config.schedule,
         layout=request.layout,
-        shape=shape,
-        hardware=machine,
+        shape=problem.shape,
+        hardware=problem.hardware,
     )
 
 
 _named = lru_cache(maxsize=8)(profile_named)  # a file, read again for every new pack
 
 
-def profile_of(hardware: str, cuda: bool, over: Channel | None, kernel: str | None) -> Hardware:
+def profile_of(hardware: str, cuda: bool, over: Channel | None, kernel: str) -> Hardware:
     """Return the machine that "auto" simulates: a CPU's loopback, one host with or without NVLink, or several hosts.
 
     Several hosts have adapters or sockets between them. The links are those that the ranks told each other.
@@ -213,7 +237,7 @@ def profile_of(hardware: str, cuda: bool, over: Channel | None, kernel: str | No
         hardware: the option of that name; a profile that it names overrides what the ranks see.
         cuda: the tensors are on GPUs.
         over: the channel of the ranks, None for one rank.
-        kernel: computes the blocks, as far as it is known before there is a plan.
+        kernel: computes the blocks.
 
     Raises:
         UnsupportedError: there is no such profile or file, or the file is none.

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import NamedTuple
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.cost.choose import make_plan
-from dfa_megatron.plan.cost.hardware import Hardware
-from dfa_megatron.plan.language.geometry import Form, joined_spans
+from dfa_megatron.plan.language.geometry import joined_spans
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Plan
-from dfa_megatron.plan.language.shape import AttentionShape
 from dfa_megatron.plan.lowering.landings import forget_landings
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.plan.proof.check import check_plan, check_programs
 from dfa_megatron.plan.schedules.load_balanced import layout_of
 from dfa_megatron.plan.uncollected import uncollected
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan, plan_memory
-from dfa_megatron.runtime.execute.wire_format import Format
-from dfa_megatron.runtime.request import Request
+from dfa_megatron.runtime.problem import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -31,48 +26,13 @@ _KEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """Hold all inputs of a plan; equal problems give equal plans on every rank.
-
-    asks: a request with defaults for fields on which no plan depends (see `Request.for_plan`). ranks: of the plan.
-    local_length: tokens of each. shape, hardware: "auto" decides by these.
-    """
-
-    asks: Request
-    schedule: str
-    ranks: int
-    local_length: int
-    shape: AttentionShape
-    hardware: Hardware
-
-
-class Served(NamedTuple):
-    """What the kernel of a plan asks for.
-
-    format: of messages. bands: it takes windows that are neither full nor square causal.
-    """
-
-    format: Format
-    bands: bool
-
-
-Serve = Callable[[frozenset[Form]], Served]
-"""Return this for the kernel that computes tiles of such forms; UnsupportedError where there is none."""
-
-
-@dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Hold one rank's programs.
-
-    forms: of every tile that any rank computes, so that all choose the same kernel.
-    """
+    """Hold one rank's programs."""
 
     problem: Problem
     rank: int
     schedule: str
     digest: str
-    forms: frozenset[Form]
-    served: Served
     forward: MemoryPlan
     backward: MemoryPlan
 
@@ -90,8 +50,7 @@ def planned(problem: Problem) -> AttentionPlan:
         UnsupportedError: no schedule serves the problem, or the caller's plan does not fit it.
         PlanError: the caller's plan is wrong; shows where.
     """
-    asks = problem.asks
-    mask = asks.mask_over(problem.ranks * problem.local_length)
+    asks, mask = problem.asks, problem.mask
     if asks.plan is not None:
         _refuse_plan(asks.plan, problem)
         check_plan(asks.plan, batch=problem.shape.batch)
@@ -130,34 +89,27 @@ def _refuse_plan(plan: AttentionPlan, problem: Problem) -> None:
         raise UnsupportedError(f"schedule={problem.schedule!r} with a plan", "the plan says it", "schedule='auto'")
 
 
-def forms_of(plan: AttentionPlan) -> frozenset[Form]:
-    """The forms of every tile that any rank computes; fused tiles are of these, or bands."""
-    pairs = {id(phase.pairs): phase.pairs for phase in plan.phases}  # most often of one layout, and so one
-    return frozenset(tile.form for its in pairs.values() for tiles in its.values() for tile in tiles)
-
-
-def work_out(problem: Problem, rank: int, serve: Serve) -> RankPlan:
+def work_out(problem: Problem, rank: int) -> RankPlan:
     """Plan for all ranks; lower, prove and place for one.
 
     The proof covers the plan, and this rank's programs. All ranks hear of an error on any when they agree.
 
     Raises:
-        UnsupportedError: no schedule serves the problem, or no kernel its forms.
+        UnsupportedError: no schedule serves the problem.
         PlanError: the plan, or a program, is wrong.
     """
     with uncollected():
         plan = planned(problem)
-        forms = forms_of(plan)
-        served = serve(forms)
-        forward, backward = (_placed(phase, rank, served) for phase in plan.phases)
+        forward, backward = (_placed(phase, rank, problem) for phase in plan.phases)
         forget_landings()
-    return RankPlan(problem, rank, plan.schedule, plan.digest, forms, served, forward, backward)
+    return RankPlan(problem, rank, plan.schedule, plan.digest, forward, backward)
 
 
-def _placed(plan: Plan, rank: int, served: Served) -> MemoryPlan:
-    program = lower(plan, rank, served.format.batch, bands=served.bands)
-    check_programs(plan, [program], served.format.batch)
-    return plan_memory(plan, program, served.format)
+def _placed(plan: Plan, rank: int, problem: Problem) -> MemoryPlan:
+    batch = problem.format.batch
+    program = lower(plan, rank, batch, bands=problem.bands)
+    check_programs(plan, [program], batch)
+    return plan_memory(plan, program, problem.format)
 
 
 _ahead: OrderedDict[tuple[Problem, int], RankPlan] = OrderedDict()
@@ -170,17 +122,17 @@ def keep(known: RankPlan) -> None:
         _ahead.popitem(last=False)
 
 
-def rank_plan(problem: Problem, rank: int, serve: Serve) -> RankPlan:
+def rank_plan(problem: Problem, rank: int) -> RankPlan:
     """Return the cached rank plan, or a new one; arguments and errors as for `work_out`."""
     known = _ahead.get((problem, rank))
-    if known is None:
-        return work_out(problem, rank, serve)
-    wanted = serve(known.forms)
-    if known.served != wanted:
-        ahead, now = known.served.format, wanted.format
-        _say_once(f"plans made ahead are for {ahead}, and calls bring {now}: packs are planned as they come")
-        return work_out(problem, rank, serve)
-    return known
+    if known is not None:
+        return known
+    ahead = next((other for other, whose in _ahead if whose == rank and other.asks == problem.asks), None)
+    if ahead is not None:
+        differ = [spec.name for spec in fields(Problem) if getattr(ahead, spec.name) != getattr(problem, spec.name)]
+        theirs, ours = ([f"{name} {getattr(one, name)}" for name in differ] for one in (ahead, problem))
+        _say_once(f"plans made ahead are for {theirs}, and calls bring {ours}: packs are planned as they come")
+    return work_out(problem, rank)
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from dfa_megatron.errors import ExecutionError
 from dfa_megatron.kernels.leaf import without_autocast, without_functions
 from dfa_megatron.kernels.merge import minus_delta
-from dfa_megatron.kernels.tape import Tape, signature
+from dfa_megatron.kernels.tape import Tape, recordable, signature
 from dfa_megatron.plan.interpret import Algebra
 from dfa_megatron.runtime.comm.memory.arena import Arena
 from dfa_megatron.runtime.comm.transport import NoTransport, StepTransport, Transport
@@ -23,7 +23,6 @@ from dfa_megatron.runtime.execute.alibi_positions import GlobalBias
 from dfa_megatron.runtime.execute.bound import Bound, Recorder
 from dfa_megatron.runtime.execute.cuda_graph import Captured
 from dfa_megatron.runtime.execute.memory_plan import MemoryPlan
-from dfa_megatron.runtime.execute.recordings import recordable
 from dfa_megatron.runtime.execute.run_program import execute
 from dfa_megatron.runtime.execute.tensors import Tensors
 from dfa_megatron.runtime.hooks import ACTIVE, Run
@@ -49,62 +48,62 @@ def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor
     return minus_delta(dout, out) if prepared.format.backward_needs == "delta" else out
 
 
-def run_forward(prepared: Prepared, inputs: Fields) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(prepared: Prepared, inputs: Fields) -> Fields:
     """Return (out, lse) of this rank's rows: out in q's dtype, lse in the accumulator's.
+
+    Where heads are exchanged, q, k and v as they are after it may follow: a backward that gets them exchanges less.
 
     Args:
         inputs: q, k, v, and with ALiBi the slopes of q's heads.
     """
-    memory = prepared.rank_plan.forward
+    memory = prepared.forward
     COUNTERS.attention_forwards += 1
     COUNTERS.kernel_forwards += memory.calls
     COUNTERS.forward_messages += memory.messages
     COUNTERS.forward_bytes += memory.message_bytes
-    out, lse = (_captured if prepared.request.config.cuda_graph else _bound_or_not)(prepared, memory, inputs)
-    return out, lse
+    return (_captured if prepared.request.config.cuda_graph else _recorded)(prepared, memory, inputs, False)
 
 
-def run_backward(prepared: Prepared, inputs: Fields) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run_backward(prepared: Prepared, inputs: Fields, *, exchanged: bool = False) -> Fields:
     """Return (dq, dk, dv) of this rank's rows, in q's dtype.
 
     Args:
-        inputs: dout, q, k, v, out, lse, and with ALiBi the slopes of q's heads. Where heads were exchanged, the result
-            of `needed_by_backward` in place of out.
+        inputs: dout, q, k, v, out, lse, and with ALiBi the slopes of q's heads.
+        exchanged: q, k and v are those that a forward returned after its exchange of heads.
     """
-    memory = prepared.rank_plan.backward
+    memory = prepared.backward
     COUNTERS.attention_backwards += 1
     COUNTERS.kernel_backwards += memory.calls
     COUNTERS.backward_messages += memory.messages
     COUNTERS.backward_bytes += memory.message_bytes
-    dq, dk, dv = (_captured if prepared.request.config.cuda_graph else _bound_or_not)(prepared, memory, inputs)
-    return dq, dk, dv
+    return (_captured if prepared.request.config.cuda_graph else _recorded)(prepared, memory, inputs, exchanged)
 
 
-def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
+def _recorded(prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged: bool) -> Fields:
     """Run a phase: the first time as it stands, the second time to record it, and from then on as it was recorded.
 
     The first run of a kind compiles kernels and makes tables, which are no part of later runs. So a new pack is
     recorded at once where another has run.
     """
-    key = memory is prepared.rank_plan.forward, signature(inputs)
+    key = memory is prepared.forward, exchanged, signature(inputs)
     with without_autocast(), without_functions():
         transport, arena = _way(prepared, memory, inputs[0].device)
         # A mode that listens sees the operations themselves.
         if not prepared.binds or ACTIVE or _get_current_dispatch_mode() is not None:
-            return _run(prepared, memory, inputs, arena, transport)
+            return _run(prepared, memory, inputs, exchanged, arena, transport)
         found = prepared.bound.get(key)
         if isinstance(found, Bound):
             return found(inputs, arena, transport, functools.partial(_failed, prepared, memory))
         kind, is_new = (prepared.kind, key[0]), key not in prepared.bound
         if is_new and len(prepared.bound) == _MOST_BOUND:
             _tell_many()
-            return _run(prepared, memory, inputs, arena, transport)
+            return _run(prepared, memory, inputs, exchanged, arena, transport)
         if found is not None or not recordable(inputs[0].device) or (is_new and kind not in _HAVE_RUN):
-            results = _run(prepared, memory, inputs, arena, transport)
+            results = _run(prepared, memory, inputs, exchanged, arena, transport)
             prepared.bound[key] = found
             _HAVE_RUN.add(kind)
             return results
-        results, recorded = _record(prepared, memory, inputs, arena, transport)
+        results, recorded = _record(prepared, memory, inputs, exchanged, arena, transport)
     if isinstance(recorded, str) and not is_new:
         logger.info("this attention's host work is not recorded: %s", recorded)
     prepared.bound[key] = None if isinstance(recorded, str) and is_new else recorded
@@ -112,13 +111,13 @@ def _bound_or_not(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fie
 
 
 def _record(
-    prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: Arena, transport: Transport
+    prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged: bool, arena: Arena, transport: Transport
 ) -> tuple[Fields, Bound | str]:
     """Run a phase as it stands; return its results and the recorded run, or why it cannot be replayed."""
     given = tuple(x.detach() for x in (*inputs, arena.flat))  # the tape tells tensors apart as objects
     with Tape(given) as tape:
         recorder = Recorder(tape, transport, arena=len(inputs))
-        results = _run(prepared, memory, given[:-1], Arena(given[-1]), recorder)
+        results = _run(prepared, memory, given[:-1], exchanged, Arena(given[-1]), recorder)
     return results, tape.why_not or Bound(recorder, results)
 
 
@@ -133,32 +132,54 @@ def _tell_many() -> None:
     logger.info("an attention meets more than %d layouts of its tensors; the others are not replayed", _MOST_BOUND)
 
 
-def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: Arena, transport: StepTransport) -> Fields:
+def _run(
+    prepared: Prepared,
+    memory: MemoryPlan,
+    inputs: Fields,
+    exchanged: bool,
+    arena: Arena,
+    transport: StepTransport,
+) -> Fields:
+    """Run a phase as it stands, with the exchange of heads around it."""
+    heads = prepared.exchange
     if memory is prepared.forward:
+        if heads is not None:
+            q, k, v, *slopes = inputs
+            inputs = (*heads.before_forward(q, k, v), *map(heads.own_heads, slopes))
         tensors = forward_algebra(prepared, inputs, arena)
         _execute(prepared, tensors, transport)
-        return tensors.result("out")
-    dout, q, k, v, row, *others = inputs
-    needed = needed_by_backward(prepared, dout, row) if prepared.exchange is None else row
-    tensors = backward_algebra(prepared, (dout, q, k, v, needed, *others), arena)
+        results = tensors.result("out")
+        if heads is None:
+            return results
+        return (*heads.after_forward(*results), *(inputs[:3] if heads.keeps else ()))
+    dout, q, k, v, row, lse, *slopes = inputs
+    needed = needed_by_backward(prepared, dout, row)
+    if heads is not None:
+        dout, *qkv, needed, lse = heads.before_backward(dout, () if exchanged else (q, k, v), needed, lse)
+        q, k, v = qkv or (q, k, v)
+        slopes = list(map(heads.own_heads, slopes))
+    tensors = backward_algebra(prepared, (dout, q, k, v, needed, lse, *slopes), arena)
     _execute(prepared, tensors, transport)
-    return *tensors.result("dq"), *tensors.result("dkv")
+    results = *tensors.result("dq"), *tensors.result("dkv")
+    return results if heads is None else heads.after_backward(*results)
 
 
-def _captured(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
-    """Replay the graph of a phase, captured in its first run; run as it stands while the caller captures one."""
+def _captured(prepared: Prepared, memory: MemoryPlan, inputs: Fields, exchanged: bool) -> Fields:
+    """Replay the graph of a phase, captured in its first run; run as it is recorded while the caller captures one."""
     if torch.cuda.is_current_stream_capturing():
-        return _bound_or_not(prepared, memory, inputs)
+        return _recorded(prepared, memory, inputs, exchanged)
     # An arena that has moved lies elsewhere.
     transport, _ = _way(prepared, memory, inputs[0].device)
     pinned = transport.pinned
     hooks = [hook.name for hook in ACTIVE]
-    key: tuple[str | int, ...] = memory.program.phase.name, transport.generation, *_precision(), *hooks
+    key: tuple[str | int, ...] = memory.program.phase.name, exchanged, transport.generation, *_precision(), *hooks
     if key not in prepared.graphs:
-        for stale in [other for other in prepared.graphs if other[0] == key[0]]:
+        for stale in [other for other in prepared.graphs if other[:2] == key[:2]]:
             del prepared.graphs[stale]
-        run = functools.partial(_bound_or_not, prepared, memory)
-        prepared.graphs[key] = Captured(lambda *tensors: run(tensors), inputs, prepared.channel)
+        channels = [prepared.channel, prepared.exchange and prepared.exchange.channel]
+        prepared.graphs[key] = Captured(
+            lambda *tensors: _recorded(prepared, memory, tensors, exchanged), inputs, [c for c in channels if c]
+        )
         transport.pinned = pinned  # this graph is captured again where the arena has moved
     with torch.cuda.nvtx.range(f"dfa {memory.program.phase.name}"):
         return prepared.graphs[key](inputs)
@@ -182,7 +203,7 @@ def _algebra(
     options: dict[str, Any] = {
         "softmax_scale": request.softmax_scale,
         "softcap": request.softcap,
-        "deterministic": request.config.deterministic,
+        "deterministic": request.deterministic,
     }
     if slopes:
         options["bias"] = GlobalBias(slopes[0], memory)

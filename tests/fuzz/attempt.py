@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels.adapters import gpu
 from dfa_megatron.plan_run.together import backward_together, forward_together, prepare_together
 from dfa_megatron.runtime.execute.sinks import merge_sinks, sinks_gradient
 from dfa_megatron.runtime.request import Request
@@ -145,7 +146,13 @@ def _together(case: Case, given: Tensors) -> Results:
     scale = case.options["softmax_scale"]
     options = case.options | {"softmax_scale": case.head_dim**-0.5 if scale is None else scale}
     documents = case.offsets if case.packed else ()
-    request = Request(**arguments(**options), sinks=case.sinks, alibi=case.alibi, cu_seqlens=documents)
+    request = Request(
+        **arguments(**options),
+        sinks=case.sinks,
+        alibi=case.alibi,
+        deterministic=case.deterministic,
+        cu_seqlens=documents,
+    )
     where = [rows_of(case, rank) for rank in range(case.ranks)]
     q, k, v, dout = ([x[:, rows] for rows in where] for x in (given.q, given.k, given.v, given.dout))
     prepared = prepare_together(request, q, k, v)
@@ -156,7 +163,7 @@ def _together(case: Case, given: Tensors) -> Results:
     outs, lses = [out for out, _ in results], [lse for _, lse in results]
     backward = functools.partial(backward_together, prepared, dout, q, k, v, outs, lses, given.slopes)
     gradients = backward()
-    if case.options["deterministic"]:
+    if case.deterministic:
         again = backward()
         same = all(torch.equal(x, y) for a, b in zip(gradients, again, strict=True) for x, y in zip(a, b, strict=True))
         assert same, "deterministic gradients differ from run to run"
@@ -180,7 +187,7 @@ def _public(case: Case, given: Tensors, want: Results, rank: int, group: Any) ->
             case, call, Tensors(q.flip(1), k.flip(1), v.flip(1), dout.flip(1), given.sinks, given.slopes), group
         )
     got = _run_public(case, 4, mine, group)
-    if case.options["deterministic"]:
+    if case.deterministic:
         again = _run_public(case, 4, mine, group)
         same = all(torch.equal(getattr(got, name), getattr(again, name)) for name in ("dq", "dk", "dv"))
         assert same, "deterministic gradients differ from run to run"
@@ -214,9 +221,9 @@ def _run_public(case: Case, call: int, given: Tensors, group: Any) -> Results:
     sinks = None if given.sinks is None else given.sinks.clone().requires_grad_()
     draw = random.Random(f"{case.seed} {case.number} {call}")
     forward, backward = (draw.choice(_STATES)(case.device) for _ in range(2))
-    with forward:
+    with forward, gpu.deterministic_algorithms(case.deterministic):
         out, lse = _CHECKPOINTS[case.checkpoint](run, *leaves, sinks)
-    with backward:
+    with backward, gpu.deterministic_algorithms(case.deterministic):
         out.backward(given.dout)  # re-entrant checkpoints take no other
     dq, dk, dv = (x.grad for x in leaves)
     assert dq is not None and dk is not None and dv is not None  # noqa: PT018

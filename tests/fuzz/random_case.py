@@ -66,7 +66,7 @@ class Case:
     offsets: of the documents of a pack; (0, tokens) for sequences that are one document each.
     options: keywords of the public functions, without tensors.
     checkpoint: one of CHECKPOINTS, around a call of the public functions. compiled: the call is under torch.compile.
-    strided: q, k, v and dout are (tokens, batch, ...) in memory.
+    strided: q, k, v and dout are (tokens, batch, ...) in memory. deterministic: as PyTorch is asked.
     """
 
     seed: int
@@ -88,6 +88,7 @@ class Case:
     checkpoint: str
     compiled: bool
     strided: bool
+    deterministic: bool = False
 
     @property
     def tokens(self) -> int:
@@ -130,8 +131,7 @@ class Case:
             "softcap": options["softcap"] > 0,
             "sinks": self.sinks,
             "ALiBi": self.alibi,
-            "float32 wire": options["wire_dtype"] == "float32",
-            "deterministic": options["deterministic"],
+            "deterministic": self.deterministic,
             "ulysses": options["ulysses_degree"] not in (1, "auto"),
             f"checkpoint {self.checkpoint}": self.checkpoint != "none",
             "torch.compile": self.compiled,
@@ -183,8 +183,6 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
             "softcap": softcap,
             "softmax_scale": dice.choice([None, None, 0.3]),
             "kernel": dice.choice(GPU_KERNELS if on_gpu else CPU_KERNELS),
-            "wire_dtype": dice.choice(["input", "float32"]),
-            "deterministic": shape.deterministic,
             "ulysses_degree": _degree(dice, some, shape.heads) if public else 1,
             "transport": dice.choice(["auto", "p2p", "copy_engine"]) if over == "nccl" else "auto",
             "verify": dice.choice(["on", "on", "off"]),
@@ -195,6 +193,7 @@ def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence
         checkpoint=dice.choice(CHECKPOINTS) if public else "none",
         compiled=public and not packed and dice.random() < 0.02,
         strided=dice.random() < 0.3,
+        deterministic=shape.deterministic,
     )
 
 

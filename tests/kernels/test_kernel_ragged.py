@@ -24,7 +24,7 @@ from dfa_megatron.runtime.execute.wire_format import Format
 from dfa_megatron.testing.dense import assert_close
 from tests.support.kernel_operators import StandIn
 
-FORM = Format(1, 2, 1, 8, 8, torch.bfloat16, torch.float32, "delta")
+FORM = Format(1, 2, 1, 8, 8, torch.bfloat16, "delta")
 
 
 def launched(mask: Mask, ranks: int) -> Iterator[Segments]:

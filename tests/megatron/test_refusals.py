@@ -210,7 +210,6 @@ def test_core_attention_of_plain_softmax_has_no_parameters_and_the_head_dimensio
     assert attention.softmax_scale == attention.config.kv_channels**-0.5
     assert build(k_channels=36).softmax_scale == 36**-0.5
     assert build(softmax_scale=0.5, k_channels=36).softmax_scale == 0.5
-    assert build(config=make_config(Topology(), case(), deterministic_mode=True)).deterministic
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -228,8 +227,8 @@ def test_flags_become_options_and_scripts_default_to_their_own_data_order() -> N
     assert options_of(parse()).data_layout == "boundary"
     assert options_of(argparse.Namespace()).data_layout == "boundary"
     assert options_of() == DistAttentionConfig(data_layout="boundary")
-    options = options_of(parse("--dfa-data-layout", "contiguous", "--dfa-schedule", "ring", "--dfa-deterministic"))
-    assert options == DistAttentionConfig(data_layout="contiguous", schedule="ring", deterministic=True)
+    options = options_of(parse("--dfa-data-layout", "contiguous", "--dfa-schedule", "ring"))
+    assert options == DistAttentionConfig(data_layout="contiguous", schedule="ring")
 
 
 @pytest.mark.parametrize(

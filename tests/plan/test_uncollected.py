@@ -12,7 +12,7 @@ import torch
 from dfa_megatron import DistAttentionConfig
 from dfa_megatron.plan.uncollected import uncollected
 from dfa_megatron.runtime.prepare import build
-from dfa_megatron.runtime.problem import QKV
+from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
 
 
@@ -73,7 +73,7 @@ def test_no_collection_runs_while_a_pack_is_planned() -> None:
     gc.collect()
     gc.callbacks.append(note)
     try:
-        build(request, 4, 1, QKV(q, k, v))
+        build(request, 4, 1, Inputs(q, k, v))
     finally:
         gc.callbacks.remove(note)
     assert seen.count("start") <= 3  # before and after

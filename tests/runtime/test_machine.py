@@ -21,7 +21,7 @@ from dfa_megatron.runtime.comm.groups import group_name
 from dfa_megatron.runtime.comm.registry import channel
 from dfa_megatron.runtime.environment import Links, links
 from dfa_megatron.runtime.prepare import build
-from dfa_megatron.runtime.problem import QKV, problem_of, profile_of
+from dfa_megatron.runtime.problem import Inputs, problem_of, profile_of
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.workers import run_ranks
@@ -34,7 +34,7 @@ def tensors(heads: int = 32, tokens: int = 4096) -> list[torch.Tensor]:
 
 
 def taken(hardware: str) -> str:
-    return build(Request(**arguments(softmax_scale=1.0, hardware=hardware)), RANKS, 0, QKV(*tensors())).plan.schedule
+    return build(Request(**arguments(softmax_scale=1.0, hardware=hardware)), RANKS, 0, Inputs(*tensors())).plan.schedule
 
 
 def test_the_schedule_follows_the_machine(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_measured_profile_is_taken_as_it_is_and_a_shipped_one_at_the_rates_of_
     assert profile_of(str(tmp_path / "mine.json"), True, None, "flash4") == mine
     assert profile_of("h200-nvlink", True, None, "flash4") == computing_with("flash4", H200_NVLINK)
     assert profile_of("auto", False, None, "cpu") == CPU_LOOPBACK
-    assert problem_of(Request(**arguments(softmax_scale=1.0)), RANKS, QKV(*tensors()), None).hardware == CPU_LOOPBACK
+    assert problem_of(Request(**arguments(softmax_scale=1.0)), RANKS, Inputs(*tensors()), None).hardware == CPU_LOOPBACK
 
 
 @pytest.mark.parametrize(

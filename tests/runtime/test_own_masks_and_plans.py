@@ -16,7 +16,7 @@ from dfa_megatron.plan.language.mask import Mask, causal, prefix_lm
 from dfa_megatron.plan.schedules import with_blocks
 from dfa_megatron.runtime import rank_plan
 from dfa_megatron.runtime.prepare import build, in_use
-from dfa_megatron.runtime.problem import QKV
+from dfa_megatron.runtime.problem import Inputs
 from dfa_megatron.runtime.request import Request
 from dfa_megatron.testing.arguments import arguments
 from dfa_megatron.testing.dense import assert_close, dense_attention
@@ -123,8 +123,8 @@ def test_a_plan_for_tokens_that_lie_otherwise_is_refused() -> None:
 def _refused_layout() -> None:
     plan = make_plan(causal(2 * LOCAL), 2, layout="zigzag")
     x = torch.randn(1, LOCAL, 2, 8)
-    build(Request(softmax_scale=1.0, plan=plan, layout="zigzag"), 2, 0, QKV(x, x, x))
-    build(Request(softmax_scale=1.0, plan=plan), 2, 0, QKV(x, x, x))
+    build(Request(softmax_scale=1.0, plan=plan, layout="zigzag"), 2, 0, Inputs(x, x, x))
+    build(Request(softmax_scale=1.0, plan=plan), 2, 0, Inputs(x, x, x))
 
 
 @pytest.mark.parametrize("blind", ["check_plan", "check_programs"])
@@ -139,7 +139,7 @@ def test_a_plan_is_proved_for_all_ranks_and_each_program_on_its_own(
     *blocks, last = plan.forward.blocks
     for changed in (blocks, [*blocks, last, replace(last, step=last.step + 1)]):
         with pytest.raises(PlanError, match=r"R3|each pair of the mask|never written|twice"):
-            build(Request(softmax_scale=1.0, plan=with_blocks(plan, changed)), ranks, 0, QKV(x, x, x))
+            build(Request(softmax_scale=1.0, plan=with_blocks(plan, changed)), ranks, 0, Inputs(x, x, x))
 
 
 def _names_alike(rank: int, ranks: int) -> str:

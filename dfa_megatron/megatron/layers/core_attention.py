@@ -92,8 +92,7 @@ class DistributedCoreAttention(torch.nn.Module):
         self.cp_comm_type = cp_comm_type
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.window_size = _window_of(config, layer_number)
-        self.deterministic = options.deterministic or bool(getattr(config, "deterministic_mode", False))
-        self.function_config = options.replace(deterministic=self.deterministic).within("function")
+        self.function_config = options.within("function")
         self.softmax_offset = _softmax_offset(config)
 
     def forward(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,15 +23,15 @@ class Captured:
     Args:
         run: the phase: tensors in, tensors out, all work issued on the current stream or joined to it.
         inputs: of the first call; later ones have the same shapes and dtypes.
-        channel: over which the phase's messages go, if it has any. The graph is given up before the channel closes.
+        channels: over which the phase's messages go. The graph is given up before one of them closes.
     """
 
     # A graph that an evaluation captured is replayed in training, which may not write to tensors of inference mode.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, run: Callable[..., Tensors], inputs: Tensors, channel: Channel | None) -> None:
+    def __init__(self, run: Callable[..., Tensors], inputs: Tensors, channels: Sequence[Channel]) -> None:
         self._inputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
-        self._channel, self._device = channel, inputs[0].device
+        self._channels, self._device = channels, inputs[0].device
         torch._foreach_copy_(self._inputs, inputs)
         warm = torch.cuda.Stream(self._device)
         warm.wait_stream(torch.cuda.current_stream(self._device))
@@ -44,8 +44,8 @@ class Captured:
         with torch.cuda.graph(self._graph, stream=warm, capture_error_mode="thread_local"):
             self._results = run(*self._inputs)
         logger.info("captured a CUDA graph of an attention over %s", tuple(inputs[0].shape))
-        if channel is not None:
-            reference = weakref.ref(self)  # a graph that nobody replays any more goes before
+        reference = weakref.ref(self)  # a graph that nobody replays any more goes before
+        for channel in channels:
             channel.before_closing(lambda: _release(reference()))
 
     def __call__(self, inputs: Tensors) -> Tensors:
@@ -62,7 +62,7 @@ class Captured:
         The thread that calls this may be another than the one that captured.
         """
         with torch.cuda.device(self._device):
-            if self._channel is None or self._channel.calls.lost is None:  # else a replay may never end
+            if all(channel.calls.lost is None for channel in self._channels):  # else a replay may never end
                 torch.cuda.synchronize()
             self._graph.reset()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from dfa_megatron.kernels.tape import recording
+from dfa_megatron.kernels.tape import act
 from dfa_megatron.plan.interpret import Algebra, rank_loop
 from dfa_megatron.plan.language.program import Step
 from dfa_megatron.runtime.comm.transport import Moving, Recv, Send, StepTransport
@@ -59,12 +59,8 @@ def _sends(tensors: Tensors, number: int, step: Step, moving: Moving) -> list[Se
 
 def _marked(mark: Callable[..., object], *name: str) -> None:
     """Open or close a range, and have a replay do so too."""
-    if mark is _no_range:
-        return
-    mark(*name)
-    tape = recording()
-    if tape is not None:
-        tape.act(functools.partial(mark, *name), ())
+    if mark is not _no_range:
+        act(functools.partial(mark, *name))
 
 
 class _Ranges:

@@ -137,8 +137,6 @@ class Tensors:
         ((name, rows),) = buffer.parts
         assert buffer.merges is not None
         sums, results = self.format.sums(name), self.format.fields(name)
-        if buffer.slot is None:
-            results = self.format.results(name)
         size = len(results) if self.forward else 1
         return [
             Accumulator(

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from dfa_megatron.kernels.tape import act
 from dfa_megatron.plan.language.heads import HeadSplit, TokenSplit
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.counters import COUNTERS
-from dfa_megatron.runtime.execute.recordings import Act, Fields, Recordings
 
 _ALIGNMENT = 16
 """Bytes. Kernels load 16 at a time, and read q, k and v where they landed."""
 
-Tensors = Sequence[torch.Tensor]
+Fields = tuple[torch.Tensor, ...]
 
 
 def stand_ins(
@@ -48,7 +48,6 @@ class HeadExchange:
         self._copied = (rank,) if rank in (0, last) else ()
         self._sent = slice(int(rank == 0), heads.degree - int(rank == last))
         self._counts = [int(other not in self._copied) for other in range(heads.degree)]
-        self._recordings = Recordings()
         self._work: dist.Work | None = None
 
     @property
@@ -56,43 +55,38 @@ class HeadExchange:
         """Whether the results of `before_forward` can be saved for the backward in place of its arguments."""
         return self.heads.keeps
 
-    def before_forward(self, *qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def before_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Fields:
         """Return (q, k, v) of all tokens of the exchange group and of this rank's heads."""
-        q, k, v = self._recordings.run(HeadExchange._before_forward, self, qkv)
-        return q, k, v
+        return self._gather_tokens("forward", (q, self._repeated(k), self._repeated(v)))
 
-    def after_forward(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def after_forward(self, out: torch.Tensor, lse: torch.Tensor) -> Fields:
         """Return (out, lse) of this rank's tokens and all heads."""
-        out, lse = self._recordings.run(HeadExchange._after_forward, self, (out, lse))
-        return out, lse
+        return self._gather_heads("forward", (out, lse))
 
-    def before_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        delta_or_out: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        saved: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the same six tensors, of all tokens of the exchange group and of this rank's heads.
+    def before_backward(self, dout: torch.Tensor, qkv: Fields, read: torch.Tensor, lse: torch.Tensor) -> Fields:
+        """Return dout, q, k, v, delta or out, lse, of all tokens of the exchange group and of this rank's heads.
 
         Args:
-            delta_or_out: whichever the kernel's backward needs.
-            saved: q, k and v are results of `before_forward`, and stay as they are.
+            dout: of this rank's tokens.
+            qkv: the same; or none, which are results of `before_forward` then.
+            read: delta or out, whichever the kernel's backward reads.
+            lse: as dout.
         """
-        sent = (dout, delta_or_out, lse) if saved else (dout, delta_or_out, lse, q, k, v)
-        dout, delta_or_out, lse, *qkv = self._recordings.run(HeadExchange._before_backward, self, sent)
-        q, k, v = qkv or (q, k, v)
-        return dout, q, k, v, delta_or_out, lse
+        is_delta = read.dim() == 3
+        fields = [_wide(read, lse), dout] if is_delta else [_wide(lse), dout, read]
+        if qkv:
+            fields += [qkv[0], self._repeated(qkv[1]), self._repeated(qkv[2])]
+        statistics, dout, *more = self._gather_tokens("backward", fields)
+        *delta, lse = _narrow(statistics)
+        read = delta[0] if is_delta else more.pop(0)
+        return dout, *more, read, lse
 
-    def after_backward(
-        self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def after_backward(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Fields:
         """Return (dq, dk, dv) of this rank's tokens and all heads; copies of a kv head are summed in rank order."""
-        dq, dk, dv = self._recordings.run(HeadExchange._after_backward, self, (dq, dk, dv))
+        dq, dk, dv = self._gather_heads("backward", (dq, dk, dv))
+        copies = self.heads.copies
+        if copies > 1:  # PyTorch adds half precision in float32
+            dk, dv = dk.unflatten(2, (-1, copies)).sum(3), dv.unflatten(2, (-1, copies)).sum(3)
         return dq, dk, dv
 
     def own_heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,40 +94,15 @@ class HeadExchange:
         own: torch.Tensor = x.unflatten(0, (self.heads.degree, -1))[self.channel.rank]
         return own
 
-    def _before_forward(self, act: Act, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Fields:
-        return self._gather_tokens(act, "forward", (q, self._repeated(k), self._repeated(v)))
-
-    def _after_forward(self, act: Act, out: torch.Tensor, lse: torch.Tensor) -> Fields:
-        return self._gather_heads(act, "forward", (out, lse))
-
-    def _before_backward(
-        self, act: Act, dout: torch.Tensor, delta_or_out: torch.Tensor, lse: torch.Tensor, *qkv: torch.Tensor
-    ) -> Fields:
-        is_delta = delta_or_out.dim() == 3
-        fields = [_wide(delta_or_out, lse), dout] if is_delta else [_wide(lse), dout, delta_or_out]
-        if qkv:
-            fields += [qkv[0], self._repeated(qkv[1]), self._repeated(qkv[2])]
-        statistics, dout, *more = self._gather_tokens(act, "backward", fields)
-        *delta, lse = _narrow(statistics)
-        read = delta[0] if is_delta else more.pop(0)
-        return dout, read, lse, *more
-
-    def _after_backward(self, act: Act, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Fields:
-        dq, dk, dv = self._gather_heads(act, "backward", (dq, dk, dv))
-        copies = self.heads.copies
-        if copies > 1:  # PyTorch adds half precision in float32
-            dk, dv = dk.unflatten(2, (-1, copies)).sum(3), dv.unflatten(2, (-1, copies)).sum(3)
-        return dq, dk, dv
-
     def _repeated(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.heads.copies == 1 else x.repeat_interleave(self.heads.copies, 2)
 
-    def _gather_tokens(self, act: Act, phase: str, fields: Tensors) -> Fields:
+    def _gather_tokens(self, phase: str, fields: Sequence[torch.Tensor]) -> Fields:
         """Turn (batch, local_seq, degree * heads, width) into (batch, degree * local_seq, heads, width)."""
         parts = [x.unflatten(2, (self.heads.degree, -1)).permute(2, 1, 0, 3, 4) for x in fields]
         received = _buffer(parts, 3)
         found = _fields(received, parts)
-        self._exchange(act, phase, parts, received[self._sent], found)
+        self._exchange(phase, parts, received[self._sent], found)
         return tuple(map(self._in_order, found))
 
     def _in_order(self, received: torch.Tensor) -> torch.Tensor:
@@ -145,7 +114,7 @@ class HeadExchange:
         # A plan of several ranks reads tokens by block, and some kernels copy a block that is not dense each time.
         return whole.contiguous() if len(self.tokens.plan_group) > 1 else whole
 
-    def _gather_heads(self, act: Act, phase: str, fields: Tensors) -> Fields:
+    def _gather_heads(self, phase: str, fields: Fields) -> Fields:
         """Turn (batch, degree * local_seq, heads, width) into (batch, local_seq, degree * heads, width), contiguous.
 
         Statistics have no width, and heads before tokens.
@@ -163,16 +132,17 @@ class HeadExchange:
             places.append(whole.movedim(heads, 0))
             found.append(whole.flatten(heads, heads + 1))
         received = _buffer([x[self._sent] for x in parts], 1)
-        self._exchange(act, phase, parts, received, places)
+        self._exchange(phase, parts, received, places)
         for place, x in zip(places, _fields(received, parts), strict=True):
             place[self._sent].copy_(x)
         return tuple(found)
 
-    def _exchange(self, act: Act, phase: str, parts: Tensors, received: torch.Tensor, places: Tensors) -> None:
+    def _exchange(
+        self, phase: str, parts: Sequence[torch.Tensor], received: torch.Tensor, places: Sequence[torch.Tensor]
+    ) -> None:
         """Send part i of each field to rank i.
 
         Args:
-            act: see `Recordings`.
             phase: forward or backward.
             parts: (degree, ...), of each field.
             received: the memory for what other ranks send.
@@ -181,11 +151,11 @@ class HeadExchange:
         send = torch.empty_like(received)
         for field, part in zip(_fields(send, parts), parts, strict=True):
             field.copy_(part[self._sent])
-        act(functools.partial(HeadExchange._post, phase=phase), received, send)
+        act(functools.partial(self._post, phase=phase), received, send)
         for rank in self._copied:
             for place, part in zip(places, parts, strict=True):
                 place[rank].copy_(part[rank])
-        act(HeadExchange._land, received, send)
+        act(self._land, received, send)
 
     def _post(self, received: torch.Tensor, send: torch.Tensor, *, phase: str) -> None:
         COUNTERS.ulysses_exchanges += 1
@@ -222,13 +192,13 @@ def _size(x: torch.Tensor, common: int) -> int:
     return -(-math.prod(x.shape[common:]) // step) * step
 
 
-def _buffer(fields: Tensors, common: int) -> torch.Tensor:
+def _buffer(fields: Sequence[torch.Tensor], common: int) -> torch.Tensor:
     """Allocate memory for fields whose first `common` dimensions are equal, in the dtype of the first field."""
     row = sum(_size(x, common) * x.itemsize for x in fields)
     return fields[0].new_empty((*fields[0].shape[:common], row // fields[0].itemsize))
 
 
-def _fields(buffer: torch.Tensor, like: Tensors) -> list[torch.Tensor]:
+def _fields(buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the fields of a buffer (..., row); their shapes in place of its row are those of `like`."""
     common, found, at = buffer.dim() - 1, [], 0
     for x in like:

@@ -214,14 +214,11 @@ def test_what_a_group_knows_is_not_forgotten_for_what_a_rank_does_by_itself() ->
 
 NO_OPTION: tuple[tuple[str, Any], ...] = (
     ("verify", "yes"),
-    ("wire_dtype", "bf16"),
-    ("wire_dtype", torch.float32),
     ("agreement_timeout", 0),
     ("agreement_timeout", "soon"),
     ("agreement_timeout", float("inf")),
     ("ulysses_degree", -1),
     ("transport", ["p2p"]),
-    ("deterministic", "no"),
 )
 
 

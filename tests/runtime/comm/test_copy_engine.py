@@ -36,7 +36,7 @@ from tests.support.plan_cases import plan_of
 
 Operation = Callable[[], bool]
 """Does it and says True, or says False where it has to wait."""
-FORM = Format(1, 2, 1, 8, 8, torch.bfloat16, torch.bfloat16, "delta")
+FORM = Format(1, 2, 1, 8, 8, torch.bfloat16, "delta")
 
 
 @pytest.fixture(autouse=True)

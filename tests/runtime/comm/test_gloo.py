@@ -47,7 +47,7 @@ def _everything(rank: int, ranks: int) -> None:
         attend_and_compare(whole, rank, ranks, causal=False)
         whole = case(ranks * 10, window_size=(13, 0), seed=10)
         attend_and_compare(whole, rank, ranks, window_size=(13, -1), kernel="cpu")
-        attend_and_compare(whole, rank, ranks, window_size=(13, -1), kernel="reference", wire_dtype="float32")
+        attend_and_compare(whole, rank, ranks, window_size=(13, -1), kernel="reference")
 
 
 @pytest.mark.support("runtime", "every schedule and dtype between 2, 3 and 4 processes (gloo)")
@@ -114,12 +114,13 @@ def test_strided_inputs_and_expanded_gradients_work() -> None:
 
 
 def _deterministic(rank: int, ranks: int) -> list[torch.Tensor]:
+    torch.use_deterministic_algorithms(True)
     whole = case(ranks * 16, dtype=torch.float32)
     rows = positions("contiguous", ranks * 16, ranks)[rank]
     runs = []
     for _ in range(3):
         shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
-        out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, config=DistAttentionConfig(deterministic=True))
+        out = dfa_megatron.dist_flash_attn_func(*shard, causal=True)
         runs.append((out.detach(), *torch.autograd.grad(out, shard, whole.dout[:, rows])))
     for again in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
@@ -164,7 +165,7 @@ def _torch_deterministic(rank: int, ranks: int) -> None:
 
     torch.use_deterministic_algorithms(True)
     attend_and_compare(case(ranks * 8), rank, ranks)
-    assert all(prepared.request.config.deterministic for prepared in in_use())
+    assert all(prepared.request.deterministic for prepared in in_use())
 
 
 def test_torchs_own_switch_asks_for_determinism() -> None:

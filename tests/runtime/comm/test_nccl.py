@@ -47,7 +47,7 @@ def _exact(rank: int, ranks: int) -> None:
                 compare(whole, rank, ranks, schedule=schedule, kernel=kernel)
             compare(whole, rank, ranks, layout="zigzag", kernel=kernel)
         for transport in ("p2p", "copy_engine"):
-            compare(whole, rank, ranks, schedule="balanced_shared", wire_dtype="float32", transport=transport)
+            compare(whole, rank, ranks, schedule="balanced_shared", transport=transport)
             compare(whole, rank, ranks, schedule="ring", kernel="cudnn", transport=transport)
     window = gpu_case(ranks * 256, heads=4, kv_heads=2, head_dim=64, causal=True, window_size=(300, 0))
     compare(window, rank, ranks, window_size=(300, 0), kernel="aten")
@@ -118,14 +118,13 @@ def test_random_shapes_under_load_are_never_wrong() -> None:
 
 
 def _deterministic(rank: int, ranks: int, kernel: str) -> None:
+    torch.use_deterministic_algorithms(True)
     whole = gpu_case(ranks * 512, heads=8, kv_heads=2, head_dim=128)
     rows = slice(rank * 512, rank * 512 + 512)
     runs = []
     for _ in range(4):
         shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
-        out = dfa_megatron.dist_flash_attn_func(
-            *shard, causal=True, config=DistAttentionConfig(deterministic=True, kernel=kernel)
-        )
+        out = dfa_megatron.dist_flash_attn_func(*shard, causal=True, config=DistAttentionConfig(kernel=kernel))
         runs.append((out, *torch.autograd.grad(out, shard, whole.dout[:, rows])))
     assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
 
@@ -138,15 +137,14 @@ def test_deterministic_gradients_are_equal_to_the_bit_on_gpus(kernel: str) -> No
 
 
 def _remat(rank: int, ranks: int) -> None:
+    torch.use_deterministic_algorithms(True)
     torch.manual_seed(3)
     whole = gpu_case(ranks * 256, heads=8, kv_heads=8, head_dim=64)
     rows = slice(rank * 256, rank * 256 + 256)
     shard = [x[:, rows].clone().requires_grad_() for x in whole.inputs]
 
     def region(*qkv: torch.Tensor) -> torch.Tensor:
-        return dfa_megatron.dist_flash_attn_func(
-            *(x * 1.0 for x in qkv), causal=True, config=DistAttentionConfig(deterministic=True)
-        )
+        return dfa_megatron.dist_flash_attn_func(*(x * 1.0 for x in qkv), causal=True)
 
     plain = torch.autograd.grad(region(*shard), shard, whole.dout[:, rows])
     COUNTERS.reset()

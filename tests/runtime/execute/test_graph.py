@@ -19,7 +19,7 @@ def test_a_graph_that_an_evaluation_captured_serves_training(monkeypatch: pytest
     for name in ("stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     with torch.inference_mode():
-        captured = graph.Captured(lambda x: (2 * x,), (torch.ones(3),), channel=None)
+        captured = graph.Captured(lambda x: (2 * x,), (torch.ones(3),), [])
     for inside in (torch.no_grad(), torch.inference_mode(), nullcontext()):
         with inside:
             (twice,) = captured((torch.ones(3),))
@@ -39,7 +39,7 @@ def test_a_graph_with_messages_goes_before_its_channel_closes_and_waits_for_no_l
     torch.cuda.CUDAGraph().reset = lambda: events.append("is reset")  # type: ignore[method-assign]
     channel, releases = MagicMock(), list[Callable[[], object]]()
     channel.calls.lost, channel.before_closing = lost, releases.append
-    kept, dropped = (graph.Captured(lambda x: (2 * x,), (torch.ones(3),), channel) for _ in range(2))
+    kept, dropped = (graph.Captured(lambda x: (2 * x,), (torch.ones(3),), [channel]) for _ in range(2))
     del dropped
     for release in releases:
         release()

@@ -172,7 +172,7 @@ def test_rows_of_a_partial_that_becomes_the_result_are_not_copied() -> None:
 def test_an_arena_forgets_the_plans_that_nobody_keeps() -> None:
     """One lives as long as its group, and every new pack brings a plan."""
     plan = plan_named("balanced", causal(16), 2)
-    form = Format(1, 2, 1, 8, 8, torch.float32, torch.float32, "out")
+    form = Format(1, 2, 1, 8, 8, torch.float32, "out")
     memory = plan_memory(plan.forward, check(plan.forward)[1], form)
     arena = Arena.allocate(memory.arena_bytes, torch.device("cpu"))
     assert arena.tensors(memory) is arena.tensors(memory)

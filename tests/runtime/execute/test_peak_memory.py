@@ -154,7 +154,7 @@ def run(memory: MemoryPlan, given: Fields, arena: Arena, transport: StepTranspor
 
 def peaks(plan: Plan, heads: int, kv_heads: int, *, replayed: bool) -> list[Live]:
     """What lives on each rank: the phase's inputs, the arena, accumulators, results, and what the kernel takes."""
-    form, found = Format(1, heads, kv_heads, DIM, DIM, torch.bfloat16, torch.bfloat16, "delta"), []
+    form, found = Format(1, heads, kv_heads, DIM, DIM, torch.bfloat16, "delta"), []
     programs, transport = check(plan), Holding()
     for rank in range(RANKS):
         memory = plan_memory(plan, programs[rank], form)
